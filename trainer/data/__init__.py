@@ -1,0 +1,1 @@
+"""From data set to batches on the device."""

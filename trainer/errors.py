@@ -1,0 +1,45 @@
+"""Exit codes, and the exceptions that somebody catches."""
+
+EXIT_COMPLETE = 0
+EXIT_FAILURE = 1
+EXIT_CONFIG = 2
+EXIT_STOPPED = 75
+EXIT_GAVE_UP = 76
+EXIT_NONFINITE = 77
+
+FINAL_EXIT_CODES = (EXIT_CONFIG, EXIT_STOPPED, EXIT_GAVE_UP, EXIT_NONFINITE)
+"""Codes with which the trainer itself ends the run: a launcher must not restart them."""
+
+
+class TrainerError(Exception):
+    """An end of the run that has an exit code of its own."""
+
+    exit_code = EXIT_FAILURE
+
+
+class ConfigError(TrainerError, ValueError):
+    """Bad configuration or data, found before anything started: names flag, value and remedy."""
+
+    exit_code = EXIT_CONFIG
+
+
+class StopRequested(TrainerError):
+    """The run was asked to stop, its state is saved, and the same command continues it."""
+
+    exit_code = EXIT_STOPPED
+
+
+class GaveUp(TrainerError):
+    """The same step failed again and again; another restart would not get further."""
+
+    exit_code = EXIT_GAVE_UP
+
+
+class NonFinite(TrainerError):
+    """More non-finite losses or gradients than the configuration allows."""
+
+    exit_code = EXIT_NONFINITE
+
+
+class CheckpointDamaged(TrainerError):
+    """A checkpoint folder is not what its manifest says; the message names what differs."""

@@ -1,0 +1,118 @@
+"""The one thing a user writes: a `Task`, and how it is found by name or import path."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from trainer.errors import ConfigError
+
+SPLITS = ("train", "validation", "test")
+
+BUILT_IN = {"images": "trainer.tasks.images:Images"}
+"""Name of a built-in task → its import path."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the loss of one micro-batch came to, as sums, so that any split adds up to the same.
+
+    Attributes:
+        total: scalar tensor with a graph: the loss *summed* over what `count` counts; or several
+            named ones as a dict, whose sum is minimised and which are logged one by one.
+        count: what the mean is taken over (samples, tokens, a sum of weights): number or scalar
+            tensor, 0 for a micro-batch of 0 samples.
+        metrics: name → (sum, count), numbers or scalar tensors; logged as sum / count.
+    """
+
+    total: Tensor | Mapping[str, Tensor]
+    count: Tensor | float
+    metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(
+        default_factory=dict
+    )
+
+
+@runtime_checkable
+class Task(Protocol):
+    """What is trained, on what, and how it is judged. A frozen dataclass: its fields are its flags.
+
+    Optional members: `fingerprint() -> str` tells one data set from another (default: length and
+    the bytes of 16 keyed samples); `parameter_groups(model) -> list[dict]` replaces the split into
+    decayed and not decayed parameters. A field named `seed` that is None takes the run's seed.
+    """
+
+    def model(self) -> nn.Module:
+        """The model, freshly initialised from the process-wide generators."""
+        ...
+
+    def dataset(self, split: str) -> Dataset | IterableDataset | None:
+        """The samples of "train", "validation" or "test"; None where there is no such split.
+
+        A map-style data set may define `__getitems__(indices)`. `indices` is a list that also
+        carries `indices.keys` (uint64 numpy array, one key a sample, a function of seed, epoch
+        and sample) for batched random augmentation, and `indices.epoch`. What it returns is
+        collated where it is a list, and taken as the finished batch otherwise. The same
+        `__getitems__` must be able to return the batch of a single sample.
+        """
+        ...
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        """Sums over one micro-batch, valid for 0 samples; `model.training` tells the phase."""
+        ...
+
+
+def find_task(name: str) -> type:
+    """The class behind `--task NAME|module:Class`.
+
+    Raises:
+        ConfigError: unknown name, or a module or class that can't be found. An exception inside
+            the user's module is chained, so that its own traceback is shown.
+    """
+    path = BUILT_IN.get(name, name)
+    if ":" not in path:
+        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "your own task is given as module:Class."
+        raise ConfigError(f"--task {name}: no built-in task of this name; {hint} "
+                          f"Built in: {', '.join(sorted(BUILT_IN))}.")
+    found = load_object(path, flag="--task")
+    if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
+        raise ConfigError(f"--task {name}: {path} is not a dataclass; put "
+                          "@dataclass(frozen=True) above the class, its fields are its flags.")
+    missing = [m for m in ("model", "dataset", "loss") if not callable(getattr(found, m, None))]
+    if missing:
+        raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
+                          "defines model(), dataset(split) and loss(model, batch).")
+    return found
+
+
+def load_object(path: str, flag: str) -> Any:
+    """Import `module:name`, looking in the current folder too.
+
+    Raises:
+        ConfigError: names `flag` and what is wrong; the cause is chained.
+    """
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path and "" not in sys.path:
+        sys.path.insert(0, os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:
+        absent = isinstance(error, ModuleNotFoundError) and error.name is not None and (
+            module_name == error.name or module_name.startswith(error.name + "."))
+        why = ("there is no such module on the import path; run from its folder or install it"
+               if absent else f"importing {module_name} raised {type(error).__name__}: {error}")
+        raise ConfigError(f"{flag} {path}: {why}.") from error
+    if not name or not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        near = difflib.get_close_matches(name, public, n=1)
+        hint = f"did you mean {module_name}:{near[0]}?" if near else "write module:Name."
+        raise ConfigError(f"{flag} {path}: {module_name} has no {name!r}; {hint}")
+    return getattr(module, name)
