@@ -1,0 +1,20 @@
+"""A fault-tolerant distributed PyTorch trainer: kill any process, get the same bits."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainer.config import Config
+    from trainer.task import Outcome, Task
+
+__all__ = ["Config", "Outcome", "Task"]
+
+_HOMES = {"Config": "trainer.config", "Outcome": "trainer.task", "Task": "trainer.task"}
+
+
+def __getattr__(name: str) -> Any:
+    # Signal handlers have to stand before torch is imported, so nothing is imported here.
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'trainer' has no attribute {name!r}")

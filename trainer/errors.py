@@ -43,3 +43,15 @@ class NonFinite(TrainerError):
 
 class CheckpointDamaged(TrainerError):
     """A checkpoint folder is not what its manifest says; the message names what differs."""
+
+
+class CheckpointBusy(TrainerError):
+    """Another process or thread is writing the checkpoint of the same step."""
+
+
+class StaleAttempt(TrainerError):
+    """A newer attempt owns the run folder; this process must leave without writing."""
+
+
+class SaveFailed(TrainerError):
+    """A checkpoint could not be written and --checkpoint.on-error is stop."""

@@ -1,0 +1,235 @@
+"""The process from which ranks are forked: it imports everything heavy once, then only forks.
+
+The launcher forks it as soon as torch is imported; `python -m launch.forkserver` replaces it where
+it was killed. It speaks JSON packets over a socket with the launcher:
+
+- to the launcher: `{"ready": true}` or `{"refused": EXIT_CODE}`, once; `{"started": LOCAL_RANK,
+  "pid": PID}` with the rank's file descriptors attached; `{"exited": PID, "code": CODE}`;
+- to the server: `{"fork": [{"local_rank": …, "env": {…}, "tagged": …}, …]}`.
+
+When the launcher dies, the ranks have a little time to save; whatever is left then is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from launch.rank import Entry, be_rank
+from launch.signals import STOP_SIGNALS
+from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
+
+MOURNING_S = 4.5
+"""How long ranks may outlive the launcher before they are killed."""
+
+PACKET_BYTES = 1 << 17
+MAX_FDS = 4
+
+
+def send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    """Send one message, with file descriptors. Raises: OSError if the other side has died."""
+    socket.send_fds(control, [json.dumps(message).encode()], fds)
+
+
+def receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
+    """The next message and its file descriptors; None if the other side has died."""
+    try:
+        packet, fds, _, _ = socket.recv_fds(control, PACKET_BYTES, MAX_FDS)
+    except ConnectionError:
+        return None, []
+    return (json.loads(packet) if packet else None), fds
+
+
+def fork() -> int:
+    """`os.fork`, without Python's warning about threads.
+
+    The interpreter counts the pool of numpy's BLAS, which handles a fork by itself.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
+
+
+def serve(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
+    """Import `entry` (`module:function`), then fork ranks as asked until the launcher dies."""
+    os.setsid()
+    # Blocked, not ignored: a stop request that reaches a new rank early waits until it can listen.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        _Server(control, entry, argv).run()
+    except BaseException:
+        traceback.print_exc()
+    os._exit(1)
+
+
+class _Server:
+    """The loop of the fork server, and what it holds for each living rank."""
+
+    def __init__(self, control: socket.socket, entry: str, argv: Sequence[str]) -> None:
+        self._control = control
+        self._entry = entry
+        self._argv = list(argv)
+        self._main: Entry | None = None
+        self._pipes: dict[int, list[int]] = {}  # pid of a living rank -> read ends of its output
+        self._wakeup_fd, write_fd = os.pipe()
+        os.set_blocking(self._wakeup_fd, False)
+        os.set_blocking(write_fd, False)
+        signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes the loop, no more
+        self._inherited = [control.fileno(), self._wakeup_fd, write_fd]
+
+    def run(self) -> NoReturn:
+        code, self._main = load(self._entry, self._argv)
+        if self._main is None:
+            send(self._control, {"refused": code})
+            os._exit(code)
+        # The imported modules are for ever: without them a rank's garbage collections are cheap,
+        # and its pages stay shared.
+        gc.collect()
+        gc.freeze()
+        send(self._control, {"ready": True})
+        while True:
+            self._wait(None)
+            self._reap()
+            if self._readable(self._control.fileno()):
+                message, _ = receive(self._control)
+                if message is None:
+                    self._mourn()
+                for rank in message["fork"]:
+                    self._fork(**rank)
+
+    def _fork(self, local_rank: int, env: dict[str, str], tagged: bool) -> None:
+        launcher_end, rank_end = socket.socketpair()
+        pipes = [os.pipe(), os.pipe()] if tagged else []
+        read_fds = [read_fd for read_fd, _ in pipes]
+        write_fds = [write_fd for _, write_fd in pipes]
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        pid = fork()
+        if pid == 0:
+            unwanted = [*self._inherited, launcher_end.detach(), *read_fds]
+            unwanted += [fd for others in self._pipes.values() for fd in others]
+            be_rank(
+                self._main, self._argv, env, launcher_fd=rank_end.detach(),
+                output_fds=write_fds, close_fds=unwanted,
+            )  # fmt: skip
+        with contextlib.suppress(OSError):  # a dead launcher: noticed when the loop reads
+            message = {"started": local_rank, "pid": pid}
+            pidfd = os.pidfd_open(pid)  # here, where the pid can't have become another's
+            send(self._control, message, [pidfd, launcher_end.fileno(), *read_fds])
+            os.close(pidfd)
+        launcher_end.close()
+        rank_end.close()
+        for write_fd in write_fds:
+            os.close(write_fd)
+        # Kept open, never read: if the launcher dies, a rank's last words meet no broken pipe.
+        self._pipes[pid] = read_fds
+
+    def _reap(self) -> None:
+        while ended := _ended_child():
+            if ended.si_pid in self._pipes and (ended.si_code, ended.si_status) != (
+                os.CLD_EXITED,
+                EXIT_COMPLETE,
+            ):
+                # What a failed rank leaves behind (loader workers, compilers) holds its sockets, so
+                # that its peers would wait for it. Before the wait its pid can't be anyone else's.
+                _kill_group(ended.si_pid)
+            _, status = os.waitpid(ended.si_pid, 0)
+            for fd in self._pipes.pop(ended.si_pid, []):
+                os.close(fd)
+            with contextlib.suppress(OSError):
+                code = os.waitstatus_to_exitcode(status)
+                send(self._control, {"exited": ended.si_pid, "code": code})
+
+    def _mourn(self) -> NoReturn:
+        """The launcher is dead: wait for the ranks to save and leave, then kill them."""
+        deadline_s = time.monotonic() + MOURNING_S
+        self._control.close()
+        self._reap()
+        while self._pipes and time.monotonic() < deadline_s:
+            select.select([self._wakeup_fd], [], [], deadline_s - time.monotonic())
+            self._drain()
+            self._reap()
+        for pid in self._pipes:
+            _kill_group(pid)
+        os._exit(EXIT_COMPLETE)
+
+    def _wait(self, timeout_s: float | None) -> None:
+        select.select([self._control, self._wakeup_fd], [], [], timeout_s)
+        self._drain()
+
+    def _drain(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakeup_fd, 4096)
+
+    @staticmethod
+    def _readable(fd: int) -> bool:
+        return bool(select.select([fd], [], [], 0)[0])
+
+
+def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
+    """Import the entry function and what it will need.
+
+    Returns:
+        (0, the function), or (exit code, None) where no rank could start: the reason is on stderr.
+    """
+    module_name, _, function_name = entry.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+        main = getattr(module, function_name)
+        preload: Callable[[list[str]], int] | None = getattr(module, "preload", None)
+        if preload is None:
+            importlib.import_module("torch")
+        elif code := preload(list(argv)):
+            return code, None
+        if "torch" in sys.modules:
+            # What a process's first optimizer imports, 1-4 s, so no rank has to. Not after the first
+            # ranks are forked: they would import it too, all at once, and a death would have to wait.
+            importlib.import_module("torch._dynamo")
+    except SystemExit as end:
+        return (end.code if isinstance(end.code, int) else EXIT_CONFIG), None
+    except BaseException:
+        traceback.print_exc()
+        print(f"launch: {entry} can't be imported (see above), so nothing was started",
+              file=sys.stderr)  # fmt: skip
+        return EXIT_CONFIG, None
+    if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
+        print(f"launch: importing {entry} for {list(argv)} has touched a CUDA device, which does "
+              "not survive a fork: do that in the task's methods", file=sys.stderr)  # fmt: skip
+        return EXIT_CONFIG, None
+    if threading.active_count() > 1:
+        names = ", ".join(sorted(t.name for t in threading.enumerate()[1:]))
+        print(f"launch: warning: importing {entry} has started threads ({names}), which the ranks "
+              "won't have: start them in the task's methods", file=sys.stderr)  # fmt: skip
+    return EXIT_COMPLETE, main
+
+
+def _ended_child() -> os.waitid_result | None:
+    """A child that has ended and hasn't been waited for, left so."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return None
+
+
+def _kill_group(pid: int) -> None:
+    # A rank that ended before it had a process group of its own has left nothing behind.
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:])

@@ -1,0 +1,115 @@
+"""The launcher's command line: its own options, and what belongs to the trainer."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import difflib
+from collections.abc import Callable, Sequence
+
+from trainer.errors import ConfigError
+
+USAGE = "python -m launch [--nproc-per-node N] [--max-restarts K] -- [RECIPE] [--section.key value]"
+
+DESCRIPTION = """\
+Train on N processes of this machine and start them again when one dies. What follows `--` is for
+the trainer; see `python -m trainer --help`. The ranks are forked from a process that has imported
+everything, so that a restart takes a fraction of a second."""
+
+EPILOG = """\
+Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop; a second Ctrl-C kills them.
+
+exit codes: 0 complete · 2 bad configuration or data · 75 stopped, the same command goes on
+            76 the same step failed repeatedly · 77 too many non-finite values · 1 other failure"""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options:
+    """What the launcher was asked to do.
+
+    Attributes:
+        num_ranks: ranks of this node.
+        max_restarts: failures in a row without progress that are restarted.
+        grace_s: after a rank has failed, how long the others may take to leave by themselves.
+        entry: `module:function` that each rank runs.
+        trainer_argv: the trainer's arguments.
+
+    Raises:
+        ConfigError: a value that can't be right.
+    """
+
+    num_ranks: int = 1
+    max_restarts: int = 3
+    grace_s: float = 30.0
+    entry: str = "trainer.__main__:main"
+    trainer_argv: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.num_ranks < 1:
+            raise ConfigError(f"--nproc-per-node is {self.num_ranks}; use 1 or more ranks")
+        if self.max_restarts < 0:
+            raise ConfigError(f"--max-restarts is {self.max_restarts}; use 0 for none, or more")
+        if not 0 <= self.grace_s < float("inf"):
+            raise ConfigError(f"--grace-s is {self.grace_s}; use a number of seconds, 0 or more")
+        module, _, function = self.entry.partition(":")
+        if not all(name.isidentifier() for name in [*module.split("."), function]):
+            raise ConfigError(f"--entry is {self.entry!r}; use MODULE:FUNCTION")
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):  # type: ignore[no-untyped-def]  # argparse: NoReturn
+        raise ConfigError(message.removeprefix("argument "))
+
+
+def parse(argv: Sequence[str]) -> Options:
+    """Read the command line; what follows the first `--` is the trainer's.
+
+    Raises:
+        ConfigError: with flag, value and remedy.
+        SystemExit: after `--help`.
+    """
+    own, trainer_argv = _split(argv)
+    parser = _Parser(
+        prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,
+        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--nproc-per-node", dest="num_ranks", type=int, metavar="N", help="ranks (default: 1)")
+    add("--max-restarts", type=int, metavar="K",
+        help="failures in a row without a later step being saved that are restarted (default: 3)")  # fmt: skip
+    add("--grace-s", type=float, metavar="X",
+        help="after a rank has died, seconds for the others to save and leave by themselves, "
+        "before SIGTERM and, 5 s later, SIGKILL (default: 30)")  # fmt: skip
+    add("--entry", metavar="MODULE:FUNCTION",
+        help="what each rank runs, for developers (default: trainer.__main__:main)")  # fmt: skip
+    known, unknown = parser.parse_known_args(own)
+    if unknown:
+        raise ConfigError(_unknown(unknown, [s for a in parser._actions for s in a.option_strings]))
+    given = {name: value for name, value in vars(known).items() if value is not None}
+    return Options(**given, trainer_argv=tuple(trainer_argv))
+
+
+def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    own, rest = list(argv), []
+    if "--" in own:
+        at = own.index("--")
+        own, rest = own[:at], own[at + 1 :]
+    return [_dashed(argument) for argument in own], rest
+
+
+def _dashed(argument: str) -> str:
+    """Options as torchrun takes them too, with `_` for `-`."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value
+
+
+def _unknown(unknown: Sequence[str], options: Sequence[str]) -> str:
+    name = unknown[0].partition("=")[0]
+    near = difflib.get_close_matches(name, options, n=1)
+    return (
+        f"{name} is not an option of the launcher"
+        + (f"; the nearest is {near[0]}" if near else "")
+        + f". What is for the trainer goes behind --: python -m launch … -- {' '.join(unknown)}"
+    )

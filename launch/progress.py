@@ -1,0 +1,85 @@
+"""How far the run has come, read from its folder: did it advance since the last death, what is lost.
+
+Read only when a rank has died, and only what was appended since: `step` of each line of
+`events.jsonl` (lines whose `event` is `save` or `restore` name the step that is on disk) and of the
+last line of `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 1 << 16
+
+
+class Progress:
+    """The newest step that the run has reached, and the newest that it would go on from."""
+
+    def __init__(self) -> None:
+        self.reached = 0
+        self.kept = 0
+        self._known = False
+        self._offset = 0
+        self._kept_before = 0
+
+    def update(self, run_folder: str | None) -> None:
+        """Read what is new. A folder or file that isn't there (yet) tells nothing."""
+        if run_folder is None:
+            return
+        events = Path(run_folder, "events.jsonl")
+        for line in self._new_lines(events):
+            self._known = True
+            step = line.get("step")
+            if not isinstance(step, int):
+                continue
+            if line.get("event") == "restore":  # may go back, past damaged checkpoints
+                self.reached = self.kept = step
+            self.reached = max(self.reached, step)
+            if line.get("event") == "save":
+                self.kept = max(self.kept, step)
+        self.reached = max(self.reached, _last_step(Path(run_folder, "metrics.jsonl")))
+
+    def take_advance(self) -> bool:
+        """Whether a later step was kept since the last call."""
+        advanced, self._kept_before = self.kept > self._kept_before, self.kept
+        return advanced
+
+    @property
+    def steps_lost(self) -> int | None:
+        """Steps to be done again; None if unknown."""
+        return max(0, self.reached - self.kept) if self._known else None
+
+    def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
+        try:
+            with path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read()
+        except OSError:
+            return
+        complete, _, _ = data.rpartition(b"\n")
+        self._offset += len(complete)
+        yield from _parse(complete)
+
+
+def _last_step(path: Path) -> int:
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - TAIL_BYTES))
+            data = file.read()
+    except OSError:
+        return 0
+    return max((s for line in _parse(data) if isinstance(s := line.get("step"), int)), default=0)
+
+
+def _parse(data: bytes) -> Iterator[dict[str, Any]]:
+    for line in data.splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:  # cut by the start of the tail, or by a death
+            continue
+        if isinstance(value, dict):
+            yield value

@@ -1,0 +1,106 @@
+"""From a fork of the server to a rank: its own session, environment, output, and a way to end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from launch.signals import STOP_SIGNALS
+from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
+
+Entry = Callable[[list[str]], int]
+
+ORPHAN_S = 4.8
+"""How long a rank outlives the launcher if nobody else ends it: later than the fork server would."""
+
+
+def be_rank(
+    main: Entry,
+    argv: Sequence[str],
+    env: dict[str, str],
+    *,
+    launcher_fd: int,
+    output_fds: Sequence[int],
+    close_fds: Sequence[int],
+) -> NoReturn:
+    """Turn this fresh fork into a rank, call `main(argv)` and exit with what it returns.
+
+    Args:
+        main: the entry function.
+        argv: the trainer's arguments.
+        env: environment variables to set.
+        launcher_fd: end of file there tells that the launcher has died.
+        output_fds: new stdout and stderr; empty to keep the inherited ones.
+        close_fds: what the fork server had open for itself.
+    """
+    try:
+        os.setsid()  # one Ctrl-C in the terminal must not reach a rank twice
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in STOP_SIGNALS:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+        for fd in close_fds:
+            os.close(fd)
+        _set_streams(output_fds)
+        os.environ |= {**env, "TRAINER_LAUNCHER_FD": str(launcher_fd)}
+        sys.argv = ["trainer", *argv]
+        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
+            name.write(f"rank {env['RANK']}")  # what `ps` and `top` show
+        threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        code = _call(main, list(argv))
+        _finish()
+        os._exit(code)
+    except BaseException:
+        traceback.print_exc()
+    os._exit(EXIT_FAILURE)
+
+
+def _set_streams(output_fds: Sequence[int]) -> None:
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for fd, target in zip(output_fds, (1, 2), strict=False):
+        os.dup2(fd, target)
+        os.close(fd)
+    # A rank may be killed at any time: what it has printed must not wait in its memory.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _call(main: Entry, argv: list[str]) -> int:
+    try:
+        return int(main(argv) or EXIT_COMPLETE)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or EXIT_COMPLETE
+        print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    return EXIT_FAILURE
+
+
+def _finish() -> None:
+    """What the interpreter does at its end, but for tearing down every module (about a second)."""
+    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that aren't daemons
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def _end_orphan(launcher_fd: int) -> None:
+    """The last resort where launcher and fork server have both died."""
+    watch = select.poll()
+    watch.register(launcher_fd, 0)  # not what can be read there: only whether the other end is gone
+    watch.poll()
+    time.sleep(ORPHAN_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -1,0 +1,239 @@
+"""The ranks of this node as the launcher sees them: forked on request, signalled, waited for."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import select
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from launch import forkserver
+from launch.output import Output
+from launch.signals import StopRequest
+from launch.verdict import Exit
+from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
+
+SERVER_EXIT_S = 2.0
+KILL_S = 1.0
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Rank:
+    """A living rank. `pidfd` names the process itself; its number may be another's after its end."""
+
+    rank: int
+    pidfd: int
+    channel: socket.socket
+    forced: bool = False
+
+
+def fork_server(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
+    """Fork the server from this process, which must have no threads yet: its pid and socket."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = forkserver.fork()
+    if pid == 0:
+        ours.close()
+        forkserver.serve(theirs, entry, argv)
+    theirs.close()
+    return pid, ours
+
+
+def spawn_server(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
+    """As `fork_server`, from a process with threads: the new server imports everything itself."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.set_inheritable(True)
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-m", "launch.forkserver", str(theirs.fileno()), entry]
+    pid = os.posix_spawn(sys.executable, [*command, *argv], os.environ)
+    theirs.close()
+    return pid, ours
+
+
+class Ranks:
+    """The ranks of one node, and the fork server that starts them.
+
+    Attributes:
+        run_folder: where the run's files are, once a rank has told; None before.
+    """
+
+    def __init__(
+        self,
+        server: tuple[int, socket.socket],
+        *,
+        entry: str,
+        argv: Sequence[str],
+        stop: StopRequest,
+        output: Output,
+    ) -> None:
+        self.run_folder: str | None = None
+        self._entry = entry
+        self._argv = list(argv)
+        self._stop = stop
+        self._output = output
+        self._living: dict[int, _Rank] = {}  # by pid
+        self._exits: list[Exit] = []  # those that the caller doesn't know yet
+        self._starting: dict[int, int] = {}  # local rank -> rank, of those without a pid so far
+        self._pids: dict[int, int] = {}  # local rank -> pid
+        self._selector = selectors.DefaultSelector()
+        self._watch(stop.wakeup_fd, stop.drain)
+        self._adopt(server)
+
+    @property
+    def living(self) -> list[int]:
+        """The ranks that haven't ended, in order."""
+        return sorted(rank.rank for rank in self._living.values())
+
+    def wait_ready(self, *, until_stop: bool = False) -> int:
+        """Wait for the server's imports: 0, or the exit code with which nothing can be started.
+
+        Args:
+            until_stop: return early, with 0, at a stop request.
+        """
+        while self._ready_code is None and not (until_stop and self._stop.signal is not None):
+            self._poll(None)
+        return self._ready_code or EXIT_COMPLETE
+
+    def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
+        """Fork one rank for each environment, by local rank, and return their pids likewise.
+
+        A server that was killed is replaced first, which takes as long as importing torch. A rank
+        that can't be started is one that has ended, for `wait` to tell.
+        """
+        self._pids = {}
+        self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        if not self.server_lives:
+            self._adopt(spawn_server(self._entry, self._argv))
+            if code := self.wait_ready():
+                self._end_starting(code)
+                return {}
+        order = [
+            {"local_rank": local_rank, "env": env, "tagged": env["RANK"] != "0"}
+            for local_rank, env in envs.items()
+        ]
+        with contextlib.suppress(OSError):  # the server has died: `_poll` will find that
+            forkserver.send(self._control, {"fork": order})
+        while self._starting:
+            self._poll(None)
+        return self._pids
+
+    def wait(self, timeout_s: float) -> list[Exit]:
+        """The ends since the last call, after waiting for something to happen if there is none."""
+        if not self._exits:
+            self._poll(timeout_s)
+        exits, self._exits = self._exits, []
+        return exits
+
+    def signal(self, number: signal.Signals, *, forced: bool = False) -> None:
+        """Send a signal to each living rank; `forced` marks their ends as not their own doing."""
+        for rank in self._living.values():
+            rank.forced |= forced
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.pidfd, number)
+
+    def kill_and_exit(self) -> NoReturn:
+        """End everything at once, from a signal handler too."""
+        self.signal(signal.SIGKILL)
+        deadline_s = time.monotonic() + KILL_S
+        for rank in list(self._living.values()):
+            select.select([rank.pidfd], [], [], max(0.0, deadline_s - time.monotonic()))
+        self._output.finish(KILL_S)
+        os._exit(EXIT_FAILURE)
+
+    def close(self) -> None:
+        """Let the server go; it kills ranks that still live after a few seconds."""
+        if self.server_lives:
+            self._forget(self._control.fileno())
+            self._control.close()
+            pidfd = os.pidfd_open(self._server_pid)
+            if not select.select([pidfd], [], [], SERVER_EXIT_S)[0]:
+                os.kill(self._server_pid, signal.SIGKILL)
+            os.close(pidfd)
+            os.waitpid(self._server_pid, 0)
+            self.server_lives = False
+        self._selector.close()
+
+    def _adopt(self, server: tuple[int, socket.socket]) -> None:
+        self._server_pid, self._control = server
+        self.server_lives = True
+        self._ready_code: int | None = None
+        self._watch(self._control.fileno(), self._on_message)
+
+    def _watch(self, fd: int, on_readable: Callable[[], None]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, on_readable)
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)
+
+    def _poll(self, timeout_s: float | None) -> None:
+        for key, _ in self._selector.select(timeout_s):
+            key.data()
+
+    def _on_message(self) -> None:
+        message, fds = forkserver.receive(self._control)
+        if message is None:
+            self._lose_server()
+        elif "started" in message:
+            self._add(message["started"], message["pid"], *fds)
+        elif "exited" in message:
+            self._remove(message["exited"], message["code"])
+        else:
+            self._ready_code = message.get("refused", EXIT_COMPLETE)
+
+    def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
+        rank = _Rank(
+            rank=self._starting.pop(local_rank),
+            pidfd=pidfd,
+            channel=socket.socket(fileno=channel_fd),
+        )
+        self._living[pid] = rank
+        self._pids[local_rank] = pid
+        self._watch(channel_fd, lambda: self._on_channel(rank))
+        streams = (sys.stdout.fileno(), sys.stderr.fileno())
+        for fd, to_fd in zip(output, streams, strict=False):
+            self._output.follow(fd, tag=f"[rank {rank.rank}] ", to_fd=to_fd)
+
+    def _on_channel(self, rank: _Rank) -> None:
+        data = rank.channel.recv(4096)
+        if not data:
+            self._forget(rank.channel.fileno())
+        for line in data.decode(errors="replace").splitlines():
+            if line.startswith("run "):
+                self.run_folder = line.removeprefix("run ")
+
+    def _remove(self, pid: int, code: int | None) -> None:
+        if pid not in self._living:
+            return
+        rank = self._living.pop(pid)
+        self._forget(rank.channel.fileno())
+        self._forget(rank.pidfd)
+        rank.channel.close()
+        os.close(rank.pidfd)
+        end = Exit(rank=rank.rank, code=code, at_s=time.monotonic(), forced=rank.forced)
+        self._exits.append(end)
+
+    def _lose_server(self) -> None:
+        """The server was killed: nobody will tell how its ranks end, only that they do."""
+        self._forget(self._control.fileno())
+        self._control.close()
+        os.waitpid(self._server_pid, 0)
+        self.server_lives = False
+        if self._ready_code is None:
+            self._output.say("the fork server has died while it was starting")
+            self._ready_code = EXIT_FAILURE
+        self._end_starting(None)
+        for pid, rank in self._living.items():
+            self._watch(rank.pidfd, lambda pid=pid: self._remove(pid, None))
+
+    def _end_starting(self, code: int | None) -> None:
+        now_s = time.monotonic()
+        self._exits += [Exit(rank=r, code=code, at_s=now_s) for r in self._starting.values()]
+        self._starting = {}

@@ -1,0 +1,166 @@
+"""Runs a function in freshly forked ranks, from a server process that has torch imported once.
+
+Linux only. A rank costs a fork (milliseconds) instead of an import of torch (seconds).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+GRACE_S = 5.0  # how long the others may go on after a rank failed: their own errors come in it
+
+
+class RankDied(RuntimeError):
+    """A rank ended by a signal or an exit, without a result and without an exception."""
+
+
+class RankHung(TimeoutError):
+    """A rank had neither result nor exception when the time was up."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """How one rank ended: by `value`, `error`, `signal`, `exit_code`, or `hung` (it was killed).
+
+    `at` is the time it ended (time.monotonic), `output` what it wrote to stdout and stderr.
+    """
+
+    rank: int
+    value: Any = None
+    error: BaseException | None = None
+    signal: int | None = None
+    exit_code: int | None = None
+    hung: bool = False
+    at: float = 0.0
+    output: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the function returned and the rank left in order."""
+        return not (self.error or self.hung or self.signal or self.exit_code is not None)
+
+
+class Ranks:
+    """The client's end: `ranks(world_size, function, *args, **kwargs)`; see `__call__`."""
+
+    def __init__(self) -> None:
+        self._server: subprocess.Popen[bytes] | None = None
+        self._connection: Connection | None = None
+        self._start()
+
+    def __call__(self, world_size: int, function: Callable[..., Any], *args: Any,
+                 timeout_s: float = 30.0, group: bool = True,
+                 env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Any]:
+        """The results of `function(*args, **kwargs)` in `world_size` new processes, by rank.
+
+        Args:
+            function: at module level; arguments and results are pickled.
+            timeout_s: seconds from the fork to the last result.
+            group: True: a gloo process group is formed before and destroyed after the call.
+                False: no group, only the variables that torchrun sets, with a free port.
+            env: more environment variables. {rank} in a value becomes the rank.
+
+        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors.
+
+        Raises:
+            the exception of the rank that failed first, with rank and traceback as a note;
+            RankDied: the first failure was a death; RankHung: time was up, with all stacks.
+        """
+        outcomes = self._run(world_size, function, args, kwargs, timeout_s, group, env, GRACE_S)
+        for outcome in outcomes:
+            if outcome.output and (outcome.ok or outcome.error):  # else it is in the exception
+                print(f"--- output of rank {outcome.rank}\n{outcome.output}")
+        _raise_first_failure(outcomes)
+        return [outcome.value for outcome in outcomes]
+
+    def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any,
+                 timeout_s: float = 30.0, group: bool = True,
+                 env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Outcome]:
+        """Like a call, but tells how each rank ended: for tests in which ranks die on purpose.
+
+        After a death the others go on until they end themselves or `timeout_s` is up.
+        """
+        return self._run(world_size, function, args, kwargs, timeout_s, group, env, timeout_s)
+
+    def close(self) -> None:
+        """End the server, and with it every process that it started."""
+        if self._connection is not None:
+            self._connection.close()
+        if self._server is not None:
+            try:
+                self._server.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._server.kill()
+                self._server.wait()
+        self._server = self._connection = None
+
+    def _start(self) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            module = f"{__name__.removesuffix('harness')}rank_server"
+            code = f"from {module} import serve; serve({theirs.fileno()})"
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1",
+                                "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            # Its own session: Ctrl-C reaches pytest alone, and the server ends when pytest does.
+            self._server = subprocess.Popen([sys.executable, "-c", code], env=env,
+                                            stdin=subprocess.DEVNULL, start_new_session=True,
+                                            pass_fds=[theirs.fileno()])
+        self._connection = Connection(ours.detach())
+
+    def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...],
+             kwargs: dict[str, Any], timeout_s: float, group: bool,
+             env: Mapping[str, str] | None, grace_s: float) -> list[Outcome]:
+        try:
+            call = pickle.dumps((function, args, kwargs))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(f"{function!r} or its arguments can't be sent to another process; "
+                            "use a function at module level and plain arguments") from error
+        request = {"world_size": world_size, "call": call, "timeout_s": timeout_s, "group": group,
+                   "module": getattr(function, "__module__", None), "grace_s": grace_s,
+                   "path": sys.path, "cwd": os.getcwd(), "environ": dict(os.environ),
+                   "env": dict(env or {})}
+        if self._connection is None:
+            self._start()
+        assert self._connection is not None
+        try:
+            self._connection.send(request)
+            reply = self._connection.recv()
+        except (EOFError, ConnectionError) as error:
+            self.close()
+            raise RuntimeError("the server of the ranks ended; stderr says why") from error
+        except BaseException:  # a test's time limit, Ctrl-C: begin afresh next time
+            self.close()
+            raise
+        if isinstance(reply, str):
+            raise RuntimeError(reply)
+        return [Outcome(**(fields | pickle.loads(result))) for fields, result in reply]
+
+
+def _raise_first_failure(outcomes: list[Outcome]) -> None:
+    failed = [outcome for outcome in outcomes if not outcome.ok]
+    if not failed:
+        return
+    # A peer's error may be stamped a moment before the death that caused it is seen.
+    def order(o: Outcome) -> tuple[bool, float]:
+        return o.hung, o.at if o.error else o.at - 0.5
+    first = min(failed, key=order)
+    name = f"rank {first.rank} of {len(outcomes)}"
+    if first.error is not None:
+        raise first.error
+    if first.hung:
+        hung = [outcome for outcome in failed if outcome.hung]
+        stacks = "\n".join(f"rank {o.rank}:\n{o.output}" for o in hung)
+        raise RankHung(f"no result in time from rank {', '.join(str(o.rank) for o in hung)} of "
+                       f"{len(outcomes)}\n{stacks}")
+    how = (signal.Signals(first.signal).name if first.signal
+           else f"leaving with exit code {first.exit_code}")
+    raise RankDied(f"{name} died by {how}\n{first.output}")

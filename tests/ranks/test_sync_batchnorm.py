@@ -1,0 +1,374 @@
+"""Synchronised batch norm equals one process that sees the samples of all ranks."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+from torch import Tensor, nn
+
+from trainer.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm, convert, guard_plain
+
+CHANNELS = 5
+SPLITS = ([1, 3], [0, 1, 3])
+BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
+def samples(number: int, kind: str = "2d", mean: float = 0.0,
+            dtype: torch.dtype = torch.float32) -> Tensor:
+    """N(mean, 1), shape (number, CHANNELS, …), from a fixed seed."""
+    extra = {"flat": (), "1d": (6,), "2d": (3, 4), "channels-last": (3, 4), "3d": (2, 3, 4)}[kind]
+    generator = torch.Generator().manual_seed(number)
+    x = torch.randn(number, CHANNELS, *extra, generator=generator, dtype=torch.float64) + mean
+    form = torch.channels_last if kind == "channels-last" else torch.contiguous_format
+    return x.to(dtype).contiguous(memory_format=form)
+
+
+def layer(kind: str = "2d", dtype: torch.dtype = torch.float32, **options: Any) -> nn.Module:
+    """A plain batch norm whose parameters and buffers are not the initial ones."""
+    classes = {"flat": nn.BatchNorm1d, "1d": nn.BatchNorm1d, "3d": nn.BatchNorm3d}
+    made = classes.get(kind, nn.BatchNorm2d)(CHANNELS, dtype=dtype, **options)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for tensor in [*made.parameters(), *made.buffers()]:
+            if tensor.is_floating_point():
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    return made
+
+
+def train(module: nn.Module, x: Tensor, steps: int = 2) -> dict[str, Tensor | None]:
+    """Output and gradients of the last of `steps` forwards and backwards, and the buffers then."""
+    for _ in range(steps):
+        x = x.detach().requires_grad_()
+        module.zero_grad()
+        y = module(x)
+        ((y ** 3).sum() * 0.1 + (y * x.detach().cos()).sum()).backward()
+    result: dict[str, Tensor | None] = {"output": y.detach(), "input.grad": x.grad}
+    result |= {f"{name}.grad": tensor.grad for name, tensor in module.named_parameters()}
+    return result | {name: tensor.clone() for name, tensor in module.named_buffers()}
+
+
+def train_share(module: nn.Module, shares: Sequence[Tensor], steps: int = 2,
+                convert_it: bool = True) -> dict[str, Tensor | None]:
+    if convert_it:
+        module, number = convert(module, dist.get_world_size(), "cpu")
+        assert number == sum(isinstance(m, SyncBatchNorm) for m in module.modules()) > 0
+    return train(module, shares[dist.get_rank()], steps)
+
+
+def assert_equal_to_one_process(ranks: Ranks, module: nn.Module, x: Tensor, split: list[int],
+                                tolerance: float = 1e-6) -> None:
+    expected = train(copy.deepcopy(module), x)
+
+    results = ranks(len(split), train_share, module, x.split(split))
+
+    for name, value in expected.items():
+        parts = [result[name] for result in results]
+        if name in BUFFERS or name.endswith(tuple(f".{buffer}" for buffer in BUFFERS)):
+            assert all(torch.equal(parts[0], part) for part in parts), name
+            actual = parts[0]
+        elif value is None:
+            assert parts == [None] * len(parts)
+            continue
+        else:
+            actual = torch.cat(parts) if name in ("output", "input.grad") else sum(parts)
+        scale = max(1.0, float(value.abs().max()))
+        torch.testing.assert_close(actual, value, rtol=0, atol=tolerance * scale,
+                                   msg=lambda text, name=name: f"{name}: {text}")
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("kind", ["flat", "1d", "2d", "channels-last", "3d"])
+def test_unequal_shares_equal_one_process_that_sees_all(
+        ranks: Ranks, kind: str, split: list[int]) -> None:
+    assert_equal_to_one_process(ranks, layer(kind), samples(4, kind), split)
+
+
+@pytest.mark.parametrize("split", SPLITS, ids=str)
+@pytest.mark.parametrize("kind", ["flat", "2d"])
+def test_a_mean_of_100_costs_no_precision(ranks: Ranks, kind: str, split: list[int]) -> None:
+    double = torch.float64
+    assert_equal_to_one_process(ranks, layer(kind, double), samples(4, kind, 100.0, double), split,
+                                tolerance=1e-9)
+
+
+def test_the_variance_of_fp32_values_around_100_is_right(ranks: Ranks) -> None:
+    x = samples(4, mean=100.0)
+    exact = train(layer(dtype=torch.float64), x.double())
+
+    first, *_ = ranks(2, train_share, layer(), x.split([1, 3]))
+
+    torch.testing.assert_close(first["running_var"].double(), exact["running_var"], rtol=1e-5,
+                               atol=0)
+
+
+@pytest.mark.parametrize("options", [
+    {"momentum": None}, {"momentum": 0.0}, {"affine": False}, {"track_running_stats": False},
+], ids=str)
+def test_every_option_of_batch_norm_equals_one_process(
+        ranks: Ranks, options: dict[str, Any]) -> None:
+    assert_equal_to_one_process(ranks, layer(**options), samples(4), [0, 1, 3])
+
+
+def test_a_layer_used_twice_in_one_forward_equals_one_process(ranks: Ranks) -> None:
+    double = torch.float64
+    shared = layer(dtype=double)
+    model = nn.Sequential(shared, nn.Conv2d(CHANNELS, CHANNELS, 1, dtype=double), nn.ReLU(), shared)
+    assert_equal_to_one_process(ranks, model, samples(4, dtype=double), [0, 1, 3], tolerance=1e-9)
+
+
+def test_frozen_weights_get_no_gradient_and_the_input_does(ranks: Ranks) -> None:
+    assert_equal_to_one_process(ranks, layer().requires_grad_(False), samples(4), [0, 1, 3])
+
+
+def test_a_first_layer_whose_input_needs_no_gradient_trains(ranks: Ranks) -> None:
+    x, expected = samples(4), layer()
+    expected(x).square().sum().backward()
+
+    parts = ranks(2, gradients_without_input_gradient, layer(), x.split([1, 3]))
+
+    torch.testing.assert_close(sum(parts), expected.weight.grad, rtol=1e-5, atol=1e-5)
+
+
+def gradients_without_input_gradient(module: nn.Module, shares: Sequence[Tensor]) -> Tensor:
+    module, _ = convert(module, 2, "cpu")
+    module(shares[dist.get_rank()]).square().sum().backward()
+    return module.weight.grad
+
+
+def test_a_repeated_run_has_the_same_bits(ranks: Ranks) -> None:
+    first, again = (ranks(3, train_share, layer(), samples(7).split([0, 3, 4]), 5)
+                    for _ in range(2))
+
+    for one, other in zip(first, again, strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_the_memory_format_of_the_input_is_kept(ranks: Ranks) -> None:
+    for result in ranks(2, train_share, layer(), samples(6, "channels-last").split([2, 4])):
+        assert result["output"].is_contiguous(memory_format=torch.channels_last)
+        assert result["input.grad"].is_contiguous(memory_format=torch.channels_last)
+
+
+def outputs_under_autocast(module: nn.Module, shares: Sequence[Tensor]) -> dict[str, Tensor]:
+    module, _ = convert(module, dist.get_world_size(), "cpu")
+    with torch.autocast("cpu", torch.bfloat16):
+        return train(module, shares[dist.get_rank()], steps=1)
+
+
+def test_bf16_inputs_have_statistics_in_fp32(ranks: Ranks) -> None:
+    x = samples(4, mean=3.0).bfloat16()
+    expected = train(layer(), x.float(), steps=1)
+
+    results = ranks(3, outputs_under_autocast, layer(), x.split([0, 1, 3]))
+
+    assert {result["output"].dtype for result in results} == {torch.bfloat16}
+    assert {result["input.grad"].dtype for result in results} == {torch.bfloat16}
+    assert {result["weight.grad"].dtype for result in results} == {torch.float32}
+    for name in ("running_mean", "running_var"):
+        for result in results:
+            torch.testing.assert_close(result[name], expected[name], rtol=1e-6, atol=1e-6)
+    output = torch.cat([result["output"] for result in results])
+    torch.testing.assert_close(output.float(), expected["output"], rtol=1e-2, atol=1e-2)
+
+
+def test_when_no_rank_has_a_sample_nothing_changes(ranks: Ranks) -> None:
+    before = layer()
+
+    for result in ranks(2, train_share, before, samples(0).split([0, 0])):
+        assert result["output"].shape == (0, CHANNELS, 3, 4)
+        assert not result["weight.grad"].any()
+        assert not result["bias.grad"].any()
+        assert all(torch.equal(result[name], getattr(before, name)) for name in BUFFERS)
+
+
+def message_of_one_value(shares: Sequence[Tensor]) -> str:
+    module, _ = convert(layer("flat"), 2, "cpu")
+    with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
+        module(shares[dist.get_rank()])
+    assert int(module.num_batches_tracked) == 0
+    return str(caught.value)
+
+
+def test_one_value_a_channel_on_all_ranks_together_is_refused_on_each(ranks: Ranks) -> None:
+    with_it, without = ranks(2, message_of_one_value, samples(1, "flat").split([1, 0]))
+
+    assert "(1, 5) on this rank" in with_it
+    assert "(0, 5) on this rank" in without
+
+
+def evaluate_on_rank_0() -> Tensor | None:
+    module, _ = convert(layer(), 2, "cpu")
+    return module.eval()(samples(2)) if dist.get_rank() == 0 else None
+
+
+def test_one_rank_that_evaluates_alone_does_not_wait_for_the_other(ranks: Ranks) -> None:
+    output, nothing = ranks(2, evaluate_on_rank_0, timeout_s=10)
+
+    assert nothing is None
+    assert torch.equal(output, layer().eval()(samples(2)))
+
+
+def forward_without_grad(shares: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+    module, _ = convert(layer(), 2, "cpu")
+    with torch.no_grad():
+        output = module(shares[dist.get_rank()])
+    return output, dict(module.named_buffers())
+
+
+def test_a_training_forward_without_grad_moves_the_statistics(ranks: Ranks) -> None:
+    expected = layer()
+    output = expected(samples(4)).detach()
+
+    results = ranks(2, forward_without_grad, samples(4).split([1, 3]))
+
+    torch.testing.assert_close(torch.cat([out for out, _ in results]), output, rtol=1e-6, atol=1e-6)
+    assert not any(out.requires_grad for out, _ in results)
+    for _, buffers in results:
+        torch.testing.assert_close(buffers, dict(expected.named_buffers()))
+
+
+def train_in_ddp(shares: Sequence[Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, _ = convert(conv_net(), dist.get_world_size(), "cpu")
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (parallel(shares[dist.get_rank()]).square().sum() * dist.get_world_size() / 8).backward()
+        optimizer.step()
+    return [tensor.detach() for tensor in model.state_dict().values()]
+
+
+def conv_net() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(CHANNELS, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+                         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2))
+
+
+def test_training_under_ddp_with_an_empty_rank_equals_one_process(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    single = conv_net()
+    optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (single(samples(4)).square().sum() / 8).backward()
+        optimizer.step()
+
+    results = ranks(3, train_in_ddp, samples(4).split([0, 1, 3]))
+
+    for tensors in zip(single.state_dict().values(), *results, strict=True):
+        expected, first, *others = tensors
+        assert all(torch.equal(first, other) for other in others)
+        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+
+
+class Scaled(nn.BatchNorm2d):
+    """A batch norm with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_conversion_keeps_objects_names_and_hooks_and_leaves_own_forwards_alone() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm2d(3), Scaled(3)),
+                          nn.GroupNorm(1, 3), nn.InstanceNorm2d(3), nn.LazyBatchNorm2d())
+    modules, keys = list(model.modules()), list(model.state_dict())
+    weight = model[0].weight
+    calls: list[nn.Module] = []
+    model[0].register_forward_hook(lambda module, args, output: calls.append(module))
+
+    converted, number = convert(model, 2, "cpu")
+    converted[0].eval()(torch.ones(2, 3))
+
+    assert converted is model
+    assert number == 2
+    assert list(model.modules()) == modules
+    assert list(model.state_dict()) == keys
+    assert [type(model[0]), type(model[1][0]), type(model[1][1])] == [SyncBatchNorm] * 2 + [Scaled]
+    assert model[0].weight is weight
+    assert calls == [model[0]]
+
+
+def test_a_state_dict_goes_both_ways() -> None:
+    plain, synced = layer(), convert(nn.BatchNorm2d(CHANNELS), 2, "cpu")[0]
+
+    synced.load_state_dict(plain.state_dict())
+    plain.load_state_dict(synced.state_dict())
+
+    assert all(torch.equal(synced.state_dict()[k], v) for k, v in plain.state_dict().items())
+
+
+def test_one_rank_keeps_plain_batch_norm() -> None:
+    model, number = convert(nn.Sequential(nn.BatchNorm2d(3)), 1, "cpu")
+
+    assert number == 0
+    assert type(model[0]) is nn.BatchNorm2d
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_torchs_own_synchronised_layer_trains_on_cpu_after_conversion(world_size: int) -> None:
+    model, number = convert(nn.SyncBatchNorm(3), world_size, "cpu")
+
+    assert number == 1
+    assert torch.equal(model(torch.eye(3)), nn.BatchNorm1d(3)(torch.eye(3)))
+
+
+def test_on_cuda_torchs_class_is_used() -> None:
+    model, number = convert(nn.Sequential(nn.BatchNorm2d(3), nn.SyncBatchNorm(3)), 2, "cuda")
+
+    assert number == 2
+    assert all(isinstance(module, nn.SyncBatchNorm) for module in model)
+
+
+def test_the_cuda_class_returns_an_empty_bf16_batch_in_its_own_type() -> None:
+    model, _ = convert(nn.BatchNorm1d(3), 2, "cuda")
+    assert isinstance(model, CudaSyncBatchNorm)
+    x = torch.empty(0, 3, dtype=torch.bfloat16, requires_grad=True)
+
+    y = model(x)
+    y.sum().backward()
+
+    assert (y.shape, y.dtype, x.grad.dtype) == ((0, 3), torch.bfloat16, torch.bfloat16)
+
+
+@pytest.mark.parametrize("kind", ["flat", "1d", "2d", "3d"])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_a_guarded_plain_layer_is_not_changed_by_an_empty_batch(
+        kind: str, momentum: float | None) -> None:
+    module = layer(kind, momentum=momentum)
+    before = copy.deepcopy(module.state_dict())
+    assert guard_plain(module) == guard_plain(module) == 1
+
+    result = train(module, samples(0, kind))
+
+    assert result["output"].shape == samples(0, kind).shape
+    assert not result["weight.grad"].any()
+    assert not result["bias.grad"].any()
+    assert all(torch.equal(module.state_dict()[name], value) for name, value in before.items())
+    module(samples(4, kind))
+    assert int(module.num_batches_tracked) == 1
+
+
+def test_the_guard_spares_what_is_synchronised_and_what_tracks_nothing() -> None:
+    model = nn.Sequential(convert(nn.BatchNorm2d(3), 2, "cpu")[0],
+                          nn.BatchNorm2d(3, track_running_stats=False), nn.BatchNorm2d(3).eval())
+
+    assert guard_plain(model) == 2
+    assert model(torch.empty(0, 3, 2, 2)).shape == (0, 3, 2, 2)
+    assert int(model[2].num_batches_tracked) == 0
+
+
+def train_guarded(shares: Sequence[Tensor]) -> int:
+    module = layer()
+    guard_plain(module)
+    module(shares[dist.get_rank()])
+    return int(module.num_batches_tracked)
+
+
+def test_without_conversion_an_empty_rank_counts_no_batch(ranks: Ranks) -> None:
+    assert ranks(2, train_guarded, samples(4).split([0, 4])) == [0, 1]

@@ -1,0 +1,354 @@
+"""The process groups of an attempt and the collectives that go through them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from typing import NoReturn
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Ranks
+
+from trainer.errors import ConfigError, StopRequested
+from trainer.world import World
+
+
+def test_ranks_form_one_world_with_a_nonce_and_a_store_of_their_own(ranks: Ranks) -> None:
+    found = ranks(3, _describe, group=False)
+    assert [world["rank"] for world in found] == [0, 1, 2]
+    assert [world["main"] for world in found] == [True, False, False]
+    assert {world["size"] for world in found} == {3}
+    assert {world["device"] for world in found} == {"cpu"}
+    assert {world["backend"] for world in found} == {"gloo"}
+    assert {world["interface"] for world in found} == {"lo"}
+    assert len({world["nonce"] for world in found}) == 1
+    assert found[1]["message"] == "from rank 0"
+
+
+def _describe() -> dict[str, object]:
+    with World.form() as world:
+        assert world.store is not None
+        if world.is_main:
+            world.store.set("message", "from rank 0")
+        return {"rank": world.rank, "size": world.size, "device": str(world.device),
+                "main": world.is_main, "nonce": world.nonce, "interface": world.interface,
+                "backend": dist.get_backend(world.group), "message": world.store.clone().get(
+                    "message").decode()}
+
+
+def test_threads_are_the_ranks_share_of_the_cores_unless_set(ranks: Ranks) -> None:
+    cores = len(os.sched_getaffinity(0))
+    assert ranks(2, _threads, None, group=False) == [(max(1, cores // 2),) * 2] * 2
+    assert ranks(2, _threads, 3, group=False) == [(3, 3)] * 2
+
+
+def _threads(wanted: int | None) -> tuple[int, int]:
+    with World.form(threads=wanted) as world:
+        return world.threads, torch.get_num_threads()
+
+
+def test_a_world_of_one_needs_no_group_and_gives_what_several_would(ranks: Ranks) -> None:
+    for environment in ({}, {"TORCHELASTIC_RUN_ID": "x"}):
+        assert ranks(1, _alone, group=False, env=environment) == [[
+            [6.0, 7.0], [1.0, 2.0], {"a": [1, 2]}, [{"1": None}]]]
+
+
+def _alone() -> list[object]:
+    with World.form(device="cpu") as world:
+        assert (world.group, world.store, dist.is_initialized()) == (None, None, False)
+        world.barrier()
+        world.agree(None)
+        kept = torch.tensor([1.0, 2.0])
+        world.broadcast([kept])
+        with world.patient():
+            return [world.all_sum(torch.tensor([6.0, 7.0])).tolist(), kept.tolist(),
+                    world.broadcast_json({"a": (1, 2)}), world.gather_json({1: None})]
+
+
+def test_all_sum_adds_in_place_whatever_the_strides_and_the_type(ranks: Ranks) -> None:
+    for wide, last, whole, flag in ranks(3, _sums, group=False):
+        assert wide == [[6.0, -1.0, 6.0, -1.0]] * 2
+        assert last == [[6.0, 60.0]]
+        assert whole == 2**60 * 3 + 3
+        assert flag == 6.0
+
+
+def _sums() -> tuple[object, ...]:
+    with World.form() as world:
+        wide = torch.full((2, 4), -1.0)
+        view = wide[:, ::2]
+        view.fill_(world.rank + 1)
+        assert world.all_sum(view) is view
+        last = torch.tensor([[1.0, 10.0]]) * (world.rank + 1)
+        if world.rank == 1:
+            last = last.T.contiguous().T  # other strides than on the other ranks
+        parameter = torch.nn.Parameter(torch.tensor(float(world.rank + 1)))
+        return (wide.tolist(), world.all_sum(last).tolist(),
+                world.all_sum(torch.tensor(2**60 + world.rank)).item(),
+                world.all_sum(parameter).item())
+
+
+def test_broadcast_makes_every_rank_the_sources_bits(ranks: Ranks) -> None:
+    of_rank_1 = ranks(3, _broadcast, 1, group=False)
+    assert of_rank_1 == [of_rank_1[1]] * 3
+    of_rank_0 = ranks(3, _broadcast, 0, group=False)
+    assert of_rank_0 == [of_rank_0[0]] * 3
+    assert of_rank_0[0] != of_rank_1[0]
+
+
+def _broadcast(source: int) -> list[bytes]:
+    with World.form() as world:
+        torch.manual_seed(world.rank)
+        tensors = [
+            torch.randn(3, 5, dtype=torch.float64), torch.rand(7) > 0.5, torch.randn(()),
+            torch.randint(0, 255, (33,), dtype=torch.uint8), torch.zeros(0),
+            torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last).bfloat16(),
+            torch.nn.Parameter(torch.randn(9)), torch.full((2,), float("nan")),
+        ]
+        world.broadcast(tensors, source)
+        world.broadcast([], source)
+        return [t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
+
+
+def test_tensors_of_different_shapes_are_not_taken_for_one_another(ranks: Ranks) -> None:
+    with pytest.raises(ValueError, match="the sender's tensors differ"):
+        ranks(2, _mismatch, group=False)
+
+
+def _mismatch() -> None:
+    with World.form() as world:
+        world.broadcast([torch.zeros(4, 2) if world.is_main else torch.zeros(2, 4)])
+
+
+def test_json_values_travel_exactly(ranks: Ranks) -> None:
+    for told, gathered in ranks(3, _json, group=False):
+        assert told == {"from": 2, "text": "ünïcode" * 1000, "none": None}
+        assert gathered == [[0.1 * rank, "x" * 10**rank] for rank in range(3)]
+
+
+def _json() -> tuple[object, object]:
+    with World.form() as world:
+        told = world.broadcast_json(
+            {"from": world.rank, "text": "ünïcode" * 1000, "none": None}, source=2)
+        return told, world.gather_json([0.1 * world.rank, "x" * 10**world.rank])
+
+
+def test_agree_raises_on_every_rank_where_one_has_an_error(ranks: Ranks) -> None:
+    found = ranks(3, _agree, ConfigError("--task.root /none: not found"), group=False)
+    assert found == [
+        "ConfigError: --task.root /none: not found (rank 1)",
+        "ConfigError: --task.root /none: not found",
+        "ConfigError: --task.root /none: not found (rank 1)",
+    ]
+    found = ranks(3, _agree, KeyError("x"), group=False)
+    assert found == ["RuntimeError: rank 1 failed: KeyError: 'x'", "KeyError: 'x'",
+                     "RuntimeError: rank 1 failed: KeyError: 'x'"]
+
+
+def _agree(error: BaseException) -> str:
+    with World.form() as world:
+        world.agree(None)
+        try:
+            world.agree(error if world.rank == 1 else None)
+        except (ConfigError, KeyError, RuntimeError) as raised:
+            return f"{type(raised).__name__}: {raised}"
+        return "nothing was raised"
+
+
+def test_an_all_sum_of_figures_does_not_pair_with_one_of_gradients(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(2, _out_of_step, group=False, timeout_s=20)
+    assert all(isinstance(outcome.error, RuntimeError) for outcome in outcomes)
+
+
+def _out_of_step() -> float:
+    with World.form(timeout_s=1.0) as world:
+        ones = torch.ones(4)
+        if world.is_main:
+            dist.all_reduce(ones, group=world.group)  # one batch more than rank 1 has
+        return float(world.all_sum(ones).sum())
+
+
+def test_each_collective_has_its_time_limit_and_patience_raises_it(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(2, _late, group=False, timeout_s=20)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert outcomes[0].value == outcomes[1].value == ["sum", "gradient", "json", "limit"]
+
+
+def _late() -> list[str]:
+    """Rank 1 stays away from each collective for longer than the limit, which is 0.5 s."""
+    done = []
+    with World.form(timeout_s=0.5, patience_s=60.0) as world:
+        assert world.store is not None
+
+        def away(name: str) -> None:
+            done.append(name)
+            if not world.is_main:
+                _until(lambda: time.monotonic() > begun + 0.8)
+        begun = time.monotonic()
+        with world.patient():
+            away("sum")
+            world.all_sum(torch.ones(1))
+            begun = time.monotonic()
+            away("gradient")
+            dist.all_reduce(torch.ones(1), group=world.group)
+        begun = time.monotonic()
+        away("json")
+        world.gather_json(None)
+        begun = time.monotonic()
+        if world.is_main:
+            with pytest.raises(RuntimeError, match="Timed out") as caught:
+                world.all_sum(torch.ones(1))
+            assert "(in World.all_sum, rank 0 of 2)" in caught.value.__notes__
+            world.store.set("done", "")
+        else:
+            world.store.wait(["done"])
+        world.abandon()
+        return [*done, "limit"]
+
+
+def test_survivors_of_a_death_all_notice_once_one_of_them_abandons(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(4, _survive, group=False, timeout_s=20)
+    assert outcomes[3].signal == signal.SIGKILL
+    for survivor in outcomes[:3]:
+        assert survivor.error is None
+        noticed_s, refused = survivor.value
+        assert noticed_s < 2.0
+        assert "World.barrier: the process group of this attempt is abandoned" in refused
+
+
+def _survive() -> tuple[float, str]:
+    world = World.form()
+    assert world.store is not None
+    world.all_sum(torch.ones(1000))
+    world.barrier()
+    if world.rank == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    begun = time.monotonic()
+    with pytest.raises(RuntimeError):
+        _all_reduce_for_ever(world)
+    world.abandon()
+    noticed_s = time.monotonic() - begun
+    # Nobody leaves, which would close its connections anyway, before all have noticed.
+    world.store.set(f"noticed/{world.rank}", "")
+    world.store.wait([f"noticed/{rank}" for rank in range(3)])
+    with pytest.raises(RuntimeError) as refused:
+        world.barrier()
+    assert not world.close()
+    return noticed_s, str(refused.value)
+
+
+def _all_reduce_for_ever(world: World) -> NoReturn:
+    while True:
+        dist.all_reduce(torch.ones(1000), group=world.group)
+
+
+def test_another_thread_can_abandon_a_group_in_which_this_one_waits(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(2, _stuck, group=False, timeout_s=20)
+    assert [outcome.error for outcome in outcomes] == [None, None]
+    assert outcomes[0].value == "woken"
+
+
+def _stuck() -> str:
+    world = World.form()
+    assert world.store is not None
+    if not world.is_main:
+        world.store.wait(["rank 0 is awake"])  # and so doesn't come to the collective
+        return "done"
+    waker = threading.Timer(0.3, world.abandon)
+    waker.start()
+    with pytest.raises(RuntimeError):
+        dist.all_reduce(torch.ones(1), group=world.group)
+    waker.join()
+    world.store.set("rank 0 is awake", "")  # the store's connection is spared
+    return "woken"
+
+
+def test_an_error_in_one_rank_ends_the_others_at_once(ranks: Ranks) -> None:
+    first, second = ranks.outcomes(2, _fail, group=False, timeout_s=20)
+    assert isinstance(first.error, OSError)
+    assert isinstance(second.error, RuntimeError)
+    assert abs(first.at - second.at) < 2.0
+
+
+def _fail() -> None:
+    with World.form() as world:
+        if world.is_main:
+            raise OSError("read-only folder")
+        world.barrier()
+
+
+def test_a_stop_that_all_ranks_came_to_closes_the_group(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(2, _stop, group=False, timeout_s=20)
+    assert [type(outcome.error) for outcome in outcomes] == [StopRequested, StopRequested]
+
+
+def _stop() -> None:
+    try:
+        with World.form() as world:
+            raise StopRequested("state saved")
+    finally:
+        assert not dist.is_initialized()
+        with pytest.raises(RuntimeError, match="is closed"):
+            world.all_sum(torch.ones(1))
+
+
+def test_closing_doesnt_wait_for_ever_for_a_rank_that_doesnt_come(ranks: Ranks) -> None:
+    assert ranks(2, _close, group=False, timeout_s=20)[0] is False
+
+
+def _close() -> bool:
+    world = World.form()
+    assert world.store is not None
+    if world.is_main:
+        whole = world.close(timeout_s=0.3)
+        world.store.set("closed", "")
+        return whole
+    world.store.wait(["closed"])
+    return True
+
+
+def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+    outcomes = ranks.outcomes(3, _absent, group=False, timeout_s=20)
+    for outcome in outcomes[:2]:
+        assert isinstance(outcome.error, TimeoutError)
+        assert "rank 2 of 3 did not come within 1 s" in str(outcome.error)
+
+
+def _absent() -> None:
+    if os.environ["RANK"] != "2":
+        World.form(join_timeout_s=1.0)
+
+
+def test_a_store_that_nobody_hosts_is_named(ranks: Ranks) -> None:
+    error = ranks.outcomes(2, _no_host, group=False, timeout_s=20)[1].error
+    assert isinstance(error, RuntimeError)
+    assert "rank 1 of 2 has no store at MASTER_ADDR:MASTER_PORT" in str(error)
+
+
+def _no_host() -> None:
+    if os.environ["RANK"] == "1":
+        World.form(join_timeout_s=0.5)
+
+
+def test_the_users_choice_of_interface_is_kept(ranks: Ranks) -> None:
+    user = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib7"}
+    assert ranks(2, _interfaces, group=False, env=user) == [["lo", "ib7", "0"]] * 2
+    # Two hosts by their variables: the route to MASTER_ADDR decides.
+    apart = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert ranks(2, _interfaces, group=False, env=apart) == [["lo", "=lo", "0"]] * 2
+
+
+def _interfaces() -> list[str]:
+    with World.form():
+        return [os.environ[name] for name in (
+            "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING")]
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)

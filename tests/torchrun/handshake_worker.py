@@ -1,0 +1,29 @@
+"""A rank that forms its world, adds numbers up, and in the first attempt dies if it is told to."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+
+import torch
+
+from trainer.world import Launch, World
+
+
+def main(folder: Path, victim: int) -> None:
+    launch = Launch.from_environment()
+    with World.form(device="cpu", timeout_s=30, join_timeout_s=60) as world:
+        total = 0.0
+        for step in range(5):
+            total += float(world.all_sum(torch.tensor(float(step * world.size + world.rank))))
+            if launch.restart_count == 0 and step == 3 and world.rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+        line = json.dumps({"nonce": world.nonce, "total": total})
+        (folder / f"attempt-{launch.restart_count}-rank-{world.rank}.json").write_text(line)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]))

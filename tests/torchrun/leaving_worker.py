@@ -1,0 +1,48 @@
+"""A rank that ends the run with an exit code of its own, in one of several ways."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.launcher import leave_launcher
+from trainer.world import Launch
+
+
+def main(folder: Path, code: int, scene: str) -> int:
+    """Scenes: `all` come to the end by themselves; `asked`: by a signal; `alone`: local rank 0
+    never does; `late`: the others only after torchrun's SIGTERM, which finds another handler."""
+    launch = Launch.from_environment()
+    asked: list[int] = []
+    if scene in ("asked", "late"):
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda number, _: asked.append(number))
+    _note(folder, f"started {launch.restart_count} {launch.rank}")
+    if scene == "late" and launch.local_rank == 0:
+        _until(lambda: len((folder / "notes").read_text().splitlines()) == launch.local_size)
+    elif scene in ("asked", "late"):
+        _until(lambda: bool(asked))
+    elif scene == "alone" and launch.local_rank == 0:
+        _until(lambda: False)
+    begun = time.monotonic()
+    leave_launcher(code, launch, signalled=bool(asked))
+    slow = "late" if time.monotonic() - begun > 4 else "soon"
+    _note(folder, f"left {launch.restart_count} {launch.rank} {slow}")
+    return code
+
+
+def _until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        time.sleep(0.01)
+
+
+def _note(folder: Path, line: str) -> None:
+    with (folder / "notes").open("a") as notes:
+        notes.write(f"{line}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]))

@@ -1,0 +1,53 @@
+"""Under plain torchrun, whose one store serves all attempts, a restarted group forms at once."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("handshake_worker.py")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_second_attempt_forms_its_group_after_a_sigkill(tmp_path: Path, num_ranks: int) -> None:
+    assert _attempts_with_a_kill_in_the_first(tmp_path, num_ranks, victim=num_ranks - 1) == [1]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_the_second_attempt_forms_its_group_20_times_of_20(tmp_path: Path, num_ranks: int) -> None:
+    formed = []
+    for number in range(20):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        formed.append(_attempts_with_a_kill_in_the_first(folder, num_ranks, number % num_ranks))
+    assert formed == [[1]] * 20
+
+
+def _attempts_with_a_kill_in_the_first(folder: Path, num_ranks: int, victim: int) -> list[int]:
+    """The numbers of the attempts in which every rank came to its end."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}",
+               "--max-restarts=3", f"--master-port={port}", str(WORKER), str(folder), str(victim)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=110,
+                          capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    ended: dict[int, list[dict[str, object]]] = {}
+    for path in sorted(folder.glob("attempt-*.json")):
+        ended.setdefault(int(path.name.split("-")[1]), []).append(json.loads(path.read_text()))
+    whole = [attempt for attempt, ranks in ended.items() if len(ranks) == num_ranks]
+    for ranks in ended.values():
+        assert len({rank["nonce"] for rank in ranks}) == 1
+        assert {rank["total"] for rank in ranks} == {
+            float(sum(range(5 * num_ranks)))}  # every number of 0 … 5·W - 1 once
+    return whole

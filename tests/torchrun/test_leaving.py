@@ -1,0 +1,92 @@
+"""Where the trainer itself ends the run, plain torchrun makes no further attempt."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+WORKER = Path(__file__).with_name("leaving_worker.py")
+
+
+ONE_ATTEMPT = ["left 0 0 soon", "left 0 1 soon", "started 0 0", "started 0 1"]
+
+
+@pytest.mark.parametrize("code", [2, pytest.param(76, marks=pytest.mark.long),
+                                  pytest.param(77, marks=pytest.mark.long)])
+def test_an_end_by_the_trainer_is_one_attempt(tmp_path: Path, code: int) -> None:
+    with _torchrun(tmp_path, code, "all") as torchrun:
+        assert torchrun.wait(60) != 0
+    assert _notes(tmp_path) == ONE_ATTEMPT
+
+
+@pytest.mark.long
+def test_a_failure_is_started_again(tmp_path: Path) -> None:
+    with _torchrun(tmp_path, 1, "all", max_restarts=1) as torchrun:
+        assert torchrun.wait(60) == 1
+    assert {note.split()[1] for note in _notes(tmp_path)} == {"0", "1"}
+
+
+@pytest.mark.parametrize("number", [
+    signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
+def test_a_stop_by_a_signal_to_torchrun_is_one_attempt_and_takes_no_time(
+        tmp_path: Path, number: signal.Signals) -> None:
+    with _torchrun(tmp_path, 75, "asked") as torchrun:
+        _wait_for(tmp_path, ["started 0 0", "started 0 1"])
+        torchrun.send_signal(number)
+        assert torchrun.wait(60) != 0
+    assert _notes(tmp_path) == ONE_ATTEMPT
+
+
+@pytest.mark.long
+def test_a_rank_that_comes_to_the_end_after_torchruns_signal_leaves_soon(tmp_path: Path) -> None:
+    with _torchrun(tmp_path, 2, "late") as torchrun:
+        assert torchrun.wait(60) != 0
+    assert _notes(tmp_path) == ONE_ATTEMPT
+
+
+@pytest.mark.long
+def test_an_end_that_local_rank_0_never_comes_to_is_one_attempt(tmp_path: Path) -> None:
+    with _torchrun(tmp_path, 2, "alone") as torchrun:
+        assert torchrun.wait(60) != 0
+    assert _notes(tmp_path) == ["left 0 1 late", "started 0 0", "started 0 1"]
+
+
+@contextmanager
+def _torchrun(folder: Path, code: int, scene: str,
+              max_restarts: int = 3) -> Iterator[subprocess.Popen[bytes]]:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
+               f"--max-restarts={max_restarts}", f"--master-port={port}",
+               str(WORKER), str(folder), str(code), scene]
+    with (folder / "output").open("wb") as output, subprocess.Popen(
+            command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=output,
+            stderr=output) as started:
+        try:
+            yield started
+        finally:
+            if started.poll() is None:
+                started.terminate()
+
+
+def _notes(folder: Path) -> list[str]:
+    path = folder / "notes"
+    return sorted(path.read_text().splitlines()) if path.exists() else []
+
+
+def _wait_for(folder: Path, notes: list[str]) -> None:
+    deadline = time.monotonic() + 60
+    while _notes(folder) != notes:
+        assert time.monotonic() < deadline, _notes(folder)
+        time.sleep(0.02)

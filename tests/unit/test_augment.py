@@ -1,0 +1,109 @@
+"""Augmentation: what happens to an image depends on it and on its key, on nothing else."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn import functional
+
+from trainer.data import augment
+
+KEYS = st.lists(st.integers(0, 2**64 - 1), max_size=12).map(lambda v: np.array(v, dtype=np.uint64))
+quick = settings(max_examples=40, deadline=None)
+
+
+def pictures(number: int, *, channels: int = 1, height: int = 6, width: int = 5) -> torch.Tensor:
+    """Different values everywhere, none of them 0."""
+    count = number * channels * height * width
+    return torch.arange(1, count + 1, dtype=torch.float32).view(number, channels, height, width)
+
+
+@quick
+@given(keys=KEYS, channels=st.integers(1, 3))
+def test_flip_mirrors_exactly_the_images_whose_key_is_odd(keys, channels):
+    images = pictures(len(keys), channels=channels)
+
+    flipped = augment.flip(images, keys)
+
+    for image, key, result in zip(images, keys.tolist(), flipped, strict=True):
+        assert torch.equal(result, image.flip(-1) if key & 1 else image)
+
+
+@quick
+@given(keys=KEYS, padding=st.integers(0, 4), channels=st.integers(1, 3))
+def test_crop_is_a_window_of_the_padded_image_at_a_place_that_the_key_gives(
+    keys, padding, channels
+):
+    images = pictures(len(keys), channels=channels)
+
+    cropped = augment.crop(images, keys, padding, fill=-1)
+
+    assert cropped.shape == images.shape
+    for image, key, result in zip(images, keys.tolist(), cropped, strict=True):
+        down = ((key >> 16 & 0xFFFF) * (2 * padding + 1)) >> 16
+        right = ((key >> 32 & 0xFFFF) * (2 * padding + 1)) >> 16
+        padded = functional.pad(image, (padding,) * 4, value=-1)
+        assert torch.equal(result, padded[:, down : down + 6, right : right + 5])
+
+
+@quick
+@given(keys=KEYS, order=st.randoms(use_true_random=False))
+def test_an_image_comes_out_the_same_in_any_batch(keys, order):
+    images = pictures(len(keys))
+    places = list(range(len(keys)))
+    order.shuffle(places)
+
+    def both(some_images: torch.Tensor, some_keys: np.ndarray) -> torch.Tensor:
+        return augment.crop(augment.flip(some_images, some_keys), some_keys, 2)
+
+    together = both(images, keys)
+
+    assert torch.equal(both(images[places], keys[places]), together[places])
+    for i in places:
+        assert torch.equal(both(images[i : i + 1], keys[i : i + 1])[0], together[i])
+
+
+def test_every_shift_occurs_about_equally_often_and_flips_take_half():
+    keys = np.random.default_rng(0).integers(0, 2**64, 50_000, dtype=np.uint64)
+    point = torch.zeros(1, 1, 5, 5, dtype=torch.uint8)
+    point[..., 2, 2] = 1
+
+    cropped = augment.crop(point.expand(len(keys), -1, -1, -1), keys, 2)
+    flipped = augment.flip(torch.tensor([[[[0, 1]]]]).expand(len(keys), -1, -1, -1), keys)
+
+    places = cropped.flatten(1).sum(0)
+    assert places.sum() == len(keys)
+    assert ((places - 2000).abs() < 250).all()  # 5.7 standard deviations
+    assert abs(int(flipped[..., 0].sum()) - 25_000) < 600
+
+
+def test_the_flip_says_nothing_about_the_crop():
+    images = pictures(1).to(torch.uint8)
+    even, odd = (np.array([0x1234_5678_9ABC_DEF0 | bit], dtype=np.uint64) for bit in (0, 1))
+
+    assert torch.equal(augment.crop(images, even, 2), augment.crop(images, odd, 2))
+
+
+@pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.int64])
+def test_the_type_stays_and_the_input_is_left_as_it_is(kind):
+    images = (pictures(4) % 200).to(kind)
+    before = images.clone()
+    keys = np.full(4, 2**64 - 1, dtype=np.uint64)
+
+    results = augment.flip(images, keys), augment.crop(images, keys, 2)
+
+    assert [r.dtype for r in results] == [kind, kind]
+    assert torch.equal(images, before)
+    assert not any(torch.equal(r, before) for r in results)
+
+
+def test_results_can_be_written_to():
+    images, keys = pictures(3), np.zeros(3, dtype=np.uint64)
+
+    for result in (augment.flip(images, keys), augment.crop(images, keys, 1)):
+        result.add_(1)
+
+    assert torch.equal(images, pictures(3))

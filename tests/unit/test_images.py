@@ -1,0 +1,372 @@
+"""The built-in task: split, batches, models, loss."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import tyro
+from torch.nn import functional
+
+from trainer.errors import ConfigError
+from trainer.task import Task, find_task
+from trainer.tasks.fashion_mnist import FILES
+from trainer.tasks.image_models import SmallCNN
+from trainer.tasks.images import Images
+
+
+class Indices(list):
+    """What the loader hands to `__getitems__`."""
+
+    def __init__(self, indices, keys):
+        super().__init__(indices)
+        self.keys, self.epoch = np.array(keys, dtype=np.uint64), 0
+
+
+def idx(array: np.ndarray) -> bytes:
+    shape = np.array(array.shape, ">u4").tobytes()
+    return bytes([0, 0, 8, array.ndim]) + shape + array.tobytes()
+
+
+def tiny(folder: Path, *, change: tuple[int, int] | None = None, **fields) -> Images:
+    """A task on 50 + 10 images; `change` = (file, byte) is one byte that is different."""
+    folder.mkdir(parents=True, exist_ok=True)
+    draw = np.random.default_rng(1)
+    for number, name in enumerate(FILES):
+        count = 50 if number < 2 else 10
+        array = (np.arange(count, dtype=np.uint8) % 10 if number % 2
+                 else draw.integers(0, 200, (count, 28, 28), dtype=np.uint8))
+        if change is not None and change[0] == number:
+            array.reshape(-1)[change[1]] ^= 1
+        (folder / name).write_bytes(idx(array))
+    return Images(data="fashion-mnist", root=str(folder), **fields)
+
+
+# --- data ---
+
+
+def test_a_fifth_of_the_training_file_is_held_out_and_none_of_it_trained_on():
+    task = Images()
+
+    train, validation, test = (task.dataset(s) for s in ("train", "validation", "test"))
+
+    assert (len(train), len(validation), len(test)) == (9_600, 2_400, 2_000)
+    rows = torch.cat((train.images, validation.images)).flatten(1).numpy()
+    whole = task._arrays().train_images.reshape(12_000, -1)
+    assert sorted(map(bytes, rows)) == sorted(map(bytes, whole))
+
+
+def test_the_split_depends_on_the_seed_alone_and_stays_what_it_has_been():
+    first, again, other = (Images(seed=s)._parts(12_000) for s in (0, None, 1))
+
+    assert np.array_equal(first[1], again[1])
+    assert not np.array_equal(first[1], other[1])
+    assert first[1][:8].tolist() == [3, 4, 5, 7, 15, 20, 23, 30]
+
+
+@pytest.mark.parametrize(("fraction", "sizes"), [(0.0, (50, None)), (0.5, (25, 25))])
+def test_the_held_out_share_can_be_chosen(fraction, sizes, tmp_path):
+    task = tiny(tmp_path, validation_fraction=fraction)
+
+    train, validation = task.dataset("train"), task.dataset("validation")
+
+    assert len(train) == sizes[0]
+    assert (validation if validation is None else len(validation)) == sizes[1]
+
+
+def test_the_pixels_are_normalised_by_the_training_part_alone(tmp_path):
+    plain = tiny(tmp_path / "plain")
+    held_out = int(plain._parts(50)[1][0])
+    changed = tiny(tmp_path / "changed", change=(0, held_out * 784))
+
+    batch, _ = plain.dataset("train").__getitems__(range(40))
+    test, _ = plain.dataset("test").__getitems__(range(10))
+    same, _ = changed.dataset("test").__getitems__(range(10))
+
+    assert batch.mean().item() == pytest.approx(0, abs=1e-5)
+    assert batch.std(correction=0).item() == pytest.approx(1, abs=1e-5)
+    assert torch.equal(test, same)
+    train = plain.dataset("train")
+    pixels = train.images.double()
+    by_hand = (plain.dataset("test").images.double() - pixels.mean()) / pixels.std(correction=0)
+    assert torch.allclose(test.double(), by_hand, atol=1e-6)
+
+
+def test_a_split_of_another_name_is_refused():
+    with pytest.raises(ValueError, match=r"'valid'.*validation"):
+        Images().dataset("valid")
+
+
+@pytest.mark.parametrize("augment", ["flip", "flip+crop", "none"])
+def test_one_by_one_and_batched_give_the_same_bits(augment):
+    data = Images(augment=augment).dataset("train")
+    places = [5, 0, 9_599, 5]
+
+    images, labels = data.__getitems__(places)
+
+    assert images.shape == (4, 1, 28, 28)
+    assert images.dtype == torch.float32
+    assert labels.dtype == torch.int64
+    for place, image, label in zip(places, images, labels, strict=True):
+        assert torch.equal(data[place][0], image)
+        assert torch.equal(data[place][1], label)
+
+
+@pytest.mark.parametrize("augment", ["flip", "flip+crop"])
+def test_an_augmented_sample_is_the_same_in_any_batch(augment):
+    data = Images(augment=augment).dataset("train")
+    draw = np.random.default_rng(0)
+    places, keys = draw.permutation(9_600)[:64], draw.integers(0, 2**64, 64, dtype=np.uint64)
+
+    whole, _ = data.__getitems__(Indices(places, keys))
+    parts = [data.__getitems__(Indices(places[i : i + 7], keys[i : i + 7]))[0]
+             for i in range(0, 64, 7)]
+
+    assert torch.equal(torch.cat(parts), whole)
+    assert not torch.equal(whole, data.__getitems__(places)[0])
+
+
+def test_flip_mirrors_and_crop_lets_black_in():
+    data = Images(augment="flip+crop").dataset("train")
+    plain = data[3][0]
+    black = data.__getitems__([3])[0].min()  # of Fashion-MNIST's background
+
+    centre = 0x8000 << 16 | 0x8000 << 32  # the third of five places, each way
+    (flipped,), _ = data.__getitems__(Indices([3], [centre | 1]))
+    (shifted,), _ = data.__getitems__(Indices([3], [0]))
+
+    assert torch.equal(flipped, plain.flip(-1))
+    assert torch.equal(shifted[:, 2:, 2:], plain[:, :-2, :-2])
+    assert (shifted[:, :2] == black).all()
+
+
+def test_validation_and_test_images_are_never_augmented():
+    for split in ("validation", "test"):
+        data = Images(augment="flip+crop").dataset(split)
+
+        keyed, _ = data.__getitems__(Indices([0, 1], [2**64 - 1, 1]))
+
+        assert torch.equal(keyed, data.__getitems__([0, 1])[0])
+
+
+def test_a_batch_of_no_samples_has_the_form_of_any_other():
+    data = Images().dataset("train")
+
+    for none in ([], Indices([], [])):
+        images, labels = data.__getitems__(none)
+        assert images.shape == (0, 1, 28, 28)
+        assert (labels.shape, labels.dtype) == ((0,), torch.int64)
+
+
+def test_a_data_set_survives_the_way_to_a_loader_process(tmp_path):
+    data = tiny(tmp_path).dataset("train")
+
+    copied = pickle.loads(pickle.dumps(data))
+
+    assert torch.equal(copied[7][0], data[7][0])
+
+
+def test_the_fingerprint_tells_data_and_splits_apart_but_not_folders(tmp_path):
+    plain = tiny(tmp_path / "a").fingerprint()
+    changed = {
+        tiny(tmp_path / f"{file}-{byte}", change=(file, byte)).fingerprint()
+        for file, byte in [(0, 0), (0, 50 * 784 - 1), (1, 3), (2, 5), (3, 9)]
+    }
+    split = {tiny(tmp_path / "a", seed=1).fingerprint(),
+             tiny(tmp_path / "a", validation_fraction=0.1).fingerprint()}
+
+    assert len({plain} | changed | split) == 8
+    assert tiny(tmp_path / "b").fingerprint() == plain
+    assert tiny(tmp_path / "a", seed=0, augment="none").fingerprint() == plain
+
+
+def test_what_a_viewer_shows_are_training_images_as_they_are():
+    task = Images()
+
+    shown = task.preview(16)
+
+    assert (shown.shape, shown.dtype) == ((16, 1, 28, 28), torch.uint8)
+    assert torch.equal(shown, task.dataset("train").images[:16])
+    assert len(task.class_names) == 10
+    assert task.source == "the bundled sample"
+
+
+def test_missing_data_are_an_error_before_anything_is_built(tmp_path, monkeypatch):
+    monkeypatch.setattr("trainer.tasks.fashion_mnist.find", fail_to_find)
+
+    with pytest.raises(ConfigError, match="nowhere"):
+        Images(data="fashion-mnist").dataset("train")
+
+
+def fail_to_find(root, environment):
+    raise ConfigError("nowhere")
+
+
+# --- settings ---
+
+
+def test_it_is_found_by_name_and_keeps_to_the_protocol():
+    assert find_task("images") is Images
+    assert isinstance(Images(), Task)
+
+
+def test_the_flag_and_the_recipe_key_of_the_model_are_model():
+    assert tyro.cli(Images, args=["--model", "resnet18"]).architecture == "resnet18"
+    field = {f.name: f for f in dataclasses.fields(Images)}["architecture"]
+    assert field.metadata["flag"] == "model"
+
+
+@pytest.mark.parametrize(("fields", "message"), [
+    ({"data": "fashion_mnist"}, r"task\.data.*did you mean 'fashion-mnist'"),
+    ({"norm": "layer"}, r"task\.norm is 'layer'; use one of batch, group, none"),
+    ({"augment": "flip-crop"}, r"task\.augment.*did you mean 'flip\+crop'"),
+    ({"dropout": 1.0}, r"task\.dropout is 1\.0"),
+    ({"label_smoothing": -0.1}, r"task\.label_smoothing is -0\.1"),
+    ({"validation_fraction": 1.0}, r"task\.validation_fraction is 1\.0"),
+    ({"validation_fraction": math.nan}, r"task\.validation_fraction is nan"),
+    ({"architecture": "resnet18", "norm": "group"}, r"task\.norm group.*task\.model resnet18"),
+    ({"architecture": "resnet18", "dropout": 0.1}, r"task\.dropout 0\.1.*task\.model resnet18"),
+])
+def test_a_setting_that_cannot_be_is_refused_by_name(fields, message):
+    with pytest.raises(ConfigError, match=message):
+        Images(**fields)
+
+
+# --- models ---
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_the_cnn_has_two_blocks_and_a_head_of_128_units(norm):
+    model = Images(norm=norm, dropout=0.5).model()
+
+    shapes = [tuple(p.shape) for p in model.parameters() if p.dim() > 1]
+    assert shapes == [(32, 1, 3, 3), (64, 32, 3, 3), (128, 3136), (10, 128)]
+    assert sum("Norm" in type(m).__name__ for m in model.modules()) == (0 if norm == "none" else 2)
+    assert [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)] == [0.5]
+    assert model(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
+
+
+def test_group_norm_makes_an_image_independent_of_its_batch():
+    torch.manual_seed(0)
+    model = SmallCNN(norm="group")
+    images = torch.randn(8, 1, 28, 28)
+
+    assert torch.allclose(model(images)[:2], model(images[:2]), atol=1e-6)
+
+
+def test_the_default_task_trains_without_torchvision():
+    program = """
+import sys
+from trainer.tasks.images import Images
+task = Images()
+task.loss(task.model(), task.dataset("train").__getitems__([0, 1])).total.backward()
+assert not [name for name in sys.modules if name.startswith("torchvision")]
+print("trained")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
+                          timeout=100)
+
+    assert done.stdout == "trained\n", done.stderr
+
+
+def test_a_torchvision_model_takes_grey_images_and_keeps_its_names():
+    from torchvision.models import resnet18
+
+    task = Images(architecture="resnet18")
+    model = task.model()
+    batch = task.dataset("train").__getitems__([0, 1, 2])
+
+    task.loss(model, batch).total.backward()
+    task.loss(copy.deepcopy(model), (batch[0][:0], batch[1][:0])).total.backward()
+
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    assert list(model.state_dict()) == list(resnet18(num_classes=10).state_dict())
+    coloured = batch[0].repeat(1, 3, 1, 1)
+    model.eval()
+    assert torch.equal(model(batch[0]), model(coloured))
+
+
+def test_a_torchvision_model_that_needs_larger_images_gets_them():
+    model = Images(architecture="alexnet").model().eval()
+    images = torch.randn(2, 1, 28, 28)
+
+    grown = functional.interpolate(images, (64, 64), mode="bilinear").repeat(1, 3, 1, 1)
+
+    assert model.training is False
+    assert torch.equal(model(images), model(grown))
+    assert model(images[:0]).shape == (0, 10)
+
+
+def test_an_unknown_model_is_refused_with_the_nearest_names():
+    with pytest.raises(ConfigError, match=r"--task\.model resnet81: .*did you mean.*resnet18"):
+        Images(architecture="resnet81").model()
+
+
+# --- loss ---
+
+
+class Fixed(torch.nn.Module):
+    """Gives the logits that it was made with."""
+
+    def __init__(self, logits):
+        super().__init__()
+        self.logits = torch.nn.Parameter(logits)
+
+    def forward(self, images):
+        return self.logits[: len(images)]
+
+
+def test_the_loss_is_a_sum_with_its_count_and_the_number_of_right_answers():
+    logits = torch.tensor([[2.0, 0.0, 0.0], [0.0, 1.0, 0.0], [3.0, 0.0, 0.0]])
+    labels = torch.tensor([0, 1, 2])
+
+    outcome = Images().loss(Fixed(logits), (torch.zeros(3, 1, 28, 28), labels))
+
+    by_hand = -sum(math.log(math.exp(row[label]) / sum(map(math.exp, row)))
+                   for row, label in zip(logits.tolist(), labels.tolist(), strict=True))
+    assert outcome.total.item() == pytest.approx(by_hand, rel=1e-6)
+    assert outcome.count == 3
+    assert outcome.metrics["accuracy"] == (2, 3)
+
+
+def test_labels_are_smoothed_in_training_only():
+    logits, labels = torch.randn(4, 10), torch.tensor([1, 2, 3, 4])
+    batch = torch.zeros(4, 1, 28, 28), labels
+    model = Fixed(logits)
+
+    smooth = Images(label_smoothing=0.1).loss(model, batch).total
+    judged = Images(label_smoothing=0.1).loss(model.eval(), batch).total
+
+    sharp = functional.cross_entropy(logits, labels, reduction="sum")
+    even = -functional.log_softmax(logits, 1).mean(1).sum()
+    assert smooth.item() == pytest.approx((0.9 * sharp + 0.1 * even).item(), rel=1e-6)
+    assert judged.item() == sharp.item()
+
+
+@pytest.mark.parametrize("norm", ["batch", "group", "none"])
+def test_a_micro_batch_of_no_samples_has_loss_0_and_gradients_of_0(norm):
+    task = Images(norm=norm, label_smoothing=0.1)
+    model = task.model()
+    batch = task.dataset("train").__getitems__([])
+
+    outcome = task.loss(model, batch)
+    outcome.total.backward()
+
+    assert (outcome.total.item(), outcome.count) == (0, 0)
+    assert outcome.metrics["accuracy"] == (0, 0)
+    assert all((p.grad == 0).all() for p in model.parameters())
+
+
+def test_half_precision_logits_are_judged_in_full():
+    logits = torch.randn(4, 10).bfloat16()
+    batch = torch.zeros(4, 1, 28, 28), torch.tensor([1, 2, 3, 4])
+
+    assert Images().loss(Fixed(logits), batch).total.dtype == torch.float32

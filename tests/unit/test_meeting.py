@@ -1,0 +1,99 @@
+"""Ranks find each other in a store, whatever older attempts left in it."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import pytest
+from torch.distributed import HashStore, Store
+
+from trainer import network
+from trainer.handshake import handshake
+
+
+def test_all_ranks_get_the_same_nonce_and_each_attempt_another() -> None:
+    store = HashStore()
+    attempts = [_results(_meet(store, range(3), 3)) for _ in range(3)]
+    assert [len(set(nonces)) for nonces in attempts] == [1, 1, 1]
+    assert len({nonces[0] for nonces in attempts}) == 3
+
+
+def test_ranks_meet_though_an_older_attempt_died_at_any_point() -> None:
+    store = HashStore()
+    store.set("hello/1", "dead-before-it-was-answered")
+    store.set("hello/2", "dead-after-its-welcome")
+    store.set("welcome/dead-after-its-welcome", "old-nonce")
+    store.set("ack/old-nonce/dead-after-its-welcome", "")
+    store.set("go/old-nonce", "[]")
+    nonces = _results(_meet(store, range(3), 3))
+    assert len(set(nonces)) == 1
+    assert nonces[0] != "old-nonce"
+
+
+def test_a_rank_that_comes_after_rank_0_has_answered_a_dead_one_is_answered_too() -> None:
+    store = HashStore()
+    store.set("hello/1", "dead")
+    with ThreadPoolExecutor() as threads:
+        host = threads.submit(handshake, store, rank=0, size=2, timeout_s=20)
+        store.wait(["welcome/dead"])  # rank 0 has taken the dead rank's id for rank 1's
+        nonce = handshake(store, rank=1, size=2, timeout_s=20)
+        assert host.result() == nonce
+
+
+def test_ranks_that_never_come_are_named_on_all_that_did() -> None:
+    store = HashStore()
+    store.set("hello/2", "dead")
+    errors = [future.exception() for future in _meet(store, (0, 1), 4, timeout_s=0.5)]
+    assert [type(error) for error in errors] == [TimeoutError, TimeoutError]
+    for error in errors:
+        assert "ranks 2, 3 of 4 did not come within 0.5 s" in str(error)
+
+
+def test_a_missing_rank_0_is_named() -> None:
+    with pytest.raises(TimeoutError, match=r"rank 0 of 2 did not come within 0\.2 s"):
+        handshake(HashStore(), rank=1, size=2, timeout_s=0.2)
+
+
+def test_the_interface_towards_an_address_is_the_one_that_has_our_end_of_the_route() -> None:
+    assert network.interface_towards("127.0.0.1", 1) == network.loopback()
+    assert network.interface_towards("no-such-host.invalid", 1) is None
+
+
+def test_a_shutdown_ends_the_connections_named_and_no_others() -> None:
+    before = network.connections()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        pairs = [_connect(server) for _ in range(2)]
+        made = network.connections().keys() - before.keys()
+        ours = {number for number, found in network.connections().items()
+                if found.local_port == pairs[0][0].getsockname()[1]}
+        assert len(made) == 4  # both ends live here; the server only listens
+        assert network.shut_down(ours) == 1
+        assert pairs[0][1].recv(1) == b""
+        pairs[1][0].sendall(b"x")
+        assert pairs[1][1].recv(1) == b"x"
+        for end in (*pairs[0], *pairs[1]):
+            end.close()
+
+
+def _connect(server: socket.socket) -> tuple[socket.socket, socket.socket]:
+    ours = socket.create_connection(server.getsockname())
+    theirs, _ = server.accept()
+    for end in (ours, theirs):
+        end.settimeout(10)
+    return ours, theirs
+
+
+def _meet(store: Store, ranks: range | tuple[int, ...], size: int,
+          timeout_s: float = 20.0) -> list[Future[str]]:
+    join: Callable[..., str] = handshake
+    with ThreadPoolExecutor(len(ranks)) as threads:
+        futures = [threads.submit(join, store, rank=rank, size=size, timeout_s=timeout_s)
+                   for rank in ranks]
+        wait(futures)
+    return futures
+
+
+def _results(futures: list[Future[str]]) -> list[str]:
+    return [future.result() for future in futures]

@@ -1,0 +1,102 @@
+"""The command line: arguments → command → exit code."""
+
+from __future__ import annotations
+
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+from trainer.stop import StopRequest, process_descriptor
+
+COMMANDS = {
+    "inspect": "what is in a run folder",
+    "compare": "whether two runs have the same bits",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train, or do what the first argument names; returns the exit code.
+
+    Called by `python -m trainer`, and by `python -m launch` in each rank.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in COMMANDS:
+        from importlib import import_module
+
+        return import_module(f"trainer.commands.{arguments[0]}").main(arguments[1:])
+    stop = StopRequest()
+    stop.install()  # before anything heavy is imported
+    return run(arguments, stop)
+
+
+def run(arguments: Sequence[str], stop: StopRequest) -> int:
+    """Train as the arguments say; returns the exit code."""
+    from trainer import cli
+    from trainer.errors import EXIT_FAILURE, ConfigError, TrainerError
+    from trainer.launcher import leave_launcher
+    from trainer.log import Log
+    from trainer.world import Launch, World
+
+    log, launch, code = Log(), Launch(), EXIT_FAILURE
+    try:
+        launch = Launch.from_environment()
+        log = Log(launch.rank)
+        _watch_launcher(stop, launch)
+        commands = ", ".join(COMMANDS)
+        config = cli.parse(arguments, show=launch.rank == 0, commands=commands)
+        log = Log(launch.rank, level=config.log.level)
+        threads = None if config.world.threads == "auto" else config.world.threads
+        with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
+                        launch=launch) as world:
+            code = _train(config, world, log, stop)
+    except ConfigError as error:
+        code = error.exit_code
+        if launch.rank == 0:
+            _show_cause(error)
+            log.error(str(error))
+    except TrainerError as error:
+        code = error.exit_code
+        log.event("stop", why=str(error), exit_code=code)
+        if launch.rank == 0:
+            log.info(str(error)) if code == 75 else log.error(str(error))
+    except Exception as error:
+        log.event("failure", why=f"{type(error).__name__}: {error}")
+        traceback.print_exc()
+        log.error(f"step {log.step}, {log.phase}: {type(error).__name__}: {error}")
+    log.close()
+    leave_launcher(code, launch)
+    return code
+
+
+def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
+    from trainer import folder
+    from trainer.build import build
+    from trainer.loop import train
+
+    parts = build(config, world, log, stop)
+    try:
+        train(parts)
+    finally:
+        parts.close()
+    return 0
+
+
+def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyped-def]
+    """Under an elastic agent: its death is a request to stop, and soon the end."""
+    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
+    if descriptor is not None:
+        stop.watch(int(descriptor), "the launcher")
+    elif launch.run_id is not None:
+        stop.watch(process_descriptor(os.getppid()), "the launcher")
+
+
+def _show_cause(error: BaseException) -> None:
+    """The traceback of what the user's own code raised, where that is behind the error."""
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, OSError | ModuleNotFoundError):
+        traceback.print_exception(cause)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

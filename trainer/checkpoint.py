@@ -1,0 +1,292 @@
+"""When the state is saved, how it gets to disk beside the training, and how it comes back."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer import tensorfile
+from trainer.errors import CheckpointDamaged, TrainerError
+from trainer.log import Log
+from trainer.state import TrainState
+from trainer.store import Store
+from trainer.world import World
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a start continues from: the same on all ranks."""
+
+    step: int
+    generation: int
+    holder: int
+    """The rank that has it on its disk."""
+    facts: dict[str, Any]
+    skipped: tuple[str, ...] = ()
+    """Newer ones that were left out, and why."""
+
+
+@dataclass
+class _Job:
+    step: int
+    kind: str
+    tensors: dict[str, dict[str, Tensor]]
+    facts: dict[str, Any]
+    protect: int
+    error: BaseException | None = None
+
+
+class Snapshot:
+    """Copies of tensors in buffers that are used again: pinned where they come from a GPU.
+
+    A copy keeps the layout of its tensor, so that taking it is a plain memory copy.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, dict[str, Tensor]] = {}
+
+    def take(self, live: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Copy the tensors as they are now; on CUDA the copies are complete on return."""
+        sources: list[Tensor] = []
+        targets: list[Tensor] = []
+        for file, tensors in live.items():
+            kept = self._buffers.setdefault(file, {})
+            for gone in kept.keys() - tensors.keys():
+                del kept[gone]
+            for name, tensor in tensors.items():
+                if name not in kept or not _fits(kept[name], tensor):
+                    kept[name] = _buffer_for(tensor)
+                sources.append(tensor.detach())
+                targets.append(kept[name])
+        with torch.no_grad():
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+        if any(s.is_cuda for s in sources):
+            torch.cuda.current_stream().synchronize()
+        return {file: {n: kept[n] for n in live[file]} for file, kept in self._buffers.items()}
+
+
+class Checkpointer:
+    """Saves at step boundaries: a copy in memory, then written by a thread of its own on rank 0.
+
+    Args:
+        describe: what else a checkpoint remembers of this attempt (settings, circumstances).
+        recent: the metric lines since the last committed checkpoint; travel in each save.
+        background: whether the writing runs beside the training.
+    """
+
+    def __init__(
+        self, *, store: Store, state: TrainState, world: World, log: Log, run_id: str,
+        describe: Mapping[str, Any], recent: list[Any], on_error: str,
+        every_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self.store = store
+        self.generation = 0
+        self.waits = 0
+        """Saves that had to wait for the one before."""
+        self.failed: str | None = None
+        """Why the last save failed, until one succeeds."""
+        self._state, self._world, self._log, self._run_id = state, world, log, run_id
+        self._describe, self._recent, self._on_error = dict(describe), recent, on_error
+        self._clock, self._every_s = clock, every_s
+        self._last_s = clock()
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._job: _Job | None = None
+        self._saved_step = -1
+
+    @property
+    def overdue(self) -> bool:
+        """Whether a save by the clock is due; rank 0's clock counts for all."""
+        return bool(self._every_s) and self._world.is_main and (
+            self._clock() - self._last_s >= self._every_s)
+
+    @property
+    def must_fail(self) -> bool:
+        """Whether a save has failed on this rank and the run is to end for it."""
+        return self._on_error == "stop" and (
+            self.failed is not None or (self._job is not None and self._job.error is not None))
+
+    def save(self, kind: str, *, wait: bool = False) -> None:
+        """Save the state of this step boundary; several triggers on one step make one save.
+
+        Args:
+            kind: periodic, best, stop, last: why.
+            wait: return only when it is durable.
+
+        Raises:
+            OSError: with `wait`, or with --checkpoint.on-error stop: it couldn't be written.
+        """
+        step = self._state.progress.step
+        self._last_s = self._clock()
+        if step != self._saved_step:
+            self.finish_pending()
+            self._saved_step = step
+            facts = {
+                **self._state.facts(), **self._describe,
+                "lines": list(self._recent), "step": step, "generation": self.generation,
+                "rng_boundary": "keyed",
+            }
+            self._recent.clear()
+            if self._world.is_main:
+                tensors = self._snapshot.take(self._state.tensors())
+                self._job = _Job(step, kind, tensors, facts, self._state.best.step)
+                self._thread = threading.Thread(
+                    target=self._write, args=(self._job,), name="checkpoint-writer"
+                )
+                self._thread.start()
+        if wait:
+            self.finish_pending(must=True)
+
+    def finish_pending(self, *, must: bool = False) -> None:
+        """Wait for the save in flight, if any, and report a failure.
+
+        Raises:
+            OSError: it failed, and `must` or --checkpoint.on-error stop.
+        """
+        if self._thread is None or self._job is None:
+            if must and self.failed is not None:
+                raise OSError(self.failed)
+            return
+        if self._thread.is_alive() and not must:
+            self.waits += 1
+        self._thread.join()
+        job, self._job, self._thread = self._job, None, None
+        if job.error is None:
+            self.failed = None
+            return
+        if isinstance(job.error, TrainerError) and not isinstance(job.error, CheckpointDamaged):
+            raise job.error
+        self.failed = f"the checkpoint of step {job.step} was not written: {job.error}"
+        self._log.event("save-failed", at_step=job.step, why=str(job.error))
+        if must or self._on_error == "stop":
+            raise OSError(self.failed) from job.error
+        self._log.warning(f"{self.failed} The run goes on; the older checkpoints are whole.")
+
+    def _write(self, job: _Job) -> None:
+        began = time.perf_counter()
+        try:
+            total = sum(tensorfile.size(t) for t in job.tensors.values())
+            with self.store.stage(
+                job.step, generation=self.generation, expected_bytes=total
+            ) as stage:
+                for name, tensors in job.tensors.items():
+                    stage.write(name, tensorfile.chunks(tensors))
+                stage.write(STATE, json.dumps(job.facts).encode())
+                stage.commit(kind=job.kind, run=self._run_id)
+            self.store.prune(protect={job.protect})
+        except BaseException as error:
+            job.error = error  # reported by the main thread at the next boundary
+            return
+        self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
+                        seconds=round(time.perf_counter() - began, 6))
+
+    def find(self) -> Found | None:
+        """Collective. The newest whole checkpoint that any rank can see; None if there is none.
+
+        Raises:
+            CheckpointDamaged: there are some and none is whole; nothing is touched.
+        """
+        skipped: list[str] = []
+        bad: set[tuple[int, int]] = set()
+        while True:
+            mine = [[i.generation, i.step] for i in self.store.checkpoints() if i.why is None
+                    and (i.generation, i.step) not in bad and i.run == self._run_id]
+            broken = [i.why for i in self.store.checkpoints() if i.why is not None]
+            seen = self._world.gather_json({"good": mine, "broken": broken})
+            skipped += [w for view in seen for w in view["broken"] if w not in skipped]
+            every = [tuple(pair) for view in seen for pair in view["good"]]
+            if not every:
+                if skipped:
+                    raise CheckpointDamaged(
+                        "no whole checkpoint is left; nothing was touched. "
+                        + " · ".join(skipped)
+                        + " · Restore one from a copy, or start anew in another --run."
+                    )
+                return None
+            newest = max(every)
+            holder = next(r for r, view in enumerate(seen) if list(newest) in view["good"])
+            report: dict[str, Any] = {}
+            if holder == self._world.rank:
+                report = self._read_facts(newest[1])
+            report = self._world.broadcast_json(report, holder)
+            if "facts" in report:
+                return Found(newest[1], newest[0], holder, report["facts"], tuple(skipped))
+            skipped.append(report["why"])
+            bad.add(newest)
+
+    def load(self, found: Found) -> None:
+        """Collective. Bring a checkpoint's state to all ranks, into the storage in use."""
+        tensors: dict[str, dict[str, Tensor]] = {}
+        described: dict[str, Any] = {}
+        if found.holder == self._world.rank:
+            files = {p.name: p for p in sorted(self._path(found.step).glob("*.safetensors"))}
+            tensors = {name: tensorfile.load(path) for name, path in files.items()}
+            described = {name: tensorfile.describe(t) for name, t in tensors.items()}
+        described = self._world.broadcast_json(described, found.holder)
+        if found.holder != self._world.rank:
+            tensors = {name: tensorfile.blank(d) for name, d in described.items()}
+        for name in described:
+            self._world.broadcast(list(tensors[name].values()), found.holder)
+        error = None
+        try:
+            self._state.load(tensors, found.facts)
+        except Exception as problem:
+            error = problem
+        self._world.agree(error)
+        self.generation = found.generation
+        self._saved_step = found.step
+
+    def load_model(self, step: int) -> None:
+        """Collective. The weights of a checkpoint, into the model on all ranks."""
+        self.finish_pending()
+        error = None
+        try:
+            if self._world.is_main:
+                path = self.store.open(step)["model.safetensors"]
+                self._state.load_model(tensorfile.load(path))
+                self.store.in_use = None
+        except Exception as problem:
+            error = problem
+        self._world.agree(error)
+        self._world.broadcast(list(self._state.tensors()["model.safetensors"].values()))
+
+    def close(self) -> None:
+        """Wait for the last save.
+
+        Raises:
+            OSError: the newest state couldn't be saved.
+        """
+        self.finish_pending(must=True)
+        self.store.close()
+
+    def _path(self, step: int) -> Path:
+        return next(i.path for i in self.store.checkpoints() if i.step == step)
+
+    def _read_facts(self, step: int) -> dict[str, Any]:
+        try:
+            path = self.store.open(step)[STATE]
+            return {"facts": json.loads(path.read_bytes())}
+        except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
+            return {"why": str(error)}
+
+
+def _fits(buffer: Tensor, tensor: Tensor) -> bool:
+    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
+
+
+def _buffer_for(tensor: Tensor) -> Tensor:
+    if tensor.device.type == "cuda":
+        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+    return torch.empty_like(tensor, device="cpu")

@@ -1,0 +1,295 @@
+"""Recipe (TOML) and flags → `Config`, and back; each mistake is one `ConfigError`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import re
+import sys
+import tomllib
+import types
+import typing
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import tomli_w
+import tyro
+
+from trainer.config import Config, Length
+from trainer.errors import ConfigError
+from trainer.task import BUILT_IN, find_task
+
+RECIPES = Path(__file__).parent / "recipes"
+DEFAULT_RECIPE = "sample"
+_TASK_KEY = "class"  # a keyword of Python, so no field of a task can have this name
+
+_HELP = """\
+Train a model, fault-tolerantly. RECIPE comes first: a TOML file, or one of: {recipes}
+(default: {default}). Flags win over it.
+
+  torchrun --standalone --nproc_per_node=2 --max-restarts=3 -m trainer [RECIPE] [flags]
+  python -m trainer [RECIPE] [flags]                       one process, no launcher
+  python -m trainer COMMAND --help                         {commands}
+
+A LENGTH is 200 (optimizer steps), 1ep (epochs), 5% (of the run) or off.
+--task NAME|module:Class chooses what is trained ({tasks}, or your own);
+its fields are the flags below --task.
+"""
+
+
+def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
+    """The configuration that `argv` (recipe and flags) asks for.
+
+    Args:
+        show: whether help is printed (on one rank only).
+
+    Raises:
+        ConfigError: unknown recipe, key or flag, or a value that doesn't fit.
+        SystemExit: with 0, after `--help`.
+    """
+    arguments = list(argv)
+    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
+    task_name, arguments = _take_task(arguments)
+    path = find_recipe(recipe)
+    default = load(path, task_name=task_name)
+    registry = tyro.constructors.ConstructorRegistry()
+    registry.primitive_rule(_length_rule)
+    problems = io.StringIO()
+    asks_help = any(a in ("-h", "--help") for a in arguments)
+    output = contextlib.nullcontext() if asks_help else contextlib.redirect_stderr(problems)
+    try:
+        with output, contextlib.redirect_stdout(problems if not asks_help else sys.stdout):
+            config = tyro.cli(
+                Config[type(default.task)],  # type: ignore[misc]
+                args=arguments,
+                default=default,
+                prog="trainer",
+                description=_HELP.format(
+                    recipes=", ".join(recipe_names()), default=DEFAULT_RECIPE,
+                    tasks=", ".join(sorted(BUILT_IN)), commands=commands),
+                config=(tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff),
+                console_outputs=show or not asks_help,
+                registry=registry,
+            )
+    except ConfigError:
+        raise
+    except SystemExit as end:
+        if asks_help and not end.code:
+            raise
+        raise ConfigError(_plain(problems.getvalue())) from None
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{error}") from error
+    if config.run is None:
+        config = dataclasses.replace(config, run=f"runs/{Path(recipe).stem}")
+    return config
+
+
+def load(path: Path, *, task_name: str | None = None) -> Config[Any]:
+    """The configuration that a TOML file holds.
+
+    Args:
+        task_name: replaces the file's task; the file's `[task]` fields go with the file's task.
+
+    Raises:
+        ConfigError: names the file and the key.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"recipe {path}: {error}") from error
+    task_table = dict(table.pop("task", {}))
+    named = task_table.pop(_TASK_KEY, "images")
+    if task_name is not None and task_name != named:
+        named, task_table = task_name, {}
+    task_class = find_task(named)
+    task = _instance(task_class, task_table, "task.", str(path))
+    return _from_table(Config, table, "", str(path), task=task)
+
+
+def to_toml(config: Config[Any]) -> str:
+    """The text of `config.toml`: everything that decides the run, nothing of this attempt."""
+    table = _to_table(config)
+    for name in ("run", "resume", "inject", "accept"):
+        table.pop(name, None)
+    table["task"] = {_TASK_KEY: task_path(config.task), **table["task"]}
+    plain = {k: v for k, v in table.items() if not isinstance(v, dict)}
+    return tomli_w.dumps({**plain, **{k: v for k, v in table.items() if isinstance(v, dict)}})
+
+
+def task_path(task: Any) -> str:
+    """The name by which `--task` finds the task's class again."""
+    path = f"{type(task).__module__}:{type(task).__qualname__}"
+    names = {p: name for name, p in BUILT_IN.items()}
+    return names.get(path, path)
+
+
+def recipe_names() -> list[str]:
+    """The shipped recipes."""
+    return sorted(p.stem for p in RECIPES.glob("*.toml"))
+
+
+def find_recipe(recipe: str) -> Path:
+    """The file of a recipe given by name or path.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    for path in (Path(recipe), RECIPES / f"{recipe}.toml"):
+        if path.suffix == ".toml" and path.is_file():
+            return path
+    near = difflib.get_close_matches(recipe, recipe_names(), n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"recipe {recipe}: there is no such file and no shipped recipe of this "
+                      f"name; {hint}Shipped: {', '.join(recipe_names())}.")
+
+
+def _take_task(arguments: list[str]) -> tuple[str | None, list[str]]:
+    """Take `--task NAME` out of the arguments: it decides which flags there are."""
+    rest: list[str] = []
+    name = None
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == "--task":
+            name = next(waiting, None)
+            if name is None or name.startswith("-"):
+                raise ConfigError("--task: give the name of a task or module:Class.")
+        elif argument.startswith("--task="):
+            name = argument.removeprefix("--task=")
+        else:
+            rest.append(argument)
+    return name, rest
+
+
+def _length_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
+    if info.type is not Length:
+        return None
+    return tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="LENGTH",
+        instance_from_str=lambda words: Length.parse(words[0]),
+        is_instance=lambda value: isinstance(value, Length),
+        str_from_instance=lambda value: [str(value)],
+    )
+
+
+def _instance(cls: type, table: dict[str, Any], prefix: str, source: str) -> Any:
+    """An instance of a task; fields that neither have a default nor stand in the file are left
+    for the flags to give."""
+    given = _fields_from_table(cls, table, prefix, source)
+    required = [
+        f.name for f in dataclasses.fields(cls)
+        if f.init and f.name not in given and f.default is dataclasses.MISSING
+        and f.default_factory is dataclasses.MISSING
+    ]
+    try:
+        if not required:
+            return cls(**given)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{source}: [task]: {error}") from error
+    blank = object.__new__(cls)
+    for field in dataclasses.fields(cls):
+        if field.name in given:
+            value = given[field.name]
+        elif field.name in required:
+            value = tyro.MISSING
+        elif field.default_factory is not dataclasses.MISSING:
+            value = field.default_factory()
+        else:
+            value = field.default
+        object.__setattr__(blank, field.name, value)
+    return blank
+
+
+def _from_table(cls: Any, table: dict[str, Any], prefix: str, source: str, **more: Any) -> Any:
+    return cls(**_fields_from_table(cls, table, prefix, source), **more)
+
+
+def _fields_from_table(
+    cls: Any, table: dict[str, Any], prefix: str, source: str
+) -> dict[str, Any]:
+    hints = typing.get_type_hints(cls)
+    fields = {f.metadata.get("flag", f.name): f for f in dataclasses.fields(cls) if f.init}
+    given = {}
+    for key, value in table.items():
+        name = key.replace("-", "_")
+        if name not in fields:
+            near = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(fields)}."
+            raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
+        field = fields[name]
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Length:
+            if not isinstance(value, dict):
+                raise ConfigError(f"{source}: {prefix}{key} = {value!r}: it is a table "
+                                  f"[{prefix}{key}].")
+            given[field.name] = _from_table(hint, value, f"{prefix}{name}.", source)
+        else:
+            given[field.name] = _value(hint, value, f"{source}: {prefix}{key} = {value!r}")
+    return given
+
+
+def _value(hint: Any, value: Any, where: str) -> Any:
+    """A TOML value as its field's type has it."""
+    origin = typing.get_origin(hint)
+    if origin is typing.Annotated:
+        return _value(typing.get_args(hint)[0], value, where)
+    if hint is Any or isinstance(hint, typing.TypeVar):
+        return value
+    if origin in (typing.Union, types.UnionType):
+        for choice in typing.get_args(hint):
+            with contextlib.suppress(ConfigError):
+                return _value(choice, value, where)
+    elif origin is Literal:
+        if value in typing.get_args(hint):
+            return value
+        near = difflib.get_close_matches(str(value), map(str, typing.get_args(hint)), n=1)
+        did = f" (did you mean {near[0]!r}?)" if near else ""
+        raise ConfigError(f"{where}: use one of "
+                          f"{', '.join(map(str, typing.get_args(hint)))}{did}.")
+    elif origin in (tuple, list) and isinstance(value, list):
+        of = typing.get_args(hint)
+        if origin is tuple and of and of[-1] is not Ellipsis and len(of) != len(value):
+            raise ConfigError(f"{where}: {len(of)} values are wanted.")
+        kinds = of if origin is tuple and of and of[-1] is not Ellipsis else [of[0]] * len(value)
+        return origin(_value(kind, v, where) for kind, v in zip(kinds, value, strict=True))
+    elif hint is Length and isinstance(value, int | str) and not isinstance(value, bool):
+        try:
+            return Length.parse(str(value))
+        except ValueError as error:
+            raise ConfigError(f"{where}: {error}.") from error
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(hint, type) and isinstance(value, hint):
+        if not (hint is int and isinstance(value, bool)):
+            return value
+    elif hint is Path and isinstance(value, str):
+        return Path(value)
+    elif origin is dict and isinstance(value, dict):
+        return value
+    name = getattr(hint, "__name__", str(hint)).replace("NoneType", "nothing")
+    raise ConfigError(f"{where}: a value of type {name} is wanted.")
+
+
+def _to_table(part: Any) -> dict[str, Any]:
+    table: dict[str, Any] = {}
+    for field in dataclasses.fields(part):
+        name, value = field.metadata.get("flag", field.name), getattr(part, field.name)
+        if value is None or not field.init:
+            continue
+        if isinstance(value, Length | Path):
+            table[name] = str(value)
+        elif dataclasses.is_dataclass(value):
+            table[name] = _to_table(value)
+        else:
+            table[name] = list(value) if isinstance(value, tuple) else value
+    return table
+
+
+def _plain(text: str) -> str:
+    """tyro's boxed error as one line."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [re.sub(r"[─│╭╮╰╯├┤]+", " ", line).strip() for line in text.splitlines()]
+    return re.sub(r"\s+", " ", " ".join(line for line in lines if line)).strip()

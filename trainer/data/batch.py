@@ -1,0 +1,79 @@
+"""Batches of any nesting: tuples, dicts, named tuples and dataclasses of tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+
+def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
+    """The same nesting with `function` applied to each tensor; other leaves stay as they are."""
+    if isinstance(batch, Tensor):
+        return function(batch)
+    if isinstance(batch, Mapping):
+        return _like(batch, {k: map_tensors(function, v) for k, v in batch.items()})
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = [f for f in dataclasses.fields(batch) if f.init]
+        return dataclasses.replace(
+            batch, **{f.name: map_tensors(function, getattr(batch, f.name)) for f in fields}
+        )
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(map_tensors(function, v) for v in batch))
+    if isinstance(batch, tuple | list):
+        return type(batch)(map_tensors(function, v) for v in batch)
+    return batch
+
+
+def tensors(batch: Any) -> Iterator[Tensor]:
+    """Each tensor in a batch."""
+    found: list[Tensor] = []
+    map_tensors(lambda t: found.append(t) or t, batch)
+    yield from found
+
+
+def collate(samples: Sequence[Any]) -> Any:
+    """Stack samples to a batch, as torch's default_collate does, through dataclasses too."""
+    first = samples[0]
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        fields = [f.name for f in dataclasses.fields(first) if f.init]
+        return type(first)(**{n: collate([getattr(s, n) for s in samples]) for n in fields})
+    if isinstance(first, Mapping):
+        return _like(first, {k: collate([s[k] for s in samples]) for k in first})
+    if isinstance(first, tuple) and hasattr(first, "_fields"):
+        return type(first)(*(collate(column) for column in zip(*samples, strict=True)))
+    if isinstance(first, tuple | list):
+        return type(first)(collate(column) for column in zip(*samples, strict=True))
+    return default_collate(list(samples))
+
+
+def empty(batch: Any) -> Any:
+    """A batch of the same form with 0 samples: each tensor's first dimension cut to nothing."""
+    return map_tensors(lambda t: t[:0] if t.dim() else t, _cut_lists(batch))
+
+
+def size(batch: Any) -> int:
+    """Samples in a batch: the first dimension of its first tensor that has one."""
+    return next((len(t) for t in tensors(batch) if t.dim()), 0)
+
+
+def _cut_lists(batch: Any) -> Any:
+    """Lists of strings (one a sample) become empty along with the tensors beside them."""
+    if isinstance(batch, list) and batch and all(isinstance(v, str | bytes) for v in batch):
+        return []
+    if isinstance(batch, Mapping):
+        return _like(batch, {k: _cut_lists(v) for k, v in batch.items()})
+    return batch
+
+
+def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
+    return entries if type(mapping) is dict else type(mapping)(entries)  # type: ignore[call-arg]
+
+
+def to_device(batch: Any, device: torch.device) -> Any:
+    """The batch on a device, copied asynchronously where its tensors are pinned."""
+    return map_tensors(lambda t: t.to(device, non_blocking=True), batch)

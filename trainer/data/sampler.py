@@ -1,0 +1,129 @@
+"""From a position in the run to the numbered micro-batches of this rank.
+
+An optimizer step always consumes one global batch, cut into M numbered micro-batches; rank r of W
+takes the contiguous block [r·M/W, (r+1)·M/W). A change of W changes nobody's batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch.utils.data import DistributedSampler
+
+from trainer import rng
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """The windows (global batches) of an epoch of `samples` samples. Steps count from 1."""
+
+    samples: int
+    global_size: int
+    micro_size: int
+    drop_last: bool
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Optimizer steps in one epoch."""
+        whole, rest = divmod(self.samples, self.global_size)
+        return whole + (1 if rest and not self.drop_last else 0)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch (from 0) that the step-th global batch belongs to."""
+        return (step - 1) // self.steps_per_epoch
+
+    def window(self, step: int) -> tuple[int, int]:
+        """Place of the step-th global batch in its epoch's order: (first, end)."""
+        first = (step - 1) % self.steps_per_epoch * self.global_size
+        return first, min(first + self.global_size, self.samples)
+
+    def micro_batches(self, step: int) -> int:
+        """M of the step: full windows have global_size / micro_size."""
+        first, end = self.window(step)
+        return -(-(end - first) // self.micro_size)
+
+
+def block(micro_batches: int, rank: int, num_ranks: int) -> range:
+    """The numbers of the micro-batches that a rank computes, of M for W ranks."""
+    return range(rank * micro_batches // num_ranks, (rank + 1) * micro_batches // num_ranks)
+
+
+def slots(micro_batches: int, num_ranks: int) -> int:
+    """Forwards that each rank runs in a step: the largest block. Ranks with a smaller block run
+    an empty micro-batch in the missing slot, so that collectives inside a forward pair up."""
+    return -(-micro_batches // num_ranks)
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """One micro-batch to be read: which samples, and where in the run it stands."""
+
+    step: int
+    epoch: int
+    number: int
+    """Number of the micro-batch in its global batch; -1 for an empty one."""
+    last: bool
+    """Whether it is the rank's last of the step: the one whose backward is synchronised."""
+    indices: tuple[int, ...]
+
+
+class MicroBatchSampler(DistributedSampler[Slot]):
+    """One rank's slots from `position` to the end of the run, epoch after epoch.
+
+    A single pass over it is the whole run, so loader workers live through all epochs.
+
+    Args:
+        position: global batches consumed already; the first slot belongs to `position` + 1.
+        total_steps: the last step of the run.
+    """
+
+    def __init__(
+        self, plan: Plan, *, rank: int, num_ranks: int, seed: int, shuffle: bool,
+        position: int, total_steps: int,
+    ) -> None:
+        super().__init__(
+            range(plan.samples), num_replicas=num_ranks, rank=rank, shuffle=shuffle,
+            seed=seed, drop_last=plan.drop_last,
+        )  # fmt: skip
+        self.plan = plan
+        self.position = position
+        self.total_steps = total_steps
+
+    def order(self, epoch: int) -> torch.Tensor:
+        """The samples of an epoch in their order: int64 tensor of shape (samples,)."""
+        if not self.shuffle:
+            return torch.arange(self.plan.samples)
+        generator = torch.Generator()
+        generator.manual_seed(rng.mix(self.seed, rng.ORDER, epoch))
+        return torch.randperm(self.plan.samples, generator=generator)
+
+    def __len__(self) -> int:
+        return sum(
+            slots(self.plan.micro_batches(step), self.num_replicas)
+            for step in range(self.position + 1, self.total_steps + 1)
+        )
+
+    def __iter__(self) -> Iterator[Slot]:
+        order = torch.empty(0)
+        for step in range(self.position + 1, self.total_steps + 1):
+            epoch = self.plan.epoch_of(step)
+            if step == self.position + 1 or epoch != self.epoch:
+                self.set_epoch(epoch)
+                order = self.order(epoch)
+            yield from self._slots_of(step, epoch, order)
+
+    def _slots_of(self, step: int, epoch: int, order: torch.Tensor) -> Iterator[Slot]:
+        first, end = self.plan.window(step)
+        micro_batches = self.plan.micro_batches(step)
+        mine = block(micro_batches, self.rank, self.num_replicas)
+        count = slots(micro_batches, self.num_replicas)
+        for place in range(count):
+            last = place == count - 1
+            if place < len(mine):
+                start = first + mine[place] * self.plan.micro_size
+                stop = min(start + self.plan.micro_size, end)
+                yield Slot(step, epoch, mine[place], last, tuple(order[start:stop].tolist()))
+            else:
+                yield Slot(step, epoch, -1, last, ())

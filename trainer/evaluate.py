@@ -1,0 +1,126 @@
+"""Exact evaluation: sharded without padding, the same numbers for any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainer import rng
+from trainer.data.batch import to_device
+from trainer.data.loader import KeyedSamples, Micro, reading
+from trainer.data.sampler import Slot, block
+from trainer.faults import Faults
+from trainer.parallel import check_outcome
+from trainer.task import Outcome
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Means over a data set."""
+
+    loss: float
+    metrics: dict[str, float]
+    samples: int
+
+
+@dataclass(kw_only=True)
+class Evaluator:
+    """Evaluates a data set: batches of fixed, numbered content, shared out over the ranks.
+
+    Args:
+        all_sum: adds a tensor over the ranks, in place (collective).
+        step: tells the current step, for fault points.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Outcome]
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    batch_size: int
+    workers: int
+    seed: int
+    rank: int
+    num_ranks: int
+    device: torch.device
+    autocast: Callable[[], contextlib.AbstractContextManager[None]]
+    all_sum: Callable[[Tensor], Tensor]
+    faults: Faults
+    step: Callable[[], int]
+
+    def __call__(self) -> Scores:
+        """Evaluate the whole data set in eval mode, and return to the mode it found.
+
+        Collective. Draws nothing from the training's generators, and leaves no gradient.
+
+        Raises:
+            ValueError: the data set is empty.
+        """
+        training = self.model.training
+        self.model.eval()
+        try:
+            with rng.preserved():
+                names, table = self._table()
+        finally:
+            self.model.train(training)
+        # Each row belongs to one rank and the others add zeros: the same bits for any split.
+        self.all_sum(table)
+        totals = dict(zip(names, _pairs(table), strict=False))
+        loss, count = totals.pop("loss")
+        return Scores(
+            loss=loss / count if count else float("nan"),
+            metrics={n: s / c if c else float("nan") for n, (s, c) in totals.items()},
+            samples=round(float(table[:, -1].sum())),
+        )
+
+    def _table(self) -> tuple[list[str], Tensor]:
+        """One row a batch: (sum, count) of the loss and of each metric, and the samples."""
+        count = -(-len(self.dataset) // self.batch_size)
+        if not count:
+            raise ValueError("the data set to evaluate is empty")
+        mine = block(count, self.rank, self.num_ranks)
+        rows: dict[int, list[float]] = {}
+        names: list[str] = []
+        # A rank without a batch evaluates the first one too, for the form of the table.
+        for micro in self._batches(mine or range(1)):
+            number = micro.slot.number
+            self.faults.at("evaluate", step=self.step(), epoch=micro.slot.epoch)
+            rng.key_generators(self.seed, rng.EVALUATE, number)
+            with torch.inference_mode(), self.autocast():
+                outcome = self.loss(self.model, to_device(micro.batch, self.device))
+            total, metrics = check_outcome(outcome)
+            names = ["loss", *metrics]
+            pairs = [(total, outcome.count), *metrics.values()]
+            row = [float(v.detach()) if isinstance(v, Tensor) else float(v) for p in pairs for v in p]
+            rows[number] = [*row, float(micro.samples)]
+        width = 2 * len(names) + 1
+        table = torch.zeros(count, width, dtype=torch.float64)
+        for number in mine:
+            table[number] = torch.tensor(rows[number], dtype=torch.float64)
+        return names, table
+
+    def _batches(self, numbers: range) -> Iterator[Micro]:
+        slots = [
+            Slot(0, 0, n, True, tuple(range(n * self.batch_size,
+                                            min((n + 1) * self.batch_size, len(self.dataset)))))
+            for n in numbers
+        ]  # fmt: skip
+        samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False)
+        loader: DataLoader[Micro] = DataLoader(
+            samples, sampler=slots, **reading(self.workers, 2, self.device)
+        )
+        yield from loader
+
+
+def _pairs(table: Tensor) -> list[tuple[float, float]]:
+    """(sum, count) columns, each added in the order of the rows."""
+    sums = [0.0] * (table.shape[1] - 1)
+    for row in table.tolist():
+        for column in range(len(sums)):
+            sums[column] += row[column]
+    return [(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]

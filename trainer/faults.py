@@ -1,0 +1,174 @@
+"""Named points where a run can be made to fail, for drills: `--inject kill:rank=1:step=7`."""
+
+from __future__ import annotations
+
+import difflib
+import errno
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import ConfigError
+from trainer.log import Log
+
+KINDS = (
+    "kill", "exit", "raise", "hang", "stop", "term", "nan", "flip", "corrupt", "enospc", "slow",
+)  # fmt: skip
+PHASES = (
+    "start", "restore", "data", "forward", "backward", "optimizer", "step-end",
+    "save-begin", "save-mid", "save-end", "evaluate",
+)  # fmt: skip
+
+
+class InjectedFault(RuntimeError):
+    """What `--inject raise` raises."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One drill: what happens, and the place where it does. None stands for "any"."""
+
+    text: str
+    kind: str
+    rank: int = 0
+    step: int | None = None
+    epoch: int | None = None
+    phase: str = "forward"
+    attempt: int | None = None
+    always: bool = False
+    seconds: float = 1.0
+
+    def fits(self, *, rank: int, step: int, epoch: int, phase: str, attempt: int) -> bool:
+        """Whether the fault's place is this one."""
+        return (
+            phase == self.phase
+            and rank == self.rank
+            and self.step in (None, step)
+            and self.epoch in (None, epoch)
+            and self.attempt in (None, attempt)
+        )
+
+
+def parse(text: str) -> Fault:
+    """`KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:seconds=X][:always]`.
+
+    Raises:
+        ConfigError: names the part that isn't understood.
+    """
+    kind, *rest = text.split(":")
+    if kind not in KINDS:
+        raise ConfigError(f"--inject {text}: no fault {kind!r}{_nearest(kind, KINDS)}; "
+                          f"there are {', '.join(KINDS)}.")
+    fields: dict[str, object] = {}
+    for part in rest:
+        name, _, value = part.partition("=")
+        if name == "always" and not value:
+            fields["always"] = True
+        elif name == "phase":
+            if value not in PHASES:
+                raise ConfigError(f"--inject {text}: no phase {value!r}{_nearest(value, PHASES)}; "
+                                  f"there are {', '.join(PHASES)}.")
+            fields["phase"] = value
+        elif name in ("rank", "step", "epoch", "attempt", "seconds"):
+            try:
+                fields[name] = float(value) if name == "seconds" else int(value)
+            except ValueError:
+                raise ConfigError(f"--inject {text}: {name}={value} is not a number.") from None
+        else:
+            names = ("rank", "step", "epoch", "phase", "attempt", "seconds", "always")
+            raise ConfigError(f"--inject {text}: no part {part!r}{_nearest(name, names)}; "
+                              f"there are {', '.join(names)}.")
+    return Fault(text=text, kind=kind, **fields)  # type: ignore[arg-type]
+
+
+class Faults:
+    """The faults of a run, armed. Each fires once, also across restarts: a mark in `marks` is
+    durable before the fault happens.
+
+    Kinds that need the run's own hands (`nan`, `flip`, `corrupt`, `enospc`) are looked up in
+    `actions`, which later parts of the run fill.
+    """
+
+    def __init__(
+        self, faults: Sequence[Fault] = (), *, rank: int = 0, attempt: int = 0,
+        marks: Path | None = None, log: Log | None = None,
+    ) -> None:
+        self.actions: dict[str, Callable[[], None]] = {}
+        self._faults = [
+            fault for number, fault in enumerate(faults) if fault.rank == rank
+            and not (marks is not None and _mark(marks, number, fault).exists())
+        ]
+        self._numbers = {id(fault): number for number, fault in enumerate(faults)}
+        self._rank, self._attempt, self._marks = rank, attempt, marks
+        self._log = log
+        self._lock = threading.Lock()
+
+    def at(self, phase: str, *, step: int, epoch: int = 0) -> None:
+        """Called at each named point; does nothing unless a fault is armed for it."""
+        if not self._faults:
+            return
+        for fault in list(self._faults):
+            if fault.fits(rank=self._rank, step=step, epoch=epoch, phase=phase,
+                          attempt=self._attempt):
+                self._fire(fault, phase, step)
+
+    def _fire(self, fault: Fault, phase: str, step: int) -> None:
+        with self._lock:
+            if not fault.always:
+                if fault not in self._faults:
+                    return
+                self._faults.remove(fault)
+                if self._marks is not None:
+                    _write_mark(_mark(self._marks, self._numbers[id(fault)], fault))
+        if self._log is not None:
+            self._log.event("fault", fault=fault.text, at_step=step, at_phase=phase)
+            self._log.warning(f"injected fault {fault.text} at step {step}, phase {phase}")
+        match fault.kind:
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "exit":
+                os._exit(1)
+            case "raise":
+                raise InjectedFault(f"--inject {fault.text}: raised at step {step}, {phase}")
+            case "hang":
+                while True:
+                    time.sleep(3600)
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            case "term":
+                os.kill(os.getpid(), signal.SIGTERM)
+            case "slow":
+                time.sleep(fault.seconds)
+            case "corrupt":
+                self.actions["corrupt"]()
+                os.kill(os.getpid(), signal.SIGKILL)
+            case kind:
+                self.actions[kind]()
+
+
+def no_space(path: object = "") -> OSError:
+    """The error that a full disk gives."""
+    return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+
+def _mark(folder: Path, number: int, fault: Fault) -> Path:
+    return folder / f"{number}-{fault.text.replace('/', '_')}"
+
+
+def _write_mark(path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    folder = os.open(path.parent, os.O_RDONLY)
+    os.fsync(folder)
+    os.close(folder)
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f" (did you mean {near[0]!r}?)" if near else ""

@@ -1,0 +1,157 @@
+"""The run folder: who the run is, which attempt this is, and what is written once an attempt."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import secrets
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainer.durable import fsync_folder, make_folder, write_file
+from trainer.errors import ConfigError
+from trainer.lock import RunLock
+from trainer.log import Log
+from trainer.world import World
+
+IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
+SUMMARY, PRODUCT, METRICS, EVENTS = (
+    "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
+)  # fmt: skip
+CHECKPOINTS, TENSORBOARD, FAULTS = "checkpoints", "tensorboard", "faults"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Which run a folder holds, and how often it had been started before this attempt."""
+
+    run: str
+    attempt: int
+
+
+def enter(path: Path, world: World, log: Log, *, resume: str) -> tuple[Identity, RunLock]:
+    """Collective. Take possession of a run folder for this attempt.
+
+    Raises:
+        ConfigError: the folder can't be used, is in use by another run that lives, or is used
+            and `resume` is "never".
+    """
+    lock = RunLock(path / "lock", world.nonce)
+    error: Exception | None = None
+    record: dict[str, Any] = {}
+    note = None
+    if world.is_main:
+        try:
+            record, note = _take(path, world, lock, resume)
+        except OSError as problem:
+            error = ConfigError(f"--run {path}: {problem}; choose a folder that can be written.")
+            error.__cause__ = problem
+        except ConfigError as problem:
+            error = problem
+    world.agree(error)
+    record = world.broadcast_json(record)
+    identity = Identity(run=record["run"], attempt=record["attempt"])
+    log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
+    if note:
+        log.warning(note)
+    return identity, lock
+
+
+def _take(
+    path: Path, world: World, lock: RunLock, resume: str
+) -> tuple[dict[str, Any], str | None]:
+    old = read_json(path / IDENTITY)
+    launch_id = _launch_id(world)
+    restarted = old is not None and launch_id is not None and old.get("launch") == launch_id
+    if resume == "never" and old is not None and not restarted:
+        raise ConfigError(f"--resume never: {path} holds a run already; choose another --run, or "
+                          "leave --resume out to continue that run.")
+    make_folder(path)
+    elastic = world.launch.run_id is not None
+    note = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
+    record = {
+        "run": old["run"] if old else secrets.token_hex(8),
+        "attempt": old["attempt"] + 1 if old else 0,
+        "launch": launch_id,
+    }
+    replace_json(path / IDENTITY, record)
+    return record, note
+
+
+def _launch_id(world: World) -> str | None:
+    """Equal in all attempts of one launcher's life. torchrun's own run id is "none" by default."""
+    if world.launch.run_id is None:
+        return None
+    return f"{world.launch.run_id} {world.launch.master_address} {os.getppid()}"
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object of the run folder; None if it isn't there or isn't whole."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object aside and put it in place, durably."""
+    replace_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text aside and put it in place, durably."""
+    replace_bytes(path, [text.encode()])
+
+
+def replace_bytes(path: Path, chunks: Any) -> None:
+    """Write bytes aside and put them in place, durably; the old file stays whole until then."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.unlink(missing_ok=True)
+    try:
+        write_file(aside, (memoryview(chunk) for chunk in chunks))
+        aside.rename(path)
+        fsync_folder(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) -> dict[str, Any]:
+    """What environment.json says: versions, devices, ranks, command, data, determinism."""
+    import torch
+
+    packages = ("torch", "torchvision", "numpy", "safetensors", "torchdata", "tensorboard")
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": {name: _version(name) for name in packages},
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": str(world.device),
+        "device_name": device_name(world.device),
+        "world_size": world.size,
+        "local_size": world.local_size,
+        "threads": world.threads,
+        **card,
+        "determinism": {"label": label, "why": why},
+    }
+
+
+def device_name(device: Any) -> str:
+    """The kind of device that bits depend on: the card's name, or "cpu"."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,85 @@
+"""How a run that is over for good tells a launcher that would start it again."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import PurePath
+
+from trainer.errors import FINAL_EXIT_CODES
+from trainer.world import Launch
+
+LEAVE_TIMEOUT_S = 5.0
+SIGNALLED_TIMEOUT_S = 0.5
+_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+
+
+def leave_launcher(
+    exit_code: int, launch: Launch, *, signalled: bool = False, timeout_s: float = LEAVE_TIMEOUT_S
+) -> None:
+    """Returns when this rank may exit with `exit_code`, so that torchrun doesn't start it again.
+
+    torchrun restarts every exit but 0. So where the trainer itself ends the run, local rank 0 sends
+    SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has reached it
+    (a rank that left earlier would be taken for a failure), or `timeout_s` seconds have passed. If
+    local rank 0 has not spoken by then, the others do, and wait another second. Nothing happens
+    with other exit codes, or under a launcher that knows them.
+
+    Main thread only. SIGTERM does nothing any more from here on.
+
+    Args:
+        signalled: whether this rank has been asked to stop before. It may have been by torchrun's
+            SIGTERM, which then will not come again unless torchrun is told once more, soon.
+    """
+    agent = os.getppid()
+    if exit_code not in FINAL_EXIT_CODES or not _restarts_us(agent, launch):
+        return
+    told = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: told.set())
+    if launch.local_rank == 0:
+        _terminate(agent)
+        _wait(told, agent, timeout_s)
+    elif not _wait(told, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if signalled else timeout_s):
+        _terminate(agent)
+        _wait(told, agent, 1.0)
+
+
+def _wait(told: threading.Event, agent: int, timeout_s: float) -> bool:
+    """Whether torchrun has told this rank to leave, or is gone, within the time."""
+    deadline = time.monotonic() + timeout_s
+    while not told.wait(0.05) and os.getppid() == agent:
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _restarts_us(parent: int, launch: Launch) -> bool:
+    """Whether the parent is torch's elastic agent in its own process, and doesn't know our codes.
+
+    Its command line is looked at as well, since a variable may have been handed on: SIGTERM to a
+    shell or a test runner would be much worse than one restart too many.
+    """
+    if launch.run_id is None or launch.knows_exit_codes:
+        return False
+    return any(PurePath(word).name in _AGENTS for word in _command_line(parent)[:8])
+
+
+def _command_line(pid: int) -> list[str]:
+    if sys.platform == "linux":
+        try:
+            with open(f"/proc/{pid}/cmdline") as words:
+                return words.read().split("\0")
+        except FileNotFoundError:
+            return []
+    listed = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True,
+                            text=True, check=False)
+    return listed.stdout.split()
+
+
+def _terminate(agent: int) -> None:
+    if os.getppid() == agent:  # else it is dead, and its number may be another process's
+        os.kill(agent, signal.SIGTERM)

@@ -1,0 +1,72 @@
+"""The training loop, on one screen."""
+
+from __future__ import annotations
+
+from trainer.build import Parts
+from trainer.errors import SaveFailed, StopRequested
+from trainer.metrics import validation_line
+from trainer.product import choose_best, finish
+from trainer.warmup import warm_up
+
+
+def train(run: Parts) -> dict[str, object]:
+    """Collective. Train to the last step, from wherever the run is; returns the summary.
+
+    Raises:
+        StopRequested: a rank was asked to stop; the state of the step just made is saved.
+    """
+    start(run)
+    progress, last = run.progress, run.intervals.total
+    while True:
+        if is_due(progress.step, run.intervals.evaluate, last) and progress.validated < progress.step:
+            validate(run)  # also the one that an earlier attempt owed
+        if is_due(progress.step, run.intervals.checkpoint, last):
+            run.checkpoint.save("periodic")
+        if progress.step >= last:
+            return finish(run)
+
+        run.log.phase = "train"
+        result = run.step(run.loader.window(), wishes=run.wishes)
+        run.log.step = progress.step
+        run.state.meter.add(result.sums.loss, result.sums.count)
+        run.metrics.step(result, waited_s=run.loader.waited_s)
+
+        if "fail" in result.sums.wishes:
+            raise SaveFailed(run.checkpoint.failed or "rank 0 could not save")
+        if "save" in result.sums.wishes:
+            run.checkpoint.save("periodic")
+        if "stop" in result.sums.wishes:
+            run.checkpoint.save("stop", wait=True)
+            raise StopRequested(f"stopped on request after step {progress.step}; "
+                                "the same command goes on from there")
+
+
+def start(run: Parts) -> None:
+    """Collective. Warm up, then put the state of the found checkpoint in place."""
+    if run.progress.step < run.intervals.total:
+        run.log.phase = "warm-up"
+        warm_up(run.step, run.loader, run.world)
+    if run.found is not None:
+        run.log.phase = "restore"
+        run.faults.at("restore", step=run.found.step)
+        run.checkpoint.load(run.found)
+
+
+def validate(run: Parts) -> None:
+    """Collective. Validate, and save where the weights are the best so far."""
+    if run.validate is None:
+        return
+    run.log.phase = "evaluate"
+    with run.world.patient():
+        scores = run.validate()
+    step = run.progress.step
+    line = validation_line(step, scores, run.state.meter.take_mean())
+    run.metrics.validation(line)
+    run.progress.validated = step
+    if choose_best(run.config.eval.best, run.state.best, line, step):
+        run.checkpoint.save("best")
+
+
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Whether work of this interval (0: off) falls on the step; all of it falls on the last."""
+    return step > 0 and (step >= last or (interval > 0 and step % interval == 0))

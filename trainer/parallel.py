@@ -1,0 +1,199 @@
+"""Model and loss in one module under DistributedDataParallel, and the sums that ride along with
+the gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.errors import ConfigError
+from trainer.task import Outcome
+
+CAPACITY = 64
+"""Numbers that ride in one gradient all-reduce."""
+
+WISHES = ("stop", "save", "fail")
+"""What any rank may ask of all: stop after this step, save at it, leave as failed."""
+
+_FIXED = ("loss", "count", "samples", *WISHES)
+COUNT = _FIXED.index("count")
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What one step came to, added over all ranks and micro-batches; equal on all ranks."""
+
+    loss: float
+    count: float
+    samples: int
+    wishes: frozenset[str]
+    """Those of `WISHES` that some rank has."""
+    metrics: dict[str, tuple[float, float]]
+    """Name → (sum, count), also of each named loss."""
+
+
+class Objective(nn.Module):
+    """The task's loss of the model's output, as one forward.
+
+    Where there are several ranks, `ride` is a parameter whose gradient is, by construction, the
+    vector of this rank's sums: it is accumulated under no_sync and all-reduced in the gradients'
+    own bucket, so that agreeing on sums and stop requests takes no collective of its own.
+
+    Args:
+        nominal_count: what the summed loss is divided by before backward, so that gradients have
+            the scale of a mean; the step corrects for the true count.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Outcome], *, num_ranks: int,
+        nominal_count: float, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = model
+        self.names: tuple[str, ...] | None = None
+        self._loss = loss
+        self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
+        self._local: Tensor | None = None
+        self.ride = (
+            nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
+        )
+
+    def forward(self, batch: Any, samples: int, wishes: tuple[bool, ...] = ()) -> Tensor:
+        """The scalar to call backward on.
+
+        Raises:
+            ConfigError: the task's loss breaks the protocol.
+        """
+        outcome = self._loss(self.model, batch)
+        total, vector = self._vector(outcome, samples, wishes)
+        loss = total.float() * self._factor
+        if self.ride is not None:
+            return loss + (self.ride * vector).sum()
+        self._local = vector if self._local is None else self._local + vector
+        return loss
+
+    def take_sums(self, num_ranks: int, scale: float = 1.0) -> Tensor:
+        """The vector of sums of the step that has just been reduced, on the device; starts anew.
+
+        Args:
+            scale: what the backward's loss was multiplied by (fp16), and the ride with it.
+        """
+        if self.ride is not None:
+            assert self.ride.grad is not None, "no synchronised backward has run"
+            vector = self.ride.grad * (num_ranks / scale)
+            self.ride.grad = None
+        else:
+            assert self._local is not None, "no forward has run"
+            vector, self._local = self._local, None
+        return vector
+
+    def read_sums(self, vector: Tensor, grad_norm: Tensor) -> tuple[Sums, float]:
+        """The sums and the gradient norm as numbers on the host, in one transfer."""
+        *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
+        values = [_snap(v) for v in numbers]
+        names = self.names or ()
+        pairs = values[len(_FIXED) : len(_FIXED) + 2 * len(names)]
+        sums = Sums(
+            loss=values[0], count=values[1], samples=round(values[2]),
+            wishes=frozenset(w for w, v in zip(WISHES, values[3:], strict=False) if v > 0),
+            metrics={n: (pairs[2 * i], pairs[2 * i + 1]) for i, n in enumerate(names)},
+        )  # fmt: skip
+        return sums, norm
+
+    def _vector(self, outcome: Outcome, samples: int, wishes: tuple[bool, ...] = ()) -> tuple[Tensor, Tensor]:
+        total, metrics = check_outcome(outcome)
+        if not total.requires_grad:
+            raise ConfigError(
+                "the task's loss has no graph: no trainable parameter led to Outcome.total. "
+                "Compute it from the model's output, without .detach(), .item() or no_grad()."
+            )
+        names = tuple(metrics)
+        if self.names is None:
+            if len(_FIXED) + 2 * len(names) > CAPACITY:
+                raise ConfigError(f"the task returns {len(names)} metrics; "
+                                  f"{(CAPACITY - len(_FIXED)) // 2} are the most.")
+            self.names = names
+        elif names != self.names:
+            raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
+                              f"{list(names)} now; return the same for each micro-batch.")
+        numbers = [total, outcome.count, float(samples), *map(float, wishes or (0, 0, 0))]
+        for pair in metrics.values():
+            numbers.extend(pair)
+        if self.ride is not None:
+            numbers.extend([0.0] * (CAPACITY - len(numbers)))
+        return total, _stack(numbers, total.device)
+
+
+def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
+    """(scalar total, metrics with each named loss among them).
+
+    Raises:
+        ConfigError: it isn't an `Outcome` of scalars.
+    """
+    if not isinstance(outcome, Outcome):
+        raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
+                          "trainer.Outcome(total, count, metrics={name: (sum, count)}).")
+    metrics: dict[str, tuple[Any, Any]] = {}
+    if isinstance(outcome.total, Mapping):
+        metrics.update({name: (value, outcome.count) for name, value in outcome.total.items()})
+        total = torch.stack([value.float() for value in outcome.total.values()]).sum()
+    else:
+        total = outcome.total
+    metrics.update(outcome.metrics)
+    if not isinstance(total, Tensor) or total.dim() != 0:
+        form = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise ConfigError(f"Outcome.total is {form}; a scalar tensor is wanted: the loss summed "
+                          "over the micro-batch.")
+    return total, metrics
+
+
+def wrap(
+    objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,
+    bucket_mb: float,
+) -> nn.Module:  # fmt: skip
+    """The objective under DistributedDataParallel; itself where there is one rank."""
+    if group is None:
+        return objective
+    return DistributedDataParallel(
+        objective,
+        process_group=group,
+        bucket_cap_mb=bucket_mb,  # type: ignore[arg-type]
+        # Buffers are put back and saved by the step's own rule, not moved by the next forward.
+        broadcast_buffers=False,
+        gradient_as_bucket_view=True,
+        device_ids=[device.index] if device.type == "cuda" else None,
+    )
+
+
+def synchronised(wrapped: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
+    """Around forward *and* backward of a micro-batch: only the last one's gradients are reduced."""
+    if last or not isinstance(wrapped, DistributedDataParallel):
+        return contextlib.nullcontext()
+    return wrapped.no_sync()
+
+
+def _stack(numbers: list[Tensor | float], device: torch.device) -> Tensor:
+    """A float32 vector, detached, of scalars that partly live on the device already."""
+    if device.type == "cpu":
+        return torch.tensor([n.item() if isinstance(n, Tensor) else float(n) for n in numbers])
+    vector = torch.tensor([0.0 if isinstance(n, Tensor) else float(n) for n in numbers])
+    vector = vector.to(device, non_blocking=True)
+    places = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]
+    values = [n.detach().float() for n in numbers if isinstance(n, Tensor)]
+    vector[torch.tensor(places, device=device)] = torch.stack(values)
+    return vector
+
+
+def _snap(value: float) -> float:
+    """A sum of whole numbers is whole: the mean over 3 ranks, times 3, may have lost that."""
+    if not abs(value) < 2**24:  # a NaN and an infinity too
+        return value
+    nearest = round(value)
+    return float(nearest) if abs(value - nearest) <= 4e-7 * abs(value) else value

@@ -1,0 +1,91 @@
+"""What a run is for: the best weights, their test figures, the summary."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from trainer import folder, tensorfile
+from trainer.build import Parts
+from trainer.errors import ConfigError
+from trainer.resume import settings
+from trainer.state import MODEL, Best
+
+
+def choose_best(rule: str, best: Best, line: dict[str, Any], step: int) -> bool:
+    """Take a validation as the best one if it is; whether it was.
+
+    Args:
+        rule: NAME:max, NAME:min, or auto.
+        line: the validation's line of metrics.jsonl.
+
+    Raises:
+        ConfigError: the rule names a figure that the validation doesn't give.
+    """
+    if rule == "auto":
+        rule = "val_accuracy:max" if "val_accuracy" in line else "val_loss:min"
+    name, _, direction = rule.rpartition(":")
+    if name not in line:
+        given = [k for k in line if k.startswith("val_")]
+        raise ConfigError(f"--eval.best {rule}: the validation gives no {name}; it gives "
+                          f"{', '.join(given)}.")
+    best.judge_by(name, direction)
+    value = line[name]
+    if value is None or not best.improves(value):
+        return False
+    best.take(value, step)
+    return True
+
+
+def finish(run: Parts) -> dict[str, Any]:
+    """Collective. Evaluate the best weights on the test set once, and write what the run made."""
+    run.log.phase = "finish"
+    best, last = run.state.best, run.progress.step
+    run.checkpoint.finish_pending(must=True)
+    chosen = best.step or last
+    if chosen != last:
+        run.checkpoint.load_model(chosen)
+    scores = None
+    if run.test is not None:
+        with run.world.patient():
+            scores = run.test()
+    summary: dict[str, Any] = {
+        "step": last,
+        "updates": run.progress.updates,
+        "skipped": run.progress.skipped,
+        "best": {"step": chosen, "metric": best.metric or None, "value": best.value},
+        "test": None if scores is None else {
+            "loss": scores.loss, "samples": scores.samples, **scores.metrics},
+        "model.safetensors": f"the weights of step {chosen}"
+        + (f", which have the best {best.metric}" if best.metric else ", the last step"),
+        "final_weights": f"{folder.CHECKPOINTS}/step-{last:08d}/{MODEL}",
+        "attempts": run.identity.attempt + 1,
+    }  # fmt: skip
+    figures = {} if best.value is None else {f"final/best_{best.metric}": best.value}
+    if scores is not None:
+        figures |= {"final/test_loss": scores.loss}
+        figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
+    run.metrics.finish(settings(run.config), figures, last)
+    if run.world.is_main:
+        weights = run.state.tensors()[MODEL]
+        folder.replace_bytes(run.path / folder.PRODUCT,
+                             tensorfile.chunks({n: t.cpu() for n, t in weights.items()}))
+        folder.replace_json(run.path / folder.SUMMARY, summary)
+    run.log.event("end", attempts=summary["attempts"])
+    for line in closing_lines(summary, str(run.path)):
+        run.log.info(line)
+    return summary
+
+
+def closing_lines(summary: dict[str, Any], path: str) -> list[str]:
+    """The last lines of a finished run: the figures, and where things are."""
+    best, test = summary["best"], summary["test"]
+    lines = [f"finished at step {summary['step']}"
+             + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")]
+    if best["metric"]:
+        lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
+    if test is not None:
+        lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
+    lines.append(f"best weights: {path}/{folder.PRODUCT}")
+    lines.append(f"final weights: {path}/{summary['final_weights']}")
+    lines.append(f"curves: tensorboard --logdir {path}")
+    return lines

@@ -1,0 +1,97 @@
+"""What a resumed run may change: refused, announced, or free; and whether it stays exact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config import Config, Length
+from trainer.errors import ConfigError
+
+DATA = "data"
+"""The key under which a changed data fingerprint is refused and accepted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """How a start goes on from a checkpoint.
+
+    Attributes:
+        changes: one line for each announced or accepted change.
+        label: "exact" or "equivalent".
+        why: what makes it merely equivalent; "" where exact.
+    """
+
+    changes: tuple[str, ...] = ()
+    label: str = "exact"
+    why: str = ""
+
+
+def settings(config: Config[Any]) -> dict[str, Any]:
+    """Each configuration leaf by dotted name, as JSON: what a checkpoint remembers."""
+    plain = {}
+    for name, value, _ in config.leaves():
+        if isinstance(value, tuple):
+            value = list(value)
+        keep = value is None or isinstance(value, bool | int | float | str | list)
+        plain[name] = value if keep and not isinstance(value, Length) else str(value)
+    return plain
+
+
+def judge(
+    config: Config[Any], saved: Mapping[str, Any], *, now: Mapping[str, Any],
+    then: Mapping[str, Any],
+) -> Verdict:  # fmt: skip
+    """Compare a start's configuration and circumstances with those of the checkpoint.
+
+    Args:
+        saved: `settings` of the attempt that wrote the checkpoint.
+        now, then: circumstances: "data" (fingerprint), "task" (path), "world_size", "threads",
+            "device", "torch".
+
+    Raises:
+        ConfigError: a refused key has changed; names both values and the override.
+    """
+    accepted = {name.replace("-", "_") for name in config.accept}
+    classes = {name: change for name, _, change in config.leaves()}
+    current = settings(config)
+    lines, reasons = [], []
+    for name in _differing(current, saved):
+        change = classes.get(name, "refused" if name.startswith("task.") else "free")
+        text = f"{_flag(name)} was {saved.get(name)!r} and is {current.get(name)!r}"
+        if change == "refused":
+            _refuse(name, text, accepted)
+        if change != "free":
+            lines.append(text)
+            if name not in ("steps", "epochs"):
+                reasons.append(text)
+    for key, what in (("task", "the task"), (DATA, "the data's fingerprint")):
+        if now.get(key) != then.get(key):
+            text = f"{what} was {then.get(key)!r} and is {now.get(key)!r}"
+            _refuse(key if key == DATA else "task.class", text, accepted)
+            lines.append(text)
+            reasons.append(text)
+    for key in ("world_size", "threads", "device", "torch"):
+        if now.get(key) != then.get(key):
+            text = f"{key.replace('_', ' ')} was {then.get(key)} and is {now.get(key)}"
+            lines.append(text)
+            reasons.append(text)
+    label = "equivalent" if reasons else "exact"
+    return Verdict(changes=tuple(lines), label=label, why="; ".join(reasons))
+
+
+def _differing(current: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[str]:
+    return [n for n in {**saved, **current} if current.get(n) != saved.get(n)]
+
+
+def _refuse(name: str, text: str, accepted: set[str]) -> None:
+    if name not in accepted:
+        raise ConfigError(
+            f"{text}: with it this run would be another one, so it isn't continued. Use another "
+            f"--run for a new one, or go on all the same with --accept {name.replace('_', '-')}."
+        )
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")

@@ -1,0 +1,154 @@
+"""Randomness as a function of (seed, place), not a stream; and the snapshot of a rank's generators.
+
+Whatever draws a random number finds its generator keyed by *where in the run* the draw happens, so
+neither ranks, loader workers, prefetching nor restarts can move it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import torch
+
+_MASK = (1 << 64) - 1
+_GOLDEN = 0x9E3779B97F4A7C15
+
+# One purpose, one number: keys of different purposes never meet.
+MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR = range(1, 9)
+
+
+def mix(*parts: int) -> int:
+    """A 64-bit key from integers, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
+    state = 0
+    for part in parts:
+        state = (state + (part & _MASK) * 0xD1B54A32D192ED03 + _GOLDEN) & _MASK
+        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+        state ^= state >> 31
+    return state
+
+
+def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
+    """`mix` of a common `base` with each of N integers; uint64 array of shape (N,)."""
+    with np.errstate(over="ignore"):
+        state = parts.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
+        state = state + np.uint64((base + _GOLDEN) & _MASK)
+        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        return state ^ (state >> np.uint64(31))
+
+
+def key_generators(*parts: int, devices: bool = True) -> None:
+    """Key the process-wide generators (python, numpy, torch CPU and each device) by `parts`."""
+    key = mix(*parts)
+    random.seed(key)
+    np.random.seed(key & 0xFFFFFFFF)
+    # torch.manual_seed takes 0.3 ms, mostly for devices that aren't there.
+    torch.default_generator.manual_seed(key)
+    if devices:
+        for generator in _device_generators():
+            generator.manual_seed(key)
+
+
+def key_object(generators: Iterable[Any], *parts: int) -> None:
+    """Key generators that a data set keeps for itself (see `own_generators`)."""
+    key = mix(VECTOR, *parts)
+    for generator in generators:
+        if isinstance(generator, random.Random):
+            generator.seed(key)
+        elif isinstance(generator, torch.Generator):
+            generator.manual_seed(key)
+        else:
+            bits = generator.bit_generator
+            bits.state = type(bits)(key).state
+
+
+def own_generators(owner: Any) -> list[Any]:
+    """The `random.Random`, `numpy.random.Generator` and `torch.Generator` among an object's
+    attributes, in the objects that it wraps (Subset, ConcatDataset, transforms, …) too."""
+    found: list[Any] = []
+    seen: set[int] = set()
+    queue = [owner]
+    while queue:
+        item = queue.pop()
+        if id(item) in seen:
+            continue
+        seen.add(id(item))
+        if isinstance(item, random.Random | np.random.Generator | torch.Generator):
+            found.append(item)
+        elif isinstance(item, list | tuple):
+            if len(item) <= 64:  # a list of transforms, not a list of a million samples
+                queue.extend(item)
+        elif isinstance(item, dict):
+            if len(item) <= 64:
+                queue.extend(item.values())
+        elif hasattr(item, "__dict__") and not isinstance(item, torch.Tensor | type):
+            if type(item).__module__ not in ("builtins",):
+                queue.extend(vars(item).values())
+    return found
+
+
+def snapshot() -> dict[str, Any]:
+    """The states of this process's generators as JSON values (bytes as hex)."""
+    version, internal, gauss = random.getstate()
+    name, keys, position, has_gauss, cached = np.random.get_state()
+    return {
+        "python": [version, list(internal), gauss],
+        "numpy": [name, keys.tobytes().hex(), int(position), int(has_gauss), float(cached)],
+        "torch": torch.default_generator.get_state().numpy().tobytes().hex(),
+        "devices": [
+            generator.get_state().numpy().tobytes().hex() for generator in _device_generators()
+        ],
+    }
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Put back what `snapshot` took.
+
+    Raises:
+        ValueError: an entry is missing or isn't what `snapshot` wrote.
+    """
+    try:
+        version, internal, gauss = state["python"]
+        name, keys, position, has_gauss, cached = state["numpy"]
+        cpu = _bytes_tensor(state["torch"])
+        devices = [_bytes_tensor(entry) for entry in state["devices"]]
+        random.setstate((version, tuple(internal), gauss))
+        table = np.frombuffer(bytes.fromhex(keys), dtype=np.uint32)
+        np.random.set_state((name, table, position, has_gauss, cached))
+        torch.default_generator.set_state(cpu)
+        for generator, entry in zip(_device_generators(), devices, strict=False):
+            generator.set_state(entry)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(f"the saved RNG state is damaged or incomplete: {error!r}") from error
+
+
+def digest(state: dict[str, Any]) -> str:
+    """A short name for a snapshot: equal states have equal digests."""
+    return hashlib.blake2b(repr(sorted(state.items())).encode(), digest_size=8).hexdigest()
+
+
+class preserved:
+    """`with preserved():` nothing drawn inside moves the generators outside."""
+
+    def __enter__(self) -> None:
+        self._state = snapshot()
+
+    def __exit__(self, *_: object) -> None:
+        restore(self._state)
+
+
+def _bytes_tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
+
+
+def _device_generators() -> tuple[torch.Generator, ...]:
+    if torch.cuda.is_initialized():
+        return (torch.cuda.default_generators[torch.cuda.current_device()],)
+    if torch.backends.mps.is_available():
+        return (torch.mps._get_default_mps_generator(),)
+    return ()

@@ -1,0 +1,324 @@
+"""What must survive a death: each part listed once, in `TrainState`.
+
+Tensors are keyed by parameter name and everything else is JSON, so that a checkpoint loads with
+nothing but safetensors and json, under any nesting of DDP and compile, into groups of any order.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer import rng
+from trainer.errors import CheckpointDamaged
+
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+
+
+class Stateful(Protocol):
+    """A part of the run whose state is a JSON value."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What has to come back."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put it back."""
+        ...
+
+
+@dataclass
+class Progress:
+    """Where the run is: facts from which epoch, place and next samples follow."""
+
+    step: int = 0
+    """Global batches consumed."""
+    skipped: int = 0
+    """How many of them gave no update; learning rate and Adam's count follow step - skipped."""
+    validated: int = 0
+    """The last step whose validation is done."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.step, self.skipped = int(state["step"]), int(state["skipped"])
+        self.validated = int(state["validated"])
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates made."""
+        return self.step - self.skipped
+
+
+@dataclass
+class Best:
+    """The best validation so far, and which step's weights it belongs to."""
+
+    metric: str = ""
+    direction: str = "max"
+    value: float | None = None
+    step: int = 0
+
+    def judge_by(self, metric: str, direction: str) -> None:
+        """Say what is best; by another rule than before, earlier values don't compare."""
+        if (metric, direction) != (self.metric, self.direction):
+            self.metric, self.direction, self.value, self.step = metric, direction, None, 0
+
+    def improves(self, value: float) -> bool:
+        """Whether a value is better than the best; a NaN never is."""
+        if math.isnan(value):
+            return False
+        if self.value is None:
+            return True
+        return value > self.value if self.direction == "max" else value < self.value
+
+    def take(self, value: float, step: int) -> None:
+        """Make a value the best."""
+        self.value, self.step = value, step
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"metric": self.metric, "direction": self.direction,
+                "value": None if self.value is None else self.value.hex(), "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.metric, self.direction = state["metric"], state["direction"]
+        self.value = None if state["value"] is None else float.fromhex(state["value"])
+        self.step = int(state["step"])
+
+
+@dataclass
+class LossMeter:
+    """Loss summed since the last validation, for the mean that stands beside val_loss."""
+
+    total: float = 0.0
+    count: float = 0.0
+
+    def add(self, total: float, count: float) -> None:
+        """Add a step's sums."""
+        self.total += total
+        self.count += count
+
+    def take_mean(self) -> float | None:
+        """The mean since the last call; None if nothing was counted. Starts anew."""
+        mean = self.total / self.count if self.count else None
+        self.total = self.count = 0.0
+        return mean
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self.total.hex(), "count": self.count.hex()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.total = float.fromhex(state["total"])
+        self.count = float.fromhex(state["count"])
+
+
+@dataclass
+class Horizon:
+    """The lengths that the schedule was laid out for, in steps: an epoch's and the run's.
+
+    A run that is made longer keeps them and stays at the schedule's last rate, so that no step
+    it has made would have been another one.
+    """
+
+    epoch: int
+    total: int
+
+    def state_dict(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.total = int(state["epoch"]), int(state["total"])
+
+
+@dataclass
+class TrainState:
+    """The one assembly of everything that must survive.
+
+    Args:
+        model: the plain model, neither wrapped nor compiled under another name.
+        parts: further resumable parts by name; each one's state is JSON.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    scaler: torch.amp.GradScaler
+    progress: Progress
+    best: Best
+    meter: LossMeter
+    seed: int
+    num_ranks: int
+    parts: dict[str, Stateful] = field(default_factory=dict)
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """File name → tensor name → tensor, of the model (parameters and buffers) and of the
+        optimizer ("PARAMETER|KEY"). The live tensors: copy before the next step."""
+        return {MODEL: dict(_model_tensors(self.model)), OPTIMIZER: self._optimizer_tensors()}
+
+    def facts(self) -> dict[str, Any]:
+        """Everything that is no tensor, as JSON."""
+        return {
+            "progress": self.progress.state_dict(),
+            "best": self.best.state_dict(),
+            "meter": self.meter.state_dict(),
+            "optimizer": self._optimizer_facts(),
+            "schedule": _json_state(self.schedule.state_dict()),
+            "scaler": self.scaler.state_dict(),
+            # Generators are functions of (seed, step, rank), so any rank knows all of them.
+            "rng": [self.rng_of(rank) for rank in range(self.num_ranks)],
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+        }
+
+    def rng_of(self, rank: int) -> str:
+        """The digest of a rank's generators at this step boundary."""
+        with rng.preserved():
+            self.key_rng(rank)
+            return rng.digest(rng.snapshot())
+
+    def key_rng(self, rank: int) -> None:
+        """Key this process's generators for the boundary of the current step."""
+        rng.key_generators(self.seed, rng.STEP, self.progress.step, rank)
+
+    def load(self, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
+        """Put everything back, in the storage that is in use.
+
+        Raises:
+            CheckpointDamaged: names a missing, unknown or differently shaped entry.
+        """
+        self.load_model(tensors[MODEL])
+        self._load_optimizer(tensors[OPTIMIZER], _entry(facts, "optimizer"))
+        self.progress.load_state_dict(_entry(facts, "progress"))
+        self.best.load_state_dict(_entry(facts, "best"))
+        self.meter.load_state_dict(_entry(facts, "meter"))
+        self.schedule.load_state_dict({**self.schedule.state_dict(), **_entry(facts, "schedule")})
+        if self.scaler.is_enabled() and _entry(facts, "scaler"):
+            self.scaler.load_state_dict(facts["scaler"])
+        for name, part in self.parts.items():
+            part.load_state_dict(_entry(_entry(facts, "parts"), name))
+
+    def load_model(self, tensors: dict[str, Tensor]) -> None:
+        """Put back the model's parameters and buffers only.
+
+        Raises:
+            CheckpointDamaged: see `load`.
+        """
+        _copy_into(dict(_model_tensors(self.model)), tensors, "model")
+
+    def names(self) -> dict[Tensor, str]:
+        """Parameter → its plain name."""
+        return {p: n for n, p in self.model.named_parameters()}
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        names = self.names()
+        return {
+            f"{names[parameter]}|{key}": value
+            for parameter, entries in self.optimizer.state.items()
+            for key, value in entries.items()
+            if isinstance(value, Tensor)
+        }
+
+    def _optimizer_facts(self) -> dict[str, Any]:
+        names = self.names()
+        return {
+            "groups": [
+                {
+                    "names": [names[p] for p in group["params"]],
+                    **{k: v for k, v in group.items()
+                       if k not in ("params", "param_names") and _is_plain(v)},
+                }
+                for group in self.optimizer.param_groups
+            ],
+            "values": {
+                names[parameter]: {k: v for k, v in entries.items() if not isinstance(v, Tensor)}
+                for parameter, entries in self.optimizer.state.items()
+            },
+        }
+
+    def _load_optimizer(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        saved = {name for group in facts["groups"] for name in group["names"]}
+        live = {self.names()[p] for g in self.optimizer.param_groups for p in g["params"]}
+        _same_names(saved, live, "optimizer")
+        state: dict[str, dict[str, Any]] = {n: dict(v) for n, v in facts["values"].items()}
+        for name, value in tensors.items():
+            parameter, _, key = name.rpartition("|")
+            if parameter not in parameters:
+                raise CheckpointDamaged(f"optimizer: an entry for unknown parameter {parameter!r}")
+            shape = parameters[parameter].shape
+            if value.dim() and value.shape != shape and value.numel() == shape.numel():
+                raise CheckpointDamaged(f"optimizer: {name} has shape {tuple(value.shape)}, the "
+                                        f"parameter {tuple(shape)}")
+            state.setdefault(parameter, {})[key] = value
+        self.optimizer.state.clear()
+        for name, entries in state.items():
+            parameter = parameters[name]
+            self.optimizer.state[parameter] = {
+                key: _placed(value, parameter) if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+        of = {name: group for group in facts["groups"] for name in group["names"]}
+        for group in self.optimizer.param_groups:
+            if not group["params"]:
+                continue
+            found = of[self.names()[group["params"][0]]]
+            for key, value in found.items():
+                if key != "names" and key in group:
+                    group[key] = type(group[key])(value) if isinstance(value, list) else value
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """An entry of optimizer state where the optimizer wants it: counters as they are, moments in
+    the layout and on the device of the parameter; the dtype stays the saved one."""
+    if value.dim() == 0:
+        fused_on_device = parameter.device.type != "cpu"
+        return value.to(parameter.device) if fused_on_device else value.clone()
+    if value.shape != parameter.shape:
+        return value.to(parameter.device).clone()
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(n, t) for n, t in model.state_dict(keep_vars=False).items() if isinstance(t, Tensor)]
+
+
+def _copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
+    _same_names(set(saved), set(live), what)
+    for name, tensor in live.items():
+        if tensor.shape != saved[name].shape:
+            raise CheckpointDamaged(f"{what}: {name} has shape {tuple(saved[name].shape)} in the "
+                                    f"checkpoint and {tuple(tensor.shape)} here")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(saved[name])
+
+
+def _same_names(saved: set[str], live: set[str], what: str) -> None:
+    if saved != live:
+        parts = []
+        if live - saved:
+            parts.append(f"the checkpoint lacks {', '.join(sorted(live - saved)[:5])}")
+        if saved - live:
+            parts.append(f"there is no {', '.join(sorted(saved - live)[:5])} here")
+        raise CheckpointDamaged(f"{what}: {'; '.join(parts)}")
+
+
+def _entry(facts: dict[str, Any], name: str) -> Any:
+    if name not in facts:
+        raise CheckpointDamaged(f"state.json has no entry {name!r}")
+    return facts[name]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, tuple | list):
+        return all(_is_plain(v) for v in value)
+    return value is None or isinstance(value, bool | int | float | str)
+
+
+def _json_state(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in state.items() if _is_plain(v)}

@@ -1,0 +1,189 @@
+"""One optimizer step: the canonical order, over the numbered micro-batches of a global batch."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trainer import rng
+from trainer.config import Clip
+from trainer.data.loader import Micro
+from trainer.faults import Faults
+from trainer.optim import clip
+from trainer.parallel import COUNT, Objective, Sums, synchronised
+from trainer.state import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepResult:
+    """What a step came to. All but `seconds` is equal on all ranks."""
+
+    step: int
+    epoch: int
+    sums: Sums
+    lrs: tuple[float, ...]
+    """The rates that this step's update used, one a parameter group."""
+    grad_norm: float
+    """Global norm of the mean gradient before clipping."""
+    scale: float | None
+    """fp16: the loss scale that this step used."""
+    skipped: bool
+    """Whether the update was left out, for a non-finite loss or gradient."""
+    seconds: float
+
+    @property
+    def loss(self) -> float | None:
+        """Mean loss over the global batch; None for a skipped update."""
+        return None if self.skipped else self.sums.loss / self.sums.count
+
+
+class Wishes(Protocol):
+    """What a rank wants to happen after the step, looked at as late as possible in it."""
+
+    def __call__(self) -> tuple[bool, ...]:
+        """One truth value for each of `parallel.WISHES`."""
+        ...
+
+
+def no_wishes() -> tuple[bool, ...]:
+    """Nothing is wanted."""
+    return ()
+
+
+class Buffers:
+    """A copy of the model's buffers (BatchNorm's statistics), taken at each step boundary.
+
+    The forward moves them before it is known whether the step will count.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._live = [b for b in model.buffers() if b.numel()]
+        self._kept = [b.detach().clone() for b in self._live]
+
+    def keep(self) -> None:
+        """Remember the buffers as they are."""
+        if self._live:
+            torch._foreach_copy_(self._kept, self._live)
+
+    def put_back(self) -> None:
+        """Make the buffers what they were at `keep`."""
+        if self._live:
+            torch._foreach_copy_(self._live, self._kept)
+
+    def pairs(self) -> list[tuple[Tensor, Tensor]]:
+        """Each buffer with its copy."""
+        return list(zip(self._live, self._kept, strict=True))
+
+
+@dataclass
+class Step:
+    """The parts of a step, and the step itself when called.
+
+    Args:
+        objective: the module whose forward is the loss.
+        wrapped: the objective under DDP, or itself.
+        model: the plain model, whose buffers a skipped update puts back.
+        autocast: makes the context for forwards.
+    """
+
+    objective: Objective
+    wrapped: nn.Module
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    scaler: torch.amp.GradScaler
+    autocast: Callable[[], contextlib.AbstractContextManager[None]]
+    clip: Clip
+    progress: Progress
+    seed: int
+    num_ranks: int
+    nominal_count: float
+    faults: Faults
+    broadcast: Callable[[Sequence[Tensor], int], None]
+    moving: list[Tensor] = field(default_factory=list)
+    """Buffers that the forward moves and that ranks don't share: the last rank's are taken."""
+    clock: Callable[[], float] = time.perf_counter
+
+    def __post_init__(self) -> None:
+        self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self.buffers = Buffers(self.model)
+
+    def __call__(self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes) -> StepResult:
+        """Consume the next global batch and, unless a value isn't finite, update the weights.
+
+        Collective.
+
+        Args:
+            micro_batches: this rank's, the last one with `slot.last`.
+            wishes: this rank's wishes for after the step; they ride to all ranks.
+        """
+        start, step, at = self.clock(), self.progress.step + 1, self.faults.at
+        self.buffers.keep()
+        self.optimizer.zero_grad(set_to_none=True)
+        for micro in micro_batches:
+            epoch = micro.slot.epoch
+            self.forward_backward(micro, wishes=wishes)
+        scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
+        vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
+        self.scaler.unscale_(self.optimizer)
+        self.to_mean(vector[COUNT])
+        grad_norm = clip(self.parameters, self.clip)
+        sums, norm = self.objective.read_sums(vector, grad_norm)
+        lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        # All three are reduced values, so all ranks decide alike.
+        finite = math.isfinite(norm) and math.isfinite(sums.loss) and sums.count > 0
+        at("optimizer", step=step, epoch=epoch)
+        if finite:
+            self.scaler.step(self.optimizer)
+            self.schedule.step()
+        else:
+            self.buffers.put_back()
+            self.progress.skipped += 1
+        self.scaler.update()
+        if self.moving and self.num_ranks > 1:
+            # The last rank never has only empty micro-batches.
+            self.broadcast(self.moving, self.num_ranks - 1)
+        self.progress.step = step
+        at("step-end", step=step, epoch=epoch)
+        return StepResult(
+            step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
+            skipped=not finite, seconds=self.clock() - start,
+        )  # fmt: skip
+
+    def forward_backward(
+        self, micro: Micro, *, wishes: Wishes = no_wishes, rehearsal: bool = False
+    ) -> None:
+        """Forward and backward of one micro-batch; the last one's gradients are all-reduced.
+
+        Collective.
+
+        Args:
+            rehearsal: not part of a step; no fault is injected.
+        """
+        slot = micro.slot
+        at = self.faults.at if not rehearsal else _nothing
+        at("forward", step=slot.step, epoch=slot.epoch)
+        rng.key_generators(self.seed, rng.MICRO, slot.step, slot.number)
+        with synchronised(self.wrapped, last=slot.last):
+            with self.autocast():
+                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else ())
+            at("backward", step=slot.step, epoch=slot.epoch)
+            self.scaler.scale(loss).backward()
+
+    def to_mean(self, count: Tensor) -> None:
+        """Make the gradients those of the mean over what was really counted."""
+        if count.device.type == "cpu" and count.item() == self.nominal_count:
+            return
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        torch._foreach_mul_(gradients, self.nominal_count / count)
+
+
+def _nothing(phase: str, *, step: int, epoch: int) -> None:
+    """No fault."""

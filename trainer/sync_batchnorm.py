@@ -1,0 +1,229 @@
+"""Batch normalisation over the samples of all ranks, on any device, also where a rank has none.
+
+`nn.SyncBatchNorm` refuses CPU tensors in training mode. The class here computes what it computes,
+with one all-gather in the forward and one in the backward. Every rank combines the gathered rows in
+the same order, so statistics and buffers have the same bits on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+
+def convert(model: nn.Module, world_size: int, device_type: str,
+            process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, int]:
+    """Turn the batch norms of `model` into synchronised ones, in place; (model, how many).
+
+    The modules stay the same objects: parameters, buffers, hooks and names in the state dict are
+    kept. With `world_size` 1 nothing is converted but an `nn.SyncBatchNorm` off CUDA, which could
+    not train there. A subclass with a forward of its own is left as it is.
+
+    Args:
+        device_type: "cuda" takes torch's `nn.SyncBatchNorm`, anything else `SyncBatchNorm`.
+        process_group: the ranks that share statistics; None: all of them.
+    """
+    on_cuda = device_type == "cuda"
+    plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    number = 0
+    for module in model.modules():
+        if (not isinstance(module, _BatchNorm) or isinstance(module, LazyModuleMixin)
+                or type(module).forward not in plain_forwards):
+            continue
+        is_torchs = isinstance(module, nn.SyncBatchNorm)
+        if world_size == 1 and (on_cuda or not is_torchs):
+            continue
+        module.process_group = process_group or getattr(module, "process_group", None)
+        module.__class__ = CudaSyncBatchNorm if on_cuda else SyncBatchNorm
+        number += 1
+    if number and not on_cuda and not hasattr(SyncBatchNorm.forward, "_torchdynamo_disable"):
+        # torch.compile would break the graph at the collective and compile what is around it, on
+        # each rank for its own batch size: the buffers' bits could part. Not a decorator: it
+        # imports torch._dynamo (seconds), which only training needs anyway.
+        SyncBatchNorm.forward = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore
+    return model, number
+
+
+def guard_plain(model: nn.Module) -> int:
+    """Make a batch of 0 samples change no buffer of a plain batch norm; how many are guarded.
+
+    Torch already returns an empty output with a graph (zero gradients) and leaves the running
+    statistics alone, but counts the batch in `num_batches_tracked`. Calling this again is harmless.
+    """
+    number = 0
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm) or isinstance(
+                module, SyncBatchNorm | nn.SyncBatchNorm):
+            continue
+        if _uncount_empty not in module._forward_hooks.values():
+            module.register_forward_hook(_uncount_empty)
+        number += 1
+    return number
+
+
+def _uncount_empty(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    counts = module.training and getattr(module, "track_running_stats", False)
+    if output.numel() == 0 and counts and isinstance(module.num_batches_tracked, Tensor):
+        module.num_batches_tracked.sub_(1)
+
+
+class CudaSyncBatchNorm(nn.SyncBatchNorm):
+    """Torch's, mended for an empty batch in bf16 or fp16.
+
+    There a rank without samples sends zeros in the input's type while its peers send fp32, so the
+    all-gather would mix sizes (torch.nn.modules._functions.SyncBatchNorm, torch 2.14).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Collective in training mode. Input (N, C, …); the output has its shape and type."""
+        if self.training and input.numel() == 0 and input.dtype in (torch.bfloat16, torch.float16):
+            return super().forward(input.float()).to(input.dtype)
+        return super().forward(input)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm whose training statistics are those of the samples of all ranks.
+
+    Same parameters, buffers and arithmetic as `nn.BatchNorm*d`; statistics in fp32 or wider. A rank
+    with 0 samples takes part and updates its buffers like the others. Without a group of at least
+    two ranks, and in eval mode, it is a plain batch norm without any communication.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Collective in training mode. Input (N, C, …); the output has its shape and type.
+
+        Raises:
+            ValueError: all ranks together hold one value per channel (raised on all of them).
+        """
+        if not (self.training and dist.is_available() and dist.is_initialized()
+                and dist.get_world_size(self.process_group) > 1):
+            output = super().forward(input)
+            _uncount_empty(self, (input,), output)
+            return output
+        self._check_input_dim(input)
+        mean, variance, count = _global_statistics(input.detach(), self.process_group)
+        if count == 1:
+            raise ValueError("Expected more than 1 value per channel when training, got input size "
+                             f"{tuple(input.shape)} on this rank and one value on all ranks")
+        if count == 0:  # no rank has a sample: an empty output with a graph, and nothing changes
+            return F.batch_norm(input, None, None, self.weight, self.bias, training=True)
+        if self.track_running_stats:
+            self._update_buffers(mean, variance, count)
+        return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps,
+                                self.process_group)
+
+    @torch.no_grad()
+    def _update_buffers(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # the cumulative average
+                factor = 1.0 / float(self.num_batches_tracked)
+        if self.running_mean is not None and self.running_var is not None:
+            unbiased = variance * (count / (count - 1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor or 0.0)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor or 0.0)
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Collective. `row` (K,) of every rank, as (ranks, K)."""
+    rows = row.new_empty(dist.get_world_size(group), row.numel())
+    # All-gather also where a sum is wanted: with gloo it takes 2/3 of an all-reduce's time, and
+    # the order of the sum is the order of ranks.
+    dist.all_gather(list(rows.unbind()), row, group=group)
+    return rows
+
+
+def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
+    """Collective. Mean (C,), biased variance (C,) and number of values a channel, of all ranks.
+
+    Ranks send (mean, M2, count), M2 the sum of squared deviations from the rank's own mean, which
+    are combined without cancellation: Chan, Golub, LeVeque, "Algorithms for computing the sample
+    variance" (1983). With count 0 mean and variance are nan.
+    """
+    dtype, channels = _statistics_dtype(x.dtype), x.shape[1]
+    row = x.new_zeros(2 * channels + 1, dtype=torch.float64)
+    if x.numel() > 0:
+        own_count = x.numel() // channels
+        own_mean, own_variance = torch.ops.aten.batch_norm_update_stats(
+            x.to(dtype), None, None, 0.0)
+        row[:channels] = own_mean
+        torch.mul(own_variance, own_count, out=row[channels:-1])
+        row[-1] = own_count
+    rows = _gather_rows(row, group)
+    means, squares, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
+    count = counts.sum()
+    mean = (means * counts).sum(0) / count
+    variance = torch.addcmul(squares, (means - mean).square_(), counts).sum(0) / count
+    return mean.to(dtype), variance.to(dtype), int(count)
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance depend on x.
+
+    With y the normalised x, g the gradient of the output and E the mean over the samples of all
+    ranks, the gradient of x is weight / sqrt(variance + eps) * (g - E[g] - y * E[g * y]).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+                variance: Tensor, count: int, eps: float,
+                group: dist.ProcessGroup | None) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.count, ctx.eps, ctx.group = count, eps, group
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        return _affine(x.to(mean.dtype), weight, bias, mean, variance, eps).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Collective, where the input needs a gradient."""
+        x, weight, mean, variance = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dtype, channels = mean.dtype, x.shape[1]
+        sums = mean.new_zeros(2, channels)  # of g and of g * y, over this rank's samples
+        if x.numel() > 0:
+            wide_x, g = x.to(dtype), grad_output.to(dtype)
+            # The eval-mode kernel gives the two sums as the gradients of bias and weight.
+            _, sums[1], sums[0] = torch.ops.aten.native_batch_norm_backward(
+                g, wide_x, None, mean, variance, None, None, False, ctx.eps, [False, True, True])
+        grad_x = None
+        if needs_x:
+            rows = _gather_rows(sums.view(-1), ctx.group)
+            if x.numel() == 0:
+                grad_x = torch.empty_like(x)
+            else:
+                mean_g, mean_gy = (rows.sum(0) / ctx.count).view(2, channels)
+                scale = torch.rsqrt(variance + ctx.eps)
+                if weight is not None:
+                    scale = scale * weight.to(dtype)
+                grad_x = _affine(wide_x, -mean_gy * scale, -mean_g * scale, mean, variance, ctx.eps)
+                per_channel = (1, channels) + (1,) * (x.dim() - 2)
+                grad_x = grad_x.addcmul_(g, scale.view(per_channel)).to(x.dtype)
+        return (grad_x, sums[1].to(weight.dtype) if needs_weight else None,
+                sums[0].to(weight.dtype) if needs_bias else None, None, None, None, None, None)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
+            eps: float) -> Tensor:
+    """Normalised with the given statistics, in one pass over memory."""
+    weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
+    return torch.ops.aten.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]

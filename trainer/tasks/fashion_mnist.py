@@ -1,0 +1,224 @@
+"""Fashion-MNIST as arrays: the bundled sample, or the full set from wherever it lies.
+
+The files are in IDX format (http://yann.lecun.com/exdb/mnist/), as they are published at
+https://github.com/zalandoresearch/fashion-mnist. The bundled sample is the four of them one behind
+the other, with fewer images, compressed by lzma (see `scripts/make_sample.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import functools
+import gzip
+import importlib.resources
+import lzma
+import os
+import shutil
+import socket
+import zlib
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import numpy as np
+
+from trainer.errors import ConfigError
+
+CLASS_NAMES = ("T-shirt/top", "trouser", "pullover", "dress", "coat",
+               "sandal", "shirt", "sneaker", "bag", "ankle boot")
+"""Names of the labels 0 to 9."""
+
+FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte",
+         "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
+"""The four files, each as it is or with `.gz`; in the order in which the sample holds them."""
+
+SAMPLE = "fashion_mnist_sample.xz"
+SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
+"""Where Debian's and Ubuntu's package dataset-fashion-mnist puts the files."""
+
+_DOWNLOAD_TIMEOUT_S = 20.0
+_REPLACE = "replace it, or remove it to have it looked for elsewhere."
+_REMEDY = ("Give the folder by --task.root or TRAINER_DATA (IDX files in it, or torchvision's "
+           "layout below it), install the Debian package dataset-fashion-mnist, or run once "
+           "where there is a network. The bundled sample needs none: --task.data sample.")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Arrays:
+    """The images and labels of both files, read-only.
+
+    Attributes:
+        train_images, test_images: uint8, Nx28x28, black is 0.
+        train_labels, test_labels: uint8, N, 0 to 9.
+        source: where they were read from.
+    """
+
+    train_images: np.ndarray
+    train_labels: np.ndarray
+    test_images: np.ndarray
+    test_labels: np.ndarray
+    source: str
+
+
+@functools.cache  # 0.35 s; a launcher that has read it hands it on to the ranks it forks
+def read_sample() -> Arrays:
+    """The bundled sample: the first 1,200 and 200 images of each class, in the files' order.
+
+    Raises:
+        ConfigError: the file is missing or damaged.
+    """
+    path = importlib.resources.files("trainer.data").joinpath(SAMPLE)
+    try:
+        content = lzma.decompress(path.read_bytes())
+    except (OSError, EOFError, lzma.LZMAError) as error:
+        raise ConfigError(f"the bundled sample {path} can't be read ({error}); "
+                          "install the package again.") from error
+    parts, position = [], 0
+    for name in FILES:
+        array, position = parse_idx(content, f"{path}, part {name}", position)
+        parts.append(array)
+    return _arrays(parts, "the bundled sample")
+
+
+@functools.cache
+def read_folder(folder: Path) -> Arrays:
+    """The four IDX files in `folder`, unpacked or with `.gz`.
+
+    Raises:
+        ConfigError: a file is missing, damaged or cut short; it is named.
+    """
+    parts = []
+    for name in FILES:
+        path = _file(folder, name)
+        if path is None:
+            raise ConfigError(f"{folder} has neither {name} nor {name}.gz.")
+        try:
+            content = path.read_bytes()
+            if path.suffix == ".gz":
+                content = gzip.decompress(content)
+        except (OSError, EOFError, zlib.error) as error:
+            raise ConfigError(f"{path} is damaged or cut short ({error}); {_REPLACE}") from error
+        array, end = parse_idx(content, str(path))
+        if end != len(content):
+            raise ConfigError(f"{path} is {len(content)} bytes long, where its header says {end}; "
+                              f"{_REPLACE}")
+        parts.append(array)
+    return _arrays(parts, str(folder))
+
+
+def parse_idx(content: bytes, name: str, start: int = 0) -> tuple[np.ndarray, int]:
+    """The uint8 array that begins at byte `start` of an IDX file, and the byte where it ends.
+
+    Raises:
+        ConfigError: the header isn't IDX's, or there are fewer bytes than it says.
+    """
+    header = content[start : start + 4]
+    dimensions = header[3] if len(header) == 4 and header[:3] == b"\0\0\x08" else 0
+    body = start + 4 + 4 * dimensions
+    if not 1 <= dimensions <= 3 or len(content) < body:
+        raise ConfigError(f"{name} is not an IDX file of bytes (it begins with "
+                          f"{header.hex() or 'nothing'}); {_REPLACE}")
+    shape = tuple(np.frombuffer(content, ">u4", dimensions, start + 4).tolist())
+    count = int(np.prod(shape, dtype=object))
+    if len(content) < body + count:
+        raise ConfigError(f"{name} is cut short: {len(content) - body} bytes of data, where its "
+                          f"header says {count}; {_REPLACE}")
+    return np.frombuffer(content, np.uint8, count, body).reshape(shape), body + count
+
+
+def find(root: str | None, environment: Mapping[str, str], *,
+         system: Path = SYSTEM_FOLDER, download: Callable[[Path], None] | None = None) -> Path:
+    """The folder that holds the full set, downloaded if it is nowhere.
+
+    Looks in `root`, then $TRAINER_DATA, `system` and the cache of the user; in each for the files
+    themselves and for torchvision's `FashionMNIST/raw`. Downloads into the first of root,
+    $TRAINER_DATA and the cache that is given; of several processes on a host one does it.
+
+    Args:
+        download: makes `FashionMNIST/raw` below the folder it gets; default: torchvision's.
+
+    Raises:
+        ConfigError: not found and not downloaded; lists each place and why it wasn't that.
+    """
+    given = [Path(place).expanduser() for place in (root, environment.get("TRAINER_DATA")) if place]
+    cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
+    own = Path(cache, "trainer").expanduser()
+    tried: list[str] = []
+    for place in (*given, system, own):
+        for folder in _layouts(place):
+            absent = [name for name in FILES if _file(folder, name) is None]
+            if not absent:
+                return folder
+            tried.append(f"{folder}: {_why(folder, absent)}")
+    target = given[0] if given else own
+    try:
+        return _download(target, download or _by_torchvision)
+    except (OSError, RuntimeError, ImportError) as error:
+        tried.append(f"torchvision's download into {target}: {type(error).__name__}: {error}")
+        raise ConfigError("--task.data fashion-mnist: the data were not found. Tried:\n  "
+                          + "\n  ".join(tried) + f"\n{_REMEDY}") from error
+
+
+def _layouts(place: Path) -> tuple[Path, Path]:
+    return place, place / "FashionMNIST" / "raw"
+
+
+def _file(folder: Path, name: str) -> Path | None:
+    return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
+
+
+def _why(folder: Path, absent: list[str]) -> str:
+    if not folder.is_dir():
+        return "no such folder"
+    return "none of the files" if len(absent) == len(FILES) else f"no {', '.join(absent)}"
+
+
+def _download(target: Path, download: Callable[[Path], None]) -> Path:
+    """Download aside, then move file by file into place, so that each is whole or not there."""
+    raw = _layouts(target)[1]
+    target.mkdir(parents=True, exist_ok=True)
+    with _locked(target / ".fashion-mnist.lock"):
+        if all(_file(raw, name) for name in FILES):
+            return raw  # another process was faster
+        aside = target / ".fashion-mnist.download"
+        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed in between
+        try:
+            download(aside)
+            raw.mkdir(parents=True, exist_ok=True)
+            for path in sorted(_layouts(aside)[1].iterdir()):
+                os.replace(path, raw / path.name)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+    return raw
+
+
+def _by_torchvision(target: Path) -> None:
+    from torchvision.datasets import FashionMNIST  # several seconds: only where it is needed
+
+    before = socket.getdefaulttimeout()
+    socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # else a silent network waits for ever
+    try:
+        FashionMNIST(str(target), download=True)
+    finally:
+        socket.setdefaulttimeout(before)
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """One process of this host at a time; a dead one's lock is free."""
+    with path.open("a") as file:
+        fcntl.lockf(file, fcntl.LOCK_EX)
+        yield
+
+
+def _arrays(parts: list[np.ndarray], source: str) -> Arrays:
+    train_images, train_labels, test_images, test_labels = parts
+    for images, labels in ((train_images, train_labels), (test_images, test_labels)):
+        if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or not len(labels):
+            raise ConfigError(f"{source}: images of shape {images.shape} with labels of shape "
+                              f"{labels.shape}; Nx28x28 and N are wanted, N at least 1.")
+        if labels.max() > 9:
+            raise ConfigError(f"{source}: a label is {labels.max()}; 0 to 9 are wanted.")
+    return Arrays(train_images=train_images, train_labels=train_labels,
+                  test_images=test_images, test_labels=test_labels, source=source)

@@ -1,0 +1,109 @@
+"""Image classifiers for 28x28 grey images: the small CNN, and those of torchvision by name."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+from collections.abc import Callable
+from itertools import chain
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainer.errors import ConfigError
+
+IMAGE_SIZE = 28
+
+_SIZES = (IMAGE_SIZE, 32, 64, 96, 128, 224)
+_EXTRA_ARGUMENTS = {
+    # Both would return further outputs in training, and warn about how they initialise.
+    "googlenet": {"aux_logits": False, "init_weights": True},
+    "inception_v3": {"aux_logits": False, "init_weights": True},
+}
+
+
+class SmallCNN(nn.Module):
+    """Two blocks of 3x3 convolution, norm, ReLU and 2x2 max-pooling (32 and 64 channels), then a
+    hidden layer of 128 units: about 422,000 parameters.
+
+    Args:
+        norm: "batch", "group" (8 groups) or "none".
+        dropout: share of the 128 hidden units left out in training.
+        classes: number of outputs.
+    """
+
+    def __init__(self, norm: str = "batch", dropout: float = 0.0, classes: int = 10) -> None:
+        super().__init__()
+        self.features = nn.Sequential(*_block(1, 32, norm), *_block(32, 64, norm))
+        self.head = nn.Sequential(
+            nn.Flatten(),
+            nn.Linear(64 * (IMAGE_SIZE // 4) ** 2, 128),
+            nn.ReLU(),
+            nn.Dropout(dropout),
+            nn.Linear(128, classes),
+        )
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits Nxclasses of images Nx1x28x28."""
+        return self.head(self.features(images))
+
+
+def torchvision_model(name: str, classes: int = 10) -> nn.Module:
+    """A freshly initialised torchvision classifier that takes Nx1x28x28.
+
+    The one channel is repeated to three, and the image enlarged to the first of 28, 32, 64, 96,
+    128, 224 pixels that the network accepts; a hook does both, so that the names of the weights
+    stay torchvision's own.
+
+    Raises:
+        ConfigError: torchvision has no classifier of this name.
+    """
+    from torchvision import models  # as slow to import as torch itself: only where it is asked for
+
+    known = models.list_models(module=models)
+    if name not in known:
+        near = difflib.get_close_matches(name, [*known, "cnn"], n=3)
+        hint = f"did you mean {' or '.join(near)}?" if near else "for example resnet18."
+        raise ConfigError(f"--task.model {name}: neither cnn nor a classifier in torchvision "
+                          f"(torchvision.models.list_models names them); {hint}")
+    extra = _EXTRA_ARGUMENTS.get(name, {})
+    net = models.get_model(name, weights=None, num_classes=classes, **extra)
+    net.register_forward_pre_hook(functools.partial(_as_photograph, size=_accepted_size(net)))
+    return net
+
+
+def _block(channels_in: int, channels_out: int, norm: str) -> tuple[nn.Module, ...]:
+    norms: dict[str, Callable[[int], tuple[nn.Module, ...]]] = {
+        "batch": lambda channels: (nn.BatchNorm2d(channels),),
+        "group": lambda channels: (nn.GroupNorm(8, channels),),
+        "none": lambda channels: (),
+    }
+    convolution = nn.Conv2d(channels_in, channels_out, 3, padding=1, bias=norm == "none")
+    return convolution, *norms[norm](channels_out), nn.ReLU(), nn.MaxPool2d(2)
+
+
+def _as_photograph(module: nn.Module, arguments: tuple[Tensor, ...], *, size: int) -> Tensor:
+    images = arguments[0].expand(-1, 3, -1, -1)
+    if images.shape[-1] != size and len(images):
+        return functional.interpolate(images, (size, size), mode="bilinear", align_corners=False)
+    return images if len(images) else images.new_empty(0, 3, size, size)
+
+
+def _accepted_size(net: nn.Module) -> int:
+    """Found by forwards on the meta device, which know shapes and compute nothing."""
+    values = dict(chain(net.named_parameters(), net.named_buffers()))
+    shapes = {name: value.to("meta") for name, value in values.items()}
+    net.eval()
+    try:
+        for size in _SIZES[:-1]:
+            images = torch.empty(2, 3, size, size, device="meta")
+            try:
+                with torch.no_grad():
+                    torch.func.functional_call(net, shapes, (images,))
+            except (RuntimeError, ValueError, AssertionError):
+                continue  # too small for its strides, or a transformer of one fixed size
+            return size
+        return _SIZES[-1]
+    finally:
+        net.train()

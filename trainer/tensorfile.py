@@ -1,0 +1,70 @@
+"""Tensors as the bytes of a safetensors file, streamed, and back.
+
+The library's own writer makes one more copy of everything; the format is an 8-byte header length,
+a JSON header and the tensors' bytes (https://github.com/huggingface/safetensors#format).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_NAMES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+
+
+def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
+    """The bytes of a file that holds `tensors`, which are on the CPU, in any memory layout.
+
+    Raises:
+        TypeError: a dtype that the format doesn't have.
+    """
+    header: dict[str, object] = {}
+    offset = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            raise TypeError(f"{name}: safetensors has no dtype {tensor.dtype}")
+        size = tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [offset, offset + size]}
+        offset += size
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for tensor in tensors.values():
+        if tensor.numel():
+            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+            yield memoryview(flat.numpy())
+
+
+def size(tensors: Mapping[str, Tensor]) -> int:
+    """Bytes of the tensors' data."""
+    return sum(t.numel() * t.element_size() for t in tensors.values())
+
+
+def load(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, in memory of their own."""
+    from safetensors.torch import load_file
+
+    return load_file(path)
+
+
+def describe(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
+    """Name → [dtype, shape], as JSON."""
+    return {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
+
+
+def blank(description: Mapping[str, list[object]]) -> dict[str, Tensor]:
+    """Tensors as described, of any content."""
+    return {
+        name: torch.empty(shape, dtype=getattr(torch, str(dtype)))  # type: ignore[call-overload]
+        for name, (dtype, shape) in description.items()
+    }

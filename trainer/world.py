@@ -1,0 +1,349 @@
+"""This attempt's process group and every collective, by name, each with its timeout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer import errors, network, packing
+from trainer.device import choose_device, share_of_cores
+from trainer.errors import ConfigError, TrainerError
+from trainer.handshake import meet
+
+_REMEDY = "start with torchrun or `python -m launch`, or set all of its variables"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """What the launcher told this process; without a launcher, the only rank there is."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    master_address: str = ""
+    master_port: int = 0
+    run_id: str | None = None
+    """Not None under torch's elastic agent."""
+    restart_count: int = 0
+    max_restarts: int = 0
+    knows_exit_codes: bool = False
+    """Whether the launcher is `python -m launch`, which knows this trainer's exit codes."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
+        """Read torchrun's variables; `environ` defaults to this process's own.
+
+        Raises:
+            ConfigError: some are missing, or are not what they must be.
+        """
+        env = os.environ if environ is None else environ
+        if "RANK" not in env and "WORLD_SIZE" not in env:
+            return cls()
+
+        def number(name: str, low: int, high: int, default: str = "") -> int:
+            text = env.get(name) or default
+            if not text.isdecimal() or not low <= int(text) <= high:
+                found = f"is {text!r}" if text else "is not set"
+                raise ConfigError(f"environment variable {name} {found}; a whole number from {low} "
+                                  f"to {high} is wanted: {_REMEDY}.")
+            return int(text)
+
+        most = 2**31 - 1
+        size = number("WORLD_SIZE", 1, most)
+        local_size = number("LOCAL_WORLD_SIZE", 1, size)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if size > 1 and not env.get(name):
+                raise ConfigError(f"environment variable {name} is not set: {_REMEDY}.")
+        return cls(
+            rank=number("RANK", 0, size - 1),
+            size=size,
+            local_rank=number("LOCAL_RANK", 0, local_size - 1),
+            local_size=local_size,
+            master_address=env.get("MASTER_ADDR", ""),
+            master_port=number("MASTER_PORT", 0, 65535, "0"),
+            run_id=env.get("TORCHELASTIC_RUN_ID"),
+            restart_count=number("TORCHELASTIC_RESTART_COUNT", 0, most, "0"),
+            max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, most, "0"),
+            knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
+        )
+
+
+class World:
+    """One attempt's ranks. A context manager: an orderly end closes it, an error abandons it.
+
+    Figures and gradients have process groups of their own, so that an all-reduce of the one can
+    never pair up with an all-reduce of the other when ranks get out of step; JSON and waiting have
+    a third, more patient one. Nothing is pickled. In a world of one rank there is no group, and
+    each collective gives what it would give among several.
+
+    Attributes:
+        nonce: 32 hex digits, new for each attempt, equal on all ranks.
+        store: shared by the ranks of this attempt alone; None in a world of one. One locked
+            connection: a thread that may wait in it takes `store.clone()`.
+        group: for gradients (gloo on CPU, nccl on CUDA); None in a world of one.
+        threads: intra-op threads of this rank. They decide bits, so a resumed run keeps them.
+        interface: through which network interface ranks talk, None: left to torch or the user.
+    """
+
+    def __init__(self, launch: Launch, device: torch.device, threads: int) -> None:
+        """Prefer `form`."""
+        self.launch = launch
+        self.rank, self.size = launch.rank, launch.size
+        self.local_rank, self.local_size = launch.local_rank, launch.local_size
+        self.device = device
+        self.threads = threads
+        self.nonce = uuid.uuid4().hex
+        self.store: dist.Store | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.interface: str | None = None
+        self._figures: dist.ProcessGroup | None = None
+        self._patient: dist.ProcessGroup | None = None
+        self._timeout_s = self._limit_s = self._patience_s = 0.0
+        self._connections: frozenset[int] = frozenset()
+        self._ended: str | None = None
+
+    @classmethod
+    def form(
+        cls, *, device: str = "auto", timeout_s: float = 60.0, join_timeout_s: float = 120.0,
+        patience_s: float = 1800.0, threads: int | None = None, launch: Launch | None = None,
+    ) -> World:
+        """Collective. Find the other ranks and form the groups.
+
+        Args:
+            timeout_s: of each collective on tensors (`--world.timeout-s`).
+            join_timeout_s: how long to wait for ranks that start later.
+            patience_s: of JSON, `barrier` and `agree`, and of all within `patient()`.
+            threads: default: the cores this process may use / ranks on this host.
+
+        Raises:
+            ConfigError: the launcher's variables or the device are wrong.
+            TimeoutError: names the ranks that never came.
+            RuntimeError: no store answers at MASTER_ADDR:MASTER_PORT.
+        """
+        launch = launch or Launch.from_environment()
+        place = choose_device(device, size=launch.size, local_rank=launch.local_rank,
+                              local_size=launch.local_size)
+        world = cls(launch, place, threads or share_of_cores(launch.local_size))
+        torch.set_num_threads(world.threads)
+        if place.type == "cuda":
+            torch.cuda.set_device(place)
+        if world.size > 1:
+            world._timeout_s = world._limit_s = timeout_s
+            world._patience_s = patience_s
+            world._join(join_timeout_s)
+        return world
+
+    def _join(self, join_timeout_s: float) -> None:
+        self.interface = _choose_interface(self.launch)
+        # torchrun sets 1: then torch's own thread would abort NCCL, upon which kernels that are
+        # already queued run on garbage, before anybody could save what the device still holds.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        self.nonce, self.store = meet(self.rank, self.size, join_timeout_s)
+        before = network.connections()
+        on_cuda = self.device.type == "cuda"
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", store=self.store, rank=self.rank, world_size=self.size,
+            timeout=timedelta(seconds=self._timeout_s), device_id=self.device if on_cuda else None)
+        self.group = dist.group.WORLD
+        self._figures = _gloo_group(self._timeout_s)
+        self._patient = _gloo_group(self._patience_s)
+        # The store is spared: it may be of use to a survivor, and its host may be alive.
+        self._connections = frozenset(
+            inode for inode, found in network.connections().items() if inode not in before
+            and self.launch.master_port not in (found.local_port, found.peer_port))
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Collective. In place: the sum over all ranks, for figures such as a validation's.
+
+        Any shape and number type, the same on all ranks. A tensor on a GPU is summed on the host
+        (which waits for the device); gradients go through `group`.
+        """
+        with self._collective("all_sum"):
+            if self.size > 1:
+                own = tensor.detach()
+                on_host = own.cpu().contiguous()  # gloo sums memory, whatever the strides say
+                dist.all_reduce(on_host, group=self._figures)
+                if on_host.data_ptr() != own.data_ptr():
+                    own.copy_(on_host)
+        return tensor
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Collective. In place: each tensor becomes bit for bit that of rank `source`.
+
+        Any shapes and dtypes, the same on all ranks; all on the CPU or all on this rank's device.
+
+        Raises:
+            ValueError: on CPU, where shapes or dtypes are not those of `source`.
+        """
+        with self._collective("broadcast"):
+            for bucket in packing.buckets(tensors) if self.size > 1 else ():
+                flat = packing.pack(bucket)
+                group = self._figures if flat.device.type == "cpu" else self.group
+                dist.broadcast(flat, source, group=group)
+                if self.rank != source:
+                    packing.unpack(flat, bucket)
+
+    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+        """Collective. The JSON value of rank `source`, on all ranks; the others' is ignored.
+
+        Also the source gets it back as JSON gives it: tuples are lists, keys are strings.
+        """
+        with self._collective("broadcast_json"):
+            if self.size == 1:
+                return packing.decode(packing.encode(value))
+            data = packing.encode(value) if self.rank == source else b""
+            length = torch.tensor([len(data)])
+            dist.broadcast(length, source, group=self._patient)
+            row = packing.padded(data, int(length))
+            dist.broadcast(row, source, group=self._patient)
+        return packing.decode(row.numpy().tobytes())
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Collective. The JSON values of all ranks, by rank, on all ranks."""
+        data = packing.encode(value)
+        with self._collective("gather_json"):
+            if self.size == 1:
+                return [packing.decode(data)]
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=self._patient)
+            own = packing.padded(data, max(int(length) for length in lengths))
+            rows = [torch.empty_like(own) for _ in lengths]
+            dist.all_gather(rows, own, group=self._patient)
+        return [packing.decode(row.numpy().tobytes()[:int(length)])
+                for row, length in zip(rows, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Collective. Wait until all ranks are here."""
+        with self._collective("barrier"):
+            if self.size > 1:
+                dist.barrier(group=self._patient)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Collective. Returns if no rank has an error; otherwise every rank raises.
+
+        A rank with an error raises that. The others raise one of the same class if it is one of
+        `trainer.errors`, else a RuntimeError, with the message of the first rank that failed.
+        """
+        report = None if error is None else (type(error).__name__, str(error))
+        reports: list[Any] = []
+        try:
+            reports = self.gather_json(report)
+        except RuntimeError as broken:
+            if error is None:
+                raise
+            error.add_note(f"(and the other ranks could not be told: {broken})")
+        if error is not None:
+            raise error
+        for rank, found in enumerate(reports):
+            if found is not None:
+                name, message = found
+                kind = getattr(errors, name, None)
+                if isinstance(kind, type) and issubclass(kind, TrainerError):
+                    raise kind(f"{message} (rank {rank})")
+                raise RuntimeError(f"rank {rank} failed: {name}: {message}")
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """All collectives within may take `patience_s`: while ranks compile, evaluate or save."""
+        before = self._limit_s
+        self._limit(self._patience_s)
+        try:
+            yield
+        finally:
+            self._limit(before)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Collective. The orderly end: wait for all ranks, then let the groups go.
+
+        Returns:
+            whether all ranks came within `timeout_s` (default: as for any collective on tensors).
+        """
+        if self._ended:
+            return False
+        if self.size > 1:
+            _set_timeout(self._patient, timeout_s or self._timeout_s)
+            try:
+                self.barrier()
+            except RuntimeError:
+                self.abandon()
+                return False
+            dist.destroy_process_group()
+        self._ended = "closed"
+        return True
+
+    def abandon(self) -> None:
+        """A peer is dead or this rank leaves: end all connections of the groups, at once.
+
+        Every rank that waits for this one notices within milliseconds, instead of when its own
+        time is up. No collective may follow. May be called in any thread.
+        """
+        if not self._ended:
+            self._ended = "abandoned"
+            network.shut_down(self._connections)
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self.close()
+        elif isinstance(error, TrainerError):
+            self.close(5.0)  # an end that all ranks have come to together; if not: not for long
+        else:
+            self.abandon()
+
+    @contextlib.contextmanager
+    def _collective(self, name: str) -> Iterator[None]:
+        if self._ended:
+            raise RuntimeError(f"World.{name}: the process group of this attempt is {self._ended}")
+        try:
+            yield
+        except RuntimeError as error:
+            error.add_note(f"(in World.{name}, rank {self.rank} of {self.size})")
+            raise
+
+    def _limit(self, timeout_s: float) -> None:
+        self._limit_s = timeout_s
+        if self.size > 1 and not self._ended:
+            _set_timeout(self.group, timeout_s)
+            _set_timeout(self._figures, timeout_s)
+
+
+def _choose_interface(launch: Launch) -> str | None:
+    """Between hosts, gloo would announce the address of the host's name, often 127.0.0.1."""
+    name = (network.loopback() if launch.local_size == launch.size
+            else network.interface_towards(launch.master_address, launch.master_port))
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def _gloo_group(timeout_s: float) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    assert isinstance(group, dist.ProcessGroup), "this rank is not in a group of all ranks"
+    return group
+
+
+def _set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
+    assert group is not None
+    for device in group._device_types:
+        group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))
