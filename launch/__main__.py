@@ -52,7 +52,7 @@ def _launch(options: Options, stop: StopRequest) -> int:
         agent = HotAgent(
             LoopbackRendezvous(),
             ranks,
-            num_ranks=options.num_ranks,
+            num_ranks=options.nproc_per_node,
             max_restarts=options.max_restarts,
             grace_s=options.grace_s,
             stop=stop,

@@ -99,6 +99,7 @@ class HotAgent(SimpleElasticAgent):
     def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
         """What torchrun sets, by local rank."""
         handler = group.spec.rdzv_handler
+        assert group.master_addr is not None
         shared = {
             "MASTER_ADDR": group.master_addr,
             "MASTER_PORT": str(group.master_port),
@@ -197,17 +198,14 @@ class HotAgent(SimpleElasticAgent):
             + f", ranks started again after {time.monotonic() - cause.at_s:.2f} s"
         )
 
-    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+    def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
 
     def _shutdown(
-        self,
-        death_sig: signal.Signals = signal.SIGTERM,
-        timeout: float = 30,
-        is_restart: bool = False,
+        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
     ) -> None:
-        """Ask ranks that still live to save and leave; kill what is left after `timeout` s."""
-        for number, limit_s in ((death_sig, timeout), (signal.SIGKILL, TERM_S)):
+        """Ask ranks that still live to save and leave; kill what is left after the grace time."""
+        for number, limit_s in ((death_sig, self._grace_s), (signal.SIGKILL, TERM_S)):
             deadline_s = time.monotonic() + limit_s
             self._ranks.signal(number, forced=True)
             while self._ranks.living and time.monotonic() < deadline_s:

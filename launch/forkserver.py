@@ -66,6 +66,8 @@ def fork() -> int:
 def serve(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
     """Import `entry` (`module:function`), then fork ranks as asked until the launcher dies."""
     os.setsid()
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
+        name.write("fork server")  # what `ps` and `top` show
     # Blocked, not ignored: a stop request that reaches a new rank early waits until it can listen.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -82,7 +84,6 @@ class _Server:
         self._control = control
         self._entry = entry
         self._argv = list(argv)
-        self._main: Entry | None = None
         self._pipes: dict[int, list[int]] = {}  # pid of a living rank -> read ends of its output
         self._wakeup_fd, write_fd = os.pipe()
         os.set_blocking(self._wakeup_fd, False)
@@ -92,8 +93,8 @@ class _Server:
         self._inherited = [control.fileno(), self._wakeup_fd, write_fd]
 
     def run(self) -> NoReturn:
-        code, self._main = load(self._entry, self._argv)
-        if self._main is None:
+        code, main = load(self._entry, self._argv)
+        if main is None:
             send(self._control, {"refused": code})
             os._exit(code)
         # The imported modules are for ever: without them a rank's garbage collections are cheap,
@@ -102,28 +103,29 @@ class _Server:
         gc.freeze()
         send(self._control, {"ready": True})
         while True:
-            self._wait(None)
+            readable, _, _ = select.select([self._control, self._wakeup_fd], [], [])
+            self._drain()
             self._reap()
-            if self._readable(self._control.fileno()):
+            if self._control in readable:
                 message, _ = receive(self._control)
                 if message is None:
                     self._mourn()
                 for rank in message["fork"]:
-                    self._fork(**rank)
+                    self._fork(main, **rank)
 
-    def _fork(self, local_rank: int, env: dict[str, str], tagged: bool) -> None:
+    def _fork(self, main: Entry, local_rank: int, env: dict[str, str], tagged: bool) -> None:
         launcher_end, rank_end = socket.socketpair()
         pipes = [os.pipe(), os.pipe()] if tagged else []
         read_fds = [read_fd for read_fd, _ in pipes]
         write_fds = [write_fd for _, write_fd in pipes]
-        for stream in (sys.stdout, sys.stderr):
-            stream.flush()
+        sys.stdout.flush()
+        sys.stderr.flush()
         pid = fork()
         if pid == 0:
             unwanted = [*self._inherited, launcher_end.detach(), *read_fds]
             unwanted += [fd for others in self._pipes.values() for fd in others]
             be_rank(
-                self._main, self._argv, env, launcher_fd=rank_end.detach(),
+                main, self._argv, env, launcher_fd=rank_end.detach(),
                 output_fds=write_fds, close_fds=unwanted,
             )  # fmt: skip
         with contextlib.suppress(OSError):  # a dead launcher: noticed when the loop reads
@@ -167,17 +169,9 @@ class _Server:
             _kill_group(pid)
         os._exit(EXIT_COMPLETE)
 
-    def _wait(self, timeout_s: float | None) -> None:
-        select.select([self._control, self._wakeup_fd], [], [], timeout_s)
-        self._drain()
-
     def _drain(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.read(self._wakeup_fd, 4096)
-
-    @staticmethod
-    def _readable(fd: int) -> bool:
-        return bool(select.select([fd], [], [], 0)[0])
 
 
 def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
@@ -196,8 +190,8 @@ def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         elif code := preload(list(argv)):
             return code, None
         if "torch" in sys.modules:
-            # What a process's first optimizer imports, 1-4 s, so no rank has to. Not after the first
-            # ranks are forked: they would import it too, all at once, and a death would have to wait.
+            # What the first optimizer of a process imports, in 1-4 s: so no rank has to. After the
+            # fork all ranks would do it side by side, and the first restart wait for this one.
             importlib.import_module("torch._dynamo")
     except SystemExit as end:
         return (end.code if isinstance(end.code, int) else EXIT_CONFIG), None

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import NoReturn
 
 from trainer.errors import ConfigError
 
@@ -28,7 +29,7 @@ class Options:
     """What the launcher was asked to do.
 
     Attributes:
-        num_ranks: ranks of this node.
+        nproc_per_node: ranks of this node.
         max_restarts: failures in a row without progress that are restarted.
         grace_s: after a rank has failed, how long the others may take to leave by themselves.
         entry: `module:function` that each rank runs.
@@ -38,15 +39,15 @@ class Options:
         ConfigError: a value that can't be right.
     """
 
-    num_ranks: int = 1
+    nproc_per_node: int = 1
     max_restarts: int = 3
     grace_s: float = 30.0
     entry: str = "trainer.__main__:main"
     trainer_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_ranks < 1:
-            raise ConfigError(f"--nproc-per-node is {self.num_ranks}; use 1 or more ranks")
+        if self.nproc_per_node < 1:
+            raise ConfigError(f"--nproc-per-node is {self.nproc_per_node}; use 1 or more ranks")
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts is {self.max_restarts}; use 0 for none, or more")
         if not 0 <= self.grace_s < float("inf"):
@@ -57,7 +58,7 @@ class Options:
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str):  # type: ignore[no-untyped-def]  # argparse: NoReturn
+    def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
 
@@ -73,15 +74,16 @@ def parse(argv: Sequence[str]) -> Options:
         prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,
         allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    add = parser.add_argument
-    add("--nproc-per-node", dest="num_ranks", type=int, metavar="N", help="ranks (default: 1)")
-    add("--max-restarts", type=int, metavar="K",
-        help="failures in a row without a later step being saved that are restarted (default: 3)")  # fmt: skip
-    add("--grace-s", type=float, metavar="X",
-        help="after a rank has died, seconds for the others to save and leave by themselves, "
-        "before SIGTERM and, 5 s later, SIGKILL (default: 30)")  # fmt: skip
-    add("--entry", metavar="MODULE:FUNCTION",
-        help="what each rank runs, for developers (default: trainer.__main__:main)")  # fmt: skip
+    for name, kind, metavar, words in (
+        ("--nproc-per-node", int, "N", "ranks on this machine (default: 1)"),
+        ("--max-restarts", int, "K", "failures that are restarted; the count starts anew when a "
+         "later step has been saved (default: 3)"),
+        ("--grace-s", float, "X", "after a rank has died, seconds for the others to save and leave "
+         "by themselves, before SIGTERM and 5 s later SIGKILL (default: 30)"),
+        ("--entry", str, "MODULE:FUNCTION", "what each rank runs, for developers (default: "
+         "trainer.__main__:main)"),
+    ):  # fmt: skip
+        parser.add_argument(name, type=kind, metavar=metavar, help=words)
     known, unknown = parser.parse_known_args(own)
     if unknown:
         raise ConfigError(_unknown(unknown, [s for a in parser._actions for s in a.option_strings]))
@@ -107,7 +109,7 @@ def _dashed(argument: str) -> str:
 
 def _unknown(unknown: Sequence[str], options: Sequence[str]) -> str:
     name = unknown[0].partition("=")[0]
-    near = difflib.get_close_matches(name, options, n=1)
+    near = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
     return (
         f"{name} is not an option of the launcher"
         + (f"; the nearest is {near[0]}" if near else "")

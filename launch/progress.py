@@ -1,8 +1,8 @@
-"""How far the run has come, read from its folder: did it advance since the last death, what is lost.
+"""How far the run has come, read from its folder: has it advanced, and what does a death cost.
 
-Read only when a rank has died, and only what was appended since: `step` of each line of
-`events.jsonl` (lines whose `event` is `save` or `restore` name the step that is on disk) and of the
-last line of `metrics.jsonl`.
+Read only when a rank has died, and only what is new: each line of `events.jsonl` tells by `at_step`
+(else `step`) where the run was, the events `save` and `restore` what it would go on from; the last
+line of `metrics.jsonl` tells the newest finished step.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Progress:
         events = Path(run_folder, "events.jsonl")
         for line in self._new_lines(events):
             self._known = True
-            step = line.get("step")
+            step = line.get("at_step", line.get("step"))
             if not isinstance(step, int):
                 continue
             if line.get("event") == "restore":  # may go back, past damaged checkpoints
                 self.reached = self.kept = step
-            self.reached = max(self.reached, step)
-            if line.get("event") == "save":
+            elif line.get("event") == "save":
                 self.kept = max(self.kept, step)
+            self.reached = max(self.reached, step)
         self.reached = max(self.reached, _last_step(Path(run_folder, "metrics.jsonl")))
 
     def take_advance(self) -> bool:

@@ -20,7 +20,7 @@ from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
 Entry = Callable[[list[str]], int]
 
 ORPHAN_S = 4.8
-"""How long a rank outlives the launcher if nobody else ends it: later than the fork server would."""
+"""How long a rank outlives the launcher where the fork server, which is quicker, is dead too."""
 
 
 def be_rank(

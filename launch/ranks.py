@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import select
 import selectors
@@ -27,7 +28,7 @@ KILL_S = 1.0
 
 @dataclasses.dataclass(kw_only=True)
 class _Rank:
-    """A living rank. `pidfd` names the process itself; its number may be another's after its end."""
+    """A living rank. `pidfd` names the process itself, whoever has its number later."""
 
     rank: int
     pidfd: int
@@ -61,6 +62,7 @@ class Ranks:
     """The ranks of one node, and the fork server that starts them.
 
     Attributes:
+        server_lives: whether the fork server is there.
         run_folder: where the run's files are, once a rank has told; None before.
     """
 
@@ -84,6 +86,7 @@ class Ranks:
         self._pids: dict[int, int] = {}  # local rank -> pid
         self._selector = selectors.DefaultSelector()
         self._watch(stop.wakeup_fd, stop.drain)
+        self.server_lives = False
         self._adopt(server)
 
     @property
@@ -231,7 +234,7 @@ class Ranks:
             self._ready_code = EXIT_FAILURE
         self._end_starting(None)
         for pid, rank in self._living.items():
-            self._watch(rank.pidfd, lambda pid=pid: self._remove(pid, None))
+            self._watch(rank.pidfd, functools.partial(self._remove, pid, None))
 
     def _end_starting(self, code: int | None) -> None:
         now_s = time.monotonic()

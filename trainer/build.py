@@ -197,7 +197,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
             every=work.intervals.log, total=work.intervals.total,
             images=_preview(work.task, position),
         )  # fmt: skip
-    _announce(log, config, card, found, verdict, path)
+        _announce(log, config, card, found, verdict, path)
     return Parts(
         config=config, path=path, identity=identity, world=world, log=log, stop=stop,
         faults=armed, state=state, step=step, loader=loader, validate=evaluators["validation"],
@@ -305,6 +305,7 @@ def _wrap(
 def _find(
     config: Config[Any], checkpoint: Checkpointer, world: World, log: Log
 ) -> Found | None:
+    # After a restart the newest of this run wins over the PATH on the command line.
     found = checkpoint.find()
     if found is None and config.resume not in ("auto", "never"):
         found = checkpoint.find_at(Path(config.resume))

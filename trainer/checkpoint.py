@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer import tensorfile
-from trainer.errors import CheckpointDamaged, TrainerError
+from trainer import rng, tensorfile
+from trainer.errors import CheckpointDamaged, ConfigError, TrainerError
 from trainer.log import Log
 from trainer.state import TrainState
 from trainer.store import Store
@@ -34,6 +35,8 @@ class Found:
     facts: dict[str, Any]
     skipped: tuple[str, ...] = ()
     """Newer ones that were left out, and why."""
+    path: Path | None = None
+    """Its folder, where it isn't one of this run's own."""
 
 
 @dataclass
@@ -136,7 +139,6 @@ class Checkpointer:
             facts = {
                 **self._state.facts(), **self._describe,
                 "lines": list(self._recent), "step": step, "generation": self.generation,
-                "rng_boundary": "keyed",
             }
             self._recent.clear()
             if self._world.is_main:
@@ -226,12 +228,30 @@ class Checkpointer:
             skipped.append(report["why"])
             bad.add(newest)
 
+    def find_at(self, path: Path) -> Found:
+        """Collective. The checkpoint that a user names: a checkpoint's folder, or a run's (its
+        newest whole one is taken).
+
+        Raises:
+            ConfigError: there is none, or it isn't whole.
+        """
+        report: dict[str, Any] = {}
+        if self._world.is_main:
+            report = _look_at(path)
+        report = self._world.broadcast_json(report)
+        if "why" in report:
+            raise ConfigError(f"--resume {path}: {report['why']}; give the folder of a "
+                              "checkpoint, such as RUN/checkpoints/step-00000100, or of a run.")
+        return Found(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
+                     Path(report["path"]))
+
     def load(self, found: Found) -> None:
         """Collective. Bring a checkpoint's state to all ranks, into the storage in use."""
         tensors: dict[str, dict[str, Tensor]] = {}
         described: dict[str, Any] = {}
         if found.holder == self._world.rank:
-            files = {p.name: p for p in sorted(self._path(found.step).glob("*.safetensors"))}
+            place = found.path or self._path(found.step)
+            files = {p.name: p for p in sorted(place.glob("*.safetensors"))}
             tensors = {name: tensorfile.load(path) for name, path in files.items()}
             described = {name: tensorfile.describe(t) for name, t in tensors.items()}
         described = self._world.broadcast_json(described, found.holder)
@@ -245,8 +265,16 @@ class Checkpointer:
         except Exception as problem:
             error = problem
         self._world.agree(error)
+        self.store.in_use = None
         self.generation = found.generation
-        self._saved_step = found.step
+        self._saved_step = -1 if found.path else found.step
+        self._state.key_rng(self._world.rank)
+        saved = found.facts["rng"]
+        if len(saved) == self._world.size and saved[self._world.rank] != rng.digest(rng.snapshot()):
+            self._log.warning(
+                f"the random state of rank {self._world.rank} at step {found.step} isn't the "
+                "saved one: another version of python, numpy or torch, or a damaged entry; the "
+                "run goes on with the state that follows from its seed")
 
     def load_model(self, step: int) -> None:
         """Collective. The weights of a checkpoint, into the model on all ranks."""
@@ -280,6 +308,27 @@ class Checkpointer:
             return {"facts": json.loads(path.read_bytes())}
         except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
             return {"why": str(error)}
+
+
+def _look_at(path: Path) -> dict[str, Any]:
+    """What `find_at` reports of a path."""
+    match = re.fullmatch(r"step-(\d{8,})", path.name)
+    folder = path.parent if match else path / "checkpoints"
+    if not path.is_dir():
+        return {"why": "there is no such folder"}
+    store = Store(folder)
+    try:
+        if match:
+            info, skipped = store.verify(int(match[1])), []
+        else:
+            found, skipped = store.newest_valid()
+            if found is None:
+                return {"why": "; ".join(["it holds no whole checkpoint", *skipped])}
+            info = found
+        facts = json.loads((info.path / STATE).read_bytes())
+    except (CheckpointDamaged, OSError, ValueError) as error:
+        return {"why": str(error)}
+    return {"step": info.step, "facts": facts, "skipped": skipped, "path": str(info.path)}
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:

@@ -37,6 +37,8 @@ Train a model, fault-tolerantly. RECIPE comes first: a TOML file, or one of: {re
 A LENGTH is 200 (optimizer steps), 1ep (epochs), 5% (of the run) or off.
 --task NAME|module:Class chooses what is trained ({tasks}, or your own);
 its fields are the flags below --task.
+
+Under torchrun write --run-dir PATH for --run PATH, which torchrun would take for its own.
 """
 
 
@@ -52,6 +54,8 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     """
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
+    # torchrun takes --run for its own --run-path, abbreviated (and, with Python 3.11, ambiguous).
+    arguments = [re.sub(r"^--run-dir(?==|$)", "--run", argument) for argument in arguments]
     task_name, arguments = _take_task(arguments)
     path = find_recipe(recipe)
     default = load(path, task_name=task_name)
@@ -289,7 +293,10 @@ def _to_table(part: Any) -> dict[str, Any]:
 
 
 def _plain(text: str) -> str:
-    """tyro's boxed error as one line."""
+    """tyro's boxed error as one line: what is wrong and what is near it."""
     text = re.sub(r"\x1b\[[0-9;]*m", "", text)
     lines = [re.sub(r"[─│╭╮╰╯├┤]+", " ", line).strip() for line in text.splitlines()]
-    return re.sub(r"\s+", " ", " ".join(line for line in lines if line)).strip()
+    lines = [line for line in lines if line.strip("- ") and "full helptext" not in line]
+    told = " ".join(lines[1:] if len(lines) > 1 else lines)  # the first is the box's title
+    told = told.removesuffix(" trainer --help")
+    return re.sub(r"\s+", " ", re.sub(r"^Error parsing [\w.]+: (?=--)", "", told)).strip()

@@ -27,6 +27,7 @@ def train(run: Parts) -> dict[str, object]:
 
         run.log.phase = "train"
         result = run.step(run.loader.window(), wishes=run.wishes)
+        run.state.key_rng(run.world.rank)
         run.log.step = progress.step
         run.state.meter.add(result.sums.loss, result.sums.count)
         run.metrics.step(result, waited_s=run.loader.waited_s)
@@ -50,6 +51,7 @@ def start(run: Parts) -> None:
         run.log.phase = "restore"
         run.faults.at("restore", step=run.found.step)
         run.checkpoint.load(run.found)
+    run.state.key_rng(run.world.rank)
 
 
 def validate(run: Parts) -> None:

@@ -4,6 +4,7 @@ the gradients."""
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -161,12 +162,14 @@ def wrap(
     """The objective under DistributedDataParallel; itself where there is one rank."""
     if group is None:
         return objective
+    # Buffers are put back and saved by the step's own rule, not moved by the next forward.
+    known = inspect.signature(DistributedDataParallel).parameters
+    off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
         objective,
         process_group=group,
         bucket_cap_mb=bucket_mb,  # type: ignore[arg-type]
-        # Buffers are put back and saved by the step's own rule, not moved by the next forward.
-        broadcast_buffers=False,
+        **{off: False},  # type: ignore[arg-type]
         gradient_as_bucket_view=True,
         device_ids=[device.index] if device.type == "cuda" else None,
     )

@@ -64,8 +64,7 @@ def judge(
             _refuse(name, text, accepted)
         if change != "free":
             lines.append(text)
-            if name not in ("steps", "epochs"):
-                reasons.append(text)
+            reasons.append(text)
     for key, what in (("task", "the task"), (DATA, "the data's fingerprint")):
         if now.get(key) != then.get(key):
             text = f"{what} was {then.get(key)!r} and is {now.get(key)!r}"

@@ -7,7 +7,7 @@ the same order, so statistics and buffers have the same bits on all ranks.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -40,14 +40,16 @@ def convert(model: nn.Module, world_size: int, device_type: str,
         is_torchs = isinstance(module, nn.SyncBatchNorm)
         if world_size == 1 and (on_cuda or not is_torchs):
             continue
-        module.process_group = process_group or getattr(module, "process_group", None)
+        group = process_group or getattr(module, "process_group", None)
         module.__class__ = CudaSyncBatchNorm if on_cuda else SyncBatchNorm
+        cast(SyncBatchNorm, module).process_group = group
         number += 1
     if number and not on_cuda and not hasattr(SyncBatchNorm.forward, "_torchdynamo_disable"):
         # torch.compile would break the graph at the collective and compile what is around it, on
         # each rank for its own batch size: the buffers' bits could part. Not a decorator: it
         # imports torch._dynamo (seconds), which only training needs anyway.
-        SyncBatchNorm.forward = torch.compiler.disable(SyncBatchNorm.forward)  # type: ignore
+        SyncBatchNorm.forward = torch.compiler.disable(  # type: ignore[method-assign]
+            SyncBatchNorm.forward)
     return model, number
 
 

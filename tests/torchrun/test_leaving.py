@@ -26,7 +26,8 @@ ONE_ATTEMPT = ["left 0 0 soon", "left 0 1 soon", "started 0 0", "started 0 1"]
 def test_an_end_by_the_trainer_is_one_attempt(tmp_path: Path, code: int) -> None:
     with _torchrun(tmp_path, code, "all") as torchrun:
         assert torchrun.wait(60) != 0
-    assert _notes(tmp_path) == ONE_ATTEMPT
+    # A rank that still starts up when local rank 0 is through dies by torchrun's SIGTERM.
+    assert {"started 0 0", "left 0 0 soon"} <= set(_notes(tmp_path)) <= set(ONE_ATTEMPT)
 
 
 @pytest.mark.long

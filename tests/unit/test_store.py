@@ -1,0 +1,607 @@
+"""Checkpoint folders: whole or not there, damage always found, pruning that keeps what it must."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from trainer.errors import CheckpointBusy, CheckpointDamaged, StaleAttempt
+from trainer.manifest import encode
+from trainer.store import Store
+
+FILES = {
+    "model.safetensors": random.Random(1).randbytes(300),
+    "state.json": b'{"step": 3, "rng": ["0123", "4567"], "lr": 0.001}\n',
+}
+
+
+def save(store: Store, step: int, *, generation: int = 0, run: str = "r", **files: bytes) -> None:
+    with store.stage(step, generation=generation) as stage:
+        for name, content in (files or FILES).items():
+            stage.write(name, content)
+        stage.commit(kind="periodic", run=run)
+
+
+def steps(store: Store) -> list[int]:
+    return [info.step for info in store.checkpoints()]
+
+
+def names(store: Store) -> list[str]:
+    return sorted(path.name for path in store.folder.iterdir() if path.name != ".lock")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "run" / "checkpoints")
+
+
+# Writing
+
+
+def test_what_is_written_is_read_back(store: Store) -> None:
+    with store.stage(7, generation=2) as stage:
+        stage.write("whole", b"abc")
+        stage.write("pieces", (bytearray(b"de"), memoryview(b"fgh")[1:], b""))
+        stage.write("empty", b"")
+        committed = stage.commit(kind="best", run="r", extra={"score": 0.5})
+
+    found, skipped = store.newest_valid()
+
+    assert found == committed
+    assert not skipped
+    assert (found.step, found.generation, found.kind, found.run) == (7, 2, "best", "r")
+    assert found.manifest["extra"] == {"score": 0.5}
+    paths = store.open(7)
+    assert {name: path.read_bytes() for name, path in paths.items()} == {
+        "whole": b"abc", "pieces": b"degh", "empty": b""
+    }  # fmt: skip
+
+
+def test_a_large_array_is_written_as_its_bytes(store: Store) -> None:
+    array = memoryview(random.Random(2).randbytes(3 << 20)).cast("d", (3, 1 << 17))
+
+    with store.stage(1, generation=0) as stage:
+        stage.write("array", array)
+        stage.commit(kind="periodic")
+
+    assert store.open(1)["array"].read_bytes() == array.tobytes()
+
+
+def test_leaving_without_a_commit_leaves_nothing(store: Store) -> None:
+    save(store, 1)
+
+    with store.stage(2, generation=0) as stage:
+        stage.write("state.json", b"{}")
+    with pytest.raises(ZeroDivisionError), store.stage(3, generation=0) as stage:
+        stage.write("state.json", (b"x" for x in [1 / 0]))
+
+    assert names(store) == ["step-00000001"]
+
+
+def test_a_checkpoint_of_the_same_step_is_replaced(store: Store) -> None:
+    save(store, 3, generation=0, state=b"old")
+    save(store, 3, generation=1, state=b"new")
+
+    assert names(store) == ["step-00000003"]
+    assert store.open(3)["state"].read_bytes() == b"new"
+
+
+def test_modes_follow_the_umask(store: Store) -> None:
+    before = os.umask(0o027)
+    try:
+        save(store, 1)
+    finally:
+        os.umask(before)
+
+    folder = store.folder / "step-00000001"
+    assert folder.stat().st_mode & 0o777 == 0o750
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o640}
+
+
+def test_the_run_folder_can_be_moved(store: Store, tmp_path: Path) -> None:
+    save(store, 1)
+
+    store.folder.parent.rename(tmp_path / "elsewhere")
+
+    moved = Store(tmp_path / "elsewhere" / "checkpoints")
+    assert moved.verify(1).path == moved.folder / "step-00000001"
+    assert str(tmp_path).encode() not in (moved.verify(1).path / "manifest.json").read_bytes()
+
+
+def test_names_of_others_are_left_alone(store: Store) -> None:
+    foreign = ["step-1", "step-00000009.tmp", "step-00000009-mine", "notes.txt", "best"]
+    for name in foreign:
+        (store.folder / name).mkdir(parents=True)
+    (store.folder / "step-00000008").write_text("a file, not a folder")
+
+    for step in range(1, 5):
+        save(store, step)
+        store.prune()
+    store.clean()
+
+    assert steps(store) == [2, 3, 4]
+    assert set(foreign) | {"step-00000008"} < set(names(store))
+
+
+def test_hashing_costs_less_than_writing(tmp_path: Path) -> None:
+    content = bytearray(random.Random(3).randbytes(1 << 20) * 32)
+
+    def fastest(action: Callable[[], object]) -> float:
+        times = []
+        for _ in range(3):
+            start = time.perf_counter()
+            action()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    hashing = fastest(lambda: xxhash.xxh3_128(content).digest())
+    writing = fastest(lambda: (tmp_path / "plain").write_bytes(content))
+
+    assert hashing < writing
+
+
+# Damage
+
+
+def damages(path: Path) -> Iterator[tuple[str, Callable[[], None]]]:
+    """Every way a file is damaged in these tests: (what, act)."""
+    content = path.read_bytes()
+    generator = random.Random(path.name)
+
+    def put(altered: bytes) -> Callable[[], None]:
+        return lambda: [path.write_bytes(altered)].clear()
+
+    for at in range(len(content)):
+        flipped = content[at] ^ generator.randrange(1, 256)
+        yield f"byte {at}", put(content[:at] + bytes([flipped]) + content[at + 1 :])
+    for size in (len(content) - 1, len(content) // 2, 1, 0):
+        yield f"cut to {size}", put(content[:size])
+    yield "extended", put(content + b"\n")
+    yield "zeros", put(bytes(len(content)))
+    yield "removed", path.unlink
+    yield "a folder", lambda: (path.unlink(), path.mkdir())[1]
+
+
+@pytest.mark.parametrize("name", [*FILES, "manifest.json"])
+def test_damage_to_any_byte_is_found_and_the_checkpoint_before_is_taken(
+    store: Store, name: str
+) -> None:
+    save(store, 1)
+    save(store, 2)
+    path = store.folder / "step-00000002" / name
+    content = path.read_bytes()
+
+    for what, damage in damages(path):
+        damage()
+        found, skipped = store.newest_valid()
+        assert found is not None
+        assert found.step == 1, what
+        assert len(skipped) == 1
+        assert f"step-00000002: {name}" in skipped[0], what
+        with pytest.raises(CheckpointDamaged, match=f"step-00000002: {name}"):
+            store.open(2)
+        path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
+        path.write_bytes(content)
+
+    assert store.newest_valid()[0] == store.verify(2)
+
+
+def test_none_whole_is_told_from_none_at_all_and_nothing_is_touched(store: Store) -> None:
+    assert store.newest_valid() == (None, [])
+
+    for step in (1, 2):
+        save(store, step)
+        (store.folder / f"step-{step:08d}" / "state.json").write_bytes(b"")
+    before = sorted(store.folder.rglob("*"))
+    found, skipped = store.newest_valid()
+
+    assert found is None
+    assert [line.split(":")[0] for line in skipped] == ["step-00000002", "step-00000001"]
+    assert sorted(store.folder.rglob("*")) == before
+
+
+def test_a_copy_under_another_step_is_not_taken_for_that_step(store: Store) -> None:
+    save(store, 1)
+    shutil.copytree(store.folder / "step-00000001", store.folder / "step-00000009")
+
+    found, skipped = store.newest_valid()
+
+    assert found is not None
+    assert found.step == 1
+    assert "is that of step 1" in skipped[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"files": {"../evil": {"bytes": 0, "xxh3_128": "0" * 32}}},
+        {"files": {"/etc/passwd": {"bytes": 0, "xxh3_128": "0" * 32}}},
+        {"files": {"..": {"bytes": 0, "xxh3_128": "0" * 32}}},
+        {"files": {"": {"bytes": 0, "xxh3_128": "0" * 32}}},
+        {"files": {"a\0b": {"bytes": 0, "xxh3_128": "0" * 32}}},
+        {"files": {"manifest.json": {"bytes": 0, "xxh3_128": "0" * 32}}},
+        {"files": {"state.json": {"bytes": True, "xxh3_128": "0" * 32}}},
+        {"files": {"state.json": {"bytes": 5, "xxh3_128": None}}},
+        {"files": {"state.json": None}},
+        {"files": []},
+        {"step": "3"},
+        {"generation": None},
+        {"generation": True},
+        {"run": 1},
+        {"extra": None},
+    ],
+    ids=str,
+)
+def test_a_manifest_that_says_what_it_must_not_is_damaged(store: Store, change: dict) -> None:
+    save(store, 3)
+    honest = dict(store.verify(3).manifest)
+    del honest["checksum"]
+    (store.folder / "step-00000003" / "manifest.json").write_bytes(encode(honest | change))
+
+    with pytest.raises(CheckpointDamaged, match=r"step-00000003: manifest\.json"):
+        store.open(3)
+
+
+@pytest.mark.parametrize("body", ['{"a": ' + "[" * 100_000, "[1", "null", '{"files": {}'])
+def test_a_manifest_with_a_right_checksum_over_nonsense_is_damaged(store: Store, body: str) -> None:
+    save(store, 3)
+    tail = f',\n  "checksum": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
+    (store.folder / "step-00000003" / "manifest.json").write_text(body + tail)
+
+    with pytest.raises(CheckpointDamaged, match=r"step-00000003: manifest\.json"):
+        store.open(3)
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_save_that_does_not_read_back_as_written_is_withdrawn(
+    tmp_path: Path, replaces: bool
+) -> None:
+    def flip(point: str) -> None:
+        path = tmp_path / "step-00000002" / "state"
+        if point == "save-end" and path.read_bytes() == b"new":
+            path.write_bytes(b"neW")
+
+    store = Store(tmp_path, fault=flip)
+    save(store, 1, state=b"older")
+    if replaces:
+        save(store, 2, state=b"old")
+
+    with pytest.raises(CheckpointDamaged, match="state doesn't match its checksum"):
+        save(store, 2, generation=1, state=b"new")
+
+    assert names(store) == ["step-00000001", "step-00000002"][: 1 + replaces]
+    found, _ = store.newest_valid()
+    assert found is not None
+    assert (found.path / "state").read_bytes() == (b"old" if replaces else b"older")
+
+
+def test_a_replaced_checkpoint_counts_until_the_new_one_is_known_to_be_whole(store: Store) -> None:
+    save(store, 2, state=b"old")
+    (store.folder / "step-00000002").rename(store.folder / "step-00000002.old")
+
+    assert store.open(2)["state"].read_bytes() == b"old"
+
+    save(Store(store.folder.with_name("other")), 2, generation=1, state=b"new")
+    store.folder.with_name("other").joinpath("step-00000002").rename(
+        store.folder / "step-00000002"
+    )
+    assert store.newest_valid()[0] == store.verify(2)
+    assert store.open(2)["state"].read_bytes() == b"new"
+
+    (store.folder / "step-00000002" / "state").write_bytes(b"ne")
+    found, skipped = store.newest_valid()
+    assert found is not None
+    assert (found.path / "state").read_bytes() == b"old"
+    assert skipped == ["step-00000002: state has 2 bytes instead of 3"]
+
+
+# Which ones there are
+
+
+def test_the_newest_is_the_one_of_the_highest_generation_and_step_of_this_run(
+    tmp_path: Path,
+) -> None:
+    store = Store(tmp_path, run="r")
+    save(store, 30, generation=0)
+    save(store, 10, generation=1)
+    save(store, 20, generation=1)
+    save(store, 40, generation=5, run="another")
+
+    found, skipped = store.newest_valid()
+
+    assert [(c.generation, c.step) for c in store.checkpoints()] == [
+        (0, 30), (1, 10), (1, 20), (5, 40)
+    ]  # fmt: skip
+    assert found is not None
+    assert found.step == 20
+    assert skipped == ["step-00000040: belongs to another run (another)"]
+
+
+def test_a_rollback_sets_aside_what_is_newer_but_of_an_older_generation(tmp_path: Path) -> None:
+    store = Store(tmp_path, run="r", keep=9)
+    for step, generation in ((10, 0), (20, 0), (30, 0), (25, 1)):
+        save(store, step, generation=generation)
+    save(store, 50, run="another")
+    save(store, 40)
+    (tmp_path / "step-00000040" / "manifest.json").write_bytes(b"")
+
+    abandoned = store.set_aside(after_step=10, generation=1)
+
+    assert abandoned == [20, 30, 40]
+    assert sorted(steps(store)) == [10, 25, 50]
+    store.prune()
+    assert names(store) == ["step-00000010", "step-00000025", "step-00000050"]
+
+
+@pytest.mark.parametrize("keep", [1, 2])
+def test_pruning_keeps_the_newest_and_the_best_after_every_save_also_over_a_resume(
+    tmp_path: Path, keep: int
+) -> None:
+    store = Store(tmp_path, keep=keep)
+    saved: list[int] = []
+    for step in range(2, 61, 2):
+        if step == 40:
+            store = Store(tmp_path, keep=keep)
+            store.open(saved[-1])
+        save(store, step)
+        saved.append(step)
+        store.prune(protect={10})
+        kept = {10} & set(saved) | set(saved[-keep:])
+        assert set(steps(store)) == kept | ({38} if step >= 40 else set())
+
+    store.in_use = None
+    assert store.prune(protect={10}) == [38]
+
+
+def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path: Path) -> None:
+    store = Store(tmp_path, keep=2, keep_every=4)
+
+    for step in range(1, 12):
+        save(store, step)
+        store.prune()
+
+    assert steps(store) == [4, 8, 10, 11]
+
+
+def test_nothing_is_pruned_while_the_newest_is_not_whole(store: Store) -> None:
+    for step in range(1, 6):
+        save(store, step)
+    (store.folder / "step-00000005" / "state.json").write_bytes(b"")
+
+    with pytest.raises(CheckpointDamaged, match="step-00000005: state.json"):
+        Store(store.folder, keep=1).prune()
+
+    assert steps(store) == [1, 2, 3, 4, 5]
+
+
+def test_a_reader_beside_a_writer_always_finds_a_whole_checkpoint(store: Store) -> None:
+    save(store, 1)
+    reader, done, found = Store(store.folder), threading.Event(), []
+
+    def read() -> None:
+        while not done.is_set():
+            found.append(reader.newest_valid())
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    try:
+        for number in range(2, 60):
+            save(store, number // 2, generation=number)
+            store.prune()
+    finally:
+        done.set()
+        thread.join()
+
+    assert len(found) > 5
+    assert all(info is not None and not skipped for info, skipped in found)
+    generations = [info.generation for info, _ in found if info]
+    assert generations == sorted(generations)
+
+
+# A full disk
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = shutil.which("mount") and subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(disk)], capture_output=True
+    ).returncode == 0  # fmt: skip
+    if not mounted:
+        pytest.skip("mounting a small tmpfs needs root")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+def test_a_full_disk_is_one_clear_error_and_leaves_the_older_ones_whole(small_disk: Path) -> None:
+    store = Store(small_disk / "checkpoints", keep=2)
+    weights = random.Random(4).randbytes(1_500_000)
+    for step in (1, 2):
+        save(store, step, weights=weights, state=b"{}")
+
+    for _ in range(3):
+        with (
+            pytest.raises(OSError, match="No space left") as caught,
+            store.stage(3, generation=0, expected_bytes=1_500_100) as stage,
+        ):
+            stage.write("weights", weights)
+            stage.commit(kind="periodic")
+
+    assert caught.value.errno == errno.ENOSPC
+    assert caught.value.filename == str(store.folder)
+    assert "step 3 needs 1,500,100 bytes" in str(caught.value)
+    free = os.statvfs(small_disk)
+    assert f"{free.f_bavail * free.f_frsize:,} are free" in str(caught.value)
+    assert names(store) == ["step-00000001", "step-00000002"]
+    assert [store.verify(step).step for step in (1, 2)] == [1, 2]
+
+    shutil.rmtree(store.folder / "step-00000001")
+    save(store, 3, weights=weights, state=b"{}")
+    assert store.newest_valid()[0] == store.verify(3)
+
+
+@pytest.mark.parametrize("point", ["save-begin", "save-mid"])
+def test_a_save_can_be_made_to_fail_at_named_points(tmp_path: Path, point: str) -> None:
+    points: list[str] = []
+
+    def fault(at: str) -> None:
+        points.append(at)
+        if at == point and len(points) > 3:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    store = Store(tmp_path, fault=fault)
+    save(store, 1)
+    assert points == ["save-begin", "save-mid", "save-end"]
+
+    with pytest.raises(OSError, match="the checkpoint of step 2 needs at least"):
+        save(store, 2)
+
+    assert names(store) == ["step-00000001"]
+
+
+# Several writers
+
+RIVAL = """
+import sys
+sys.path[:0] = sys.argv[1:3]
+from pathlib import Path
+from trainer.store import Store
+store = Store(Path(sys.argv[3]))
+with store.stage(int(sys.argv[4]), generation=0) as stage:
+    stage.write("state", b"rival")
+    print("writing", flush=True)
+    if sys.stdin.readline() == "commit\\n":
+        stage.commit(kind="survivor")
+"""
+
+
+@contextmanager
+def rival(folder: Path, step: int) -> Iterator[subprocess.Popen[str]]:
+    """Another process in the middle of a save; it goes on when told "commit"."""
+    paths = [str(Path(__file__).parents[2]), str(Path(xxhash.__file__).parents[1])]
+    with subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", RIVAL, *paths, str(folder), str(step)],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        assert process.stdout.readline() == "writing\n"
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def test_of_two_writers_of_a_step_the_second_is_refused_or_waits(store: Store) -> None:
+    with rival(store.folder, 5) as process:
+        with pytest.raises(CheckpointBusy, match=f"step-00000005.tmp-{process.pid}-"):
+            save_now(store, 5)
+        save(store, 6)  # another step is free
+
+        threading.Timer(0.05, process.communicate, ("commit\n",)).start()
+        with store.stage(5, generation=0, wait_s=60):
+            whole = store.verify(5)
+
+    assert whole.kind == "survivor"
+    assert (whole.path / "state").read_bytes() == b"rival"
+
+
+def save_now(store: Store, step: int) -> None:
+    with store.stage(step, generation=0, wait_s=0) as stage:
+        stage.write("state", b"ours")
+        stage.commit(kind="periodic")
+
+
+def test_the_turn_of_a_writer_that_dies_passes_to_the_one_that_waits(store: Store) -> None:
+    with rival(store.folder, 5) as process:
+        threading.Timer(0.05, process.kill).start()
+        with store.stage(5, generation=0, wait_s=60) as stage:
+            stage.write("state", b"ours")
+            stage.commit(kind="survivor")
+
+    assert store.open(5)["state"].read_bytes() == b"ours"
+    assert [name.split("-")[1] for name in names(store)] == ["00000005", "00000005.tmp"]
+    store.clean()
+    assert names(store) == ["step-00000005"]
+
+
+def test_cleaning_up_spares_a_living_writer(store: Store) -> None:
+    save(store, 1)
+    with rival(store.folder, 5) as process, store.stage(6, generation=0):
+        assert store.clean() == []
+        store.prune()
+        process.communicate("commit\n")
+
+    assert names(store) == ["step-00000001", "step-00000005"]
+    with rival(store.folder, 7) as process:
+        process.kill()
+        process.wait()
+        assert [name.split(".tmp")[0] for name in store.clean()] == ["step-00000007"]
+    assert names(store) == ["step-00000001", "step-00000005"]
+
+
+def test_two_threads_do_not_write_the_same_step(store: Store) -> None:
+    with store.stage(5, generation=0) as stage:
+        with pytest.raises(CheckpointBusy):
+            save_now(store, 5)
+        stage.write("state", b"first")
+        stage.commit(kind="periodic")
+
+    assert store.open(5)["state"].read_bytes() == b"first"
+
+
+def test_without_locks_in_the_file_system_saving_works_all_the_same(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    with rival(store.folder, 5) as process:
+        save(store, 5)
+        store.prune()
+        assert [name.split("-")[2] for name in names(store)[1:]] == [str(process.pid)]
+        process.kill()
+        process.wait()
+        store.clean()
+
+    assert names(store) == ["step-00000005"]
+
+
+def test_a_guard_that_refuses_keeps_everything_as_it_was(tmp_path: Path) -> None:
+    save(Store(tmp_path), 1)
+    save(Store(tmp_path), 2)
+
+    @contextmanager
+    def refuse() -> Iterator[None]:
+        raise StaleAttempt("a newer attempt owns the folder")
+        yield
+
+    store = Store(tmp_path, keep=1, guard=refuse)
+
+    with pytest.raises(StaleAttempt):
+        save(store, 3)
+    with pytest.raises(StaleAttempt):
+        store.prune()
+    with pytest.raises(StaleAttempt):
+        store.set_aside(after_step=1, generation=9)
+
+    assert names(store) == ["step-00000001", "step-00000002"]
+
+
+def test_the_store_needs_neither_torch_nor_numpy() -> None:
+    code = "import sys, trainer.store; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

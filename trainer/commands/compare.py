@@ -1,0 +1,157 @@
+"""`python -m trainer compare RUN_A RUN_B`: whether two runs have the same bits."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import folder, tensorfile
+from trainer.checkpoint import STATE
+from trainer.errors import CheckpointDamaged
+from trainer.manifest import CheckpointInfo
+from trainer.metrics import order_of, read_metrics
+from trainer.store import Store
+
+SAME, DIFFERENT, UNREADABLE = 0, 1, 2
+
+COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "parts")
+
+
+class Unreadable(Exception):
+    """A run can't be read or isn't finished."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare two runs; 0: same bits, 1: the first difference by name, 2: can't be compared."""
+    parser = argparse.ArgumentParser(
+        prog="trainer compare",
+        description="Compare the last checkpoint (weights, optimizer, schedule, scaler, progress; "
+        "random states where the numbers of ranks agree) and metrics.jsonl of two runs, bit by "
+        "bit. Exit code 0: same bits; 1: they differ; 2: one can't be read or isn't finished.",
+    )
+    parser.add_argument("run_a", type=Path)
+    parser.add_argument("run_b", type=Path)
+    parser.add_argument("--at", type=int, metavar="STEP",
+                        help="compare the checkpoints of this step, and the metrics up to it")
+    options = parser.parse_args(argv)
+    try:
+        first = next(differences(options.run_a, options.run_b, at=options.at), None)
+    except Unreadable as problem:
+        print(f"can't compare: {problem}")
+        return UNREADABLE
+    if first is not None:
+        print(f"different: {first}")
+        return DIFFERENT
+    print("same bits")
+    return SAME
+
+
+def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[str]:
+    """Each difference between two runs, by name.
+
+    Raises:
+        Unreadable: a run can't be read, or isn't finished (with `at`: has no such checkpoint).
+    """
+    infos = [_checkpoint(run, at) for run in (run_a, run_b)]
+    if infos[0].step != infos[1].step:
+        yield f"the last step is {infos[0].step} and {infos[1].step}"
+        return
+    step = infos[0].step
+    yield from _metric_differences(run_a, run_b, step)
+    for name in sorted({f for i in infos for f in i.manifest["files"] if f != STATE}):
+        yield from _tensor_differences(name, infos)
+    facts = [_facts(info) for info in infos]
+    for part in COMPARED:
+        yield from _value_differences(part, facts[0].get(part), facts[1].get(part))
+    if len(facts[0]["rng"]) == len(facts[1]["rng"]):
+        yield from _value_differences("rng", facts[0]["rng"], facts[1]["rng"])
+    if at is None:
+        yield from _product_differences(run_a, run_b)
+
+
+def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
+    if not run.is_dir():
+        raise Unreadable(f"{run}: there is no such run folder")
+    store = Store(run / folder.CHECKPOINTS)
+    try:
+        if at is not None:
+            return store.verify(at)
+        summary = folder.read_json(run / folder.SUMMARY)
+        if summary is None:
+            raise Unreadable(f"{run}: the run isn't finished (no {folder.SUMMARY}); "
+                             "finish it, or compare checkpoints with --at STEP")
+        return store.verify(summary["step"])
+    except CheckpointDamaged as error:
+        raise Unreadable(f"{run}: {error}") from error
+
+
+def _facts(info: CheckpointInfo) -> dict[str, Any]:
+    return json.loads((info.path / STATE).read_bytes())
+
+
+def _metric_differences(run_a: Path, run_b: Path, step: int) -> Iterator[str]:
+    tables = [
+        {order_of(line): line for line in read_metrics(run / folder.METRICS)
+         if line["step"] <= step}
+        for run in (run_a, run_b)
+    ]  # fmt: skip
+    for key in sorted({**tables[0], **tables[1]}):
+        what = f"metrics.jsonl, {'validation of ' if key[1] else ''}step {key[0]}"
+        yield from _value_differences(what, tables[0].get(key), tables[1].get(key))
+
+
+def _tensor_differences(name: str, infos: Sequence[CheckpointInfo]) -> Iterator[str]:
+    if any(name not in info.manifest["files"] for info in infos):
+        yield f"{name} is in one checkpoint only"
+        return
+    left, right = (tensorfile.load(info.path / name) for info in infos)
+    yield from tensor_differences(name, left, right)
+
+
+def tensor_differences(
+    what: str, left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
+) -> Iterator[str]:
+    """Each tensor that isn't bit for bit the same, with how many of its elements differ."""
+    for key in sorted({**left, **right}):
+        if key not in left or key not in right:
+            yield f"{what}: {key} is in one run only"
+            continue
+        a, b = left[key], right[key]
+        if a.dtype != b.dtype or a.shape != b.shape:
+            yield f"{what}: {key} is {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
+        elif a.numel():
+            unlike = _bytes(a) != _bytes(b)
+            count = int(unlike.reshape(a.numel(), -1).any(1).sum())
+            if count:
+                yield f"{what}: {key} differs in {count} of {a.numel()} elements"
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().reshape(-1).view(torch.uint8)
+
+
+def _product_differences(run_a: Path, run_b: Path) -> Iterator[str]:
+    paths = [run / folder.PRODUCT for run in (run_a, run_b)]
+    missing = [str(path) for path in paths if not path.is_file()]
+    if missing:
+        raise Unreadable(f"{missing[0]} is missing")
+    yield from tensor_differences(folder.PRODUCT, *(tensorfile.load(path) for path in paths))
+
+
+def _value_differences(what: str, left: Any, right: Any) -> Iterator[str]:
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in sorted({**left, **right}):
+            yield from _value_differences(f"{what}: {key}" if what in COMPARED else
+                                          f"{what}, {key}", left.get(key), right.get(key))
+    elif left != right:
+        yield f"{what} is {_short(left)} and {_short(right)}"
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
