@@ -32,7 +32,7 @@ from launch.rank import Entry, be_rank
 from launch.signals import STOP_SIGNALS
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
 
-MOURNING_S = 4.5
+MOURNING_S = 4.3
 """How long ranks may outlive the launcher before they are killed."""
 
 PACKET_BYTES = 1 << 17
@@ -103,10 +103,10 @@ class _Server:
         gc.freeze()
         send(self._control, {"ready": True})
         while True:
-            readable, _, _ = select.select([self._control, self._wakeup_fd], [], [])
+            readable, _, _ = select.select([self._control.fileno(), self._wakeup_fd], [], [])
             self._drain()
             self._reap()
-            if self._control in readable:
+            if self._control.fileno() in readable:
                 message, _ = receive(self._control)
                 if message is None:
                     self._mourn()

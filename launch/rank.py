@@ -19,7 +19,7 @@ from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
 
 Entry = Callable[[list[str]], int]
 
-ORPHAN_S = 4.8
+ORPHAN_S = 4.5
 """How long a rank outlives the launcher where the fork server, which is quicker, is dead too."""
 
 

@@ -47,10 +47,6 @@ class ByteLocks:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         return self._fd
 
-    def holds(self, byte: int) -> bool:
-        """Whether this instance holds the byte."""
-        return byte in self._held
-
     def try_lock(self, byte: int) -> bool:
         """Take the lock if nobody has it; never waits."""
         with self._mutex:
@@ -106,11 +102,18 @@ class RunLock:
     Byte 0 of the file is held for moments, by whoever writes the nonce or changes the folder, so
     that no change falls between check and act. Another byte, derived from the nonce, is held for
     life by the process that took the lock: that is how others see that it lives.
+
+    Args:
+        path: the lock file; made if need be.
+        nonce: names the attempt; never used twice.
+        moment_s: who holds byte 0 for longer is stopped, or hangs in its file system; to wait
+            on would hang the attempt that is there to replace it.
     """
 
-    def __init__(self, path: Path, nonce: str) -> None:
+    def __init__(self, path: Path, nonce: str, *, moment_s: float = 5.0) -> None:
         self.path = path
         self.nonce = nonce
+        self._moment_s = moment_s
         self._locks = ByteLocks(path)
 
     def take(
@@ -144,8 +147,7 @@ class RunLock:
                 lives = owner is not None and self._lives(owner["nonce"])
                 why = _gives_way(owner, me) if owner is not None and lives else None
                 if not lives or why:
-                    if not self._locks.holds(_byte(self.nonce)):
-                        self._locks.try_lock(_byte(self.nonce))
+                    self._locks.try_lock(_byte(self.nonce))
                     # One write, padded, so that it needs no truncation and is never seen torn.
                     os.pwrite(self._locks.fd(), json.dumps(me).encode().ljust(1024), 0)
                     return why
@@ -188,9 +190,7 @@ class RunLock:
 
     @contextmanager
     def _moment(self) -> Iterator[None]:
-        # Who holds this byte for longer than seconds is stopped or hangs in its file system; to
-        # wait for it would hang the run that is there to replace it.
-        guarded = self._locks.lock(0, wait_s=5.0)
+        guarded = self._locks.lock(0, self._moment_s)
         try:
             yield
         finally:
@@ -207,10 +207,11 @@ class RunLock:
         return record if isinstance(record, dict) and "nonce" in record else None
 
     def _lives(self, nonce: str) -> bool:
-        byte = _byte(nonce)
-        if self._locks.holds(byte) or not self._locks.try_lock(byte):
-            return nonce != self.nonce
-        self._locks.unlock(byte)
+        if nonce == self.nonce:
+            return False
+        if not self._locks.try_lock(_byte(nonce)):
+            return True
+        self._locks.unlock(_byte(nonce))
         return False
 
 
@@ -228,7 +229,8 @@ def _gives_way(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
     launcher = (owner["launcher_pid"], owner.get("launcher_start"))
     if launcher == (me["launcher_pid"], me["launcher_start"]):
         return f"the run folder was taken over from {who}: an earlier attempt of this launcher"
-    if _start_time(owner["launcher_pid"]) != owner.get("launcher_start"):
+    start = _start_time(owner["launcher_pid"])
+    if start is None or start != owner.get("launcher_start"):
         return f"the run folder was taken over from {who}: an orphan, its launcher is gone"
     return None
 

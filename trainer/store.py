@@ -135,15 +135,15 @@ class Store:
 
         With none, (None, reasons): no reasons means that there is no checkpoint at all.
         """
-        skipped = []
-        for info in sorted(self._candidates(), key=_age, reverse=True):
+        skipped, candidates = [], self._candidates()
+        for info in sorted(candidates, key=_age, reverse=True):
             if info.why is None and not self._own(info):
                 skipped.append(f"{info.path.name}: belongs to another run ({info.run})")
                 continue
             try:
                 return self._verify(info.path, info.step), skipped
             except CheckpointDamaged as error:
-                if not info.path.exists():  # replaced or pruned by its writer meanwhile
+                if self._candidates() != candidates:  # a writer is replacing or pruning them
                     return self.newest_valid()
                 skipped.append(str(error))
         return None, skipped

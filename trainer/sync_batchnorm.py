@@ -127,7 +127,6 @@ class SyncBatchNorm(_BatchNorm):
         return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps,
                                 self.process_group)
 
-    @torch.no_grad()
     def _update_buffers(self, mean: Tensor, variance: Tensor, count: int) -> None:
         factor = self.momentum
         if self.num_batches_tracked is not None:
@@ -156,24 +155,24 @@ def _gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
     """Collective. Mean (C,), biased variance (C,) and number of values a channel, of all ranks.
 
-    Ranks send (mean, M2, count), M2 the sum of squared deviations from the rank's own mean, which
-    are combined without cancellation: Chan, Golub, LeVeque, "Algorithms for computing the sample
-    variance" (1983). With count 0 mean and variance are nan.
+    Each rank sends its own (mean, variance, count). They are combined without cancellation: Chan,
+    Golub, LeVeque, "Algorithms for computing the sample variance" (1983), with M2 = variance *
+    count. With count 0 mean and variance are nan.
     """
     dtype, channels = _statistics_dtype(x.dtype), x.shape[1]
-    row = x.new_zeros(2 * channels + 1, dtype=torch.float64)
-    if x.numel() > 0:
-        own_count = x.numel() // channels
+    if x.numel() == 0:
+        row = x.new_zeros(2 * channels + 1, dtype=torch.float64)
+    else:
         own_mean, own_variance = torch.ops.aten.batch_norm_update_stats(
             x.to(dtype), None, None, 0.0)
-        row[:channels] = own_mean
-        torch.mul(own_variance, own_count, out=row[channels:-1])
-        row[-1] = own_count
+        own_count = x.new_full((1,), x.numel() // channels, dtype=torch.float64)
+        row = torch.cat((own_mean, own_variance, own_count))  # in fp64
     rows = _gather_rows(row, group)
-    means, squares, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
+    means, variances, counts = rows.split((channels, channels, 1), dim=1)
     count = counts.sum()
-    mean = (means * counts).sum(0) / count
-    variance = torch.addcmul(squares, (means - mean).square_(), counts).sum(0) / count
+    shares = counts / count
+    mean = (means * shares).sum(0)
+    variance = (means - mean).square_().add_(variances).mul_(shares).sum(0)
     return mean.to(dtype), variance.to(dtype), int(count)
 
 
@@ -201,27 +200,31 @@ class _Normalize(torch.autograd.Function):
         x, weight, mean, variance = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype, channels = mean.dtype, x.shape[1]
-        sums = mean.new_zeros(2, channels)  # of g and of g * y, over this rank's samples
-        if x.numel() > 0:
+        if x.numel() == 0:
+            sums = mean.new_zeros(2 * channels)
+        else:
             wide_x, g = x.to(dtype), grad_output.to(dtype)
-            # The eval-mode kernel gives the two sums as the gradients of bias and weight.
-            _, sums[1], sums[0] = torch.ops.aten.native_batch_norm_backward(
-                g, wide_x, None, mean, variance, None, None, False, ctx.eps, [False, True, True])
+            # The eval-mode kernel gives E[g * y] and E[g], over this rank's samples and not yet
+            # divided, as the gradients of weight and bias.
+            sums = torch.cat(torch.ops.aten.native_batch_norm_backward(
+                g, wide_x, None, mean, variance, None, None, False, ctx.eps,
+                [False, True, True])[1:])
         grad_x = None
         if needs_x:
-            rows = _gather_rows(sums.view(-1), ctx.group)
+            total = _gather_rows(sums, ctx.group).sum(0)
             if x.numel() == 0:
                 grad_x = torch.empty_like(x)
             else:
-                mean_g, mean_gy = (rows.sum(0) / ctx.count).view(2, channels)
                 scale = torch.rsqrt(variance + ctx.eps)
                 if weight is not None:
                     scale = scale * weight.to(dtype)
-                grad_x = _affine(wide_x, -mean_gy * scale, -mean_g * scale, mean, variance, ctx.eps)
+                minus_gy, minus_g = total.view(2, channels).div_(-ctx.count)
                 per_channel = (1, channels) + (1,) * (x.dim() - 2)
-                grad_x = grad_x.addcmul_(g, scale.view(per_channel)).to(x.dtype)
-        return (grad_x, sums[1].to(weight.dtype) if needs_weight else None,
-                sums[0].to(weight.dtype) if needs_bias else None, None, None, None, None, None)
+                grad_x = _affine(wide_x, minus_gy, minus_g, mean, variance, ctx.eps)
+                grad_x = grad_x.add_(g).mul_(scale.view(per_channel)).to(x.dtype)
+        return (grad_x, sums[:channels].to(weight.dtype) if needs_weight else None,
+                sums[channels:].to(weight.dtype) if needs_bias else None, None, None, None, None,
+                None)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,

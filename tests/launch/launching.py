@@ -1,0 +1,120 @@
+"""Starting the real launcher with scripted ranks, and reading what became of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import scripted
+
+ROOT = Path(__file__).parents[2]
+HERE = Path(__file__).parent
+DEADLINE_S = 60.0
+
+
+class Launched:
+    """A running `python -m launch`, in a process group of its own, as a shell starts it."""
+
+    def __init__(
+        self,
+        folder: Path,
+        script: Mapping[str, str],
+        *options: str,
+        num_ranks: int = 1,
+        entry: str = "scripted:main",
+        logs: Path | None = None,
+    ) -> None:
+        logs = logs or folder
+        logs.mkdir(exist_ok=True)
+        self.folder = folder
+        arguments = [str(folder), json.dumps(script)]
+        self.streams = {name: logs / f"{name}.txt" for name in ("stdout", "stderr")}
+        with self.streams["stdout"].open("wb") as out, self.streams["stderr"].open("wb") as err:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "launch", f"--nproc-per-node={num_ranks}", *options,
+                 "--entry", entry, "--", *arguments],
+                stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, process_group=0,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])},
+            )  # fmt: skip
+
+    def __enter__(self) -> Launched:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leave nothing behind, whatever a test has found."""
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        for pid in self.pids():
+            if alive(pid):
+                os.kill(pid, signal.SIGKILL)
+
+    def end(self, timeout_s: float = DEADLINE_S) -> int:
+        """The launcher's exit code, or TimeoutExpired."""
+        return self.process.wait(timeout_s)
+
+    @property
+    def out(self) -> str:
+        return self.streams["stdout"].read_text()
+
+    @property
+    def err(self) -> str:
+        return self.streams["stderr"].read_text()
+
+    def notes(self, what: str, **like: Any) -> list[dict[str, Any]]:
+        """The ranks' notes so far: those named `what` whose fields are as given."""
+        return [
+            note
+            for note in scripted.read(self.folder / "notes.jsonl")
+            if note["what"] == what and all(note[key] == like[key] for key in like)
+        ]
+
+    def wait_notes(self, what: str, num: int, **like: Any) -> list[dict[str, Any]]:
+        """As `notes`, once there are `num`."""
+        return scripted.wait_for(lambda: self.notes(what, **like), num)
+
+    def pids(self) -> set[int]:
+        """Every process that has taken notes, and the fork servers."""
+        notes = scripted.read(self.folder / "notes.jsonl")
+        return {note["pid"] for note in notes} | {n["server"] for n in notes if "server" in n}
+
+
+def alive(pid: int) -> bool:
+    """Whether a process runs, zombies apart."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
+    """Those of `pids` that still live after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return left
+
+
+def listening(pid: int) -> dict[int, str]:
+    """Port → address of each TCP socket on which a process listens."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        target = os.readlink(entry)
+        if target.startswith("socket:["):
+            inodes.add(target[8:-1])
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and fields[9] in inodes:
+                address, _, port = fields[1].partition(":")
+                found[int(port, 16)] = address
+    return found

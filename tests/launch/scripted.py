@@ -1,0 +1,140 @@
+"""What the launcher's ranks run in these tests instead of the trainer: a script, and notes of it.
+
+Arguments: a folder and a JSON object that maps `ATTEMPT.RANK` to what that rank does in that
+attempt. Each rank appends what happens to it to `notes.jsonl` in the folder, one write a line.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+DEADLINE_S = 60.0
+
+
+def preload(argv: list[str]) -> int:
+    """No torch: these tests are about processes. The folder `refused` can't be trained in."""
+    if argv[0] == "refused":
+        print("no such data", file=sys.stderr)
+        return 2
+    return 0
+
+
+def main(argv: list[str]) -> int:
+    rank = Rank(Path(argv[0]))
+    signal.signal(signal.SIGTERM, lambda number, frame: rank.note("asked"))
+    rank.note("started", sid=os.getsid(0), server=os.getppid(), env=dict(os.environ), argv=argv)
+    if os.environ["WORLD_SIZE"] != str(len(rank.wait("started"))):
+        raise AssertionError("somebody is missing")
+    action, _, value = json.loads(argv[1]).get(f"{rank.attempt}.{rank.rank}", "").partition("=")
+    return int(getattr(rank, action or "complete")(value) or 0)
+
+
+class Rank:
+    """The actions, and how a rank takes notes and waits for those of others."""
+
+    def __init__(self, folder: Path) -> None:
+        self.notes = folder / "notes.jsonl"
+        self.folder = folder
+        self.rank = int(os.environ["RANK"])
+        self.attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+        self.num_ranks = int(os.environ["WORLD_SIZE"])
+
+    def note(self, what: str, **more: Any) -> None:
+        line = {"what": what, "attempt": self.attempt, "rank": self.rank, "pid": os.getpid(),
+                "time_s": time.monotonic(), **more}  # fmt: skip
+        fd = os.open(self.notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(fd, (json.dumps(line) + "\n").encode())
+        os.close(fd)
+
+    def wait(self, what: str, num: int | None = None) -> list[dict[str, Any]]:
+        """The notes `what` of this attempt, once there are `num` (one of each rank)."""
+        return wait_for(lambda: [n for n in read(self.notes) if n["what"] == what
+                                 and n["attempt"] == self.attempt], num or self.num_ranks)  # fmt: skip
+
+    def complete(self, _: str) -> None:
+        print(f"rank {self.rank} is done")
+
+    def exit(self, code: str) -> int:
+        return int(code)
+
+    def fail(self, _: str) -> None:
+        raise RuntimeError("as told")
+
+    def die(self, number: str) -> None:
+        """Die with words on the lips that no newline has flushed, and a child left behind."""
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            self.note("child")
+            while True:
+                signal.pause()
+        self.wait("child", 1)
+        print("the last line")
+        sys.stderr.write("the last words")
+        os.kill(os.getpid(), int(number))
+
+    def echo(self, code: str) -> int:
+        """Leave when a peer has, as a rank whose connection broke."""
+        peers = [n["pid"] for n in self.wait("started") if n["rank"] != self.rank]
+        watch = select.poll()
+        for pid in peers:
+            try:
+                watch.register(os.pidfd_open(pid), select.POLLIN)
+            except ProcessLookupError:
+                return int(code)
+        watch.poll()
+        return int(code)
+
+    def serve(self, _: str) -> int:
+        """Train until asked to stop, leave when all have been asked."""
+        self.note("serving")
+        self.wait("asked")
+        return 75
+
+    def stubborn(self, _: str) -> None:
+        self.note("serving")
+        while True:
+            signal.pause()
+
+    def stopped(self, _: str) -> None:
+        self.note("serving")
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    def orphan(self, _: str) -> int:
+        """Save and leave when the launcher is gone."""
+        self.note("serving")
+        select.select([int(os.environ["TRAINER_LAUNCHER_FD"])], [], [])
+        print("rank", self.rank, "saves", flush=True)
+        self.note("saved")
+        return 75
+
+    def save(self, step: str) -> None:
+        """Tell where the run folder is, save a step there, and fail 2 steps later."""
+        os.write(int(os.environ["TRAINER_LAUNCHER_FD"]), f"run {self.folder}\n".encode())
+        with (self.folder / "events.jsonl").open("a") as events:
+            events.write(json.dumps({"event": "save", "at_step": int(step)}) + "\n")
+        with (self.folder / "metrics.jsonl").open("a") as metrics:
+            metrics.write(json.dumps({"step": int(step) + 2}) + "\n")
+        os._exit(1)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """All notes so far."""
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def wait_for(get: Callable[[], list[Any]], num: int = 1) -> list[Any]:
+    """What `get` returns, once that has `num` items."""
+    deadline_s = time.monotonic() + DEADLINE_S
+    while len(items := get()) < num:
+        if time.monotonic() > deadline_s:
+            raise TimeoutError(f"{len(items)} of {num}: {items}")
+        time.sleep(0.005)
+    return items

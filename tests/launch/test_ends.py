@@ -1,0 +1,97 @@
+"""How a launch ends: the ranks' own verdict, a stop, or the death of the launcher itself."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+from launching import Launched, listening, wait_gone
+
+
+def test_a_final_exit_code_is_passed_through_though_its_echo_comes_first(tmp_path: Path) -> None:
+    with Launched(tmp_path / "run", {"0.0": "exit=1", "0.1": "echo=77"}, num_ranks=2) as launch:
+        assert launch.end() == 77
+        assert len(launch.notes("started")) == 2
+
+
+def test_nothing_starts_where_the_trainer_refuses_its_arguments(tmp_path: Path) -> None:
+    with Launched(Path("refused"), {}, logs=tmp_path) as launch:
+        assert launch.end() == 2
+        assert launch.err == "no such data\n"
+
+
+def test_one_ctrl_c_asks_each_rank_once(tmp_path: Path) -> None:
+    script = {"0.0": "serve", "0.1": "serve"}
+    with Launched(tmp_path / "run", script, num_ranks=2) as launch:
+        launch.wait_notes("serving", 2)
+        # What the launcher listens on, with its server's and ranks' sockets, is for this host only.
+        ports = {}
+        for pid in {launch.process.pid, *launch.pids()}:
+            ports |= listening(pid)
+
+        os.killpg(launch.process.pid, signal.SIGINT)  # as a terminal does
+        code = launch.end()
+
+        assert code == 75
+        assert set(ports.values()) == {"0100007F"}
+        assert [note["rank"] for note in sorted(launch.notes("asked"), key=lambda n: n["rank"])] == [
+            0, 1,
+        ]  # fmt: skip
+        assert wait_gone(launch.pids(), 1.0) == set()
+        for port in ports:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
+    script = {"0.0": "stubborn", "0.1": "stopped"}
+    with Launched(tmp_path / "run", script, num_ranks=2) as launch:
+        launch.wait_notes("serving", 2)
+
+        launch.process.send_signal(signal.SIGUSR1)
+        launch.wait_notes("asked", 1)
+        launch.process.send_signal(signal.SIGINT)
+        with pytest.raises(subprocess.TimeoutExpired):
+            launch.end(timeout_s=0.3)
+        launch.process.send_signal(signal.SIGINT)
+        code = launch.end()
+
+        assert code == 1
+        assert len(launch.notes("asked")) == 1
+        assert wait_gone(launch.pids(), 1.0) == set()
+
+
+def test_nothing_lives_5_s_after_the_launcher_was_killed(tmp_path: Path) -> None:
+    script = {"0.0": "orphan", "0.1": "stubborn", "0.2": "stopped"}
+    shared = set(os.listdir("/dev/shm"))
+    with Launched(tmp_path / "run", script, num_ranks=3) as launch:
+        launch.wait_notes("serving", 3)
+        ports = listening(launch.process.pid)
+
+        launch.process.kill()
+        killed_s = time.monotonic()
+        [saved] = launch.wait_notes("saved", 1)
+
+        assert saved["time_s"] - killed_s < 4.0
+        assert wait_gone(launch.pids(), 5.0 - (time.monotonic() - killed_s)) == set()
+        assert set(os.listdir("/dev/shm")) <= shared
+        assert len(ports) == 1
+        for port in ports:
+            with pytest.raises(ConnectionRefusedError):
+                socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_rank_without_launcher_and_fork_server_ends_itself(tmp_path: Path) -> None:
+    with Launched(tmp_path / "run", {"0.0": "stubborn"}) as launch:
+        [started] = launch.wait_notes("serving", 1) and launch.notes("started")
+
+        os.kill(started["server"], signal.SIGSTOP)
+        launch.process.kill()
+        os.kill(started["server"], signal.SIGKILL)
+
+        assert wait_gone(launch.pids(), 5.0) == set()

@@ -1,0 +1,50 @@
+"""The launcher's command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.__main__ import main
+from launch.options import Options, parse
+
+
+def test_what_follows_the_dashes_is_the_trainers() -> None:
+    options = parse(["--nproc_per_node=2", "--max-restarts", "5", "--", "tiny", "--grace-s", "--"])
+
+    assert options == Options(
+        nproc_per_node=2, max_restarts=5, trainer_argv=("tiny", "--grace-s", "--")
+    )
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--nproc-per-node", "0"], ("--nproc-per-node is 0", "use 1 or more")),
+        (["--nproc-per-node", "two"], ("--nproc-per-node", "'two'")),
+        (["--max-restarts", "-1"], ("--max-restarts is -1", "use 0")),
+        (["--grace-s", "nan"], ("--grace-s is nan", "0 or more")),
+        (["--entry", "trainer"], ("--entry is 'trainer'", "MODULE:FUNCTION")),
+        (["--max-restart", "3"], ("--max-restart is not", "--max-restarts")),
+        (["tiny", "--steps", "5"], ("tiny is not", "-- tiny --steps 5")),
+    ],
+)
+def test_an_error_names_flag_value_and_remedy(
+    argv: list[str], words: tuple[str, ...], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+
+    error = capsys.readouterr().err
+    assert error.startswith("launch: error: ")
+    assert error.count("\n") == 1
+    for word in words:
+        assert word in error
+
+
+def test_help_tells_the_options_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        parse(["--help"])
+
+    text = capsys.readouterr().out
+    assert end.value.code == 0
+    for word in ("--nproc-per-node", "--max-restarts", "--grace-s", "--entry", " -- ", "75"):
+        assert word in text

@@ -1,0 +1,124 @@
+"""A rank dies, and the launcher starts all of them again, or tells why not."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from launching import Launched, alive, wait_gone
+
+
+@pytest.fixture(scope="module")
+def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
+    """A launch that has ended, after three failures of different kinds."""
+    script = {
+        "0.0": "echo=1", "0.1": f"die={signal.SIGKILL:d}", "0.2": "echo=1",
+        "1.0": "serve", "1.1": "serve", "1.2": "exit=3",
+        "2.0": "fail", "2.1": "echo=1", "2.2": "echo=1",
+    }  # fmt: skip
+    folder = tmp_path_factory.mktemp("launch") / "run"
+    with Launched(folder, script, "--grace-s=0.3", num_ranks=3) as launch:
+        launch.end()
+        yield launch
+
+
+def test_all_ranks_are_started_again_after_a_failure_of_any_kind(restarted: Launched) -> None:
+    assert restarted.end() == 0
+
+    started = restarted.notes("started")
+    assert sorted((note["attempt"], note["rank"]) for note in started) == [
+        (attempt, rank) for attempt in range(4) for rank in range(3)
+    ]
+    assert wait_gone(restarted.pids(), 1.0) == set()  # among them a killed rank's own child
+
+
+def test_each_restart_is_a_line_with_its_cause(restarted: Launched) -> None:
+    lines = [line for line in restarted.err.splitlines() if line.startswith("launch: ")]
+
+    causes = ("1 was killed by SIGKILL", "2 exited with code 3", "0 exited with code 1")
+    for number, (line, cause) in enumerate(zip(lines, causes, strict=True), start=1):
+        assert line.startswith(f"launch: rank {cause}; restart {number} of 3, ")
+
+
+def test_survivors_are_asked_to_leave_only_after_the_grace_time(restarted: Launched) -> None:
+    asked = [(note["attempt"], note["rank"]) for note in restarted.notes("asked")]
+
+    assert sorted(asked) == [(1, 0), (1, 1)]
+
+
+def test_output_is_tagged_but_that_of_rank_0_and_no_word_is_lost(restarted: Launched) -> None:
+    assert sorted(restarted.out.splitlines()) == [
+        "[rank 1] rank 1 is done",
+        "[rank 1] the last line",
+        "[rank 2] rank 2 is done",
+        "rank 0 is done",
+    ]
+    assert "[rank 1] the last words\n" in restarted.err
+    assert "RuntimeError: as told\n" in restarted.err
+
+
+def test_a_rank_has_its_own_session_and_the_variables_that_torchrun_sets(
+    restarted: Launched,
+) -> None:
+    expected = {
+        "LOCAL_WORLD_SIZE": "3", "WORLD_SIZE": "3", "ROLE_WORLD_SIZE": "3",
+        "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1",
+        "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TRAINER_LAUNCH": "1",
+    }  # fmt: skip
+
+    notes = restarted.notes("started")
+
+    for note in notes:
+        env = note["env"]
+        assert {name: env.get(name) for name in expected} == expected
+        assert env["TORCHELASTIC_RESTART_COUNT"] == str(note["attempt"])
+        assert env["RANK"] == env["LOCAL_RANK"] == env["ROLE_RANK"] == str(note["rank"])
+        assert note["sid"] == note["pid"]
+    assert len({note["env"]["TORCHELASTIC_RUN_ID"] for note in notes}) == 1
+    ports = {(note["attempt"], note["env"]["MASTER_PORT"]) for note in notes}
+    assert len(ports) == 4  # one store for each attempt
+
+
+def test_failures_are_counted_from_the_last_one_after_which_a_later_step_was_saved(
+    tmp_path: Path,
+) -> None:
+    script = {"0.0": "save=10", "1.0": "save=20", "2.0": "save=20", "3.0": "save=30"}
+
+    with Launched(tmp_path / "run", script, "--max-restarts=1") as launch:
+        code = launch.end()
+
+        assert code == 1
+        assert len(launch.notes("started")) == 3
+        assert launch.err.count("rank 0 exited with code 1; restart 1 of 1, 2 steps lost, ") == 2
+        assert "rank 0 exited with code 1; giving up after 1 restart" in launch.err
+
+
+def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:
+    with Launched(tmp_path / "run", {"0.0": "serve", "0.1": "serve"}, num_ranks=2) as launch:
+        [note, _] = launch.wait_notes("serving", 2) and launch.notes("started")
+
+        os.kill(note["server"], signal.SIGKILL)
+        code = launch.end()
+
+        assert code == 0
+        assert "launch: the fork server was killed; restart 1 of 3" in launch.err
+        assert len(launch.notes("asked")) == 2  # the whole group could save
+        assert len(launch.notes("started", attempt=1)) == 2
+        assert not any(map(alive, launch.pids()))
+
+
+def test_a_real_process_group_forms_again_and_nothing_is_imported_again(tmp_path: Path) -> None:
+    with Launched(tmp_path / "run", {}, num_ranks=2, entry="group:main") as launch:
+        code = launch.end()
+
+        assert code == 0, launch.err
+        assert [note["total"] for note in launch.notes("summed")] == [3.0] * 4
+        assert all(note["imported"] for note in launch.notes("started"))
+        [death] = launch.notes("dies")
+        started_s = min(note["time_s"] for note in launch.notes("started", attempt=1))
+        assert started_s - death["time_s"] < 5.0  # 0.1 s where the cores are free

@@ -1,0 +1,88 @@
+"""Which end of a rank counts, and what follows from it."""
+
+from __future__ import annotations
+
+import pytest
+
+from launch.verdict import Exit, judge
+
+KILL, TERM = -9, -15
+
+
+def ends(*codes: int | None) -> list[Exit]:
+    """One rank each, ended in this order, one second after another."""
+    return [Exit(rank=n, code=code, at_s=float(n)) for n, code in enumerate(codes)]
+
+
+@pytest.mark.parametrize(
+    ("codes", "code", "restart", "cause"),
+    [
+        ((0, 0), 0, False, None),
+        ((KILL, 1, 1), 1, True, 0),
+        ((1, KILL, 1), 1, True, 1),
+        ((1, 1), 1, True, 0),
+        ((3, KILL), 1, True, 0),
+        ((0, 1), 1, True, 1),
+        ((2, 1), 2, False, 0),
+        ((1, 2), 2, False, 1),
+        ((75, 75), 75, False, 0),
+        ((0, 75), 75, False, 1),
+        ((1, 76), 76, False, 1),
+        ((1, 1, 77), 77, False, 2),
+        ((KILL, 75), 1, True, 0),
+        ((None, None), 1, True, 0),
+    ],
+)
+def test_the_first_end_that_is_no_echo_decides(
+    codes: tuple[int | None, ...], code: int, restart: bool, cause: int | None
+) -> None:
+    verdict = judge(ends(*codes))
+
+    assert (verdict.code, verdict.restart) == (code, restart)
+    assert (verdict.cause and verdict.cause.rank) == cause
+
+
+def test_an_end_that_the_launcher_forced_is_not_the_cause() -> None:
+    forced = Exit(rank=1, code=KILL, at_s=1.0, forced=True)
+
+    verdict = judge([forced, Exit(rank=0, code=1, at_s=2.0)])
+
+    assert verdict.cause is not None
+    assert verdict.cause.rank == 0
+
+
+@pytest.mark.parametrize(
+    ("codes", "code"),
+    [
+        ((75, 75), 75),
+        ((0, 0), 0),
+        ((75, 1), 75),
+        ((KILL, 75), 75),
+        ((TERM, TERM), 75),
+        ((1, 1), 1),
+        ((77, 1), 77),
+        ((None, None), 1),
+    ],
+)
+def test_after_a_stop_request_nothing_restarts_and_saved_means_75(
+    codes: tuple[int | None, ...], code: int
+) -> None:
+    verdict = judge(ends(*codes), stop_at_s=-1.0)
+
+    assert (verdict.code, verdict.restart) == (code, False)
+
+
+def test_a_failure_just_before_the_stop_request_would_have_been_restarted() -> None:
+    assert judge(ends(KILL, 1), stop_at_s=0.5).code == 75
+
+
+@pytest.mark.parametrize(
+    ("code", "text"),
+    [
+        (3, "rank 0 exited with code 3"),
+        (-11, "rank 0 was killed by SIGSEGV"),
+        (-40, "rank 0 was killed by signal 40"),
+    ],
+)
+def test_an_end_is_told_in_words(code: int, text: str) -> None:
+    assert str(ends(code)[0]) == text

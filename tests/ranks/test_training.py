@@ -1,0 +1,238 @@
+"""The whole trainer in forked ranks: batches, order, randomness, weighting, evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from runs import steps, train, validations, weights
+from tape_task import Indexed, TokenSet, read_tape
+
+TAPE = ("--task", "tape_task:Tape", "--device", "cpu", "--clip.norm", "0")
+
+
+def run(ranks, size: int, folder: Path, *arguments: str) -> Path:
+    codes = ranks(size, train, *arguments, "--run", str(folder), group=False, timeout_s=60)
+    assert codes == [0] * size
+    return folder
+
+
+def tape_arguments(path: Path, **fields: object) -> list[str]:
+    flags = [f"--task.{name.replace('_', '-')}={value}" for name, value in fields.items()]
+    return [*TAPE, f"--task.tape={path}", *flags]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_each_epoch_holds_each_kept_sample_once_in_an_order_of_its_own(ranks, tmp_path, size):
+    arguments = tape_arguments(tmp_path / "tape", samples=27)
+
+    run(ranks, size, tmp_path / "run", *arguments, "--batch.global-size=8",
+        "--batch.micro-size=2", "--epochs=3")
+
+    tapes = read_tape(tmp_path / "tape", size)
+    seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for line in (line for tape in tapes for line in tape):
+        for epoch, index in zip(line["epochs"], line["ids"], strict=True):
+            seen[epoch].append(index)
+    for epoch in seen.values():
+        assert len(epoch) == len(set(epoch)) == 24
+    assert len({tuple(sorted(epoch)) for epoch in seen.values()}) > 1, "drops the same samples"
+    orders = {tuple(i for line in tapes[0] for i, e in zip(line["ids"], line["epochs"],
+              strict=True) if e == epoch) for epoch in seen}  # fmt: skip
+    assert len(orders) == 3
+
+
+def test_the_loss_sequence_does_not_depend_on_the_number_of_ranks(ranks, tmp_path):
+    arguments = [*tape_arguments(tmp_path / "tape", samples=640, norm="group", width=8),
+                 "--batch.global-size=128", "--batch.micro-size=32", "--steps=50"]
+
+    losses = []
+    for size in (1, 2, 3, 4):
+        folder = run(ranks, size, tmp_path / f"run-{size}", *arguments)
+        losses.append(torch.tensor([line["loss"] for line in steps(folder)], dtype=torch.float64))
+
+    assert all(len(sequence) == 50 for sequence in losses)
+    for sequence in losses[1:]:
+        assert torch.allclose(sequence, losses[0], rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("drop_last", ["on", "off"])
+def test_three_ranks_share_four_micro_batches_with_synchronised_batch_norm(
+    ranks, tmp_path, drop_last
+):
+    # 26 samples: with drop_last off the last window has 2 samples, fewer than ranks.
+    arguments = [*tape_arguments(tmp_path / "tape", samples=26, norm="batch", dropout=0.1),
+                 "--batch.global-size=8", "--batch.micro-size=2", "--epochs=2",
+                 f"--data.drop-last={drop_last}"]
+
+    folders = [run(ranks, 3, tmp_path / f"run-{i}", *arguments) for i in range(2)]
+
+    count = 6 if drop_last == "on" else 8
+    assert len(steps(folders[0])) == count
+    assert steps(folders[0]) == steps(folders[1])
+    first, second = (weights(folder, count) for folder in folders)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    samples = [line["samples"] for line in steps(folders[0])]
+    assert samples == ([8] * 6 if drop_last == "on" else [8, 8, 8, 2] * 2)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_last_window_is_divided_by_what_it_holds(ranks, tmp_path, size):
+    arguments = [*tape_arguments(tmp_path / "tape", samples=10), "--batch.global-size=4",
+                 "--batch.micro-size=1", "--epochs=1", "--data.drop-last=off",
+                 "--data.shuffle=off", "--optim.name=sgd", "--optim.lr=0.1", "--optim.momentum=0",
+                 "--optim.weight-decay=0", "--schedule.name=constant", "--schedule.warmup=off",
+                 "--checkpoint.every=1", "--checkpoint.keep=9"]  # fmt: skip
+
+    folder = run(ranks, size, tmp_path / "run", *arguments)
+
+    assert [line["samples"] for line in steps(folder)] == [4, 4, 2]
+    data, model = Indexed(10, 3), torch.nn.Linear(3, 1)
+    saved = weights(folder, 1)
+    gradient = None
+    for step, window in enumerate([range(4), range(4, 8), range(8, 10)], start=1):
+        saved = weights(folder, step)
+        if step > 1:  # from the state after the step before, by hand
+            before = weights(folder, step - 1)
+            model.load_state_dict({n: before[f"head.{n}"] for n in ("weight", "bias")})
+            x, y = data.inputs[list(window)], data.targets[list(window)]
+            (model(x).squeeze(1) - y).square().mean().backward()
+            for name, parameter in model.named_parameters():
+                gradient = parameter.grad
+                expected = before[f"head.{name}"] - 0.1 * gradient
+                assert torch.allclose(saved[f"head.{name}"], expected, rtol=1e-6, atol=1e-6)
+                parameter.grad = None
+    assert gradient is not None
+
+
+def test_a_token_weighs_the_same_on_any_rank_and_in_any_micro_batch(ranks, tmp_path):
+    def update(size: int, micro: int) -> torch.Tensor:
+        folder = run(ranks, size, tmp_path / f"run-{size}-{micro}", "--task=tape_task:Tokens",
+                     "--device=cpu", "--batch.global-size=12", f"--batch.micro-size={micro}",
+                     "--steps=1", "--optim.name=sgd", "--optim.lr=1", "--optim.momentum=0",
+                     "--optim.weight-decay=0", "--schedule.warmup=off", "--clip.norm=0",
+                     "--schedule.name=constant")  # fmt: skip
+        return weights(folder, 1)["weight"]
+
+    updates = {f"{w}x{12 // m // w}": update(w, m) for w, m in ((1, 12), (1, 3), (2, 3), (2, 6))}
+
+    data = TokenSet(12)
+    model = torch.nn.Linear(3, 1, bias=False)
+    torch.nn.init.constant_(model.weight, 0.5)
+    batch = [data[i] for i in range(12)]
+    x, y, valid = (torch.stack([sample[k] for sample in batch]) for k in ("x", "y", "valid"))
+    (((model(x).squeeze(-1) - y).square() * valid).sum() / valid.sum()).backward()
+    expected = (model.weight - model.weight.grad).detach()
+    for how, weight in updates.items():
+        assert torch.allclose(weight, expected, rtol=1e-6, atol=1e-6), how
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_learning_rate_and_saves_count_optimizer_steps(ranks, tmp_path, size):
+    arguments = [*tape_arguments(tmp_path / "tape", samples=320), "--batch.global-size=8",
+                 "--batch.micro-size=2", "--epochs=1", "--checkpoint.every=10",
+                 "--checkpoint.keep=9", "--schedule.warmup=4"]  # fmt: skip
+
+    folder = run(ranks, size, tmp_path / "run", *arguments)
+
+    names = sorted(p.name for p in (folder / "checkpoints").glob("step-*"))
+    assert names == [f"step-{n:08d}" for n in (10, 20, 30, 40)]
+    rates = [line["lr"] for line in steps(folder)]
+    assert rates[:4] == pytest.approx([3e-3 / 4, 3e-3 / 2, 3e-3 * 3 / 4, 3e-3])
+    assert rates[-1] == pytest.approx(3e-4)
+    assert rates[3:] == sorted(rates[3:], reverse=True)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_numbers_differ_by_sample_epoch_and_rank_and_come_again(ranks, tmp_path, workers):
+    arguments = [*tape_arguments(tmp_path / "tape", samples=16), "--batch.global-size=8",
+                 "--batch.micro-size=2", "--epochs=2", f"--data.workers={workers}"]
+
+    tables = []
+    for attempt in range(2):
+        run(ranks, 2, tmp_path / f"run-{attempt}", *arguments)
+        tapes = read_tape(tmp_path / "tape", 2)
+        tables.append(tapes)
+        for rank in range(2):
+            Path(f"{tmp_path / 'tape'}-{rank}.jsonl").unlink()
+
+    assert tables[0] == tables[1]
+    lines = [line for tape in tables[0] for line in tape]
+    for kind in range(5):
+        draws = [sample[kind] for line in lines for sample in line["draws"]]
+        assert len(draws) == len(set(draws)) == 32
+    masks = [tuple(line["mask"]) for line in lines]
+    assert len(set(masks)) > len(masks) - 2  # 16 bits each: one pair may be equal by chance
+    randoms = [r for line in lines for r in line["random"]]
+    assert len(set(randoms)) == len(randoms)
+    epochs = {(e, i) for line in lines for e, i in zip(line["epochs"], line["ids"], strict=True)}
+    assert epochs == {(e, i) for e in (0, 1) for i in range(16)}
+
+
+def test_the_draws_of_a_sample_do_not_depend_on_workers_or_ranks(ranks, tmp_path):
+    tables = []
+    for size, workers in ((1, 0), (2, 2)):
+        tape = tmp_path / f"tape-{size}"
+        run(ranks, size, tmp_path / f"run-{size}", *tape_arguments(tape, samples=16),
+            "--batch.global-size=8", "--batch.micro-size=2", "--epochs=2",
+            f"--data.workers={workers}")
+        tables.append({
+            (epoch, index): draws
+            for lines in read_tape(tape, size) for line in lines
+            for epoch, index, draws in zip(line["epochs"], line["ids"], line["draws"],
+                                           strict=True)
+        })  # fmt: skip
+
+    assert tables[0] == tables[1]
+    assert len(tables[0]) == 32
+
+
+def test_validation_counts_each_sample_once_for_any_number_of_ranks(ranks, tmp_path):
+    lines = []
+    for size in (1, 2, 3):
+        tape = tmp_path / f"tape-{size}"
+        arguments = [*tape_arguments(tape, samples=8, validation=7),
+                     "--batch.global-size=6", "--batch.micro-size=2", "--steps=1",
+                     "--eval.batch-size=2"]  # fmt: skip
+        lines.append(validations(run(ranks, size, tmp_path / f"run-{size}", *arguments)))
+
+    for line, in lines:
+        assert line["val_samples"] == 7
+    assert lines[0][0]["val_loss"] == pytest.approx(lines[1][0]["val_loss"], rel=1e-6)
+    ids = sorted(i for line in read_tape(tmp_path / "tape-1", 1, training=False)[0]
+                 for i in line["ids"])
+    assert ids[:7] == sorted([*range(7)] * 2)[:7] or ids == sorted([*range(7)] * 2)
+
+
+@pytest.mark.parametrize(("samples", "arguments", "count"), [
+    (1, ["--batch.global-size=4", "--data.drop-last=off"], 2),
+    (3, ["--batch.global-size=4", "--data.drop-last=off"], 2),
+    (5, ["--batch.global-size=4", "--data.drop-last=off"], 4),
+    (5, ["--batch.global-size=4"], 2),
+    (5, ["--batch.global-size=16", "--data.drop-last=off"], 2),
+])  # fmt: skip
+def test_a_small_data_set_gives_its_true_number_of_steps(ranks, tmp_path, samples, arguments,
+                                                         count):
+    folder = run(ranks, 2, tmp_path / "run", *tape_arguments(tmp_path / "tape", samples=samples),
+                 "--batch.micro-size=2", "--epochs=2", *arguments)
+
+    assert len(steps(folder)) == count
+
+
+def test_too_few_samples_for_a_step_is_an_error_on_all_ranks(ranks, tmp_path):
+    codes = ranks(2, train, *tape_arguments(tmp_path / "tape", samples=3),
+                  "--batch.global-size=4", "--batch.micro-size=2", "--run", str(tmp_path / "run"),
+                  group=False)  # fmt: skip
+
+    assert codes == [2, 2]
+    assert not (tmp_path / "run").exists()
+
+
+def test_one_rank_writes_the_run_folder(ranks, tmp_path):
+    folder = run(ranks, 2, tmp_path / "run", *tape_arguments(tmp_path / "tape", samples=64),
+                 "--batch.global-size=4", "--batch.micro-size=1", "--epochs=1")
+
+    assert len(list((folder / "tensorboard").glob("*"))) == 1
+    assert [line["step"] for line in steps(folder)] == list(range(1, 17))

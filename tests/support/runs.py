@@ -1,0 +1,36 @@
+"""Training in forked ranks, by the real command line, and reading what it left."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def train(*arguments: str) -> int:
+    """In a rank: the exit code of `python -m trainer ARGUMENTS`."""
+    from trainer.__main__ import main
+
+    return main(list(arguments))
+
+
+def metrics(run: Path | str) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl."""
+    return [json.loads(t) for t in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def steps(run: Path | str) -> list[dict[str, Any]]:
+    """The training steps' lines."""
+    return [line for line in metrics(run) if "loss" in line]
+
+
+def validations(run: Path | str) -> list[dict[str, Any]]:
+    """The validations' lines."""
+    return [line for line in metrics(run) if "val_loss" in line]
+
+
+def weights(run: Path | str, step: int) -> dict[str, Any]:
+    """The model of a checkpoint, as a plain script loads it."""
+    from safetensors.torch import load_file
+
+    return load_file(Path(run) / f"checkpoints/step-{step:08d}/model.safetensors")

@@ -1,0 +1,146 @@
+"""Tasks for tests whose data set returns its own index, and which write down what they see."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import Dataset
+
+from trainer import Outcome
+
+
+class Indexed(Dataset):
+    """Sample i is (i, x_i, y_i, draws): draws from each kind of generator, and the epoch."""
+
+    def __init__(self, count: int, width: int, nan_at: int | None = None) -> None:
+        generator = torch.Generator().manual_seed(1234 + count)
+        self.inputs = torch.randn(count, width, generator=generator)
+        self.targets = torch.randn(count, generator=generator)
+        if nan_at is not None:
+            self.inputs[nan_at] = float("nan")
+        self.own = np.random.default_rng(5)
+        self.python = random.Random(5)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        draws = [random.random(), np.random.rand(), self.own.random(), self.python.random(),
+                 torch.rand(()).item()]  # fmt: skip
+        return {"index": index, "x": self.inputs[index], "y": self.targets[index],
+                "draws": torch.tensor(draws, dtype=torch.float64), "epoch": self.epoch}
+
+
+class Net(nn.Module):
+    """A linear layer, or one with a norm and dropout before it."""
+
+    def __init__(self, width: int, norm: str, dropout: float) -> None:
+        super().__init__()
+        self.body = nn.Sequential()
+        if norm:
+            self.body.append(nn.Linear(width, 16))
+            self.body.append(nn.BatchNorm1d(16) if norm == "batch" else nn.GroupNorm(4, 16))
+            self.body.append(nn.ReLU())
+        self.body.append(nn.Dropout(dropout))
+        self.head = nn.Linear(16 if norm else width, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x)).squeeze(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Tape:
+    """Regression on numbered samples; each rank appends a line a micro-batch to its tape."""
+
+    tape: str = ""
+    samples: int = 20
+    validation: int = 0
+    width: int = 3
+    norm: str = ""
+    dropout: float = 0.0
+    nan_at: int | None = None
+
+    def model(self) -> nn.Module:
+        return Net(self.width, self.norm, self.dropout)
+
+    def dataset(self, split: str) -> Dataset | None:
+        if split == "train":
+            return Indexed(self.samples, self.width, self.nan_at)
+        return Indexed(self.validation, self.width) if self.validation else None
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        drop = functional.dropout(torch.ones(16), 0.5, training=True)
+        predicted = model(batch["x"])
+        error = (predicted - batch["y"]).square()
+        if self.tape:
+            line = {
+                "training": model.training,
+                "ids": batch["index"].tolist(),
+                "epochs": batch["epoch"].tolist(),
+                "draws": batch["draws"].tolist(),
+                "mask": drop.tolist(),
+                "random": [random.random(), float(np.random.rand())],
+            }
+            path = f"{self.tape}-{os.environ.get('RANK', '0')}.jsonl"
+            with open(path, "a") as file:
+                file.write(json.dumps(line) + "\n")
+        return Outcome(error.sum(), len(error), {"abs": (error.detach().sqrt().sum(), len(error))})
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """Samples of 1, 2, 3, … valid tokens: the mean over tokens is no mean of means."""
+
+    samples: int = 12
+
+    def model(self) -> nn.Module:
+        model = nn.Linear(3, 1, bias=False)
+        nn.init.constant_(model.weight, 0.5)
+        return model
+
+    def dataset(self, split: str) -> Dataset | None:
+        return TokenSet(self.samples) if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Outcome:
+        valid = batch["valid"]
+        error = (model(batch["x"]).squeeze(-1) - batch["y"]).square()
+        return Outcome((error * valid).sum(), valid.sum())
+
+
+class TokenSet(Dataset):
+    """Sample i has i + 1 valid tokens of `count`."""
+
+    def __init__(self, count: int) -> None:
+        generator = torch.Generator().manual_seed(7)
+        self.x = torch.randn(count, count, 3, generator=generator)
+        self.y = torch.randn(count, count, generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        valid = (torch.arange(len(self.x)) <= index).float()
+        return {"x": self.x[index], "y": self.y[index], "valid": valid}
+
+
+def read_tape(path: Path | str, ranks: int, *, training: bool = True) -> list[list[dict]]:
+    """The lines of each rank, without the first training line of the attempt (the rehearsal)."""
+    tapes = []
+    for rank in range(ranks):
+        lines = [json.loads(t) for t in Path(f"{path}-{rank}.jsonl").read_text().splitlines()]
+        lines = [line for line in lines if line["training"] == training]
+        tapes.append(lines[1:] if training else lines)
+    return tapes

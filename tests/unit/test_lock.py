@@ -1,0 +1,332 @@
+"""One attempt owns a run folder: the living keep it, orphans and earlier attempts lose it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import StaleAttempt
+from trainer.lock import ByteLocks, RunLock
+from trainer.store import Store
+
+REPOSITORY = Path(__file__).parents[2]
+
+PROCESS = """
+import os, sys, traceback
+from pathlib import Path
+from trainer.lock import RunLock
+lock = RunLock(Path(sys.argv[1]), sys.argv[2], moment_s=60)
+for line in sys.stdin:
+    command, *arguments = line.split()
+    try:
+        if command == "take":
+            keys = dict(part.split("=") for part in arguments)
+            pid = int(keys["launcher_pid"]) if "launcher_pid" in keys else None
+            print(lock.take(launcher_pid=pid, launch_id=keys.get("launch_id"), wait_s=0))
+        elif command == "check":
+            print(lock.check())
+        elif command == "fork":
+            child = os.fork()
+            if not child:
+                os.read(int(arguments[0]), 1)
+                os._exit(0)
+            print(child)
+        elif command == "commit":
+            with lock.committing():
+                print("committing", flush=True)
+                sys.stdin.readline()
+                Path(arguments[0]).touch()
+            print("committed")
+    except Exception as error:
+        print(f"{type(error).__name__}: {error}")
+    sys.stdout.flush()
+"""
+
+
+class Process:
+    """An attempt in a process of its own."""
+
+    def __init__(self, popen: subprocess.Popen[str]) -> None:
+        self.popen = popen
+        self.pid = popen.pid
+
+    def tell(self, command: str) -> None:
+        assert self.popen.stdin is not None
+        print(command, file=self.popen.stdin, flush=True)
+
+    def answer(self) -> str:
+        assert self.popen.stdout is not None
+        return self.popen.stdout.readline().rstrip()
+
+    def ask(self, command: str) -> str:
+        self.tell(command)
+        return self.answer()
+
+    def kill(self) -> None:
+        self.popen.kill()
+        self.popen.wait()
+
+
+class Processes:
+    """Starts attempts, and launchers that do nothing but live; ends them with the test."""
+
+    def __init__(self, path: Path, stack: ExitStack) -> None:
+        self.path, self._stack = path, stack
+
+    def attempt(self, nonce: str, pass_fds: tuple[int, ...] = ()) -> Process:
+        command = [sys.executable, "-S", "-c", PROCESS, str(self.path), nonce]
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+        return self._start(command, env=environment, pass_fds=pass_fds)
+
+    def launcher(self) -> Process:
+        return self._start([sys.executable, "-I", "-S", "-c", "import sys; sys.stdin.read()"])
+
+    def _start(self, command: list[str], **options: object) -> Process:
+        popen = self._stack.enter_context(
+            subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, **options
+            )  # type: ignore[call-overload]
+        )
+        self._stack.callback(popen.kill)
+        return Process(popen)
+
+
+@pytest.fixture
+def processes(tmp_path: Path) -> Iterator[Processes]:
+    with ExitStack() as stack:
+        yield Processes(tmp_path / "lock", stack)
+
+
+def test_a_folder_in_use_by_a_living_run_is_refused(processes: Processes) -> None:
+    first, second = processes.attempt("first"), processes.attempt("second")
+    assert first.ask("take") == "None"
+
+    refusal = second.ask("take")
+
+    assert refusal.startswith(f"ConfigError: --run {processes.path.parent}: another run is at work")
+    assert f"process {first.pid} " in refusal
+    assert first.ask("check") == "None"
+    assert second.ask("check").startswith("StaleAttempt")
+
+
+def test_a_run_with_a_living_launcher_is_refused_to_another_launcher(processes: Processes) -> None:
+    first, second = processes.attempt("first"), processes.attempt("second")
+    mine, other = processes.launcher(), processes.launcher()
+    assert first.ask(f"take launcher_pid={mine.pid} launch_id=a") == "None"
+
+    refusal = second.ask(f"take launcher_pid={other.pid} launch_id=b")
+
+    assert refusal.startswith("ConfigError")
+
+
+@pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
+def test_the_folder_of_a_dead_run_is_free_at_once(processes: Processes, sign: int) -> None:
+    first, second = processes.attempt("first"), processes.attempt("second")
+    first.ask("take")
+    first.popen.send_signal(sign)
+    first.popen.wait()
+
+    assert second.ask("take") == "None"
+    assert second.ask("check") == "None"
+
+
+def test_forked_children_that_outlive_a_run_do_not_hold_its_folder(processes: Processes) -> None:
+    reader, writer = os.pipe()
+    first, second = processes.attempt("first", pass_fds=(reader,)), processes.attempt("second")
+    first.ask("take")
+    child = int(first.ask(f"fork {reader}"))
+    first.popen.kill()
+
+    assert os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT) is not None
+    os.kill(child, 0)  # it lives
+    assert second.ask("take") == "None"
+
+    os.close(writer)
+    os.close(reader)
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_an_orphan_loses_the_folder(processes: Processes, reaped: bool) -> None:
+    orphan, second, third = (processes.attempt(name) for name in ("orphan", "second", "third"))
+    launcher = processes.launcher()
+    orphan.ask(f"take launcher_pid={launcher.pid}")
+    launcher.popen.kill()
+    if reaped:
+        launcher.popen.wait()
+    else:
+        os.waitid(os.P_PID, launcher.pid, os.WEXITED | os.WNOWAIT)
+
+    answer = second.ask("take")
+
+    assert answer.endswith("an orphan, its launcher is gone")
+    assert f"process {orphan.pid} of attempt orphan" in answer
+    assert orphan.ask("check").startswith("StaleAttempt")
+    assert second.ask("check") == "None"
+    # The orphan's life or death changes nothing about the second, which lives.
+    assert third.ask("take").startswith("ConfigError")
+    orphan.kill()
+    assert third.ask("take").startswith("ConfigError")
+    assert second.ask("check") == "None"
+
+
+def test_an_earlier_attempt_of_the_same_launcher_loses_the_folder(processes: Processes) -> None:
+    launcher = processes.launcher()
+    first, second = processes.attempt("first"), processes.attempt("second")
+    first.ask(f"take launcher_pid={launcher.pid}")
+    first.popen.send_signal(signal.SIGSTOP)
+
+    answer = second.ask(f"take launcher_pid={launcher.pid}")
+
+    assert answer.endswith("an earlier attempt of this launcher")
+    first.popen.send_signal(signal.SIGCONT)
+    assert first.ask("check").startswith("StaleAttempt")
+
+
+def test_an_earlier_attempt_of_the_same_launch_loses_the_folder(processes: Processes) -> None:
+    first, second = processes.attempt("first"), processes.attempt("second")
+    first.ask("take launch_id=job-17")
+
+    assert second.ask("take launch_id=job-17").endswith("an earlier attempt of this launch")
+    assert first.ask("check").startswith("StaleAttempt")
+
+
+def test_every_process_of_the_attempt_may_write(processes: Processes) -> None:
+    rank_0, rank_1 = processes.attempt("one"), processes.attempt("one")
+
+    rank_0.ask("take")
+
+    assert rank_1.ask("check") == "None"
+    rank_0.kill()
+    assert rank_1.ask("check") == "None"  # a survivor may still save
+
+
+def test_a_new_attempt_waits_for_a_commit_under_way(processes: Processes, tmp_path: Path) -> None:
+    first, lock = processes.attempt("first"), RunLock(processes.path, "second", moment_s=60)
+    first.ask("take launch_id=a")
+    assert first.ask(f"commit {tmp_path / 'done'}") == "committing"
+
+    timer = threading.Timer(0.1, first.tell, ("go",))
+    timer.start()
+    lock.take(launch_id="a")
+
+    timer.join()
+    assert (tmp_path / "done").exists()
+    assert first.answer() == "committed"
+    assert first.ask(f"commit {tmp_path / 'again'}").startswith("StaleAttempt")
+    lock.close()
+
+
+def test_a_new_attempt_does_not_wait_for_a_stopped_process(
+    processes: Processes, tmp_path: Path
+) -> None:
+    first, lock = processes.attempt("first"), RunLock(processes.path, "second", moment_s=0.1)
+    first.ask("take launch_id=a")
+    first.ask(f"commit {tmp_path / 'never'}")
+    first.popen.send_signal(signal.SIGSTOP)
+
+    lock.take(launch_id="a")
+
+    lock.check()
+    lock.close()
+
+
+def test_a_run_that_is_about_to_leave_is_waited_for(processes: Processes) -> None:
+    first, lock = processes.attempt("first"), RunLock(processes.path, "second")
+    first.ask("take")
+
+    timer = threading.Timer(0.1, first.kill)
+    timer.start()
+
+    assert lock.take(wait_s=60) is None
+    timer.join()
+    lock.close()
+
+
+def test_who_removes_the_lock_file_ends_the_ownership(processes: Processes) -> None:
+    first, second = processes.attempt("first"), processes.attempt("second")
+    first.ask("take")
+
+    processes.path.unlink()
+
+    assert first.ask("check").startswith("StaleAttempt")
+    assert second.ask("take") == "None"
+    assert first.ask("check").startswith("StaleAttempt")
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"{}", bytes(1024)])
+def test_a_lock_file_without_an_owner_is_free(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "lock").write_bytes(content)
+    lock = RunLock(tmp_path / "lock", "one")
+    with pytest.raises(StaleAttempt, match="nobody"):
+        lock.check()
+
+    assert lock.take() is None
+    lock.check()
+    lock.close()
+
+
+def test_an_orphan_that_saves_late_changes_nothing(processes: Processes, tmp_path: Path) -> None:
+    lock = RunLock(processes.path, "orphan")
+    lock.take(launch_id="a")
+    store = Store(tmp_path / "checkpoints", guard=lock.committing)
+    with store.stage(1, generation=0) as stage:
+        stage.commit(kind="periodic")
+
+    with store.stage(2, generation=0) as stage:
+        assert processes.attempt("newer").ask("take launch_id=a").startswith("the run folder")
+        with pytest.raises(StaleAttempt, match="newer does"):
+            stage.commit(kind="periodic")
+
+    assert [path.name for path in store.folder.glob("step-*")] == ["step-00000001"]
+    lock.close()
+
+
+def test_a_file_system_without_locks_refuses_nobody_but_still_tells_who_owns(
+    processes: Processes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, lock = processes.attempt("first"), RunLock(processes.path, "second")
+    first.ask("take")
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.lockf", refuse)
+    assert lock.take() is None
+
+    assert first.ask("check").startswith("StaleAttempt")
+    lock.check()
+    lock.close()
+
+
+def test_a_byte_is_given_once_within_a_process_and_again_after_it_came_back(
+    tmp_path: Path,
+) -> None:
+    locks = ByteLocks(tmp_path / "lock")
+
+    assert locks.try_lock(7)
+    assert not locks.try_lock(7)
+    assert locks.try_lock(8)
+    locks.unlock(7)
+    assert locks.lock(7, wait_s=0)
+    locks.close()
+
+
+def test_errors_of_the_disk_are_not_taken_for_missing_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("fcntl.lockf", fail)
+
+    with pytest.raises(OSError, match="Input/output error"):
+        RunLock(tmp_path / "lock", "one").take()
