@@ -182,12 +182,14 @@ class HotAgent(SimpleElasticAgent):
         self._progress.update(self._ranks.run_folder)
         if self._progress.take_advance():
             self._remaining_restarts = max_restarts
-        if not self.verdict.restart:
-            self._remaining_restarts = 0
-        elif self._remaining_restarts:
+        if self.verdict.restart and self._remaining_restarts:
             self._failed = cause
+        elif self.verdict.restart:
+            self._output.say(f"{cause}; giving up, {max_restarts} of {max_restarts} restarts used")
         else:
-            self._output.say(f"{cause}; giving up after {max_restarts} restarts without progress")
+            self._remaining_restarts = 0
+            if self.verdict.code == EXIT_FAILURE:
+                self._output.say(f"{cause} instead of stopping as asked")
 
     def _say_restarted(self, cause: Exit) -> None:
         used = self._worker_group.spec.max_restarts - self._remaining_restarts

@@ -27,7 +27,7 @@ class Output:
         self._write(sys.stderr.fileno(), f"launch: {text}\n".encode())
 
     def follow(self, fd: int, *, tag: str, to_fd: int) -> None:
-        """Copy what comes out of `fd` to `to_fd`, `tag` before each line, and close it at its end."""
+        """Copy what comes out of `fd` to `to_fd`, `tag` before each line; close it at its end."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=self._copy, args=(fd, tag.encode(), to_fd), daemon=True)
         thread.start()

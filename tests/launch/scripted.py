@@ -56,8 +56,14 @@ class Rank:
 
     def wait(self, what: str, num: int | None = None) -> list[dict[str, Any]]:
         """The notes `what` of this attempt, once there are `num` (one of each rank)."""
-        return wait_for(lambda: [n for n in read(self.notes) if n["what"] == what
-                                 and n["attempt"] == self.attempt], num or self.num_ranks)  # fmt: skip
+        return wait_for(
+            lambda: [
+                note
+                for note in read(self.notes)
+                if (note["what"], note["attempt"]) == (what, self.attempt)
+            ],
+            num or self.num_ranks,
+        )
 
     def complete(self, _: str) -> None:
         print(f"rank {self.rank} is done")

@@ -39,9 +39,7 @@ def test_one_ctrl_c_asks_each_rank_once(tmp_path: Path) -> None:
 
         assert code == 75
         assert set(ports.values()) == {"0100007F"}
-        assert [note["rank"] for note in sorted(launch.notes("asked"), key=lambda n: n["rank"])] == [
-            0, 1,
-        ]  # fmt: skip
+        assert sorted(note["rank"] for note in launch.notes("asked")) == [0, 1]
         assert wait_gone(launch.pids(), 1.0) == set()
         for port in ports:
             with pytest.raises(ConnectionRefusedError):

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
 from launching import Launched, alive, wait_gone
 
 
@@ -95,7 +94,7 @@ def test_failures_are_counted_from_the_last_one_after_which_a_later_step_was_sav
         assert code == 1
         assert len(launch.notes("started")) == 3
         assert launch.err.count("rank 0 exited with code 1; restart 1 of 1, 2 steps lost, ") == 2
-        assert "rank 0 exited with code 1; giving up after 1 restart" in launch.err
+        assert "rank 0 exited with code 1; giving up, 1 of 1 restarts used" in launch.err
 
 
 def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:

@@ -25,7 +25,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data",
-           "torch._dynamo", "trainer")  # the first optimizer of a process imports torch._dynamo
+           "torch._dynamo", "torch.utils.tensorboard", "safetensors.torch", "trainer.build",
+           "trainer.loop", "trainer.cli")  # the first optimizer of a process imports torch._dynamo
 LEAVE_S = 5.0  # how long a rank may take to destroy its group and exit
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
