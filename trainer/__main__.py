@@ -33,7 +33,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(arguments: Sequence[str], stop: StopRequest) -> int:
     """Train as the arguments say; returns the exit code."""
     from trainer import cli
-    from trainer.errors import EXIT_FAILURE, ConfigError, TrainerError
+    from trainer.errors import (
+        EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, TrainerError,
+    )  # fmt: skip
     from trainer.launcher import leave_launcher
     from trainer.log import Log
     from trainer.world import Launch, World
@@ -59,7 +61,8 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         code = error.exit_code
         log.event("stop", why=str(error), exit_code=code)
         if launch.rank == 0:
-            log.info(str(error)) if code == 75 else log.error(str(error))
+            say = log.info if code in (EXIT_COMPLETE, EXIT_STOPPED) else log.error
+            say(str(error))
     except Exception as error:
         log.event("failure", why=f"{type(error).__name__}: {error}")
         traceback.print_exc()

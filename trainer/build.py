@@ -24,6 +24,7 @@ from trainer.data.sampler import MicroBatchSampler, Plan
 from trainer.errors import ConfigError
 from trainer.evaluate import Evaluator
 from trainer.folder import Identity
+from trainer.lock import RunLock
 from trainer.log import Log
 from trainer.metrics import Metrics, open_metrics
 from trainer.state import Best, Horizon, LossMeter, Progress, TrainState
@@ -108,13 +109,12 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     log.phase = "build"
     path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}")
     work = _agreed(world, partial(_prepare, config, world))
-    identity, lock = folder.enter(path, world, log, resume=config.resume)
-    log.event("start", world_size=world.size)
+    identity = folder.look(path, world, resume=config.resume)
+    lock = RunLock(path / folder.LOCK, world.nonce)
     armed = faults.Faults(
         [faults.parse(text) for text in config.inject], rank=world.rank,
         attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
     )  # fmt: skip
-    armed.at("start", step=0)
 
     horizon = Horizon(epoch=work.plan.steps_per_epoch, total=work.intervals.total)
     state = TrainState(
@@ -152,8 +152,12 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         verdict = resume.judge(config, found.facts["settings"], now=circumstances,
                                then=found.facts["circumstances"])
         state.progress.load_state_dict(found.facts["progress"])
-    position = state.progress.step
-    log.step = position
+    position = log.step = state.progress.step
+    folder.refuse_finished(path, world, position, work.intervals.total)
+    folder.enter(path, identity, lock, world, log)
+    log.event("start", world_size=world.size)
+    armed.at("start", step=position)
+
     wrapped, objective = _wrap(config, work, world)
     step = Step(
         objective=objective, wrapped=wrapped, model=work.model, optimizer=work.optimizer,

@@ -23,6 +23,12 @@ class ConfigError(TrainerError, ValueError):
     exit_code = EXIT_CONFIG
 
 
+class AlreadyFinished(TrainerError):
+    """The run that is to be continued is complete: there is nothing to do."""
+
+    exit_code = EXIT_COMPLETE
+
+
 class StopRequested(TrainerError):
     """The run was asked to stop, its state is saved, and the same command continues it."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import platform
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.durable import fsync_folder, make_folder, write_file
-from trainer.errors import ConfigError
+from trainer.errors import AlreadyFinished, ConfigError
 from trainer.lock import RunLock
 from trainer.log import Log
 from trainer.world import World
@@ -23,7 +24,7 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT, METRICS, EVENTS = (
     "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
 )  # fmt: skip
-CHECKPOINTS, TENSORBOARD, FAULTS = "checkpoints", "tensorboard", "faults"
+CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,53 +35,78 @@ class Identity:
     attempt: int
 
 
-def enter(path: Path, world: World, log: Log, *, resume: str) -> tuple[Identity, RunLock]:
-    """Collective. Take possession of a run folder for this attempt.
+def look(path: Path, world: World, *, resume: str) -> Identity:
+    """Collective. Which run a folder holds, or is going to hold, and which attempt this is.
 
     Raises:
-        ConfigError: the folder can't be used, is in use by another run that lives, or is used
-            and `resume` is "never".
+        ConfigError: the folder is used and `resume` is "never".
     """
-    lock = RunLock(path / "lock", world.nonce)
     error: Exception | None = None
     record: dict[str, Any] = {}
+    if world.is_main:
+        old = read_json(path / IDENTITY)
+        launch = _launch_id(world)
+        restarted = old is not None and launch is not None and old.get("launch") == launch
+        if resume == "never" and old is not None and not restarted:
+            error = ConfigError(f"--resume never: {path} holds a run already; choose another "
+                                "--run, or leave --resume out to continue that run.")
+        record = {"run": old["run"] if old else secrets.token_hex(8),
+                  "attempt": old["attempt"] + 1 if old else 0}
+    world.agree(error)
+    return Identity(**world.broadcast_json(record))
+
+
+def refuse_finished(path: Path, world: World, step: int, total: int) -> None:
+    """Collective. Go no further with a run that is complete.
+
+    Raises:
+        AlreadyFinished: its summary is of the step it is at, and no step is left.
+    """
+    summary = world.broadcast_json(read_json(path / SUMMARY) if world.is_main else None)
+    if summary is not None and step >= total and summary["step"] == step:
+        lines = [f"{path}: the run is complete; nothing to do", *closing_lines(summary, str(path))]
+        raise AlreadyFinished("\n".join(lines))
+
+
+def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
+    """The last lines of a finished run: the figures, and where things are."""
+    best, test = summary["best"], summary["test"]
+    lines = [f"finished at step {summary['step']}"
+             + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")]
+    if best["metric"]:
+        lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
+    if test is not None:
+        lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
+    lines.append(f"best weights: {path}/{PRODUCT}")
+    lines.append(f"final weights: {path}/{summary['final_weights']}")
+    lines.append(f"curves: tensorboard --logdir {path}")
+    return lines
+
+
+def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log) -> None:
+    """Collective. Take possession of the run folder for this attempt.
+
+    Raises:
+        ConfigError: the folder can't be written, or another run that lives is at work in it.
+    """
+    error: Exception | None = None
     note = None
     if world.is_main:
         try:
-            record, note = _take(path, world, lock, resume)
+            make_folder(path)
+            launch_id = _launch_id(world)
+            elastic = world.launch.run_id is not None
+            note = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
+            replace_json(path / IDENTITY, {**dataclasses.asdict(identity), "launch": launch_id})
         except OSError as problem:
             error = ConfigError(f"--run {path}: {problem}; choose a folder that can be written.")
             error.__cause__ = problem
         except ConfigError as problem:
             error = problem
     world.agree(error)
-    record = world.broadcast_json(record)
-    identity = Identity(run=record["run"], attempt=record["attempt"])
     log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if note:
         log.warning(note)
-    return identity, lock
-
-
-def _take(
-    path: Path, world: World, lock: RunLock, resume: str
-) -> tuple[dict[str, Any], str | None]:
-    old = read_json(path / IDENTITY)
-    launch_id = _launch_id(world)
-    restarted = old is not None and launch_id is not None and old.get("launch") == launch_id
-    if resume == "never" and old is not None and not restarted:
-        raise ConfigError(f"--resume never: {path} holds a run already; choose another --run, or "
-                          "leave --resume out to continue that run.")
-    make_folder(path)
-    elastic = world.launch.run_id is not None
-    note = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
-    record = {
-        "run": old["run"] if old else secrets.token_hex(8),
-        "attempt": old["attempt"] + 1 if old else 0,
-        "launch": launch_id,
-    }
-    replace_json(path / IDENTITY, record)
-    return record, note
 
 
 def _launch_id(world: World) -> str | None:

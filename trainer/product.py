@@ -71,21 +71,6 @@ def finish(run: Parts) -> dict[str, Any]:
                              tensorfile.chunks({n: t.cpu() for n, t in weights.items()}))
         folder.replace_json(run.path / folder.SUMMARY, summary)
     run.log.event("end", attempts=summary["attempts"])
-    for line in closing_lines(summary, str(run.path)):
+    for line in folder.closing_lines(summary, str(run.path)):
         run.log.info(line)
     return summary
-
-
-def closing_lines(summary: dict[str, Any], path: str) -> list[str]:
-    """The last lines of a finished run: the figures, and where things are."""
-    best, test = summary["best"], summary["test"]
-    lines = [f"finished at step {summary['step']}"
-             + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")]
-    if best["metric"]:
-        lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
-    if test is not None:
-        lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
-    lines.append(f"best weights: {path}/{folder.PRODUCT}")
-    lines.append(f"final weights: {path}/{summary['final_weights']}")
-    lines.append(f"curves: tensorboard --logdir {path}")
-    return lines

@@ -36,12 +36,13 @@ class Launched:
         self.folder = folder
         arguments = [str(folder), json.dumps(script)]
         self.streams = {name: logs / f"{name}.txt" for name in ("stdout", "stderr")}
+        path = [str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with self.streams["stdout"].open("wb") as out, self.streams["stderr"].open("wb") as err:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "launch", f"--nproc-per-node={num_ranks}", *options,
                  "--entry", entry, "--", *arguments],
                 stdout=out, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, process_group=0,
-                env={**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), str(ROOT)])},
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(path)},
             )  # fmt: skip
 
     def __enter__(self) -> Launched:
