@@ -173,7 +173,8 @@ class HotAgent(SimpleElasticAgent):
         for at_s, number in self._hurry_at[self._num_hurried :]:
             if now_s >= at_s and self._ranks.living:
                 self._num_hurried += 1
-                self._ranks.signal(number, forced=True)
+                if number == signal.SIGKILL or not self._stop_passed_on:
+                    self._ranks.signal(number, forced=True)
 
     def _allow_restart(self, max_restarts: int) -> None:
         """Tell the superclass, by its counter, whether to restart."""

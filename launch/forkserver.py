@@ -13,6 +13,7 @@ When the launcher dies, the ranks have a little time to save; whatever is left t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import importlib
 import json
@@ -37,6 +38,7 @@ MOURNING_S = 4.3
 
 PACKET_BYTES = 1 << 17
 MAX_FDS = 4
+PR_SET_PDEATHSIG = 1
 
 
 def send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -93,7 +95,9 @@ class _Server:
         self._inherited = [control.fileno(), self._wakeup_fd, write_fd]
 
     def run(self) -> NoReturn:
+        _die_with_launcher(signal.SIGKILL)  # there is nothing to wait for yet
         code, main = load(self._entry, self._argv)
+        _die_with_launcher(0)
         if main is None:
             send(self._control, {"refused": code})
             os._exit(code)
@@ -209,6 +213,11 @@ def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         print(f"launch: warning: importing {entry} has started threads ({names}), which the ranks "
               "won't have: start them in the task's methods", file=sys.stderr)  # fmt: skip
     return EXIT_COMPLETE, main
+
+
+def _die_with_launcher(number: int) -> None:
+    """Be sent this signal when the parent dies; 0 for none."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _ended_child() -> os.waitid_result | None:

@@ -143,6 +143,8 @@ class Ranks:
 
     def kill_and_exit(self) -> NoReturn:
         """End everything at once, from a signal handler too."""
+        if self._ready_code is None:
+            os.kill(self._server_pid, signal.SIGKILL)
         self.signal(signal.SIGKILL)
         deadline_s = time.monotonic() + KILL_S
         for rank in list(self._living.values()):

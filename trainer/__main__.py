@@ -34,7 +34,11 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     """Train as the arguments say; returns the exit code."""
     from trainer import cli
     from trainer.errors import (
-        EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED, ConfigError, TrainerError,
+        EXIT_COMPLETE,
+        EXIT_FAILURE,
+        EXIT_STOPPED,
+        ConfigError,
+        TrainerError,
     )  # fmt: skip
     from trainer.launcher import leave_launcher
     from trainer.log import Log
@@ -73,16 +77,21 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
 
 
 def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
-    from trainer import folder
     from trainer.build import build
+    from trainer.errors import EXIT_COMPLETE, StopRequested
     from trainer.loop import train
 
     parts = build(config, world, log, stop)
     try:
         train(parts)
-    finally:
+    except StopRequested:
         parts.close()
-    return 0
+        raise
+    except BaseException:
+        parts.abandon()
+        raise
+    parts.close()
+    return EXIT_COMPLETE
 
 
 def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyped-def]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
-import hashlib
+import contextlib
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,34 +14,31 @@ import torch
 from torch import nn
 
 from trainer import (
-    cli, faults, folder, optim, parallel, precision, resume, rng, schedules, sync_batchnorm,
+    cli,
+    faults,
+    folder,
+    parallel,
+    precision,
+    resume,
+    schedules,
 )  # fmt: skip
 from trainer.checkpoint import Checkpointer, Found
 from trainer.config import Config
 from trainer.data import batch as batches
 from trainer.data.loader import KeyedSamples, Loader, in_memory
-from trainer.data.sampler import MicroBatchSampler, Plan
-from trainer.errors import ConfigError
+from trainer.data.sampler import MicroBatchSampler
 from trainer.evaluate import Evaluator
 from trainer.folder import Identity
 from trainer.lock import RunLock
 from trainer.log import Log
-from trainer.metrics import Metrics, open_metrics
+from trainer.metrics import Metrics, read_metrics, resumed_lines
+from trainer.prepare import Intervals, Work, prepare
+from trainer.sinks import Console, TensorBoard
 from trainer.state import Best, Horizon, LossMeter, Progress, TrainState
 from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.store import Store
 from trainer.world import World
-
-
-@dataclass(frozen=True, kw_only=True)
-class Intervals:
-    """Lengths of the configuration in optimizer steps; 0 is off."""
-
-    total: int
-    evaluate: int
-    checkpoint: int
-    log: int
 
 
 @dataclass(kw_only=True)
@@ -72,30 +69,27 @@ class Parts:
         """Where the run is."""
         return self.state.progress
 
-    def wishes(self) -> tuple[bool, bool, bool]:
-        """What this rank wants to happen after the step: stop, save, fail."""
-        return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail
+    def wishes(self) -> tuple[bool, ...]:
+        """What this rank wants to happen after the step: one for each of `parallel.WISHES`."""
+        saved = self.checkpoint.committed and self.metrics.durable
+        return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
 
     def close(self) -> None:
-        """End loader processes, the last save, the files."""
+        """The orderly end: loader processes, the last save, the files.
+
+        Raises:
+            OSError: the state or a line of metrics.jsonl couldn't be written.
+        """
         self.loader.close()
         self.checkpoint.close()
         self.metrics.close()
 
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """What the configuration and the data come to, before the run folder is touched."""
-
-    task: Any
-    model: nn.Module
-    choice: precision.Choice
-    optimizer: torch.optim.Optimizer
-    data: dict[str, Any]
-    plan: Plan
-    intervals: Intervals
-    fingerprint: str
-    card: dict[str, Any]
+    def abandon(self) -> None:
+        """The end after a failure, which it must not hide: keep what can be kept."""
+        self.loader.close()
+        self.checkpoint.abandon()
+        with contextlib.suppress(OSError):  # the lines travel in the checkpoints too
+            self.metrics.close()
 
 
 def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Parts:
@@ -108,7 +102,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     """
     log.phase = "build"
     path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}")
-    work = _agreed(world, partial(_prepare, config, world))
+    work = _agreed(world, partial(prepare, config, world))
     identity = folder.look(path, world, resume=config.resume)
     lock = RunLock(path / folder.LOCK, world.nonce)
     armed = faults.Faults(
@@ -196,11 +190,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         folder.replace_json(path / folder.ENVIRONMENT,
                             folder.environment(world, card, label=label, why=why))
         checkpoint.store.clean()
-        open_metrics(
-            metrics, path, log, resumed=None if found is None else found.facts, step=position,
-            every=work.intervals.log, total=work.intervals.total,
-            images=_preview(work.task, position),
-        )  # fmt: skip
+        _open_metrics(metrics, path, log, found, work, position)
         _announce(log, config, card, found, verdict, path)
     return Parts(
         config=config, path=path, identity=identity, world=world, log=log, stop=stop,
@@ -208,12 +198,6 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         test=evaluators["test"], checkpoint=checkpoint, metrics=metrics,
         intervals=work.intervals, found=found, card=card,
     )  # fmt: skip
-
-
-def bind_seed(task: Any, seed: int) -> Any:
-    """The task with the run's seed in its field `seed`, where it has one that is None."""
-    names = {f.name for f in dataclasses.fields(task)}
-    return dataclasses.replace(task, seed=seed) if "seed" in names and task.seed is None else task
 
 
 def _agreed(world: World, make: Callable[[], Any]) -> Any:
@@ -227,73 +211,8 @@ def _agreed(world: World, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _prepare(config: Config[Any], world: World) -> _Work:
-    precision.set_determinism(config.numerics.deterministic == "on", world.device)
-    task = bind_seed(config.task, config.seed)
-    data = {}
-    for split in ("train", "validation", "test"):
-        rng.key_generators(config.seed, rng.DATA)
-        data[split] = task.dataset(split)
-        if split != "train" and data[split] is not None and not len(data[split]):
-            data[split] = None
-    plan, intervals = _plan(config, data["train"], world)
-    rng.key_generators(config.seed, rng.MODEL)
-    model = task.model()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
-    model.train()
-    choice = precision.choose(config.precision, model, world.device)
-    layout = torch.channels_last if choice.channels_last else torch.preserve_format
-    model = model.to(world.device, memory_format=layout)  # type: ignore[call-overload]
-    synced = 0
-    if config.parallel.sync_bn == "auto":
-        model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
-    sync_batchnorm.guard_plain(model)
-    optimizer = optim.build(config.optim, model, getattr(task, "parameter_groups", None))
-    card = {
-        "model": type(model).__name__,
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "samples": {split: None if d is None else len(d) for split, d in data.items()},
-        "data": str(getattr(task, "source", config.task)),
-        "ranks": f"{world.size} rank" + "s" * (world.size > 1),
-        "synchronised_batch_norms": synced,
-    }
-    return _Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
-                 intervals=intervals, fingerprint=_fingerprint(task, data["train"], config.seed),
-                 card=card)
-
-
-def _plan(config: Config[Any], train: Any, world: World) -> tuple[Plan, Intervals]:
-    if train is None:
-        raise ConfigError('--task: dataset("train") returned None; a run needs training samples.')
-    batch, samples = config.batch, len(train)
-    if world.size > batch.micro_batches:
-        raise ConfigError(
-            f"--nproc_per_node: {world.size} ranks, but --batch.global-size {batch.global_size} "
-            f"is only {batch.micro_batches} micro-batches of --batch.micro-size "
-            f"{batch.micro_size}: use at most {batch.micro_batches} ranks, or a micro-size of "
-            f"{max(1, batch.global_size // world.size)} or less.")
-    plan = Plan(samples=samples, global_size=batch.global_size, micro_size=batch.micro_size,
-                drop_last=config.data.drop_last == "on")
-    if plan.steps_per_epoch == 0:
-        remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
-                  f"--batch.global-size {batch.global_size}: the training data have only {samples} "
-                  "samples and --data.drop-last is on, so there is no whole global batch and no "
-                  f"optimizer step; use a global size of {samples} or less, or --data.drop-last "
-                  "off.")
-        raise ConfigError(remedy)
-    epoch = plan.steps_per_epoch
-    total = config.total_steps(epoch)
-    return plan, Intervals(
-        total=total,
-        evaluate=config.eval.every.steps(epoch=epoch, total=total),
-        checkpoint=config.checkpoint.every.steps(epoch=epoch, total=total),
-        log=config.log.every.steps(epoch=epoch, total=total),
-    )
-
-
 def _wrap(
-    config: Config[Any], work: _Work, world: World
+    config: Config[Any], work: Work, world: World
 ) -> tuple[nn.Module, parallel.Objective]:
     if work.choice.compile:
         work.model.compile()  # in place: the names in the state dict stay plain
@@ -320,6 +239,22 @@ def _find(
     return found
 
 
+def _open_metrics(
+    metrics: Metrics, path: Path, log: Log, found: Found | None, work: Work, position: int
+) -> None:
+    """metrics.jsonl, cut to the step that is resumed and completed, and the sinks."""
+    saved = [] if found is None else found.facts["lines"]
+    kept, lacking = resumed_lines(read_metrics(path / folder.METRICS), saved, position)
+    total, every = work.intervals.total, work.intervals.log or work.intervals.total
+    first = min((line["step"] for line in lacking), default=position + 1)
+    sinks = [
+        TensorBoard(path / folder.TENSORBOARD, every=every, purge_step=first,
+                    images=_preview(work.task, position)),
+        Console(log, total=total, every=every, start=position, bar=sys.stderr.isatty()),
+    ]
+    metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking)
+
+
 def _workers(config: Config[Any], dataset: Any, world: World) -> int:
     if config.data.workers != "auto":
         return config.data.workers
@@ -329,21 +264,6 @@ def _workers(config: Config[Any], dataset: Any, world: World) -> int:
 def _evaluation_batch(config: Config[Any]) -> int:
     size = config.eval.batch_size
     return 2 * config.batch.micro_size if size == "auto" else size
-
-
-def _fingerprint(task: Any, dataset: Any, seed: int) -> str:
-    """What tells one data set from another: the task's word, or length and 16 keyed samples."""
-    if hasattr(task, "fingerprint"):
-        return str(task.fingerprint())
-    count = len(dataset)
-    digest = hashlib.blake2b(digest_size=8)
-    reader = KeyedSamples(dataset, seed=seed, augment=False)
-    for place in range(min(16, count)):
-        index = rng.mix(rng.DATA, place) % count
-        sample = reader.sample(index)
-        for tensor in batches.tensors(batches.collate([sample])):
-            digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return f"{count} samples {digest.hexdigest()}"
 
 
 def _preview(task: Any, position: int) -> Any:

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trainer import rng, tensorfile
 from trainer.errors import CheckpointDamaged, ConfigError, TrainerError
 from trainer.log import Log
+from trainer.snapshot import Snapshot
 from trainer.state import TrainState
 from trainer.store import Store
 from trainer.world import World
@@ -47,36 +47,7 @@ class _Job:
     facts: dict[str, Any]
     protect: int
     error: BaseException | None = None
-
-
-class Snapshot:
-    """Copies of tensors in buffers that are used again: pinned where they come from a GPU.
-
-    A copy keeps the layout of its tensor, so that taking it is a plain memory copy.
-    """
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, dict[str, Tensor]] = {}
-
-    def take(self, live: Mapping[str, Mapping[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
-        """Copy the tensors as they are now; on CUDA the copies are complete on return."""
-        sources: list[Tensor] = []
-        targets: list[Tensor] = []
-        for file, tensors in live.items():
-            kept = self._buffers.setdefault(file, {})
-            for gone in kept.keys() - tensors.keys():
-                del kept[gone]
-            for name, tensor in tensors.items():
-                if name not in kept or not _fits(kept[name], tensor):
-                    kept[name] = _buffer_for(tensor)
-                sources.append(tensor.detach())
-                targets.append(kept[name])
-        with torch.no_grad():
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
-        if any(s.is_cuda for s in sources):
-            torch.cuda.current_stream().synchronize()
-        return {file: {n: kept[n] for n in live[file]} for file, kept in self._buffers.items()}
+    done: bool = False
 
 
 class Checkpointer:
@@ -116,6 +87,18 @@ class Checkpointer:
             self._clock() - self._last_s >= self._every_s)
 
     @property
+    def committed(self) -> bool:
+        """Whether the last save of this rank is whole on disk."""
+        job = self._job
+        return self._saved_step >= 0 and self._world.is_main and (
+            self.failed is None if job is None else job.done and job.error is None)
+
+    @property
+    def saved_step(self) -> int:
+        """The step of the last save that was begun."""
+        return self._saved_step
+
+    @property
     def must_fail(self) -> bool:
         """Whether a save has failed on this rank and the run is to end for it."""
         return self._on_error == "stop" and (
@@ -140,7 +123,6 @@ class Checkpointer:
                 **self._state.facts(), **self._describe,
                 "lines": list(self._recent), "step": step, "generation": self.generation,
             }
-            self._recent.clear()
             if self._world.is_main:
                 tensors = self._snapshot.take(self._state.tensors())
                 self._job = _Job(step, kind, tensors, facts, self._state.best.step)
@@ -166,15 +148,18 @@ class Checkpointer:
         self._thread.join()
         job, self._job, self._thread = self._job, None, None
         if job.error is None:
+            if self.failed is not None:
+                self._log.info(f"step {job.step} is saved again, after failures")
             self.failed = None
             return
         if isinstance(job.error, TrainerError) and not isinstance(job.error, CheckpointDamaged):
             raise job.error
-        self.failed = f"the checkpoint of step {job.step} was not written: {job.error}"
+        said, self.failed = self.failed, f"step {job.step} was not saved: {job.error}"
         self._log.event("save-failed", at_step=job.step, why=str(job.error))
         if must or self._on_error == "stop":
             raise OSError(self.failed) from job.error
-        self._log.warning(f"{self.failed} The run goes on; the older checkpoints are whole.")
+        if said is None:  # once, until a save succeeds again
+            self._log.warning(f"{self.failed}. The run goes on and tries again at the next save.")
 
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()
@@ -191,6 +176,7 @@ class Checkpointer:
         except BaseException as error:
             job.error = error  # reported by the main thread at the next boundary
             return
+        job.done = True
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
 
@@ -299,6 +285,11 @@ class Checkpointer:
         self.finish_pending(must=True)
         self.store.close()
 
+    def abandon(self) -> None:
+        """After a failure: let the save in flight come to its end; it may be whole."""
+        if self._thread is not None:
+            self._thread.join()
+
     def _path(self, step: int) -> Path:
         return next(i.path for i in self.store.checkpoints() if i.step == step)
 
@@ -329,13 +320,3 @@ def _look_at(path: Path) -> dict[str, Any]:
     except (CheckpointDamaged, OSError, ValueError) as error:
         return {"why": str(error)}
     return {"step": info.step, "facts": facts, "skipped": skipped, "path": str(info.path)}
-
-
-def _fits(buffer: Tensor, tensor: Tensor) -> bool:
-    return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
-
-
-def _buffer_for(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cuda":
-        return torch.empty_like(tensor, device="cpu", pin_memory=True)
-    return torch.empty_like(tensor, device="cpu")

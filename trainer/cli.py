@@ -18,8 +18,9 @@ from typing import Any, Literal
 import tomli_w
 import tyro
 
-from trainer.config import Config, Length
+from trainer.config import Config
 from trainer.errors import ConfigError
+from trainer.length import Length
 from trainer.task import BUILT_IN, find_task
 
 RECIPES = Path(__file__).parent / "recipes"

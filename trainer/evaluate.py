@@ -96,7 +96,7 @@ class Evaluator:
             total, metrics = check_outcome(outcome)
             names = ["loss", *metrics]
             pairs = [(total, outcome.count), *metrics.values()]
-            row = [float(v.detach()) if isinstance(v, Tensor) else float(v) for p in pairs for v in p]
+            row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
             rows[number] = [*row, float(micro.samples)]
         width = 2 * len(names) + 1
         table = torch.zeros(count, width, dtype=torch.float64)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
-import os
 import socket
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
+
+from trainer.append import AppendFile
 
 LEVELS = ("debug", "info", "warning", "error")
 
@@ -40,8 +42,8 @@ class Log:
         self._threshold = LEVELS.index(level)
         self._stream = stream
         self._clock = clock
-        self._events: int | None = None
-        self._waiting: list[bytes] = []
+        self._events: AppendFile | None = None
+        self._early: list[dict[str, Any]] = []
 
     def debug(self, text: str) -> None:
         self._line("debug", text)
@@ -58,11 +60,13 @@ class Log:
     def open_events(self, path: Path, *, attempt: int, nonce: str) -> None:
         """Append events to `path` from now on; those noted before are written first."""
         self.attempt, self.nonce = attempt, nonce
-        self._events = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
-        self._flush()
+        self._events = AppendFile(path)
+        for line in self._early:
+            self._write_event({**line, "attempt": attempt, "nonce": nonce})
+        self._early.clear()
 
     def event(self, event: str, **fields: Any) -> None:
-        """Note an event. A full disk delays it: it waits in memory for the next one."""
+        """Note an event, in one write."""
         line = {
             "time": round(self._clock(), 6),
             "attempt": self.attempt,
@@ -74,29 +78,21 @@ class Log:
             "event": event,
             **fields,
         }
-        self._waiting.append((json.dumps(line) + "\n").encode())
-        self._flush()
+        if self._events is None:
+            self._early.append(line)
+        else:
+            self._write_event(line)
 
     def close(self) -> None:
-        """Write what still waits and close the file of events."""
-        if self._events is not None:
-            self._flush()
-            os.close(self._events)
-            self._events = None
+        """Close the file of events; those that a full disk still holds up are lost."""
+        events, self._events = self._events, None
+        if events is not None:
+            with contextlib.suppress(OSError):  # the run's end is decided by what matters more
+                events.close()
 
-    def _flush(self) -> None:
-        while self._events is not None and self._waiting:
-            line = self._waiting[0]
-            try:
-                written = os.write(self._events, line)
-            except OSError:
-                return  # no space: kept, in order, for the next event
-            if written < len(line):
-                # A disk that fills in mid-line: end the torn line so that readers can skip it,
-                # and write the event anew.
-                self._waiting[0] = b"\n" + line.lstrip(b"\n")
-                return
-            self._waiting.pop(0)
+    def _write_event(self, line: dict[str, Any]) -> None:
+        assert self._events is not None
+        self._events.append((json.dumps(line) + "\n").encode())
 
     def _line(self, level: str, text: str) -> None:
         number = LEVELS.index(level)

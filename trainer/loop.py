@@ -18,11 +18,12 @@ def train(run: Parts) -> dict[str, object]:
     start(run)
     progress, last = run.progress, run.intervals.total
     while True:
-        if is_due(progress.step, run.intervals.evaluate, last) and progress.validated < progress.step:
+        step, every = progress.step, run.intervals
+        if is_due(step, every.evaluate, last) and progress.validated < step:
             validate(run)  # also the one that an earlier attempt owed
-        if is_due(progress.step, run.intervals.checkpoint, last):
+        if is_due(step, every.checkpoint, last):
             run.checkpoint.save("periodic")
-        if progress.step >= last:
+        if step >= last:
             return finish(run)
 
         run.log.phase = "train"
@@ -32,6 +33,8 @@ def train(run: Parts) -> dict[str, object]:
         run.state.meter.add(result.sums.loss, result.sums.count)
         run.metrics.step(result, waited_s=run.loader.waited_s)
 
+        if "saved" in result.sums.wishes:
+            run.metrics.forget(run.checkpoint.saved_step)
         if "fail" in result.sums.wishes:
             raise SaveFailed(run.checkpoint.failed or "rank 0 could not save")
         if "save" in result.sums.wishes:

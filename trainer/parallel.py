@@ -20,11 +20,13 @@ from trainer.task import Outcome
 CAPACITY = 64
 """Numbers that ride in one gradient all-reduce."""
 
-WISHES = ("stop", "save", "fail")
-"""What any rank may ask of all: stop after this step, save at it, leave as failed."""
+WISHES = ("stop", "save", "fail", "saved")
+"""What any rank may ask of all: stop after this step; save at it; leave as failed; forget the
+metric lines that the last save holds, since it is whole."""
 
 _FIXED = ("loss", "count", "samples", *WISHES)
 COUNT = _FIXED.index("count")
+_NO_WISHES = (False,) * len(WISHES)
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,9 @@ class Objective(nn.Module):
         )  # fmt: skip
         return sums, norm
 
-    def _vector(self, outcome: Outcome, samples: int, wishes: tuple[bool, ...] = ()) -> tuple[Tensor, Tensor]:
+    def _vector(
+        self, outcome: Outcome, samples: int, wishes: tuple[bool, ...]
+    ) -> tuple[Tensor, Tensor]:
         total, metrics = check_outcome(outcome)
         if not total.requires_grad:
             raise ConfigError(
@@ -124,7 +128,7 @@ class Objective(nn.Module):
         elif names != self.names:
             raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
                               f"{list(names)} now; return the same for each micro-batch.")
-        numbers = [total, outcome.count, float(samples), *map(float, wishes or (0, 0, 0))]
+        numbers = [total, outcome.count, float(samples), *map(float, wishes or _NO_WISHES)]
         for pair in metrics.values():
             numbers.extend(pair)
         if self.ride is not None:

@@ -6,8 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config import Config, Length
+from trainer.config import Config
 from trainer.errors import ConfigError
+from trainer.length import Length
 
 DATA = "data"
 """The key under which a changed data fingerprint is refused and accepted."""

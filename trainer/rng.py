@@ -87,8 +87,7 @@ def own_generators(owner: Any) -> list[Any]:
             if len(item) <= 64:
                 queue.extend(item.values())
         elif hasattr(item, "__dict__") and not isinstance(item, torch.Tensor | type):
-            if type(item).__module__ not in ("builtins",):
-                queue.extend(vars(item).values())
+            queue.extend(vars(item).values())
     return found
 
 

@@ -38,7 +38,8 @@ def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
         return []
     moved = torch.tensor([float(torch.any(a != b)) for a, b in step.buffers.pairs()])
     world.all_sum(moved)
-    shared = {id(b) for m in step.model.modules() if isinstance(m, SyncBatchNorm | CudaSyncBatchNorm)
+    synchronised = (SyncBatchNorm, CudaSyncBatchNorm)
+    shared = {id(b) for m in step.model.modules() if isinstance(m, synchronised)
               for b in nn.Module.buffers(m, recurse=False)}
     live = [b for b, _ in step.buffers.pairs()]
     return [b for b, m in zip(live, moved.tolist(), strict=True) if m and id(b) not in shared]

@@ -29,13 +29,11 @@ class Launched:
         *options: str,
         num_ranks: int = 1,
         entry: str = "scripted:main",
-        logs: Path | None = None,
     ) -> None:
-        logs = logs or folder
-        logs.mkdir(exist_ok=True)
+        folder.mkdir()
         self.folder = folder
         arguments = [str(folder), json.dumps(script)]
-        self.streams = {name: logs / f"{name}.txt" for name in ("stdout", "stderr")}
+        self.streams = {name: folder / f"{name}.txt" for name in ("stdout", "stderr")}
         path = [str(HERE), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         with self.streams["stdout"].open("wb") as out, self.streams["stderr"].open("wb") as err:
             self.process = subprocess.Popen(

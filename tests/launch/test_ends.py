@@ -20,9 +20,22 @@ def test_a_final_exit_code_is_passed_through_though_its_echo_comes_first(tmp_pat
 
 
 def test_nothing_starts_where_the_trainer_refuses_its_arguments(tmp_path: Path) -> None:
-    with Launched(Path("refused"), {}, logs=tmp_path) as launch:
+    with Launched(tmp_path / "refused", {}) as launch:
         assert launch.end() == 2
         assert launch.err == "no such data\n"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
+def test_the_launcher_can_be_ended_while_the_trainer_is_imported(
+    tmp_path: Path, number: signal.Signals, code: int
+) -> None:
+    with Launched(tmp_path / "endless", {}) as launch:
+        launch.wait_notes("loading", 1)
+
+        launch.process.send_signal(number)
+
+        assert launch.end() == code
+        assert wait_gone(launch.pids(), 1.0) == set()
 
 
 def test_one_ctrl_c_asks_each_rank_once(tmp_path: Path) -> None:

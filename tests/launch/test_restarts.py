@@ -112,7 +112,7 @@ def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:
 
 
 def test_a_real_process_group_forms_again_and_nothing_is_imported_again(tmp_path: Path) -> None:
-    with Launched(tmp_path / "run", {}, num_ranks=2, entry="group:main") as launch:
+    with Launched(tmp_path / "run", {}, num_ranks=2, entry="group_entry:main") as launch:
         code = launch.end()
 
         assert code == 0, launch.err

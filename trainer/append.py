@@ -1,0 +1,53 @@
+"""A file that grows by whole records. A full disk delays records, and never drops or tears one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+class AppendFile:
+    """Appends bytes in the order given, each record in one write where the disk takes it.
+
+    What can't be written waits in memory for the next call. Nothing is buffered otherwise, so a
+    killed process loses only what waits.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._waiting: list[bytes] = []
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(path, flags, 0o666)
+
+    def append(self, record: bytes) -> None:
+        """Append a record, after those that wait."""
+        self._waiting.append(record)
+        self.flush()
+
+    def flush(self) -> bool:
+        """Write what waits; whether all of it is written."""
+        try:
+            self._write()
+        except OSError:
+            return False  # kept in order; `close` raises if it stays so
+        return True
+
+    def close(self) -> None:
+        """Write what waits, make it durable, and close.
+
+        Raises:
+            OSError: records are left that can't be written.
+        """
+        try:
+            self._write()
+            os.fsync(self._descriptor)
+        finally:
+            os.close(self._descriptor)
+
+    def _write(self) -> None:
+        while self._waiting:
+            record = self._waiting[0]
+            written = os.write(self._descriptor, record)
+            if written < len(record):  # the disk filled within it: the rest continues it
+                self._waiting[0] = record[written:]
+            else:
+                self._waiting.pop(0)

@@ -1,0 +1,83 @@
+"""What an object holds: the values among its attributes, and whether two nestings are equal."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import random
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+_OWN_OF_MODULES = frozenset(vars(nn.Module()))
+_DEPTH = 12
+
+
+def same(one: Any, other: Any) -> bool:
+    """Whether two nestings of tensors and other values are equal, NaNs too."""
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        if one.shape != other.shape or one.dtype != other.dtype:
+            return False
+        if one.is_floating_point() or one.is_complex():
+            return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+        return torch.equal(one, other)
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and (
+            one.tobytes() == other.tobytes())
+    if type(one) is not type(other):
+        return False
+    if dataclasses.is_dataclass(one) and not isinstance(one, type):
+        return all(same(getattr(one, f.name), getattr(other, f.name))
+                   for f in dataclasses.fields(one))
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    if isinstance(one, tuple | list):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def values(owner: Any) -> dict[str, Any]:
+    """Each number, tensor and generator state among the attributes of an object and of what it
+    holds, by its path; of modules also the parameters and buffers."""
+    found: dict[str, Any] = {}
+    seen: set[int] = set()
+
+    def walk(item: Any, path: str, depth: int) -> None:
+        if isinstance(item, bool | int | float | complex | np.ndarray | np.generic | Tensor):
+            found[path] = copy.deepcopy(item.detach() if isinstance(item, Tensor) else item)
+        elif isinstance(item, random.Random):
+            found[path] = item.getstate()
+        elif isinstance(item, torch.Generator):
+            found[path] = item.get_state()
+        elif isinstance(item, np.random.Generator):
+            found[path] = repr(item.bit_generator.state)
+        elif depth and id(item) not in seen:
+            seen.add(id(item))
+            for name, value in _members(item):
+                walk(value, f"{path}.{name}" if path else name, depth - 1)
+
+    walk(owner, "", _DEPTH)
+    return found
+
+
+def _members(item: Any) -> list[tuple[str, Any]]:
+    if isinstance(item, nn.Module):
+        own = {n: v for n, v in vars(item).items() if n not in _OWN_OF_MODULES}
+        return list({**own, **item._parameters, **item._buffers, **item._modules}.items())
+    if isinstance(item, Mapping):
+        return [(str(key), value) for key, value in item.items()]
+    if isinstance(item, list | tuple | set | frozenset):
+        return [(str(place), value) for place, value in enumerate(item)]
+    if isinstance(item, type | types.ModuleType | types.FunctionType | torch.device | torch.dtype):
+        return []
+    return list(getattr(item, "__dict__", {}).items())
+
+
+def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
+    """The names of what is in one of the two only, or isn't equal in both."""
+    return [name for name in {**other, **one}
+            if name not in one or name not in other or not same(one[name], other[name])]

@@ -1,0 +1,48 @@
+"""A length of training, with its unit."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Length:
+    """A length of training with its unit: `200` steps, `1ep` epochs, `5%` of the run, or `off`."""
+
+    value: float
+    unit: Literal["steps", "epochs", "percent"] = "steps"
+
+    @classmethod
+    def parse(cls, text: str) -> Length:
+        """Read `200`, `1ep`, `0.5ep`, `5%` or `off`.
+
+        Raises:
+            ValueError: says what a length looks like.
+        """
+        if text.strip() == "off":
+            return cls(0.0)
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ep|%|)\s*", text)
+        if match is None:
+            raise ValueError(f"{text!r} is not a length; write 200 (steps), 1ep (epochs), "
+                             "5% (of the run) or off")
+        value, mark = float(match[1]), match[2]
+        if not mark and not value.is_integer():
+            raise ValueError(f"{text!r} is not a whole number of steps")
+        if mark == "%" and value > 100:
+            raise ValueError(f"{text!r} is more than the whole run")
+        return cls(value, {"": "steps", "ep": "epochs", "%": "percent"}[mark])
+
+    def __str__(self) -> str:
+        if self.value == 0:
+            return "off"
+        return f"{self.value:g}" + {"steps": "", "epochs": "ep", "percent": "%"}[self.unit]
+
+    def steps(self, *, epoch: int, total: int) -> int:
+        """The length in optimizer steps, for epochs of `epoch` and a run of `total` steps; at
+        least 1 unless it is `off` (0)."""
+        if self.value == 0:
+            return 0
+        whole = {"steps": 1.0, "epochs": float(epoch), "percent": total / 100}[self.unit]
+        return max(1, round(self.value * whole))

@@ -1,0 +1,346 @@
+"""Checks of a `Task` before it is trained: what would otherwise go wrong late, or in silence."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import IterableDataset
+
+from trainer import optim, rng
+from trainer.attributes import differing, same, values
+from trainer.config import Clip, Optim
+from trainer.data import batch as batches
+from trainer.data.loader import KeyedSamples, Micro
+from trainer.data.sampler import Slot
+from trainer.faults import Faults
+from trainer.parallel import Objective, check_outcome
+from trainer.state import Progress
+from trainer.step import Step
+from trainer.sync_batchnorm import guard_plain
+from trainer.task import SPLITS, Outcome
+
+TOLERANCE = 1e-5
+"""By how much a sum over a batch may differ from the sums over its halves, relative to 1 or more:
+rounding in float32."""
+
+_SEED = 0
+
+
+def check_task(task: Any, *, batch_size: int = 4) -> None:
+    """Check that a task keeps the promises on which exact restarts and any number of ranks rest.
+
+    On the CPU, with the first `batch_size` samples of each split: items come again under the same
+    key; the loss is finite, has a graph, and is a sum; metrics are detached; gradients reach every
+    trainable parameter; an empty micro-batch works and changes nothing; a step of the trainer works
+    with the task's own parameter groups; no state hides where a checkpoint doesn't look.
+
+    Args:
+        task: an instance, as the flags would make it.
+        batch_size: samples in the batches tried, at least 2 where the data allow.
+
+    Raises:
+        AssertionError: lists every problem found, one sentence each.
+    """
+    with rng.preserved():
+        problems = list(dict.fromkeys(_problems(task, batch_size)))  # no sentence twice
+    if problems:
+        found = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise AssertionError(f"{type(task).__name__} has {found}:\n"
+                             + "\n".join(f"- {problem}" for problem in problems))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class _Case:
+    """A task under check, and the batches to check it with."""
+
+    task: Any
+    whole: Any
+    """A batch of `size` samples."""
+    other: Any
+    """Another one, of at least one sample; the same where the data set has no more."""
+    halves: tuple[Any, Any] | None
+    """`whole` in two, where it has two samples."""
+    size: int
+
+    def model(self, task: Any = None) -> nn.Module:
+        """A freshly initialised model in training mode, the same one each time."""
+        rng.key_generators(_SEED, rng.MODEL)
+        model = (task or self.task).model()
+        guard_plain(model.train())
+        return model
+
+    def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
+        rng.key_generators(_SEED, rng.MICRO, key)
+        return (task or self.task).loss(model, batch)
+
+
+def _problems(task: Any, batch_size: int) -> list[str]:
+    pristine = _copy_of(task)
+    problems = list(_check_items(task, batch_size))
+    try:
+        case = _case(task, batch_size)
+    except Exception as error:
+        return problems or [_raised("reading the first samples", error)]
+    for checks in ((_check_model,), (_check_loss,),
+                   (_check_gradients, _check_empty, _check_sums, _check_step)):
+        before = len(problems)
+        for check in checks:
+            try:
+                problems += check(case)
+            except Exception as error:
+                problems.append(_raised(check.__name__.replace("_check_", "checking the "), error))
+        if len(checks) == 1 and len(problems) > before:
+            return problems  # the further checks would only find this again
+    try:
+        return problems + list(_check_state(case, pristine))
+    except Exception as error:
+        return [*problems, _raised("a second training forward", error)]
+
+
+# --- data
+
+def _check_items(task: Any, batch_size: int) -> Iterator[str]:
+    for split in SPLITS:
+        try:
+            dataset, again = (_dataset(task, split) for _ in range(2))
+            if dataset is None or (hasattr(dataset, "__len__") and not len(dataset)):
+                if split == "train":
+                    yield ('dataset("train") has no samples: a run needs some; only "validation" '
+                           'and "test" may be None.')
+                continue
+            first = _read(task, dataset, 0, batch_size)
+            if not isinstance(dataset, IterableDataset):
+                _read(task, dataset, 0, batch_size, epoch=1)  # as in a run, other reads lie between
+            second = _read(task, dataset, 0, batch_size)
+            fresh = _read(task, again, 0, batch_size)
+        except Exception as error:
+            yield _raised(f'reading dataset("{split}")', error)
+            continue
+        if not any(True for _ in batches.tensors(first)):
+            yield f'dataset("{split}") gives batches without a tensor in them.'
+        elif not same(first, second):
+            yield (f'samples of dataset("{split}") differ when they are read again under the same '
+                   "key: draw from random, numpy.random, torch, a generator that is an attribute "
+                   "of the data set, or `indices.keys`; and keep no count of reads.")
+        elif not same(first, fresh):
+            yield (f'samples of dataset("{split}") differ between two data sets made one after the '
+                   "other: a restarted run would train on other data.")
+
+
+def _dataset(task: Any, split: str) -> Any:
+    rng.key_generators(_SEED, rng.DATA)
+    return task.dataset(split)
+
+
+def _read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> Any:
+    """`count` samples from the `first` on (fewer at the end of the data), as the loader does."""
+    collate = getattr(task, "collate", batches.collate)
+    if isinstance(dataset, IterableDataset):
+        rng.key_generators(_SEED, rng.SAMPLE, epoch)
+        rng.key_object(rng.own_generators(dataset), _SEED, rng.SAMPLE, epoch)
+        items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]
+        return collate(items)
+    indices = tuple(range(first, min(first + count, len(dataset))))
+    return KeyedSamples(dataset, seed=_SEED, collate=collate)[
+        Slot(1, epoch, 0, True, indices)].batch
+
+
+def _case(task: Any, batch_size: int) -> _Case:
+    data = _dataset(task, "train")
+    known = len(data) if hasattr(data, "__len__") else 2 * batch_size
+    size = min(batch_size, known)
+    whole = _read(task, data, 0, size)
+    other = _read(task, data, size, size) if known > size else whole
+    half = size // 2
+    halves = (_read(task, data, 0, half), _read(task, data, half, size - half)) if half else None
+    return _Case(task=task, whole=whole, other=other, halves=halves, size=size)
+
+
+# --- model, loss and gradients
+
+def _check_model(case: _Case) -> Iterator[str]:
+    try:
+        rng.key_generators(_SEED, rng.MODEL)
+        model = case.task.model()
+    except Exception as error:
+        yield _raised("model()", error)
+        return
+    if not isinstance(model, nn.Module):
+        yield f"model() returned {type(model).__name__}; return a torch.nn.Module."
+    elif not any(p.requires_grad for p in model.parameters()):
+        yield "the model has no trainable parameter; nothing can be learnt."
+
+
+def _check_loss(case: _Case) -> Iterator[str]:
+    try:
+        outcome = case.outcome(case.model(), case.whole)
+        total, _ = check_outcome(outcome)
+    except Exception as error:
+        yield _raised(f"loss of {case.size} samples", error)
+        return
+    if not math.isfinite(total.item()):
+        yield f"the loss of {case.size} samples is {total.item()}; it must be finite."
+    if not float(outcome.count) > 0:
+        yield (f"Outcome.count of {case.size} samples is {float(outcome.count)}; it is what the "
+               "mean is taken over: samples, tokens or a sum of weights.")
+    if not total.requires_grad:
+        yield ("Outcome.total has no graph: compute it from the model's output, without "
+               ".detach(), .item() or no_grad().")
+
+
+def _check_gradients(case: _Case) -> Iterator[str]:
+    model = case.model()
+    outcome = case.outcome(model, case.whole)
+    for name, pair in outcome.metrics.items():
+        if any(isinstance(value, Tensor) and value.requires_grad for value in pair):
+            yield (f"the metric {name!r} is not detached: it would keep the whole graph in memory; "
+                   "compute it from .detach()ed values.")
+    check_outcome(outcome)[0].backward()
+    trainable = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
+    missing = [name for name, gradient in trainable.items() if gradient is None]
+    if missing:
+        yield (f"no gradient reaches {_listed(missing)} (.grad is None): use it in the loss, or "
+               "set requires_grad to False.")
+    broken = [n for n, g in trainable.items() if g is not None and not torch.isfinite(g).all()]
+    if broken:
+        yield f"the gradient of {_listed(broken)} is not finite."
+
+
+def _check_empty(case: _Case) -> Iterator[str]:
+    model = case.model()
+    before = _copies(dict(model.named_buffers()))
+    try:
+        outcome = case.outcome(model, batches.empty(case.whole))
+        total, metrics = check_outcome(outcome)
+        if total.requires_grad:
+            total.backward()
+    except Exception as error:
+        yield (_raised("loss of a micro-batch of 0 samples", error)
+               + " Where ranks don't divide the micro-batches, some compute an empty one.")
+        return
+    if not total.requires_grad:
+        yield "the loss of 0 samples has no graph: an empty micro-batch needs its backward as well."
+    sums = {"Outcome.total": total, "Outcome.count": outcome.count,
+            **{f"the metric {name!r}": pair[0] for name, pair in metrics.items()}}
+    off = [f"{n} is {float(v):g}" for n, v in sums.items() if float(v) != 0]
+    if off:
+        yield (f"of 0 samples, {' and '.join(off)}, where a sum over nothing is 0: return sums, "
+               "not means, and add nothing once a micro-batch.")
+    moved = [n for n, b in model.named_buffers() if not same(before.get(n), b)]
+    if moved:
+        yield f"a micro-batch of 0 samples changes the buffer {_listed(moved)}."
+
+
+def _check_sums(case: _Case) -> Iterator[str]:
+    """In eval mode: dropout and batch statistics make other sums of other batches, rightly."""
+    if case.halves is None:
+        return
+    model = case.model().eval()
+    with torch.no_grad():
+        one, another = (case.outcome(model, case.whole, key=key) for key in (1, 2))
+        if float(check_outcome(one)[0]) != float(check_outcome(another)[0]):
+            return  # random in eval mode too (noise of a diffusion): there is nothing to compare
+        parts = [case.outcome(model, half) for half in case.halves]
+    whole, *halves = (_sums(outcome) for outcome in (one, *parts))
+    for name, value in whole.items():
+        added = sum(half.get(name, math.nan) for half in halves)
+        if not abs(value - added) <= TOLERANCE * max(1.0, abs(value)):
+            yield (f"{name} of {case.size} samples is {value:.6g}, of the same in two batches "
+                   f"{added:.6g}: return the sum over the samples, not a mean.")
+
+
+def _sums(outcome: Outcome) -> dict[str, float]:
+    total, metrics = check_outcome(outcome)
+    sums = {"Outcome.total": float(total), "Outcome.count": float(outcome.count)}
+    for name, (value, count) in metrics.items():
+        sums[f"the sum of {name!r}"], sums[f"the count of {name!r}"] = float(value), float(count)
+    return sums
+
+
+def _check_step(case: _Case) -> Iterator[str]:
+    """One step of the trainer itself: a full micro-batch and an empty one."""
+    model = case.model()
+    optimizer = optim.build(Optim(), model, getattr(case.task, "parameter_groups", None))
+    objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
+                          device=torch.device("cpu"))
+    step = Step(
+        objective=objective, wrapped=objective, model=model, optimizer=optimizer,
+        schedule=LambdaLR(optimizer, lambda update: 1.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
+        clip=Clip(), progress=Progress(), seed=_SEED, num_ranks=1, nominal_count=case.size,
+        faults=Faults(), broadcast=lambda tensors, source: None,
+    )  # fmt: skip
+    full = Micro(Slot(1, 0, 0, False, tuple(range(case.size))), case.whole)
+    nothing = Micro(Slot(1, 0, -1, True, ()), batches.empty(case.whole))
+    result = step([full, nothing])
+    broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
+    if result.skipped or broken:
+        yield (f"a step of the trainer gives a loss of {result.sums.loss}, a gradient norm of "
+               f"{result.grad_norm}" + (f", and non-finite {_listed(broken)}." if broken else "."))
+
+
+# --- state
+
+def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
+    """A run that goes straight on, and one that is restarted in between from what a checkpoint
+    holds, must be the same afterwards."""
+    straight = case.model()
+    case.outcome(straight, case.whole, key=1)
+    saved = _copies(straight.state_dict())
+    expected = case.outcome(straight, case.other, key=2)
+
+    for split in SPLITS:
+        _dataset(pristine, split)  # what a task keeps of its data is kept here too
+    restarted = case.model(pristine)
+    entries = {**restarted.state_dict(keep_vars=True)}
+    with torch.no_grad():
+        for name, value in saved.items():
+            if isinstance(value, Tensor):
+                entries[name].copy_(value)
+    found = case.outcome(restarted, case.other, key=2, task=pristine)
+
+    hidden = differing(values(straight), values(restarted))
+    if hidden:
+        yield (f"the training forward changes {_listed(hidden)} of the model, which no checkpoint "
+               "holds: make it a buffer (register_buffer with a tensor), or a function of the "
+               "batch.")
+    in_task = differing(values(case.task), values(pristine))
+    if in_task:
+        yield (f"using the task changes its {_listed(in_task)}, which no checkpoint holds: a task "
+               "keeps no state; the model's buffers do.")
+    total, again = (float(check_outcome(outcome)[0]) for outcome in (expected, found))
+    if not (hidden or in_task or total == again or math.isnan(total)):
+        yield (f"after a restart the same batch gives a loss of {again!r} instead of {total!r}: "
+               "something beside parameters and buffers decides it.")
+
+
+# --- telling
+
+def _copies(tensors: Mapping[str, Any]) -> dict[str, Any]:
+    return {n: t.detach().clone() if isinstance(t, Tensor) else t for n, t in tensors.items()}
+
+
+def _copy_of(task: Any) -> Any:
+    """The task before it has been used, as a restarted process makes it from its flags."""
+    try:
+        return copy.deepcopy(task)
+    except TypeError:  # it holds something that can't be copied, such as a lock or a file
+        return task
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:5])
+    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
+
+
+def _raised(doing: str, error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{doing} raised {type(error).__name__}: {text[0] if text else 'without a message'}"
