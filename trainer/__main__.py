@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 import traceback
@@ -30,6 +31,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(arguments, stop)
 
 
+def preload(argv: Sequence[str]) -> int:
+    """Import what a rank needs, the task's module too, and check the arguments.
+
+    Called once by `python -m launch`, in the server that ranks are forked from: it runs no tensor
+    operation, starts no thread and touches no device. Returns the exit code: 0, or 2 after an
+    error was shown.
+    """
+    if argv and argv[0] in COMMANDS:
+        return 0
+    import safetensors.torch
+    import tensorboard.summary.writer.record_writer
+    import torch.utils.tensorboard.summary
+
+    import trainer.build
+    import trainer.loop  # noqa: F401
+    from trainer import cli
+    from trainer.errors import ConfigError
+    from trainer.log import Log
+
+    try:
+        cli.parse(argv, commands=", ".join(COMMANDS))
+    except ConfigError as error:
+        _show_cause(error)
+        Log().error(str(error))
+        return error.exit_code
+    return 0
+
+
 def run(arguments: Sequence[str], stop: StopRequest) -> int:
     """Train as the arguments say; returns the exit code."""
     from trainer import cli
@@ -52,6 +81,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         commands = ", ".join(COMMANDS)
         config = cli.parse(arguments, show=launch.rank == 0, commands=commands)
         log = Log(launch.rank, level=config.log.level)
+        _tell_launcher(config.run)
         threads = None if config.world.threads == "auto" else config.world.threads
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
@@ -101,6 +131,14 @@ def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyp
         stop.watch(int(descriptor), "the launcher")
     elif launch.run_id is not None:
         stop.watch(process_descriptor(os.getppid()), "the launcher")
+
+
+def _tell_launcher(run: str) -> None:
+    """Let `python -m launch` know where to read how far the run has come."""
+    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
+    if descriptor is not None:
+        with contextlib.suppress(OSError):  # it is gone, and its watcher knows
+            os.write(int(descriptor), f"run {os.path.abspath(run)}\n".encode())
 
 
 def _show_cause(error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trainer.build import Parts
 from trainer.errors import SaveFailed, StopRequested
 from trainer.metrics import validation_line
-from trainer.product import choose_best, finish
+from trainer.product import best_rule, choose_best, finish
 from trainer.warmup import warm_up
 
 
@@ -30,7 +30,8 @@ def train(run: Parts) -> dict[str, object]:
         result = run.step(run.loader.window(), wishes=run.wishes)
         run.state.key_rng(run.world.rank)
         run.log.step = progress.step
-        run.state.meter.add(result.sums.loss, result.sums.count)
+        if not result.skipped:
+            run.state.meter.add(result.sums.loss, result.sums.count)
         run.metrics.step(result, waited_s=run.loader.waited_s)
 
         if "saved" in result.sums.wishes:
@@ -50,6 +51,8 @@ def start(run: Parts) -> None:
     if run.progress.step < run.intervals.total:
         run.log.phase = "warm-up"
         warm_up(run.step, run.loader, run.world)
+        metrics = [f"val_{name}" for name in run.step.objective.names or ()]
+        best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
     if run.found is not None:
         run.log.phase = "restore"
         run.faults.at("restore", step=run.found.step)

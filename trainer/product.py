@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from trainer import folder, tensorfile
@@ -11,23 +12,29 @@ from trainer.resume import settings
 from trainer.state import MODEL, Best
 
 
-def choose_best(rule: str, best: Best, line: dict[str, Any], step: int) -> bool:
-    """Take a validation as the best one if it is; whether it was.
+def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
+    """The figure by which weights are the best, and its direction ("max" or "min").
 
     Args:
         rule: NAME:max, NAME:min, or auto.
-        line: the validation's line of metrics.jsonl.
+        figures: what a validation gives.
 
     Raises:
         ConfigError: the rule names a figure that the validation doesn't give.
     """
+    known = sorted(figures)
     if rule == "auto":
-        rule = "val_accuracy:max" if "val_accuracy" in line else "val_loss:min"
+        rule = "val_accuracy:max" if "val_accuracy" in known else "val_loss:min"
     name, _, direction = rule.rpartition(":")
-    if name not in line:
-        given = [k for k in line if k.startswith("val_")]
+    if name not in known:
         raise ConfigError(f"--eval.best {rule}: the validation gives no {name}; it gives "
-                          f"{', '.join(given)}.")
+                          f"{', '.join(known)}.")
+    return name, direction
+
+
+def choose_best(rule: str, best: Best, line: dict[str, Any], step: int) -> bool:
+    """Take a validation (its line of metrics.jsonl) as the best one if it is; whether it was."""
+    name, direction = best_rule(rule, [key for key in line if key.startswith("val_")])
     best.judge_by(name, direction)
     value = line[name]
     if value is None or not best.improves(value):

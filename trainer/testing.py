@@ -188,8 +188,8 @@ def _check_loss(case: _Case) -> Iterator[str]:
         return
     if not math.isfinite(total.item()):
         yield f"the loss of {case.size} samples is {total.item()}; it must be finite."
-    if not float(outcome.count) > 0:
-        yield (f"Outcome.count of {case.size} samples is {float(outcome.count)}; it is what the "
+    if not _number(outcome.count) > 0:
+        yield (f"Outcome.count of {case.size} samples is {_number(outcome.count)}; it is what the "
                "mean is taken over: samples, tokens or a sum of weights.")
     if not total.requires_grad:
         yield ("Outcome.total has no graph: compute it from the model's output, without "
@@ -230,7 +230,7 @@ def _check_empty(case: _Case) -> Iterator[str]:
         yield "the loss of 0 samples has no graph: an empty micro-batch needs its backward as well."
     sums = {"Outcome.total": total, "Outcome.count": outcome.count,
             **{f"the metric {name!r}": pair[0] for name, pair in metrics.items()}}
-    off = [f"{n} is {float(v):g}" for n, v in sums.items() if float(v) != 0]
+    off = [f"{n} is {_number(v):g}" for n, v in sums.items() if _number(v) != 0]
     if off:
         yield (f"of 0 samples, {' and '.join(off)}, where a sum over nothing is 0: return sums, "
                "not means, and add nothing once a micro-batch.")
@@ -259,10 +259,10 @@ def _check_sums(case: _Case) -> Iterator[str]:
 
 def _sums(outcome: Outcome) -> dict[str, float]:
     total, metrics = check_outcome(outcome)
-    sums = {"Outcome.total": float(total), "Outcome.count": float(outcome.count)}
+    sums = {"Outcome.total": total, "Outcome.count": outcome.count}
     for name, (value, count) in metrics.items():
-        sums[f"the sum of {name!r}"], sums[f"the count of {name!r}"] = float(value), float(count)
-    return sums
+        sums |= {f"the sum of {name!r}": value, f"the count of {name!r}": count}
+    return {name: _number(value) for name, value in sums.items()}
 
 
 def _check_step(case: _Case) -> Iterator[str]:
@@ -316,13 +316,15 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     if in_task:
         yield (f"using the task changes its {_listed(in_task)}, which no checkpoint holds: a task "
                "keeps no state; the model's buffers do.")
-    total, again = (float(check_outcome(outcome)[0]) for outcome in (expected, found))
+    total, again = (_number(check_outcome(outcome)[0]) for outcome in (expected, found))
     if not (hidden or in_task or total == again or math.isnan(total)):
         yield (f"after a restart the same batch gives a loss of {again!r} instead of {total!r}: "
                "something beside parameters and buffers decides it.")
 
 
-# --- telling
+def _number(value: Tensor | float) -> float:
+    return float(value.detach() if isinstance(value, Tensor) else value)
+
 
 def _copies(tensors: Mapping[str, Any]) -> dict[str, Any]:
     return {n: t.detach().clone() if isinstance(t, Tensor) else t for n, t in tensors.items()}

@@ -7,7 +7,6 @@ import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch import Tensor
 
 from trainer import errors, network, packing
 from trainer.device import choose_device, share_of_cores
-from trainer.errors import ConfigError, TrainerError
+from trainer.errors import ConfigError, StopRequested, TrainerError
+from trainer.groups import Groups, set_timeout
 from trainer.handshake import meet
 
 _REMEDY = "start with torchrun or `python -m launch`, or set all of its variables"
@@ -82,10 +82,9 @@ class Launch:
 class World:
     """One attempt's ranks. A context manager: an orderly end closes it, an error abandons it.
 
-    Figures and gradients have process groups of their own, so that an all-reduce of the one can
-    never pair up with an all-reduce of the other when ranks get out of step; JSON and waiting have
-    a third, more patient one. Nothing is pickled. In a world of one rank there is no group, and
-    each collective gives what it would give among several.
+    Gradients, figures, and JSON each go through a process group of their own. Nothing is pickled.
+    In a world of one rank there is no group, and each collective gives what it would give among
+    several.
 
     Attributes:
         nonce: 32 hex digits, new for each attempt, equal on all ranks.
@@ -107,10 +106,8 @@ class World:
         self.store: dist.Store | None = None
         self.group: dist.ProcessGroup | None = None
         self.interface: str | None = None
-        self._figures: dist.ProcessGroup | None = None
-        self._patient: dist.ProcessGroup | None = None
+        self._groups: Groups | None = None
         self._timeout_s = self._limit_s = self._patience_s = 0.0
-        self._connections: frozenset[int] = frozenset()
         self._ended: str | None = None
 
     @classmethod
@@ -150,18 +147,11 @@ class World:
         # already queued run on garbage, before anybody could save what the device still holds.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self.nonce, self.store = meet(self.rank, self.size, join_timeout_s)
-        before = network.connections()
-        on_cuda = self.device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_cuda else "gloo", store=self.store, rank=self.rank, world_size=self.size,
-            timeout=timedelta(seconds=self._timeout_s), device_id=self.device if on_cuda else None)
-        self.group = dist.group.WORLD
-        self._figures = _gloo_group(self._timeout_s)
-        self._patient = _gloo_group(self._patience_s)
-        # The store is spared: it may be of use to a survivor, and its host may be alive.
-        self._connections = frozenset(
-            inode for inode, found in network.connections().items() if inode not in before
-            and self.launch.master_port not in (found.local_port, found.peer_port))
+        self._groups = Groups(
+            self.store, self.rank, self.size, self.device, timeout_s=self._timeout_s,
+            patience_s=self._patience_s, store_port=self.launch.master_port,
+        )  # fmt: skip
+        self.group = self._groups.gradients
 
     @property
     def is_main(self) -> bool:
@@ -173,11 +163,11 @@ class World:
         Any shape and number type, the same on all ranks. A tensor on a GPU is summed on the host
         (which waits for the device); gradients go through `group`.
         """
-        with self._collective("all_sum"):
-            if self.size > 1:
+        with self._collective("all_sum") as groups:
+            if groups is not None:
                 own = tensor.detach()
                 on_host = own.cpu().contiguous()  # gloo sums memory, whatever the strides say
-                dist.all_reduce(on_host, group=self._figures)
+                dist.all_reduce(on_host, group=groups.figures)
                 if on_host.data_ptr() != own.data_ptr():
                     own.copy_(on_host)
         return tensor
@@ -190,11 +180,13 @@ class World:
         Raises:
             ValueError: on CPU, where shapes or dtypes are not those of `source`.
         """
-        with self._collective("broadcast"):
-            for bucket in packing.buckets(tensors) if self.size > 1 else ():
+        with self._collective("broadcast") as groups:
+            if groups is None:
+                return
+            for bucket in packing.buckets(tensors):
                 flat = packing.pack(bucket)
-                group = self._figures if flat.device.type == "cpu" else self.group
-                dist.broadcast(flat, source, group=group)
+                on_cpu = flat.device.type == "cpu"
+                dist.broadcast(flat, source, group=groups.figures if on_cpu else groups.gradients)
                 if self.rank != source:
                     packing.unpack(flat, bucket)
 
@@ -203,35 +195,35 @@ class World:
 
         Also the source gets it back as JSON gives it: tuples are lists, keys are strings.
         """
-        with self._collective("broadcast_json"):
-            if self.size == 1:
+        with self._collective("broadcast_json") as groups:
+            if groups is None:
                 return packing.decode(packing.encode(value))
             data = packing.encode(value) if self.rank == source else b""
             length = torch.tensor([len(data)])
-            dist.broadcast(length, source, group=self._patient)
+            dist.broadcast(length, source, group=groups.patient)
             row = packing.padded(data, int(length))
-            dist.broadcast(row, source, group=self._patient)
+            dist.broadcast(row, source, group=groups.patient)
         return packing.decode(row.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any]:
         """Collective. The JSON values of all ranks, by rank, on all ranks."""
         data = packing.encode(value)
-        with self._collective("gather_json"):
-            if self.size == 1:
+        with self._collective("gather_json") as groups:
+            if groups is None:
                 return [packing.decode(data)]
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(data)]), group=self._patient)
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=groups.patient)
             own = packing.padded(data, max(int(length) for length in lengths))
             rows = [torch.empty_like(own) for _ in lengths]
-            dist.all_gather(rows, own, group=self._patient)
+            dist.all_gather(rows, own, group=groups.patient)
         return [packing.decode(row.numpy().tobytes()[:int(length)])
                 for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Collective. Wait until all ranks are here."""
-        with self._collective("barrier"):
-            if self.size > 1:
-                dist.barrier(group=self._patient)
+        with self._collective("barrier") as groups:
+            if groups is not None:
+                dist.barrier(group=groups.patient)
 
     def agree(self, error: BaseException | None) -> None:
         """Collective. Returns if no rank has an error; otherwise every rank raises.
@@ -271,12 +263,13 @@ class World:
         """Collective. The orderly end: wait for all ranks, then let the groups go.
 
         Returns:
-            whether all ranks came within `timeout_s` (default: as for any collective on tensors).
+            whether all ranks came within `timeout_s` (default: `patience_s`; rank 0 may be saving).
         """
         if self._ended:
             return False
-        if self.size > 1:
-            _set_timeout(self._patient, timeout_s or self._timeout_s)
+        if self._groups is not None:
+            if timeout_s is not None:
+                set_timeout(self._groups.patient, timeout_s)
             try:
                 self.barrier()
             except RuntimeError:
@@ -294,7 +287,8 @@ class World:
         """
         if not self._ended:
             self._ended = "abandoned"
-            network.shut_down(self._connections)
+            if self._groups is not None:
+                self._groups.cut()
 
     def __enter__(self) -> World:
         return self
@@ -303,28 +297,28 @@ class World:
         self, kind: type[BaseException] | None, error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        if error is None:
+        if error is None or isinstance(error, StopRequested):
             self.close()
         elif isinstance(error, TrainerError):
-            self.close(5.0)  # an end that all ranks have come to together; if not: not for long
+            self.close(5.0)  # most likely all ranks have come to it; if not: not for long
         else:
             self.abandon()
 
     @contextlib.contextmanager
-    def _collective(self, name: str) -> Iterator[None]:
+    def _collective(self, name: str) -> Iterator[Groups | None]:
         if self._ended:
             raise RuntimeError(f"World.{name}: the process group of this attempt is {self._ended}")
         try:
-            yield
+            yield self._groups
         except RuntimeError as error:
             error.add_note(f"(in World.{name}, rank {self.rank} of {self.size})")
             raise
 
     def _limit(self, timeout_s: float) -> None:
         self._limit_s = timeout_s
-        if self.size > 1 and not self._ended:
-            _set_timeout(self.group, timeout_s)
-            _set_timeout(self._figures, timeout_s)
+        if self._groups is not None and not self._ended:
+            set_timeout(self._groups.gradients, timeout_s)
+            set_timeout(self._groups.figures, timeout_s)
 
 
 def _choose_interface(launch: Launch) -> str | None:
@@ -335,15 +329,3 @@ def _choose_interface(launch: Launch) -> str | None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
     return os.environ.get("GLOO_SOCKET_IFNAME")
-
-
-def _gloo_group(timeout_s: float) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup), "this rank is not in a group of all ranks"
-    return group
-
-
-def _set_timeout(group: dist.ProcessGroup | None, timeout_s: float) -> None:
-    assert group is not None
-    for device in group._device_types:
-        group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))

@@ -1,0 +1,77 @@
+"""Bad input: one clear error that names flag, value and remedy, before anything starts."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runs import train
+
+TAPE = ["--task=tape_task:Tape", "--device=cpu"]
+BAD = {
+    "unknown flag": (["--optm.lr=1"], ["--optm.lr", "optim.lr"]),
+    "unknown recipe": (["sampel"], ["sampel", "'sample'"]),
+    "micro that does not divide global": (
+        ["--batch.micro-size=33"], ["--batch.micro-size 33", "128", "32"]),
+    "missing data": (
+        ["fashion-mnist", "--task.root=/nowhere"], ["/nowhere", "--task.root"]),
+    "task that is not there": (["--task=no_such_module:Task"], ["no_such_module", "import path"]),
+    "task that can't be imported": (
+        ["--task=broken_task:Task"],
+        ["broken_task", "the user's own mistake", "broken_task.py", "Traceback"]),
+    "no such class": (["--task=tape_task:Tap"], ["did you mean tape_task:Tape"]),
+    "too few samples": (
+        [*TAPE, "--task.samples=3", "--batch.global-size=4", "--batch.micro-size=4"],
+        ["--batch.global-size 4", "3 samples", "--data.drop-last"]),
+    "bad length": (["--checkpoint.every=2x"], ["--checkpoint.every", "2x", "1ep"]),
+    "value out of range": (["--optim.lr=-1"], ["--optim.lr -1", "above 0"]),
+    "unknown best": (
+        [*TAPE, "--task.samples=200", "--task.validation=4", "--eval.best=val_acc:max"],
+        ["--eval.best val_acc:max", "val_loss"]),
+    "resume path that isn't there": (
+        [*TAPE, "--task.samples=200", "--resume=/nowhere"], ["--resume /nowhere", "no such"]),
+    "unknown fault": (["--inject=kil:step=3"], ["--inject kil", "'kill'"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_bad_input_is_one_clear_error_with_exit_code_2(ranks, tmp_path, capfd, what):
+    arguments, expected = BAD[what]
+    env = {"TRAINER_DATA": str(tmp_path), "WORLD_SIZE": "1"}
+    if what == "missing data" and Path("/usr/share/datasets/fashion-mnist").exists():
+        pytest.skip("the full data set is installed here, so it isn't missing")
+
+    codes = ranks(1, train, *arguments, f"--run={tmp_path / 'run'}", group=False, env=env)
+
+    output = capfd.readouterr().out
+    assert codes == [2]
+    assert output.count("error: ") == 1
+    for text in expected:
+        assert text in output
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_more_ranks_than_micro_batches_is_refused_on_all_ranks(ranks, tmp_path, capfd):
+    codes = ranks(3, train, *TAPE, "--task.samples=64", "--batch.global-size=8",
+                  "--batch.micro-size=4", f"--run={tmp_path / 'run'}", group=False)
+
+    output = capfd.readouterr().out
+    assert codes == [2, 2, 2]
+    assert output.count("error: ") == 1
+    assert "3 ranks" in output
+    assert "at most 2 ranks" in output
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_makes_one_attempt_at_bad_input(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
+               "--nproc_per_node=2", "--max-restarts=3", "-m", "trainer", "--optm.lr=1"]
+
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path,
+                          env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
+
+    assert done.returncode == 1  # torchrun knows no other code
+    assert done.stderr.count("error: Unrecognized options: --optm.lr") == 1

@@ -1,0 +1,390 @@
+"""`check_task` finds each way in which a task can break its promises, and nothing in a good one."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import random
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import steps, train, weights
+from tape_task import Tape, Tokens
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from trainer import Outcome
+from trainer.tasks.images import Images
+from trainer.testing import check_task
+
+
+class Points(Dataset):
+    """Sample i is (x_i, y_i)."""
+
+    def __init__(self, count: int = 10) -> None:
+        self.x = torch.randn(count, 3, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return self.x[index], self.x[index].sum()
+
+
+@dataclasses.dataclass(frozen=True)
+class Good:
+    """Least squares; what the broken tasks are made from."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
+
+    def dataset(self, split: str) -> Any:
+        return Points() if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        error = (model(batch[0]).squeeze(1) - batch[1]).square()
+        return Outcome(error.sum(), len(error), {"error": (error.detach().sum(), len(error))})
+
+
+def problems(task: Any, **arguments: Any) -> str:
+    with pytest.raises(AssertionError) as caught:
+        check_task(task, **arguments)
+    return str(caught.value)
+
+
+# --- good tasks
+
+@pytest.mark.parametrize("task", [
+    Good(), Images(), Images(norm="group", augment="flip+crop", dropout=0.1), Tokens(),
+    Tape(norm="batch", dropout=0.2, validation=3),
+], ids=lambda task: type(task).__name__)  # fmt: skip
+def test_a_task_that_keeps_its_promises_passes(task):
+    check_task(task)
+
+
+def test_the_check_moves_no_generator(tmp_path):
+    torch.manual_seed(3)
+    before = torch.get_rng_state(), random.getstate()
+
+    check_task(Good())
+
+    assert torch.equal(torch.get_rng_state(), before[0])
+    assert random.getstate() == before[1]
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_a_data_set_smaller_than_the_batch_is_checked_with_what_there_is(count):
+    class Small(Good):
+        def dataset(self, split: str) -> Any:
+            return Points(count) if split == "train" else None
+
+        def model(self) -> nn.Module:
+            return nn.Linear(3, 1)
+
+    check_task(Small(), batch_size=4)
+
+
+def test_noise_in_the_loss_is_no_reason_to_refuse_a_sum():
+    class Noisy(Good):
+        def loss(self, model: nn.Module, batch: Any) -> Outcome:
+            return super().loss(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
+
+    check_task(Noisy())
+
+
+def test_data_kept_by_the_task_and_traces_of_the_last_batch_are_no_state():
+    class Cached(Good):
+        @cached_property
+        def points(self) -> Points:
+            return Points()
+
+        def dataset(self, split: str) -> Any:
+            return self.points if split == "train" else None
+
+        def model(self) -> nn.Module:
+            return Tracing()
+
+    class Tracing(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.last: Tensor | None = None
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.last = super().forward(x)
+            return self.last
+
+    check_task(Cached())
+
+
+def test_a_stream_is_checked_too():
+    class Stream(IterableDataset):
+        def __iter__(self):
+            yield from (Points()[i] for i in range(10))
+
+    class Streaming(Good):
+        def dataset(self, split: str) -> Any:
+            return Stream() if split == "train" else None
+
+    check_task(Streaming())
+
+
+# --- broken data
+
+def with_data(make: Any) -> Any:
+    class Broken(Good):
+        def dataset(self, split: str) -> Any:
+            return make() if split == "train" else None
+
+    return Broken()
+
+
+def test_an_item_that_counts_its_reads_is_found():
+    class Counting(Points):
+        reads = 0
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            self.reads += 1
+            return self.x[index] + self.reads, self.x[index].sum()
+
+    assert "differ when they are read again under the same key" in problems(with_data(Counting))
+
+
+def test_an_item_from_a_generator_out_of_sight_is_found():
+    hidden = random.Random()
+
+    class Unkeyed(Points):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            return self.x[index] + hidden.random(), self.x[index].sum()
+
+    assert "differ when they are read again" in problems(with_data(Unkeyed))
+
+
+def test_a_data_set_that_is_another_one_after_a_restart_is_found():
+    made: list[float] = []
+
+    class Fresh(Points):
+        def __init__(self) -> None:
+            super().__init__()
+            made.append(0.0)
+            self.x += len(made)
+
+    assert "between two data sets made one after the other" in problems(with_data(Fresh))
+
+
+def test_a_task_without_training_samples_is_found():
+    assert 'dataset("train") has no samples' in problems(with_data(lambda: None))
+    assert 'dataset("train") has no samples' in problems(with_data(lambda: Points(0)))
+
+
+def test_an_item_that_cannot_be_read_is_found_in_each_split():
+    class Failing(Points):
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            raise KeyError("no such file")
+
+    class Broken(Good):
+        def dataset(self, split: str) -> Any:
+            return Failing() if split == "test" else Points()
+
+    assert 'reading dataset("test") raised SampleError' in problems(Broken())
+
+
+# --- broken losses
+
+def with_loss(loss: Any, model: Any = None) -> Any:
+    class Broken(Good):
+        def loss(self, model: nn.Module, batch: Any) -> Outcome:
+            return loss(model, batch)
+
+        def model(self) -> nn.Module:
+            return model() if model is not None else nn.Linear(3, 1)
+
+    return Broken()
+
+
+def squares(model: nn.Module, batch: Any) -> Tensor:
+    return (model(batch[0]).squeeze(1) - batch[1]).square()
+
+
+@pytest.mark.parametrize(("loss", "problem"), [
+    (lambda m, b: Outcome(squares(m, b).sum() * math.nan, len(b[0])), "must be finite"),
+    (lambda m, b: Outcome(squares(m, b).sum().detach(), len(b[0])), "has no graph"),
+    (lambda m, b: Outcome(squares(m, b), len(b[0])), "Outcome.total is (4,)"),
+    (lambda m, b: squares(m, b).sum(), "the task's loss returned Tensor"),
+    (lambda m, b: Outcome(squares(m, b).sum(), 0), "Outcome.count of 4 samples is 0.0"),
+    (lambda m, b: {}["no"], "loss of 4 samples raised KeyError: 'no'"),
+    (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]), {"e": (squares(m, b).sum(), 1)}),
+     "the metric 'e' is not detached"),
+    (lambda m, b: Outcome(squares(m, b).mean(), 1), "of 0 samples, Outcome.total is nan"),
+    (lambda m, b: Outcome(squares(m, b).sum() + 1, len(b[0])), "Outcome.total is 1, where a sum"),
+    (lambda m, b: Outcome(squares(m, b).sum() / max(1, len(b[0])), len(b[0])),
+     "Outcome.total of 4 samples is"),
+    (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]) and 1), "Outcome.count of 4 samples is 1"),
+    (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]), {"e": (len(b[0]) and 3, len(b[0]))}),
+     "the sum of 'e' of 4 samples is 3"),
+    (lambda m, b: Outcome(squares(m, (b[0][[0]], b[1][[0]])).sum(), len(b[0])),
+     "loss of a micro-batch of 0 samples raised IndexError"),
+])  # fmt: skip
+def test_a_loss_that_breaks_the_protocol_is_found(loss, problem):
+    assert problem in problems(with_loss(loss))
+
+
+def test_a_parameter_that_no_gradient_reaches_is_named():
+    class Partly(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.unused = nn.Linear(2, 2)
+
+    found = problems(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])), Partly))
+
+    assert "no gradient reaches unused.weight, unused.bias (.grad is None)" in found
+    assert "a problem" in found, "the trainer's own step survives the None"
+
+
+def test_a_frozen_parameter_needs_no_gradient():
+    class Frozen(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.unused = nn.Linear(2, 2).requires_grad_(False)
+
+    check_task(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])), Frozen))
+
+
+def test_a_buffer_that_an_empty_micro_batch_moves_is_found():
+    class Counting(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    found = problems(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])), Counting))
+
+    assert "a micro-batch of 0 samples changes the buffer calls" in found
+
+
+def test_parameter_groups_that_the_optimizer_refuses_are_found():
+    class Broken(Good):
+        def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
+            return [{"params": []}]
+
+    assert "checking the step raised ConfigError" in problems(Broken())
+
+
+def test_all_problems_are_told_at_once():
+    class Partly(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.unused = nn.Linear(2, 2)
+
+    found = problems(with_loss(lambda m, b: Outcome(squares(m, b).mean(), len(b[0])), Partly))
+
+    assert "has 3 problems" in found
+    assert "no gradient reaches unused.weight" in found
+    assert "of 0 samples, Outcome.total is nan" in found
+    assert "return the sum over the samples, not a mean" in found
+
+
+# --- hidden state
+
+class Hiding(nn.Linear):
+    """Keeps something that its training forward moves, in one of several places."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__(3, 1)
+        self.place = place
+        self.number = 0
+        self.mean = torch.zeros(3)
+        self.holder = {"deep": [torch.zeros(3)]}
+        self.generator = torch.Generator().manual_seed(1)
+        self.history: list[float] = []
+        self.register_buffer("passing", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training and len(x):
+            match self.place:
+                case "number":
+                    self.number += 1
+                case "mean":
+                    self.mean = 0.9 * self.mean + 0.1 * x.mean(0)
+                case "holder":
+                    self.holder["deep"][0] += 1
+                case "generator":
+                    x = x + torch.randn(3, generator=self.generator)
+                case "history":
+                    self.history.append(x.detach().sum().item())
+                case "passing":
+                    self.passing += x.sum(0)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("place", "path"), [
+    ("number", "number"), ("mean", "mean"), ("holder", "holder.deep.0"),
+    ("generator", "generator"), ("history", "history."), ("passing", "passing"),
+])  # fmt: skip
+def test_state_outside_parameters_and_buffers_is_found(place, path):
+    class Broken(Good):
+        def model(self) -> nn.Module:
+            return nn.Sequential(nn.Linear(3, 3), Hiding(place))
+
+    assert f"the training forward changes 1.{path}" in problems(Broken())
+
+
+def test_nothing_is_hidden_where_the_forward_moves_nothing():
+    class Fine(Good):
+        def model(self) -> nn.Module:
+            return Hiding("nowhere")
+
+    check_task(Fine())
+
+
+def test_state_in_the_task_is_found():
+    @dataclasses.dataclass(frozen=True)
+    class Broken(Good):
+        seen: list[int] = dataclasses.field(default_factory=lambda: [0])
+
+        def loss(self, model: nn.Module, batch: Any) -> Outcome:
+            self.seen[0] += 1
+            return super().loss(model, batch)
+
+    assert "using the task changes its seen.0" in problems(Broken())
+
+
+def test_state_that_only_the_loss_shows_is_found():
+    factor = [1.0]
+
+    def loss(model: nn.Module, batch: Any) -> Outcome:
+        if model.training:
+            factor[0] *= 1.5
+        return Outcome(squares(model, batch).sum() * factor[0], len(batch[0]))
+
+    assert "after a restart the same batch gives a loss of" in problems(with_loss(loss))
+
+
+# --- the trainer itself
+
+@dataclasses.dataclass(frozen=True)
+class Unused(Tape):
+    """A parameter that no loss ever reaches: its gradient stays None."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.unused = nn.Linear(2, 2)
+        return model
+
+
+def test_the_trainer_survives_gradients_that_are_none_over_saves_and_a_restart(tmp_path: Path):
+    arguments = ["--task=test_check_task:Unused", "--device=cpu", "--batch.global-size=4",
+                 "--batch.micro-size=2", "--checkpoint.every=2"]  # fmt: skip
+
+    codes = [train(*arguments, "--run", str(tmp_path / "run"), f"--steps={n}") for n in (4, 6)]
+
+    assert codes == [0, 0]
+    assert [line["step"] for line in steps(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    first, last = (weights(tmp_path / "run", step) for step in (4, 6))
+    assert torch.equal(first["unused.weight"], last["unused.weight"])
+    assert not torch.equal(first["head.weight"], last["head.weight"])
