@@ -40,9 +40,6 @@ def preload(argv: Sequence[str]) -> int:
     """
     if argv and argv[0] in COMMANDS:
         return 0
-    import safetensors.torch
-    import tensorboard.summary.writer.record_writer
-    import torch.utils.tensorboard.summary
 
     import trainer.build
     import trainer.loop  # noqa: F401
@@ -71,6 +68,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     )  # fmt: skip
     from trainer.launcher import leave_launcher
     from trainer.log import Log
+    from trainer.network import lost_peer
     from trainer.world import Launch, World
 
     log, launch, code = Log(), Launch(), EXIT_FAILURE
@@ -98,9 +96,13 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
             say = log.info if code in (EXIT_COMPLETE, EXIT_STOPPED) else log.error
             say(str(error))
     except Exception as error:
-        log.event("failure", why=f"{type(error).__name__}: {error}")
-        traceback.print_exc()
-        log.error(f"step {log.step}, {log.phase}: {type(error).__name__}: {error}")
+        echo = lost_peer(error)
+        log.event("failure", why=f"{type(error).__name__}: {error}", echo=echo)
+        if echo:  # the cause is another rank's, which tells it
+            log.warning(f"lost a peer after step {log.step} ({log.phase}); leaving")
+        else:
+            traceback.print_exc()
+            log.error(f"step {log.step}, {log.phase}: {type(error).__name__}: {error}")
     log.close()
     leave_launcher(code, launch)
     return code

@@ -105,7 +105,7 @@ class Checkpointer:
             self.failed is not None or (self._job is not None and self._job.error is not None))
 
     def save(self, kind: str, *, wait: bool = False) -> None:
-        """Save the state of this step boundary; several triggers on one step make one save.
+        """Collective. Save the state of this step boundary; several triggers on one step make one.
 
         Args:
             kind: periodic, best, stop, last: why.
@@ -119,6 +119,7 @@ class Checkpointer:
         if step != self._saved_step:
             self.finish_pending()
             self._saved_step = step
+            self._state.share()
             facts = {
                 **self._state.facts(), **self._describe,
                 "lines": list(self._recent), "step": step, "generation": self.generation,

@@ -300,4 +300,4 @@ def _plain(text: str) -> str:
     lines = [line for line in lines if line.strip("- ") and "full helptext" not in line]
     told = " ".join(lines[1:] if len(lines) > 1 else lines)  # the first is the box's title
     told = told.removesuffix(" trainer --help")
-    return re.sub(r"\s+", " ", re.sub(r"^Error parsing [\w.]+: (?=--)", "", told)).strip()
+    return re.sub(r"\s+", " ", re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", told)).strip()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Literal
 
 
@@ -37,7 +38,8 @@ class Length:
     def __str__(self) -> str:
         if self.value == 0:
             return "off"
-        return f"{self.value:g}" + {"steps": "", "epochs": "ep", "percent": "%"}[self.unit]
+        number = format(Decimal(repr(self.value)).normalize(), "f")  # every digit, no exponent
+        return number + {"steps": "", "epochs": "ep", "percent": "%"}[self.unit]
 
     def steps(self, *, epoch: int, total: int) -> int:
         """The length in optimizer steps, for epochs of `epoch` and a run of `total` steps; at

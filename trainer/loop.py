@@ -29,6 +29,9 @@ def train(run: Parts) -> dict[str, object]:
         run.log.phase = "train"
         result = run.step(run.loader.window(), wishes=run.wishes)
         run.state.key_rng(run.world.rank)
+        if result is None:
+            run.loader.next_epoch()
+            continue
         run.log.step = progress.step
         if not result.skipped:
             run.state.meter.add(result.sums.loss, result.sums.count)

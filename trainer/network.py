@@ -117,3 +117,13 @@ def _open_connections() -> Iterator[tuple[Connection, socket.socket]]:
                 yield connection, found
         except OSError:
             continue  # closed meanwhile, not a socket, or not connected
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error is the echo of another rank's end: a collective whose connection broke.
+
+    Gloo and NCCL raise plain RuntimeErrors for it, told apart by their words alone.
+    """
+    words = ("connection closed by peer", "connection reset by peer", "broken pipe",
+             "socket closed", "remote process exited", "ncclremoteerror")
+    return isinstance(error, RuntimeError) and any(word in str(error).lower() for word in words)

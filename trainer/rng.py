@@ -62,14 +62,18 @@ def key_object(generators: Iterable[Any], *parts: int) -> None:
             generator.seed(key)
         elif isinstance(generator, torch.Generator):
             generator.manual_seed(key)
+        elif isinstance(generator, np.random.RandomState):
+            generator.seed(key & 0xFFFFFFFF)
         else:
             bits = generator.bit_generator
             bits.state = type(bits)(key).state
 
 
 def own_generators(owner: Any) -> list[Any]:
-    """The `random.Random`, `numpy.random.Generator` and `torch.Generator` among an object's
-    attributes, in the objects that it wraps (Subset, ConcatDataset, transforms, …) too."""
+    """The `random.Random`, `numpy.random.Generator`, `numpy.random.RandomState` and
+    `torch.Generator` among an object's attributes, in the objects that it wraps (Subset,
+    ConcatDataset, transforms, …) too."""
+    kinds = (random.Random, np.random.Generator, np.random.RandomState, torch.Generator)
     found: list[Any] = []
     seen: set[int] = set()
     queue = [owner]
@@ -78,7 +82,7 @@ def own_generators(owner: Any) -> list[Any]:
         if id(item) in seen:
             continue
         seen.add(id(item))
-        if isinstance(item, random.Random | np.random.Generator | torch.Generator):
+        if isinstance(item, kinds):
             found.append(item)
         elif isinstance(item, list | tuple):
             if len(item) <= 64:  # a list of transforms, not a list of a million samples

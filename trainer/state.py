@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +29,15 @@ class Stateful(Protocol):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put it back."""
+        ...
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A part of which each rank knows something that the others don't."""
+
+    def share(self) -> None:
+        """Collective. Tell each other, before a save."""
         ...
 
 
@@ -174,6 +183,13 @@ class TrainState:
             "rng": [self.rng_of(rank) for rank in range(self.num_ranks)],
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
+
+    def share(self) -> None:
+        """Collective. Before a save: ranks tell each other what only some of them know. Without,
+        `facts` are right too, but parts of it may be older ones to go on from."""
+        for part in self.parts.values():
+            if isinstance(part, Shared):
+                part.share()
 
     def rng_of(self, rank: int) -> str:
         """The digest of a rank's generators at this step boundary."""

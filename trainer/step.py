@@ -109,13 +109,17 @@ class Step:
     broadcast: Callable[[Sequence[Tensor], int], None]
     moving: list[Tensor] = field(default_factory=list)
     """Buffers that the forward moves and that ranks don't share: the last rank's are taken."""
+    least_samples: int = 0
+    """Samples that a window must have to count; it hasn't where the epoch of a stream ends."""
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.buffers = Buffers(self.model)
 
-    def __call__(self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes) -> StepResult:
+    def __call__(
+        self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
+    ) -> StepResult | None:
         """Consume the next global batch and, unless a value isn't finite, update the weights.
 
         Collective.
@@ -123,6 +127,9 @@ class Step:
         Args:
             micro_batches: this rank's, the last one with `slot.last`.
             wishes: this rank's wishes for after the step; they ride to all ranks.
+
+        Returns:
+            None, on all ranks, if the window had fewer than `least_samples`: no step was made.
         """
         start, step, at = self.clock(), self.progress.step + 1, self.faults.at
         self.buffers.keep()
@@ -136,6 +143,9 @@ class Step:
         self.to_mean(vector[COUNT])
         grad_norm = clip(self.parameters, self.clip)
         sums, norm = self.objective.read_sums(vector, grad_norm)
+        if sums.samples < self.least_samples:
+            self.leave_no_trace()
+            return None
         lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         # All three are reduced values, so all ranks decide alike.
         finite = math.isfinite(norm) and math.isfinite(sums.loss) and sums.count > 0
@@ -176,6 +186,13 @@ class Step:
                 loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else ())
             at("backward", step=slot.step, epoch=slot.epoch)
             self.scaler.scale(loss).backward()
+
+    def leave_no_trace(self) -> None:
+        """Undo a window that doesn't count: buffers, and what the scaler noted of its gradients."""
+        self.buffers.put_back()
+        kept = self.scaler.state_dict()
+        self.scaler.update()
+        self.scaler.load_state_dict(kept)
 
     def to_mean(self, count: Tensor) -> None:
         """Make the gradients those of the mean over what was really counted."""

@@ -281,11 +281,15 @@ def test_all_problems_are_told_at_once():
             super().__init__(3, 1)
             self.unused = nn.Linear(2, 2)
 
-    found = problems(with_loss(lambda m, b: Outcome(squares(m, b).mean(), len(b[0])), Partly))
+    def loss(model: nn.Module, batch: Any) -> Outcome:
+        total = squares(model, batch).sum()
+        return Outcome(total / max(1, len(batch[0])), len(batch[0]), {"e": (total, len(batch[0]))})
+
+    found = problems(with_loss(loss, Partly))
 
     assert "has 3 problems" in found
+    assert "the metric 'e' is not detached" in found
     assert "no gradient reaches unused.weight" in found
-    assert "of 0 samples, Outcome.total is nan" in found
     assert "return the sum over the samples, not a mean" in found
 
 

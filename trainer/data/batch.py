@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -13,20 +14,7 @@ from torch.utils.data import default_collate
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     """The same nesting with `function` applied to each tensor; other leaves stay as they are."""
-    if isinstance(batch, Tensor):
-        return function(batch)
-    if isinstance(batch, Mapping):
-        return _like(batch, {k: map_tensors(function, v) for k, v in batch.items()})
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        fields = [f for f in dataclasses.fields(batch) if f.init]
-        return dataclasses.replace(
-            batch, **{f.name: map_tensors(function, getattr(batch, f.name)) for f in fields}
-        )
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*(map_tensors(function, v) for v in batch))
-    if isinstance(batch, tuple | list):
-        return type(batch)(map_tensors(function, v) for v in batch)
-    return batch
+    return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
@@ -53,7 +41,7 @@ def collate(samples: Sequence[Any]) -> Any:
 
 def empty(batch: Any) -> Any:
     """A batch of the same form with 0 samples: each tensor's first dimension cut to nothing."""
-    return map_tensors(lambda t: t[:0] if t.dim() else t, _cut_lists(batch))
+    return _map(_cut, batch)
 
 
 def size(batch: Any) -> int:
@@ -61,17 +49,41 @@ def size(batch: Any) -> int:
     return next((len(t) for t in tensors(batch) if t.dim()), 0)
 
 
-def _cut_lists(batch: Any) -> Any:
-    """Lists of strings (one a sample) become empty along with the tensors beside them."""
-    if isinstance(batch, list) and batch and all(isinstance(v, str | bytes) for v in batch):
-        return []
+def _map(function: Callable[[Any], Any], batch: Any) -> Any:
+    """The same nesting with `function` applied to each leaf; a list of strings (one a sample, as
+    torch's default_collate makes it) is a leaf."""
     if isinstance(batch, Mapping):
-        return _like(batch, {k: _cut_lists(v) for k, v in batch.items()})
-    return batch
+        return _like(batch, {k: _map(function, v) for k, v in batch.items()})
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        fields = [f for f in dataclasses.fields(batch) if f.init]
+        return dataclasses.replace(
+            batch, **{f.name: _map(function, getattr(batch, f.name)) for f in fields}
+        )
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*(_map(function, v) for v in batch))
+    if isinstance(batch, tuple | list) and not _is_strings(batch):
+        return type(batch)(_map(function, v) for v in batch)
+    return function(batch)
+
+
+def _cut(leaf: Any) -> Any:
+    """A leaf of a batch with 0 samples."""
+    return leaf[:0] if _is_strings(leaf) or (isinstance(leaf, Tensor) and leaf.dim()) else leaf
+
+
+def _is_strings(value: Any) -> bool:
+    return isinstance(value, tuple | list) and len(value) > 0 and all(
+        isinstance(v, str | bytes) for v in value)
 
 
 def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
-    return entries if type(mapping) is dict else type(mapping)(entries)  # type: ignore[call-arg]
+    if type(mapping) is dict:
+        return entries
+    if isinstance(mapping, MutableMapping):  # a defaultdict's constructor wants something else
+        made = copy.copy(mapping)
+        made.update(entries)
+        return made
+    return type(mapping)(entries)  # type: ignore[call-arg]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:

@@ -9,7 +9,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -141,30 +141,62 @@ def in_memory(dataset: Any) -> bool:
     return hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset)
 
 
-class Loader:
-    """The micro-batches of this rank, window by window, with the next ones made ready.
+class Source(Protocol):
+    """Where a rank's micro-batches come from, in their order."""
+
+    def __next__(self) -> Micro:
+        """The next one."""
+        ...
+
+    def next_epoch(self) -> None:
+        """The window read last was none: its epoch was over."""
+        ...
+
+    def close(self) -> None:
+        """End what reads ahead."""
+        ...
+
+
+class SampledSource:
+    """The slots of a sampler, read from a map-style data set.
 
     Args:
         workers: loader processes; 0 reads in this process.
         prefetch: micro-batches ahead, for each worker.
-        device: where the batches go; on CUDA they are copied by a stream of their own.
     """
 
     def __init__(
         self, samples: KeyedSamples, sampler: MicroBatchSampler, *, workers: int, prefetch: int,
-        device: torch.device, faults: Faults,
+        device: torch.device,
     ) -> None:  # fmt: skip
+        self._iterator = iter(
+            DataLoader(samples, sampler=sampler, **reading(workers, prefetch, device))
+        )
+
+    def __next__(self) -> Micro:
+        return next(self._iterator)
+
+    def next_epoch(self) -> None:
+        raise AssertionError("the sampler gives whole epochs only: each of its windows counts")
+
+    def close(self) -> None:
+        shut_down(self._iterator)
+
+
+class Loader:
+    """The micro-batches of this rank, window by window, with the next ones made ready.
+
+    Args:
+        device: where the batches go; on CUDA they are copied by a stream of their own.
+    """
+
+    def __init__(self, source: Source, *, device: torch.device, faults: Faults) -> None:
         self.waited_s = 0.0
         """Seconds spent waiting for data so far."""
+        self._source = source
         self._device = device
         self._faults = faults
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._loader = DataLoader(
-            samples,
-            sampler=sampler,
-            **reading(workers, prefetch, device),
-        )
-        self._iterator = iter(self._loader)
         self._ahead: Micro | None = None
 
     def window(self) -> Iterator[Micro]:
@@ -185,11 +217,18 @@ class Loader:
         self._arrive(self._ahead)
         return self._ahead
 
+    def next_epoch(self) -> None:
+        """The window just read was none, since the epoch of a stream had ended: begin the next.
+
+        Raises:
+            ConfigError: the epoch had no window at all.
+        """
+        assert self._ahead is None, "only the rest of a window is read ahead"
+        self._source.next_epoch()
+
     def close(self) -> None:
         """End the loader's processes."""
-        shutdown = getattr(self._iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        self._source.close()
 
     def _take(self) -> Micro:
         micro, self._ahead = self._ahead, None
@@ -197,7 +236,7 @@ class Loader:
 
     def _read(self) -> Micro:
         start = time.perf_counter()
-        micro = next(self._iterator)
+        micro = next(self._source)
         self.waited_s += time.perf_counter() - start
         self._faults.at("data", step=micro.slot.step, epoch=micro.slot.epoch)
         if self._device.type == "cpu":
@@ -229,6 +268,13 @@ def reading(workers: int, prefetch: int, device: torch.device) -> dict[str, Any]
         "pin_memory": device.type == "cuda",
         "generator": torch.Generator(),  # else iter() draws from the process-wide one
     }
+
+
+def shut_down(iterator: object) -> None:
+    """End the processes behind a DataLoader's iterator, if there are any."""
+    shutdown = getattr(iterator, "_shutdown_workers", None)
+    if shutdown is not None:
+        shutdown()
 
 
 def _unchanged(micro: Any) -> Any:

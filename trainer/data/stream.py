@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.data.lanes import Collate, Cut, LaneReader, Mark, Part
-from trainer.data.loader import Micro, reading
+from trainer.data.loader import Micro, reading, shut_down
 from trainer.data.sampler import block, slots
 from trainer.errors import ConfigError
 
@@ -138,9 +138,7 @@ class Stream:
 
     def close(self) -> None:
         """End the loader's processes."""
-        shutdown = getattr(self._iterator, "_shutdown_workers", None)
-        if shutdown is not None:
-            shutdown()
+        shut_down(self._iterator)
 
     def _begin(self) -> None:
         self._begun = self.state_dict()

@@ -1,0 +1,1 @@
+"""Benchmarks: one question a module, run as python -m benchmarks.NAME."""
