@@ -104,7 +104,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
             traceback.print_exc()
             log.error(f"step {log.step}, {log.phase}: {type(error).__name__}: {error}")
     log.close()
-    leave_launcher(code, launch)
+    leave_launcher(code, launch, signalled=stop.requested)
     return code
 
 

@@ -53,9 +53,10 @@ def values(owner: Any) -> dict[str, Any]:
             found[path] = item.getstate()
         elif isinstance(item, torch.Generator):
             found[path] = item.get_state()
-        elif isinstance(item, np.random.Generator | np.random.RandomState):
-            bits = item.bit_generator if isinstance(item, np.random.Generator) else item
-            found[path] = repr(bits.state if bits is not item else item.get_state())
+        elif isinstance(item, np.random.Generator):
+            found[path] = repr(item.bit_generator.state)
+        elif isinstance(item, np.random.RandomState):
+            found[path] = repr(item.get_state())
         elif depth and id(item) not in seen:
             seen.add(id(item))
             for name, value in _members(item):

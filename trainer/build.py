@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from trainer import (
     cli,
@@ -25,8 +26,10 @@ from trainer import (
 from trainer.checkpoint import Checkpointer, Found
 from trainer.config import Config
 from trainer.data import batch as batches
-from trainer.data.loader import KeyedSamples, Loader, in_memory
+from trainer.data.feed import Cut
+from trainer.data.loader import KeyedSamples, Loader, SampledSource, Source, in_memory
 from trainer.data.sampler import MicroBatchSampler
+from trainer.data.stream import Stream
 from trainer.evaluate import Evaluator
 from trainer.folder import Identity
 from trainer.lock import RunLock
@@ -162,16 +165,15 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     )  # fmt: skip
     collate = getattr(work.task, "collate", batches.collate)
     workers = _workers(config, work.data["train"], world)
-    loader = Loader(
-        KeyedSamples(work.data["train"], seed=config.seed, collate=collate),
-        MicroBatchSampler(
-            work.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
-            shuffle=config.data.shuffle == "on", position=position,
-            total_steps=work.intervals.total,
-        ),
-        workers=workers, prefetch=config.data.prefetch, device=world.device,
-        faults=armed,
-    )  # fmt: skip
+    source = _source(config, work, world, state.progress, workers)
+    if isinstance(source, Stream):
+        # No sampler knows where its epochs end: the first window that isn't whole tells.
+        whole = config.data.drop_last == "on"
+        step.least_samples = config.batch.global_size if whole else 1
+        state.parts["stream"] = source
+        if found is not None and "stream" in found.facts["parts"]:
+            source.load_state_dict(found.facts["parts"]["stream"])
+    loader = Loader(source, device=world.device, faults=armed)
     evaluators = {
         split: None if work.data[split] is None else Evaluator(
             model=work.model, loss=work.task.loss, dataset=work.data[split], collate=collate,
@@ -223,6 +225,29 @@ def _wrap(
     wrapped = parallel.wrap(objective, group=world.group, device=world.device,
                             bucket_mb=config.parallel.bucket_mb)
     return wrapped, objective
+
+
+def _source(
+    config: Config[Any], work: Work, world: World, progress: Progress, workers: int
+) -> Source:
+    """Where the micro-batches come from: a map-style data set, or a stream."""
+    data = work.data["train"]
+    collate = getattr(work.task, "collate", batches.collate)
+    if isinstance(data, IterableDataset):
+        batch = config.batch
+        return Stream(
+            data, Cut.of(data, lanes=batch.micro_batches, micro_size=batch.micro_size),
+            seed=config.seed, collate=collate, rank=world.rank, num_ranks=world.size,
+            workers=workers, prefetch=config.data.prefetch, device=world.device,
+            step=lambda: progress.step, gather=world.gather_json,
+        )  # fmt: skip
+    sampler = MicroBatchSampler(
+        work.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
+        shuffle=config.data.shuffle == "on", position=progress.step,
+        total_steps=work.intervals.total,
+    )  # fmt: skip
+    return SampledSource(KeyedSamples(data, seed=config.seed, collate=collate), sampler,
+                         workers=workers, prefetch=config.data.prefetch, device=world.device)
 
 
 def _find(

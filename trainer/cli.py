@@ -84,7 +84,10 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     except SystemExit as end:
         if asks_help and not end.code:
             raise
-        raise ConfigError(_plain(problems.getvalue())) from None
+        told = _plain(problems.getvalue())
+        if told.startswith("Unrecognized options"):
+            told = _unknown_flag(arguments, default) or told
+        raise ConfigError(told) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{error}") from error
     if config.run is None:
@@ -291,6 +294,19 @@ def _to_table(part: Any) -> dict[str, Any]:
         else:
             table[name] = list(value) if isinstance(value, tuple) else value
     return table
+
+
+def _unknown_flag(arguments: Sequence[str], default: Config[Any]) -> str | None:
+    """What is wrong with the first flag that doesn't exist (tyro suggests next to nothing)."""
+    known = [f"--{name.replace('_', '-')}" for name, _, _ in default.leaves()]
+    switches = [re.sub(r"^(--(?:.*\.)?)", r"\1no-", flag) for flag in known]  # of boolean fields
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in (*known, *switches):
+            near = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists them all."
+            return f"{flag}: there is no such flag; {hint}"
+    return None
 
 
 def _plain(text: str) -> str:

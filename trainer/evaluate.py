@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
 from trainer.data.batch import to_device
+from trainer.data.lanes import StreamBatches
 from trainer.data.loader import KeyedSamples, Micro, reading
 from trainer.data.sampler import Slot, block
 from trainer.faults import Faults
@@ -80,10 +81,11 @@ class Evaluator:
 
     def _table(self) -> tuple[list[str], Tensor]:
         """One row a batch: (sum, count) of the loss and of each metric, and the samples."""
-        count = -(-len(self.dataset) // self.batch_size)
-        if not count:
+        stream = isinstance(self.dataset, IterableDataset)
+        count = 0 if stream else -(-len(self.dataset) // self.batch_size)
+        if not count and not stream:
             raise ValueError("the data set to evaluate is empty")
-        mine = block(count, self.rank, self.num_ranks)
+        mine: Sequence[int] = block(count, self.rank, self.num_ranks)
         rows: dict[int, list[float]] = {}
         names: list[str] = []
         # A rank without a batch evaluates the first one too, for the form of the table.
@@ -98,13 +100,24 @@ class Evaluator:
             pairs = [(total, outcome.count), *metrics.values()]
             row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
             rows[number] = [*row, float(micro.samples)]
+        if stream:  # all ranks have read to its end, and have the row of the empty batch there
+            if not rows:
+                raise ValueError("the stream to evaluate is empty")
+            count, mine = max(rows), [number for number in rows if number < max(rows)]
         width = 2 * len(names) + 1
         table = torch.zeros(count, width, dtype=torch.float64)
         for number in mine:
             table[number] = torch.tensor(rows[number], dtype=torch.float64)
         return names, table
 
-    def _batches(self, numbers: range) -> Iterator[Micro]:
+    def _batches(self, numbers: Sequence[int]) -> Iterator[Micro]:
+        """The batches of these numbers; of a stream, this rank's share."""
+        if isinstance(self.dataset, IterableDataset):
+            share = StreamBatches(self.dataset, batch_size=self.batch_size, seed=self.seed,
+                                  collate=self.collate, rank=self.rank, num_ranks=self.num_ranks)
+            # More workers would each read the whole stream.
+            yield from DataLoader(share, **reading(min(1, self.workers), 2, self.device))
+            return
         slots = [
             Slot(0, 0, n, True, tuple(range(n * self.batch_size,
                                             min((n + 1) * self.batch_size, len(self.dataset)))))

@@ -53,7 +53,8 @@ def start(run: Parts) -> None:
     """Collective. Warm up, then put the state of the found checkpoint in place."""
     if run.progress.step < run.intervals.total:
         run.log.phase = "warm-up"
-        warm_up(run.step, run.loader, run.world)
+        with run.world.patient():
+            warm_up(run.step, run.loader, run.world)
         metrics = [f"val_{name}" for name in run.step.objective.names or ()]
         best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
     if run.found is not None:

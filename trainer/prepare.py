@@ -9,13 +9,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.data import IterableDataset
 
 from trainer import optim, precision, rng, sync_batchnorm
 from trainer.config import Config
 from trainer.data import batch as batches
+from trainer.data.feed import first_samples, known_length
 from trainer.data.loader import KeyedSamples
 from trainer.data.sampler import Plan
 from trainer.errors import ConfigError
+from trainer.length import Length
 from trainer.world import World
 
 
@@ -56,9 +59,9 @@ def prepare(config: Config[Any], world: World) -> Work:
     for split in ("train", "validation", "test"):
         rng.key_generators(config.seed, rng.DATA)
         data[split] = task.dataset(split)
-        if split != "train" and data[split] is not None and not len(data[split]):
+        if split != "train" and data[split] is not None and known_length(data[split]) == 0:
             data[split] = None
-    plan, intervals = _plan(config, data["train"], world)
+    plan, intervals = _plan(config, data, world)
     rng.key_generators(config.seed, rng.MODEL)
     model = task.model()
     if not isinstance(model, nn.Module):
@@ -75,26 +78,31 @@ def prepare(config: Config[Any], world: World) -> Work:
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
-        "samples": {split: None if d is None else len(d) for split, d in data.items()},
+        "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1),
         "synchronised_batch_norms": synced,
     }
     return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
-                 intervals=intervals, fingerprint=_fingerprint(task, data["train"], config.seed),
+                 intervals=intervals, fingerprint=_fingerprint(task, data["train"], config),
                  card=card)
 
 
-def _plan(config: Config[Any], train: Any, world: World) -> tuple[Plan, Intervals]:
-    if train is None:
+def _plan(
+    config: Config[Any], data: dict[str, Any], world: World
+) -> tuple[Plan, Intervals]:
+    if data["train"] is None:
         raise ConfigError('--task: dataset("train") returned None; a run needs training samples.')
-    batch, samples = config.batch, len(train)
+    batch, samples = config.batch, known_length(data["train"])
     if world.size > batch.micro_batches:
         raise ConfigError(
             f"--nproc_per_node: {world.size} ranks, but --batch.global-size {batch.global_size} "
             f"is only {batch.micro_batches} micro-batches of --batch.micro-size "
             f"{batch.micro_size}: use at most {batch.micro_batches} ranks, or a micro-size of "
             f"{max(1, batch.global_size // world.size)} or less.")
+    if samples is None:
+        # Where an epoch ends is seen when it does: the plan has one that lasts for the whole run.
+        samples = _steps_of_unknown(config, data) * batch.global_size
     plan = Plan(samples=samples, global_size=batch.global_size, micro_size=batch.micro_size,
                 drop_last=config.data.drop_last == "on")
     if plan.steps_per_epoch == 0:
@@ -114,19 +122,42 @@ def _plan(config: Config[Any], train: Any, world: World) -> tuple[Plan, Interval
     )
 
 
-def _fingerprint(task: Any, dataset: Any, seed: int) -> str:
-    """What tells one data set from another: the task's word, or length and 16 keyed samples."""
+def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
+    """Length of a run on a stream that doesn't know its own."""
+    what = "the training stream has no length (no __len__)"
+    if config.steps is None:
+        raise ConfigError(f"--steps: {what}, so a run can't be measured in epochs; say how long "
+                          "it is to be with --steps N.")
+    for name, value, _ in config.leaves():
+        unused = name == "eval.every" and data["validation"] is None
+        if isinstance(value, Length) and value.unit == "epochs" and not unused:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value}: {what}, so nothing can be measured in epochs; "
+                              f"write steps or a part of the run, such as {flag} 10%.")
+    return config.steps
+
+
+def _fingerprint(task: Any, dataset: Any, config: Config[Any]) -> str:
+    """What tells one data set from another: the task's word, or length and 16 keyed samples (the
+    first ones of a stream)."""
     if hasattr(task, "fingerprint"):
         return str(task.fingerprint())
-    count = len(dataset)
+    count = known_length(dataset)
+    if isinstance(dataset, IterableDataset):
+        rng.key_generators(config.seed, rng.DATA)
+        fresh = task.dataset("train")  # reading may move a stream that is to be trained on
+        samples = first_samples(fresh, lanes=config.batch.micro_batches, count=16,
+                                seed=config.seed)
+    else:
+        assert count is not None, "only a stream may not know its length"
+        reader = KeyedSamples(dataset, seed=config.seed, augment=False)
+        samples = [reader.sample(rng.mix(rng.DATA, place) % count)
+                   for place in range(min(16, count))]
     digest = hashlib.blake2b(digest_size=8)
-    reader = KeyedSamples(dataset, seed=seed, augment=False)
-    for place in range(min(16, count)):
-        index = rng.mix(rng.DATA, place) % count
-        sample = reader.sample(index)
+    for sample in samples:
         for tensor in batches.tensors(batches.collate([sample])):
             digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
-    return f"{count} samples {digest.hexdigest()}"
+    return f"{'a stream' if count is None else f'{count} samples'} {digest.hexdigest()}"
 
 
 def bind_seed(task: Any, seed: int) -> Any:

@@ -72,7 +72,7 @@ def _cut(leaf: Any) -> Any:
 
 
 def _is_strings(value: Any) -> bool:
-    return isinstance(value, tuple | list) and len(value) > 0 and all(
+    return isinstance(value, list) and len(value) > 0 and all(
         isinstance(v, str | bytes) for v in value)
 
 

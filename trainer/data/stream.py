@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.lanes import Collate, Cut, LaneReader, Mark, Part
+from trainer.data.feed import Cut, Mark
+from trainer.data.lanes import Collate, LaneReader, Part
 from trainer.data.loader import Micro, reading, shut_down
 from trainer.data.sampler import block, slots
 from trainer.errors import ConfigError

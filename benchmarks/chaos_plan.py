@@ -1,0 +1,212 @@
+"""What is done to which run: settings and faults, drawn from a seed."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+
+from trainer.faults import PHASES
+
+STEPS, CHECKPOINT_EVERY, EVAL_EVERY = 26, 3, 4
+MICRO_SIZE = 2
+MOST_FAULTS = 8
+"""Of one run."""
+
+SHAPES = ((2, 2), (3, 4), (4, 12), (1, 3), (3, 9), (2, 6), (4, 4), (3, 3), (1, 1))
+"""(ranks, micro-batches in a global batch)."""
+
+AT_PHASES = ("kill", "exit", "kill", "raise", "kill", "term")
+"""Kinds that meet each phase in turn, round by round."""
+
+ELSEWHERE = ("ranks", "launcher", "corrupt")
+"""All ranks or the launcher killed by SIGKILL from outside, and the newest checkpoint damaged by
+a rank that dies then: once a round each."""
+
+SOAK_AT_PHASES = (*AT_PHASES, "slow")
+SOAK_ELSEWHERE = (*ELSEWHERE, "server")
+"""A slow rank, and the fork server killed (only `python -m launch` has one), under --soak."""
+
+OUTSIDE = ("ranks", "launcher", "server")
+"""Done to the run from outside; all other kinds are injected by the trainer itself."""
+
+IN_STEP = ("data", "forward", "backward", "optimizer", "step-end")
+ONE_A_RUN = ("start", "restore")
+SLOW_S = 0.2
+ENOUGH_SAVED = 4 * CHECKPOINT_EVERY + 1
+"""From this step on there are two whole checkpoints, even if a save has failed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """A configuration. The bits of its result don't depend on `workers`."""
+
+    ranks: int
+    micro_batches: int
+    sync_bn: str
+    workers: int
+    seed: int
+
+    def __str__(self) -> str:
+        return (f"W={self.ranks} M={self.micro_batches} sync-bn={self.sync_bn} "
+                f"workers={self.workers}")
+
+    def arguments(self, run: str) -> list[str]:
+        """The trainer's arguments: three epochs, each with a last global batch that is smaller."""
+        size = self.micro_batches * MICRO_SIZE
+        values = {
+            "run": run, "task": "benchmarks.chaos_task:Chaos", "steps": STEPS,
+            "seed": self.seed, "device": "cpu", "world.threads": 1, "log.level": "warning",
+            "task.samples": 8 * size + min(3, size - 1), "data.drop-last": "off",
+            "batch.global-size": size, "batch.micro-size": MICRO_SIZE,
+            "data.workers": self.workers, "parallel.sync-bn": self.sync_bn,
+            "checkpoint.every": CHECKPOINT_EVERY, "eval.every": EVAL_EVERY,
+        }  # fmt: skip
+        return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Fault:
+    """One fault and where it strikes: at a step, or in an attempt; None is the first that fits.
+
+    Those of `OUTSIDE` strike when the step is seen in metrics.jsonl, or when the attempt's ranks
+    are seen; `delay_s` later.
+    """
+
+    kind: str
+    rank: int | None = None
+    phase: str | None = None
+    step: int | None = None
+    attempt: int | None = None
+    delay_s: float = 0.0
+
+    def __str__(self) -> str:
+        """As `--inject` takes it, where it can be injected."""
+        parts = [self.kind, *(f"{name}={value}" for name in ("rank", "step", "phase", "attempt")
+                              if (value := getattr(self, name)) is not None)]
+        if self.kind == "slow":
+            parts.append(f"seconds={SLOW_S}")
+        return ":".join(parts) + (f" + {self.delay_s:.3f} s" if self.delay_s else "")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """A setting and what happens to it."""
+
+    number: int
+    setting: Setting
+    faults: tuple[Fault, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """A fault that is yet to be placed in a run."""
+
+    kind: str
+    phase: str | None = None
+
+    @property
+    def restarts(self) -> bool:
+        """Whether the attempt surely ends with it."""
+        in_writer = self.phase is not None and self.phase.startswith("save-")
+        return self.kind != "slow" and not (self.kind == "raise" and in_writer)
+
+
+def deck(draw: random.Random, *, soak: bool) -> Iterator[Card]:
+    """Cards without end, in rounds: one for each phase, the kinds taking turns, and the others."""
+    kinds = SOAK_AT_PHASES if soak else AT_PHASES
+    for turn in itertools.count():
+        cards = [Card(kinds[(place + turn) % len(kinds)], phase)
+                 for place, phase in enumerate(PHASES)]
+        cards += [Card(kind) for kind in (SOAK_ELSEWHERE if soak else ELSEWHERE)]
+        draw.shuffle(cards)
+        yield from cards
+
+
+def sizes(faults: int) -> list[int]:
+    """Faults of each run: every shape has one, if there are enough, and none more than 8."""
+    runs = max(-(-faults // MOST_FAULTS), min(faults, len(SHAPES)))
+    return [faults // runs + (number < faults % runs) for number in range(runs)]
+
+
+def setting(number: int, seed: int) -> Setting:
+    """The setting of a run: all combinations come within four laps over the shapes."""
+    lap, place = divmod(number, len(SHAPES))
+    ranks, micro_batches = SHAPES[place]
+    return Setting(
+        ranks=ranks, micro_batches=micro_batches, seed=seed,
+        sync_bn=("auto", "off")[(place + lap) % 2], workers=(0, 2)[(place // 2 + lap // 2) % 2],
+    )  # fmt: skip
+
+
+def plan(number: int, count: int, cards: Iterator[Card], left: list[Card],
+         draw: random.Random, *, seed: int) -> Run:
+    """The next run, with `count` faults from `left` (what is taken is removed), then `cards`."""
+    chosen = setting(number, seed)
+    hand: list[Card] = []
+    passed: list[Card] = []
+    while len(hand) < count:
+        card = left.pop(0) if left else next(cards)
+        (hand if _goes_with(card, hand, count) else passed).append(card)
+    left[:0] = passed
+    steps: set[int] = set()
+    faults = []
+    for card in sorted(hand, key=lambda c: len(_steps(c))):  # those with the least choice first
+        fault = _place(card, hand, chosen.ranks, steps, draw)
+        steps |= {fault.step} if fault.step else set()
+        faults.append(fault)
+    faults.sort(key=lambda f: (f.step or 0, f.attempt or 0))
+    return Run(number=number, setting=chosen, faults=tuple(faults))
+
+
+def _goes_with(card: Card, hand: Sequence[Card], count: int) -> bool:
+    if card.phase in ONE_A_RUN and any(other.phase == card.phase for other in hand):
+        return False
+    if card.phase == "restore":  # something else has to end an attempt
+        return count > 1 and any(other.restarts for other in hand)
+    # The steps of a run's faults differ: each phase of saving or validating has a few.
+    allowed = _steps(card)
+    rivals = [other for other in hand if _steps(other) == allowed]
+    return len(rivals) < min(3, max(1, len(allowed)))
+
+
+def _place(card: Card, hand: Sequence[Card], ranks: int, taken: set[int],
+           draw: random.Random) -> Fault:
+    free = [step for step in _steps(card) if step not in taken]
+    rank = draw.choice((0, ranks - 1))
+    if card.kind in OUTSIDE:
+        if draw.random() < 0.3:  # while the ranks start
+            return Fault(kind=card.kind, attempt=_early(card, hand, draw),
+                         delay_s=round(draw.uniform(0, 1.0), 3))
+        return Fault(kind=card.kind, step=draw.choice(free),
+                     delay_s=round(draw.uniform(0, 0.03), 3))
+    if card.phase == "start":
+        return Fault(kind=card.kind, rank=rank, phase="start", attempt=_early(card, hand, draw))
+    if card.phase == "restore":
+        return Fault(kind=card.kind, rank=rank, phase="restore")
+    if card.phase is not None and card.phase.startswith("save-"):
+        rank = 0  # the one that writes
+    return Fault(kind=card.kind, rank=rank, step=draw.choice(free),
+                 phase=card.phase or draw.choice(IN_STEP))
+
+
+def _early(card: Card, hand: Sequence[Card], draw: random.Random) -> int:
+    """The number of an attempt that surely comes."""
+    others = sum(other.restarts for other in hand if other is not card)
+    return draw.randint(0, min(2, others // 2))
+
+
+def _steps(card: Card) -> range:
+    """The steps at which a fault can strike; none where it isn't bound to a step."""
+    if card.phase in ONE_A_RUN:
+        return range(0)
+    if card.kind in OUTSIDE:
+        return range(2, STEPS - 4)  # to be seen and struck before the run ends
+    if card.kind == "corrupt":
+        return range(ENOUGH_SAVED, STEPS - 1)
+    if card.phase == "evaluate":
+        return range(EVAL_EVERY, STEPS, EVAL_EVERY)
+    if card.phase is not None and card.phase.startswith("save-"):
+        return range(CHECKPOINT_EVERY, STEPS, CHECKPOINT_EVERY)
+    return range(1, STEPS + 1)

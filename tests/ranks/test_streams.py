@@ -1,0 +1,198 @@
+"""Training on streams: neither ranks, workers, uneven lanes nor stops move a sample."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import steps, train, validations
+from stream_task import LANE, windows
+
+from trainer.commands.compare import main as compare
+
+BATCH = ("--batch.global-size=8", "--batch.micro-size=2")
+
+
+def run(ranks, size: int, folder: Path, tape: Path, *arguments: str, code: int = 0, **fields):
+    """Train; what the ranks saw is then at `tape`, which no other attempt of the run writes to."""
+    flags = [f"--task.{name}={value}" for name, value in fields.items()]
+    codes = ranks(size, train, "--task=stream_task:StreamTape", "--device=cpu", "--clip.norm=0",
+                  f"--task.tape={folder}-tape", *flags, *BATCH, "--checkpoint.keep=9",
+                  f"--run={folder}", *arguments, group=False, timeout_s=60)  # fmt: skip
+    assert codes == [code] * size
+    for rank in range(size if code != 2 else 0):
+        Path(f"{folder}-tape-{rank}.jsonl").rename(f"{tape}-{rank}.jsonl")
+    return folder
+
+
+def whole(found):
+    """The windows that are whole: the others don't count with drop_last on."""
+    return [window for window in found if len(window) == 8]
+
+
+@pytest.mark.parametrize(("fields", "first_window"), [
+    ({"samples": 26}, [0, 4, 1, 5, 2, 6, 3, 7]),
+    ({"kind": "lanes", "sizes": "9,6,7,10"},
+     [LANE * lane + place for lane in range(4) for place in range(2)]),
+])  # fmt: skip
+def test_neither_ranks_nor_workers_move_a_sample_or_a_draw(ranks, tmp_path, fields, first_window):
+    found = []
+    for size, workers in ((1, 0), (2, 2), (3, 0)):
+        tape = tmp_path / f"tape-{size}"
+        run(ranks, size, tmp_path / f"run-{size}", tape, "--steps=8",
+            f"--data.workers={workers}", **fields)
+        found.append(whole(windows(tape, size, 4)))
+
+    assert found[0] == found[1] == found[2]
+    assert [[epoch for epoch, *_ in window][0] for window in found[0]] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [index for _, index, _ in found[0][0]] == first_window
+    samples = [(epoch, index) for window in found[0] for epoch, index, _ in window]
+    assert len(samples) == len(set(samples)) == 64
+    draws = [draw for window in found[0] for *_, draws in window for draw in draws]
+    assert len(draws) == len(set(draws)) == 64 * 5
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 2), (3, 0)])
+def test_lanes_that_end_unevenly_give_short_and_empty_micro_batches(
+    ranks, tmp_path, size, workers
+):
+    folder = run(ranks, size, tmp_path / "run", tmp_path / "tape", "--steps=6",
+                 "--data.drop-last=off", f"--data.workers={workers}", kind="lanes",
+                 sizes="5,2,0,3", norm="group", dropout="0.1")  # fmt: skip
+
+    lines = steps(folder)
+    assert [line["samples"] for line in lines] == [6, 3, 1, 6, 3, 1]
+    assert [line["epoch"] for line in lines] == [0, 0, 0, 1, 1, 1]
+    assert all(line["loss"] is not None for line in lines)
+
+
+@pytest.mark.parametrize("drop_last", ["on", "off"])
+def test_ranks_with_different_numbers_of_batches_neither_hang_nor_mix_their_sums(
+    ranks, tmp_path, drop_last
+):
+    # Rank 0 has 5 full micro-batches an epoch and rank 1 has 4; a validation follows at once.
+    found = []
+    for size in (1, 2):
+        folder = run(ranks, size, tmp_path / f"run-{size}", tmp_path / f"tape-{size}",
+                     "--batch.global-size=4", "--steps=10", "--eval.every=5", "--world.timeout-s=10",
+                     f"--data.drop-last={drop_last}", kind="lanes", sizes="10,8",
+                     validation="7")  # fmt: skip
+        found.append((steps(folder), validations(folder)))
+
+    for lines, scores in found:
+        epoch = [4] * 4 if drop_last == "on" else [4, 4, 4, 4, 2]
+        assert [line["samples"] for line in lines] == (epoch * 3)[:10]
+        assert [line["val_samples"] for line in scores] == [7, 7]
+    for one, two in zip(found[0][0], found[1][0], strict=True):
+        assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
+    for one, two in zip(found[0][1], found[1][1], strict=True):
+        assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["stateful", "whole"])
+def test_a_stopped_run_goes_on_with_the_next_sample_on_any_number_of_ranks_and_workers(
+    ranks, tmp_path, kind
+):
+    # 4 steps an epoch: it stops in the middle of epochs 1 and 2, the second time one step later.
+    fields = {"kind": kind, "sizes": "9,8,11,10", "samples": "35"}
+    run(ranks, 1, tmp_path / "straight", tmp_path / "tape", "--steps=14", "--data.workers=0",
+        **fields)
+    straight = whole(windows(tmp_path / "tape", 1, 4))
+    folder, found, positions = tmp_path / "run", [], []
+
+    for part, (size, workers, stop) in enumerate([(2, 2, 7), (1, 0, 10), (2, 0, 11), (3, 2, 0)]):
+        tape = tmp_path / f"tape-{part}"
+        arguments = ["--steps=14", f"--data.workers={workers}", "--data.prefetch=4"]
+        if stop:
+            arguments.append(f"--inject=term:step={stop}")
+        run(ranks, size, folder, tape, *arguments, code=75 if stop else 0, **fields)
+        found.append(whole(windows(tape, size, 4)))
+        state = json.loads((folder / f"checkpoints/step-{stop or 14:08d}/state.json").read_text())
+        positions.append(state["parts"]["stream"])
+
+    assert [len(part) for part in found] == [7, 3, 1, 3]
+    assert [window for part in found for window in part] == straight
+    assert [(p["epoch"], p["start"]) for p in positions] == [(1, 4), (2, 8), (2, 8), (3, 12)]
+    assert [p["feeds"][-1]["windows"] for p in positions] == [3, 2, 3, 2]
+
+
+def test_a_stopped_run_ends_with_the_same_bits(ranks, tmp_path, capsys):
+    fields = {"kind": "lanes", "sizes": "9,8,11,10", "norm": "batch", "dropout": "0.1"}
+    arguments = ["--steps=10", "--world.threads=1"]
+    run(ranks, 2, tmp_path / "straight", tmp_path / "tape-0", *arguments, "--data.workers=2",
+        **fields)
+    for part, (workers, stop) in enumerate([(2, 3), (0, 4), (2, 0)], start=1):
+        inject = [f"--inject=term:step={stop}"] if stop else []
+        run(ranks, 2, tmp_path / "stopped", tmp_path / f"tape-{part}", *arguments, *inject,
+            f"--data.workers={workers}", code=75 if stop else 0, **fields)  # fmt: skip
+
+    same = compare([str(tmp_path / "straight"), str(tmp_path / "stopped")])
+
+    assert same == 0, capsys.readouterr().out
+
+
+def test_a_lane_that_knows_its_place_is_not_read_again(ranks, tmp_path):
+    log = tmp_path / "log"
+    fields = {"kind": "stateful", "sizes": "20,20,20,20", "log": str(log)}
+    arguments = ["--steps=8", "--data.workers=0"]
+    run(ranks, 2, tmp_path / "run", tmp_path / "tape-0", *arguments, "--inject=term:step=6",
+        code=75, **fields)  # fmt: skip
+    log.unlink()
+
+    run(ranks, 1, tmp_path / "run", tmp_path / "tape-1", *arguments, **fields)
+
+    read = [index for _, index in map(json.loads, log.read_text().splitlines())]
+    fingerprint, read = read[:16], read[16:]
+    assert fingerprint == list(range(16))
+    assert sorted(read) == [LANE * lane + place for lane in range(4) for place in range(12, 16)]
+
+
+def test_validation_on_a_stream_counts_each_sample_once_for_any_number_of_ranks(ranks, tmp_path):
+    lines = []
+    for size, workers in ((1, 0), (2, 2), (3, 0)):
+        folder = run(ranks, size, tmp_path / f"run-{size}", tmp_path / f"tape-{size}", "--steps=1",
+                     "--eval.every=1", "--eval.batch-size=5", f"--data.workers={workers}",
+                     samples="16", validation="8")  # fmt: skip
+        lines += validations(folder)
+
+    assert [line["val_samples"] for line in lines] == [8] * 3
+    for line in lines[1:]:
+        assert line["val_loss"] == pytest.approx(lines[0]["val_loss"], rel=1e-6)
+
+
+@pytest.mark.parametrize(("arguments", "flag"), [
+    ([], "--steps"),
+    (["--epochs=2"], "--steps"),
+    (["--steps=4", "--checkpoint.every=1ep"], "--checkpoint.every 1ep"),
+    (["--steps=4"], "--eval.every 1ep"),
+])  # fmt: skip
+def test_lengths_in_epochs_of_a_stream_without_a_length_are_refused(
+    ranks, tmp_path, capsys, arguments, flag
+):
+    validation = "" if "checkpoint" in flag else "8"
+
+    run(ranks, 1, tmp_path / "run", tmp_path / "tape", *arguments, code=2, samples="64",
+        validation=validation or "0")  # fmt: skip
+
+    shown = capsys.readouterr().out
+    assert f"{flag}: the training stream has no length" in shown
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("drop_last", "count"), [("on", 6), ("off", 8)])
+def test_a_stream_that_knows_its_length_is_trained_on_for_epochs(
+    ranks, tmp_path, drop_last, count
+):
+    folder = run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--epochs=2",
+                 f"--data.drop-last={drop_last}", kind="measured", samples="26")  # fmt: skip
+
+    assert [line["epoch"] for line in steps(folder)] == [0] * (count // 2) + [1] * (count // 2)
+
+
+@pytest.mark.parametrize(("sizes", "drop_last"), [("9,9,9,1", "on"), ("0,0,0,0", "off")])
+def test_an_epoch_without_a_global_batch_is_an_error_and_no_endless_run(
+    ranks, tmp_path, sizes, drop_last
+):
+    run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--steps=4", "--data.workers=0",
+        f"--data.drop-last={drop_last}", code=2, kind="lanes", sizes=sizes)  # fmt: skip

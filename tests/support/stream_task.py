@@ -1,0 +1,132 @@
+"""The task of `tape_task` on streams: without random access, in uneven lanes, with and without a
+state and a length."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tape_task import Tape, read_tape
+from torch.utils.data import IterableDataset
+
+from trainer.data.sampler import slots
+
+LANE = 1000
+"""Sample p of lane k has the id LANE * k + p."""
+
+
+class Whole(IterableDataset):
+    """Samples 0, 1, 2, …, rotated by the epoch; each with draws of all kinds of generators."""
+
+    def __init__(self, count: int, width: int, log: str = "") -> None:
+        self.count, self.width, self.log = count, width, log
+        self.own = np.random.default_rng(5)
+        self.python = random.Random(5)
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        for place in range(self.count):
+            yield self.sample((place + self.epoch) % self.count)
+
+    def sample(self, index: int) -> dict[str, Any]:
+        if self.log:
+            with open(self.log, "a") as file:
+                file.write(json.dumps([self.epoch, index]) + "\n")
+        x = torch.randn(self.width, generator=torch.Generator().manual_seed(index))
+        draws = [random.random(), np.random.rand(), self.own.random(), self.python.random(),
+                 torch.rand(()).item()]  # fmt: skip
+        return {"index": index, "x": x, "y": x.sum().cos(), "epoch": self.epoch,
+                "draws": torch.tensor(draws, dtype=torch.float64)}
+
+
+class Lanes(Whole):
+    """Lane k gives `sizes[k]` samples."""
+
+    def __init__(self, sizes: list[int], width: int, log: str = "") -> None:
+        super().__init__(sum(sizes), width, log)
+        self.sizes = sizes
+
+    def lane(self, number: int, lanes: int) -> Iterator[dict[str, Any]]:
+        assert lanes == len(self.sizes)
+        for place in range(self.sizes[number]):
+            yield self.sample(LANE * number + place)
+
+
+class StatefulLanes(Lanes):
+    """The same lanes, whose iterators know their place."""
+
+    def lane(self, number: int, lanes: int) -> Iterator[dict[str, Any]]:
+        return LaneIterator(self, number)
+
+
+class LaneIterator:
+    def __init__(self, dataset: Lanes, number: int) -> None:
+        self._dataset, self._number, self._place = dataset, number, 0
+
+    def __iter__(self) -> LaneIterator:
+        return self
+
+    def __next__(self) -> dict[str, Any]:
+        if self._place == self._dataset.sizes[self._number]:
+            raise StopIteration
+        self._place += 1
+        return self._dataset.sample(LANE * self._number + self._place - 1)
+
+    def state_dict(self) -> dict[str, int]:
+        return {"place": self._place}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._place = state["place"]
+
+
+class Measured(Whole):
+    """A stream that knows its length."""
+
+    def __len__(self) -> int:
+        return self.count
+
+
+KINDS = {"lanes": Lanes, "stateful": StatefulLanes}
+
+
+@dataclasses.dataclass(frozen=True)
+class StreamTape(Tape):
+    """`Tape` on a stream of `samples`, or on lanes of `sizes`."""
+
+    kind: str = "whole"
+    sizes: str = ""
+    log: str = ""
+
+    def dataset(self, split: str) -> IterableDataset | None:
+        if split == "validation":
+            return Whole(self.validation, self.width) if self.validation else None
+        if split == "test":
+            return None
+        if self.kind in KINDS:
+            sizes = [int(size) for size in self.sizes.split(",")]
+            return KINDS[self.kind](sizes, self.width, self.log)
+        return (Measured if self.kind == "measured" else Whole)(self.samples, self.width, self.log)
+
+
+def windows(tape: Path | str, ranks: int, lanes: int) -> list[list[tuple[int, int, tuple]]]:
+    """What each window held, as (epoch, id, draws) in the order of the lanes."""
+    count = slots(lanes, ranks)
+    tapes = read_tape(tape, ranks)
+    assert len({len(lines) for lines in tapes}) == 1, "ranks ran different numbers of forwards"
+    found = []
+    for start in range(0, len(tapes[0]), count):
+        lines = [line for lines in tapes for line in lines[start : start + count]]
+        found.append([
+            (epoch, index, tuple(draws)) for line in lines
+            for epoch, index, draws in zip(line["epochs"], line["ids"], line["draws"], strict=True)
+        ])  # fmt: skip
+    return found

@@ -1,0 +1,122 @@
+"""Batches of any nesting are mapped, stacked, measured, and emptied."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import OrderedDict, UserDict, defaultdict
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainer.data import batch
+
+
+class Pair(NamedTuple):
+    x: Tensor
+    y: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    x: Tensor
+    names: Any = None
+    size: int = dataclasses.field(init=False, default=7)
+
+
+NESTINGS = [
+    lambda t: t,
+    lambda t: (t, t + 1),
+    lambda t: [t, (t + 1, t + 2)],
+    lambda t: {"x": t, "deep": {"y": [t + 1]}},
+    lambda t: OrderedDict(x=t, y=t + 1),
+    lambda t: defaultdict(list, x=t),
+    lambda t: UserDict(x=t),
+    lambda t: Pair(t, {"y": t + 1}),
+    lambda t: Record(t, Pair(t, t + 1)),
+    lambda t: {"a": Record(t, t), "b": (Pair(t, [t]),)},
+]
+
+
+@pytest.mark.parametrize("make", NESTINGS)
+def test_mapping_keeps_the_nesting_and_reaches_each_tensor(make):
+    original = make(torch.arange(3))
+
+    mapped = batch.map_tensors(lambda t: t * 10, original)
+
+    assert type(mapped) is type(original)
+    before, after = list(batch.tensors(original)), list(batch.tensors(mapped))
+    assert len(before) == len(after) > 0
+    assert all(torch.equal(a, b * 10) for a, b in zip(after, before, strict=True))
+
+
+def test_mapping_leaves_what_is_no_tensor_alone():
+    value = {"id": 3, "name": "a", "none": None, "x": torch.ones(1)}
+
+    mapped = batch.map_tensors(torch.zeros_like, value)
+
+    assert {k: v for k, v in mapped.items() if k != "x"} == {"id": 3, "name": "a", "none": None}
+    assert mapped["x"] == 0
+    assert value["x"] == 1, "the original is untouched"
+
+
+@pytest.mark.parametrize("make", NESTINGS)
+def test_samples_are_stacked_in_their_own_nesting(make):
+    samples = [make(torch.full((2,), i)) for i in range(3)]
+
+    stacked = batch.collate(samples)
+
+    assert type(stacked) is type(samples[0])
+    assert batch.size(stacked) == 3
+    columns = zip(*(batch.tensors(sample) for sample in samples), strict=True)
+    for got, column in zip(batch.tensors(stacked), columns, strict=True):
+        assert torch.equal(got, torch.stack(column))
+
+
+def test_numbers_become_tensors_and_strings_a_list():
+    stacked = batch.collate([{"n": 1, "f": 0.5, "s": "a"}, {"n": 2, "f": 1.5, "s": "b"}])
+
+    assert stacked["n"].tolist() == [1, 2]
+    assert stacked["f"].dtype == torch.float64
+    assert stacked["s"] == ["a", "b"]
+
+
+def test_samples_of_different_length_are_refused():
+    with pytest.raises(ValueError, match="zip"):
+        batch.collate([(torch.ones(1),), (torch.ones(1), torch.ones(1))])
+
+
+@pytest.mark.parametrize("make", NESTINGS)
+def test_an_empty_batch_has_the_form_of_a_full_one_and_no_samples(make):
+    full = batch.collate([make(torch.ones(2, dtype=torch.int32)) for _ in range(3)])
+
+    empty = batch.empty(full)
+
+    assert type(empty) is type(full)
+    assert batch.size(empty) == 0
+    for one, other in zip(batch.tensors(empty), batch.tensors(full), strict=True):
+        assert one.shape == (0, *other.shape[1:])
+        assert one.dtype == other.dtype
+
+
+@pytest.mark.parametrize(("full", "read"), [
+    ({"names": ["a", "b"]}, lambda e: e["names"]),
+    ((torch.ones(2), ["a", "b"]), lambda e: e[1]),
+    (Pair(torch.ones(2), ["a", "b"]), lambda e: e.y),
+    (Record(torch.ones(2), {"deep": (["a", "b"],)}), lambda e: e.names["deep"][0]),
+])
+def test_names_beside_the_tensors_are_emptied_too(full, read):
+    assert read(batch.empty(full)) == []
+
+
+def test_a_scalar_that_belongs_to_the_whole_batch_stays_in_an_empty_one():
+    empty = batch.empty({"x": torch.ones(2, 3), "scale": torch.tensor(2.0), "kind": "train"})
+
+    assert empty["scale"] == 2
+    assert empty["kind"] == "train"
+
+
+def test_the_size_is_the_first_dimension_of_the_first_tensor_that_has_one():
+    assert batch.size({"scale": torch.tensor(1.0), "x": torch.ones(5, 2)}) == 5
+    assert batch.size({"scale": torch.tensor(1.0)}) == 0

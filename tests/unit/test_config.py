@@ -1,0 +1,408 @@
+"""From a recipe and flags to a `Config`, back to `config.toml`, and each refusal on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer import cli
+from trainer.config import Batch, Checkpoint, Config, Optim
+from trainer.errors import ConfigError
+from trainer.length import Length
+from trainer.resume import settings as plain
+from trainer.tasks.images import Images
+
+
+def refusal(*argv: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        cli.parse(argv)
+    return str(caught.value)
+
+
+def recipe(folder: Path, text: str) -> str:
+    path = folder / "recipe.toml"
+    path.write_text(text)
+    return str(path)
+
+
+# --- recipes and flags
+
+def test_no_recipe_is_the_bundled_sample_and_the_small_cnn():
+    config = cli.parse([])
+
+    assert config == cli.parse(["sample"])
+    assert config.task == Images(data="sample", architecture="cnn")
+    assert (config.epochs, config.clip.norm, config.optim.lr) == (5, 5.0, 3e-3)
+    assert (config.schedule.warmup, config.schedule.min_ratio) == (Length(5, "percent"), 0.1)
+    assert (config.checkpoint.every, config.checkpoint.keep) == (Length(100), 3)
+    assert config.eval.every == Length(1, "epochs")
+
+
+def test_the_run_folder_is_named_after_the_recipe(tmp_path):
+    assert cli.parse([]).run == "runs/sample"
+    assert cli.parse(["fashion-mnist"]).run == "runs/fashion-mnist"
+    assert cli.parse([recipe(tmp_path, "")]).run == "runs/recipe"
+    assert cli.parse(["--run", "elsewhere"]).run == "elsewhere"
+
+
+def test_flags_win_over_the_recipe_and_the_recipe_over_the_defaults(tmp_path):
+    path = recipe(tmp_path, "steps = 7\n[optim]\nlr = 0.5\nweight_decay = 0.25\n")
+
+    config = cli.parse([path, "--optim.lr", "0.125", "--seed=3"])
+
+    assert (config.optim.lr, config.optim.weight_decay, config.steps) == (0.125, 0.25, 7)
+    assert (config.seed, config.optim.momentum) == (3, Optim().momentum)
+
+
+def test_keys_of_a_recipe_may_be_written_as_flags_are(tmp_path):
+    config = cli.parse([recipe(tmp_path, "[batch]\nglobal-size = 64\nmicro_size = 16\n")])
+
+    assert config.batch == Batch(global_size=64, micro_size=16)
+
+
+def test_flags_may_be_written_with_underscores_and_with_an_equals_sign():
+    for argv in (["--batch.global-size", "64"], ["--batch.global_size=64"],
+                 ["--batch.global-size=64"]):
+        assert cli.parse(argv).batch.global_size == 64
+
+
+def test_run_dir_is_run_for_launchers_that_take_run_for_themselves():
+    assert cli.parse(["--run-dir", "a/b"]).run == cli.parse(["--run-dir=a/b"]).run == "a/b"
+
+
+def test_what_may_repeat_adds_up():
+    config = cli.parse(["--inject", "kill:step=3", "--inject", "raise:rank=1",
+                        "--accept", "data", "--accept", "batch.global-size"])
+
+    assert config.inject == ("kill:step=3", "raise:rank=1")
+    assert config.accept == ("data", "batch.global-size")
+
+
+def test_a_task_of_ones_own_brings_its_fields_as_flags():
+    config = cli.parse(["--task", "tape_task:Tape", "--task.samples", "5", "--task.norm=batch"])
+
+    assert type(config.task).__name__ == "Tape"
+    assert (config.task.samples, config.task.norm) == (5, "batch")
+
+
+def test_another_task_leaves_the_recipes_task_fields_behind(tmp_path):
+    path = recipe(tmp_path, 'steps = 3\n[task]\nclass = "images"\ndropout = 0.5\n')
+
+    config = cli.parse([path, "--task=tape_task:Tape"])
+
+    assert (config.task.dropout, config.steps) == (0.0, 3)
+
+
+def test_every_shipped_recipe_is_a_run():
+    for name in cli.recipe_names():
+        assert isinstance(cli.parse([name]), Config)
+
+
+# --- lengths
+
+@pytest.mark.parametrize(("text", "length", "steps"), [
+    ("200", Length(200), 200), ("1ep", Length(1, "epochs"), 75),
+    ("0.5ep", Length(0.5, "epochs"), 38), ("5%", Length(5, "percent"), 19),
+    ("off", Length(0), 0), ("0", Length(0), 0),
+    ("0.001%", Length(0.001, "percent"), 1), (" 3 ep ", Length(3, "epochs"), 225),
+    ("100%", Length(100, "percent"), 375),
+])  # fmt: skip
+def test_a_length_is_steps_epochs_a_part_of_the_run_or_off(text, length, steps):
+    assert Length.parse(text) == length
+    assert length.steps(epoch=75, total=375) == steps
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("", "is not a length; write 200 (steps), 1ep (epochs), 5% (of the run) or off"),
+    ("ep", "is not a length"), ("-5", "is not a length"), ("1e3", "is not a length"),
+    ("5 %%", "is not a length"), ("five", "is not a length"), ("1epoch", "is not a length"),
+    ("1.5", "is not a whole number of steps"), ("101%", "is more than the whole run"),
+])
+def test_what_is_no_length_is_refused_with_what_one_looks_like(text, told):
+    with pytest.raises(ValueError, match=re.escape(f"{text!r} {told}")):
+        Length.parse(text)
+
+
+@settings(deadline=None)
+@given(st.one_of(
+    st.integers(0, 10**12).map(lambda n: Length(float(n))),
+    st.floats(0, 1e6, allow_subnormal=False).map(lambda x: Length(x, "epochs")),
+    st.floats(0, 100).map(lambda x: Length(x, "percent")),
+))
+def test_a_length_written_out_is_read_as_the_same(length):
+    again = Length.parse(str(length))
+
+    assert again.value == length.value
+    assert again == length or length.value == 0, "off has no unit"
+
+
+# --- config.toml
+
+RUNS = [
+    [],
+    ["fashion-mnist", "--seed", "9", "--steps", "1000000"],
+    ["--batch.global-size=96", "--batch.micro-size=24", "--data.workers=3", "--data.drop-last=off",
+     "--data.shuffle=off", "--data.prefetch=5"],
+    ["--optim.name=sgd", "--optim.lr=1e-30", "--optim.betas", "0.1", "0.2",
+     "--optim.nesterov=on", "--optim.eps=0.30000000000000004"],
+    ["--schedule.name=constant", "--schedule.warmup=1234567", "--schedule.min-ratio=0"],
+    ["--checkpoint.every=0.333ep", "--checkpoint.keep-every=12.5%", "--checkpoint.on-error=stop",
+     "--eval.every=off", "--eval.batch-size=7", "--eval.best=val_loss:min"],
+    ["--precision.dtype=bf16", "--precision.compile=on", "--world.threads=2", "--device=cpu",
+     "--stop.grace-s=inf"],
+    ["--task.model=resnet18", "--task.label-smoothing=0.1", "--task.root=/some/where",
+     "--task.augment=flip+crop", "--task.seed=4"],
+    ["--task=tape_task:Tape", "--task.tape=\"quoted\" and\nbroken", "--task.nan-at=3"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", RUNS, ids=lambda argv: " ".join(argv[:2]) or "default")
+def test_config_toml_reproduces_the_run(tmp_path, argv):
+    config = cli.parse(argv)
+
+    again = cli.parse([recipe(tmp_path, cli.to_toml(config)), f"--run={config.run}"])
+
+    assert again == config
+    assert plain(again) == plain(config)
+
+
+def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_attempt():
+    config = cli.parse(["--inject=kill", "--resume=never", "--accept=data", "--run=here"])
+
+    table = tomllib.loads(cli.to_toml(config))
+
+    assert {"run", "inject", "resume", "accept"}.isdisjoint(table)
+    written = {name for name, value, _ in config.leaves()
+               if value is not None and name not in ("run", "inject", "resume", "accept")}
+    assert written | {"task.class"} == {
+        f"{section}.{key}" if isinstance(value, dict) else section
+        for section, value in table.items()
+        for key in (value if isinstance(value, dict) else [None])}
+
+
+@pytest.mark.parametrize("name", ["--seed", "--optim.lr"])
+def test_a_flag_changes_what_config_toml_says(tmp_path, name):
+    path = recipe(tmp_path, cli.to_toml(cli.parse([])))
+
+    assert cli.parse([path, name, "7"]) != cli.parse([path])
+
+
+# --- refusals
+
+@pytest.mark.parametrize(("argv", "parts"), [
+    (["--optim.lrr=1"], ["--optim.lrr: there is no such flag; did you mean --optim.lr?"]),
+    (["--batch.globalsize", "8"], ["--batch.globalsize: ", "did you mean --batch.global-size?"]),
+    (["--task.nrom=group"], ["--task.nrom: ", "did you mean --task.norm?"]),
+    (["--sead=1"], ["--sead: ", "did you mean --seed?"]),
+    (["--lr=1"], ["--lr: ", "did you mean --"]),
+    (["--xyzzy=1"], ["--xyzzy: ", "--help lists them all"]),
+    (["fashion-mnis"], ["recipe fashion-mnis", "did you mean 'fashion-mnist'?"]),
+    (["--task=image"], ["--task image", "did you mean 'images'?"]),
+    (["--inject=kil"], ["--inject kil", "did you mean 'kill'?"]),
+    (["--task=tape_task:Tap"], ["--task tape_task:Tap", "did you mean tape_task:Tape?"]),
+])
+def test_an_unknown_name_is_refused_with_the_nearest_known_one(argv, parts):
+    told = refusal(*argv)
+
+    assert all(part in told for part in parts), told
+
+
+@pytest.mark.parametrize(("flag", "value", "remedy"), [
+    ("batch.global-size", "0", "use 1 or more"),
+    ("batch.micro-size", "0", "use 1 or more"),
+    ("batch.micro-size", "33", "it must divide --batch.global-size 128; the nearest that does is "
+     "32"),
+    ("batch.micro-size", "1000", "it must divide --batch.global-size 128; the nearest that does is "
+     "128"),
+    ("data.workers", "-1", "use auto, 0 or more"),
+    ("data.prefetch", "0", "use 1 or more"),
+    ("optim.name", "adam", "use adamw, sgd, or your own as module:Class"),
+    ("optim.lr", "0.0", "use a rate above 0"),
+    ("optim.lr", "nan", "use a rate above 0"),
+    ("optim.lr", "inf", "use a rate above 0"),
+    ("optim.weight-decay", "-1.0", "use 0 or more"),
+    ("optim.weight-decay", "nan", "use 0 or more"),
+    ("optim.eps", "0.0", "use a number above 0"),
+    ("optim.momentum", "1.0", "it lies from 0 up to, not including, 1"),
+    ("schedule.min-ratio", "1.5", "it lies from 0 to 1"),
+    ("clip.norm", "-1.0", "use 0 (off) or more"),
+    ("clip.value", "-1.0", "use 0 (off) or more"),
+    ("precision.loss-scale", "0.0", "use more than 0"),
+    ("parallel.bucket-mb", "0.0", "use more than 0"),
+    ("world.timeout-s", "0.0", "use more than 0"),
+    ("world.threads", "0", "use auto, 1 or more"),
+    ("checkpoint.keep", "0", "use 1 or more: the newest checkpoint is what a restart continues"),
+    ("checkpoint.every-s", "-1.0", "use 0 (off) or more"),
+    ("eval.batch-size", "0", "use auto, 1 or more"),
+    ("eval.best", "val_loss", "write NAME:max or NAME:min, such as val_loss:min"),
+    ("stop.grace-s", "0.0", "use more than 0"),
+    ("steps", "0", "use 1 or more"),
+    ("epochs", "0", "use 1 or more"),
+    ("seed", "-1", "use a number from 0 to 2^63 - 1"),
+    ("accept", "optim.lr", "no such key; there are task.FIELD, batch.global"),
+])  # fmt: skip
+def test_a_value_that_does_not_fit_is_refused_with_flag_value_and_remedy(flag, value, remedy):
+    assert refusal(f"--{flag}", value).startswith(f"--{flag} {value}: {remedy}")
+
+
+@pytest.mark.parametrize(("argv", "parts"), [
+    (["--optim.betas", "0.9", "1.0"], ["--optim.betas (0.9, 1.0)", "not including, 1"]),
+    (["--optim.nesterov=on", "--optim.momentum=0"], ["--optim.nesterov on", "--optim.momentum"]),
+    (["--task.dropout=2"], ["task.dropout is 2.0; use 0 or more and less than 1"]),
+    (["--task.model=resnet18", "--task.norm=none"], ["task.norm none", "leave them out"]),
+])
+def test_values_that_do_not_fit_together_are_refused_with_what_would(argv, parts):
+    told = refusal(*argv)
+
+    assert told.startswith(parts[0])
+    assert all(part in told for part in parts), told
+
+
+@pytest.mark.parametrize(("argv", "parts"), [
+    (["--batch.micro-size", "many"], ["--batch.micro-size", "'many'"]),
+    (["--schedule.warmup", "5x"], ["--schedule.warmup", "'5x' is not a length; write 200"]),
+    (["--data.shuffle", "maybe"], ["--data.shuffle", "'maybe'", "'on', 'off'"]),
+    (["--device", "gpu"], ["--device", "'gpu'", "'auto', 'cpu', 'cuda', 'mps'"]),
+    (["--data.workers", "many"], ["--data.workers", "'many'", "auto"]),
+    (["--steps"], ["--steps", "Missing value"]),
+    (["--task"], ["--task", "give the name of a task or module:Class"]),
+    (["--task=nowhere:Task"], ["--task nowhere:Task", "there is no such module"]),
+    (["sample", "another"], ["another"]),
+    (["nowhere.toml"], ["recipe nowhere.toml", "Shipped: fashion-mnist, sample"]),
+])
+def test_a_word_that_cannot_be_read_is_refused_with_its_flag(argv, parts):
+    told = refusal(*argv)
+
+    assert all(part in told for part in parts), told
+    assert "\n" not in told, "one clear line"
+    assert not re.search(r"[─│╭╮╰╯]", told)
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("[optim\nlr = 1", "recipe {path}: "),
+    ("[optim]\nlrr = 1", "{path}: unknown key optim.lrr; did you mean optim.lr?"),
+    ("sed = 1", "{path}: unknown key sed; did you mean seed?"),
+    ("[xyz]\na = 1", "{path}: unknown key xyz; known: task, run, seed"),
+    ("optim = 3", "{path}: optim = 3: it is a table [optim]."),
+    ("[task]\nnrm = 'group'", "{path}: unknown key task.nrm; did you mean task.norm?"),
+    ("seed = 'x'", "{path}: seed = 'x': a value of type int is wanted."),
+    ("seed = true", "{path}: seed = True: a value of type int is wanted."),
+    ("seed = 1.5", "{path}: seed = 1.5: a value of type int is wanted."),
+    ("[optim]\nlr = 'fast'", "{path}: optim.lr = 'fast': a value of type float is wanted."),
+    ("[optim]\nbetas = [0.9]", "{path}: optim.betas = [0.9]: 2 values are wanted."),
+    ("[data]\nshuffle = 'of'", "{path}: data.shuffle = 'of': use one of on, off (did you mean"),
+    ("[schedule]\nwarmup = '5x'", "{path}: schedule.warmup = '5x': '5x' is not a length"),
+    ("[schedule]\nwarmup = 0.5", "{path}: schedule.warmup = 0.5: a value of type Length"),
+    ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
+    ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
+    ("[checkpoint]\nkeep = 0", "--checkpoint.keep 0: use 1 or more"),
+])  # fmt: skip
+def test_a_mistake_in_a_recipe_names_file_and_key(tmp_path, text, told):
+    path = recipe(tmp_path, text)
+
+    assert refusal(path).startswith(told.format(path=path))
+
+
+# --- help
+
+@pytest.fixture
+def help_text(capsys, monkeypatch) -> str:
+    """The help with its boxes and line breaks taken out."""
+    monkeypatch.setenv("COLUMNS", "100")
+    with pytest.raises(SystemExit) as ended:
+        cli.parse(["--help"], commands="inspect, compare")
+    assert ended.value.code == 0
+    return squeezed(capsys.readouterr().out)
+
+
+def squeezed(text: str) -> str:
+    return re.sub(r"\s+", " ", re.sub(r"\x1b\[[0-9;]*m|[─│╭╮╰╯├┤]", " ", text))
+
+
+def documented(cls: type, prefix: str = "") -> dict[str, str]:
+    """Flag → the docstring of its field, as the source has it; of all fields below `cls`."""
+    source = inspect.getsource(cls)
+    found = {}
+    for field in dataclasses.fields(cls):
+        flag = prefix + field.metadata.get("flag", field.name).replace("_", "-")
+        if dataclasses.is_dataclass(field.default) and not isinstance(field.default, Length):
+            found |= documented(type(field.default), flag + ".")
+        elif field.name != "task":
+            told = re.search(rf'^    {field.name}: [^"]*?(?:"[^"]*"[^"]*?)*?\n    """(.*?)"""',
+                             source, re.DOTALL | re.MULTILINE)
+            found[flag] = squeezed(told[1]) if told else ""
+    return found
+
+
+def test_help_documents_every_leaf(help_text):
+    flags = documented(Config) | documented(Images, "task.")
+
+    assert len(flags) == len(list(cli.parse([]).leaves()))
+    for flag, told in flags.items():
+        assert told, f"{flag} has no docstring"
+        assert f"--{flag} " in help_text, f"{flag} is not in --help"
+        assert told in help_text, f"{flag}: {told}"
+
+
+def test_help_names_the_commands_the_recipes_and_the_defaults(help_text):
+    for part in ("torchrun --standalone --nproc_per_node=2", "python -m trainer",
+                 "inspect, compare", "fashion-mnist, sample", "5% (of the run)",
+                 "(default: 128)", "(default: 1ep)", "(default: 5.0)", "(default: 5%)"):
+        assert part in help_text
+
+
+def test_help_is_of_the_task_that_is_asked_for(capsys):
+    with pytest.raises(SystemExit):
+        cli.parse(["--task=tape_task:Tape", "--help"])
+
+    told = capsys.readouterr().out
+    assert "--task.nan-at" in told
+    assert "--task.augment" not in told
+
+
+# --- the object itself
+
+def test_a_config_is_frozen_and_its_parts_are_checked_where_they_are_made():
+    config: Config[Any] = Config(task=Images())
+
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.seed = 3  # type: ignore[misc]
+    with pytest.raises(ConfigError, match=r"--checkpoint\.keep 0"):
+        Checkpoint(keep=0)
+    with pytest.raises(TypeError):
+        Batch(128, 32)  # type: ignore[misc]
+
+
+def test_each_leaf_says_how_it_may_change_and_the_tasks_fields_are_refused():
+    leaves = {name: change for name, _, change in cli.parse([]).leaves()}
+
+    assert set(leaves.values()) == {"refused", "announced", "free"}
+    assert {change for name, change in leaves.items() if name.startswith("task.")} == {"refused"}
+    assert leaves["task.model"] == leaves["batch.global_size"] == leaves["seed"] == "refused"
+    assert leaves["optim.lr"] == leaves["steps"] == "announced"
+    assert leaves["checkpoint.every"] == leaves["log.level"] == leaves["run"] == "free"
+
+
+def test_the_length_of_the_run_is_steps_or_epochs_or_five_epochs():
+    assert Config(task=Images(), steps=7, epochs=2).total_steps(10) == 7
+    assert Config(task=Images(), epochs=2).total_steps(10) == 20
+    assert Config(task=Images()).total_steps(10) == 50
+
+
+def test_nothing_is_read_from_the_environment():
+    before = dict(os.environ)
+    os.environ["TRAINER_SEED"] = os.environ["SEED"] = "5"
+    try:
+        assert cli.parse([]).seed == 0
+    finally:
+        os.environ.clear()
+        os.environ.update(before)

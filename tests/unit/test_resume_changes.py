@@ -1,0 +1,186 @@
+"""What may change when a run is resumed: refused, announced or free; exact or equivalent."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+from typing import Any
+
+import pytest
+
+from trainer import cli, resume
+from trainer.config import Config
+from trainer.errors import ConfigError
+from trainer.length import Length
+from trainer.resume import Verdict, judge, settings
+
+HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_size": 2, "threads": 1,
+                        "device": "cpu", "torch": "2.11.0"}  # fmt: skip
+
+BASE = ["--steps=10"]
+
+CHANGES = {
+    "seed": "7", "steps": "20", "epochs": "3", "run": "elsewhere", "device": "cpu",
+    "resume": "never", "accept": "data", "inject": "kill", "task.data": "fashion-mnist",
+    "task.root": "/there", "task.model": "resnet18", "task.norm": "group", "task.augment": "none",
+    "task.label_smoothing": "0.1", "task.dropout": "0.1", "task.validation_fraction": "0.1",
+    "task.seed": "3", "batch.global_size": "64", "batch.micro_size": "16",
+}  # fmt: skip
+"""A value other than `BASE`'s for each leaf of which none can be guessed."""
+
+
+@functools.cache
+def parsed(*argv: str) -> Config[Any]:
+    return cli.parse([*BASE, *argv])
+
+
+def saved(*argv: str) -> dict[str, Any]:
+    """The settings as a checkpoint gives them back."""
+    return json.loads(json.dumps(settings(parsed(*argv))))
+
+
+def other_value(name: str, value: Any) -> str:
+    """A value that the leaf accepts and doesn't have."""
+    if name in CHANGES:
+        return CHANGES[name]
+    known = {"optim.name": "sgd", "schedule.name": "constant", "precision.dtype": "bf16",
+             "optim.betas": "0.5 0.6", "checkpoint.on_error": "stop", "log.level": "debug",
+             "eval.best": "val_loss:min"}  # fmt: skip
+    if name in known:
+        return known[name]
+    if isinstance(value, Length):
+        return "17"
+    if value in ("on", "off", "auto"):
+        return {"on": "off", "off": "on"}.get(value) or next(
+            word for word in ("off", "3") if _accepts(name, word))
+    return str(value / 2) if isinstance(value, float) and value else str(int(value) + 1)
+
+
+def _accepts(name: str, word: str) -> bool:
+    try:
+        parsed(f"--{name}", word)
+    except ConfigError:
+        return False
+    return True
+
+
+LEAVES = [(name, value, change) for name, value, change in parsed().leaves()]
+
+
+# --- the three classes
+
+@pytest.mark.parametrize(("name", "value", "change"), LEAVES, ids=lambda v: str(v)[:30])
+def test_each_leaf_is_refused_announced_or_free_as_it_says(name, value, change):
+    flag = f"--{name.replace('_', '-')}"
+    now = parsed(flag, *other_value(name, value).split())
+    assert settings(now)[name] != settings(parsed())[name], "the test has to change it"
+
+    if change == "refused":
+        with pytest.raises(ConfigError) as caught:
+            judge(now, saved(), now=HERE, then=HERE)
+        told = str(caught.value)
+        assert told.startswith(f"{flag} was {settings(parsed())[name]!r} and is "
+                               f"{settings(now)[name]!r}: ")
+        assert f"--accept {flag.removeprefix('--')}" in told
+        return
+    verdict = judge(now, saved(), now=HERE, then=HERE)
+    if change == "free":
+        assert verdict == Verdict()
+    else:
+        assert verdict.label == "equivalent"
+        assert [line.split()[0] for line in verdict.changes] == [flag]
+        assert verdict.why == verdict.changes[0]
+
+
+@pytest.mark.parametrize("name", [n for n, _, change in LEAVES if change == "refused"])
+def test_a_refused_change_goes_on_where_it_is_accepted_by_name(name):
+    value = dict((n, v) for n, v, _ in LEAVES)[name]
+    flag = name.replace("_", "-")
+
+    verdict = judge(parsed(f"--{flag}", *other_value(name, value).split(), "--accept", flag),
+                    saved(), now=HERE, then=HERE)
+
+    assert verdict.label == "equivalent"
+    assert verdict.changes[0].startswith(f"--{flag} was ")
+
+
+def test_accepting_one_change_accepts_no_other():
+    with pytest.raises(ConfigError, match=r"--seed was 0 and is 1: .* --accept seed\."):
+        judge(parsed("--seed=1", "--batch.micro-size=16", "--accept=batch.micro-size"), saved(),
+              now=HERE, then=HERE)
+
+
+def test_nothing_changed_is_exact():
+    assert judge(parsed(), saved(), now=HERE, then=HERE) == Verdict(changes=(), label="exact",
+                                                                    why="")
+
+
+def test_several_announced_changes_are_a_line_each():
+    verdict = judge(parsed("--optim.lr=1", "--clip.norm=2", "--log.every=3"), saved(), now=HERE,
+                    then=HERE)
+
+    assert [line.split()[0] for line in verdict.changes] == ["--optim.lr", "--clip.norm"]
+    assert verdict.why == "; ".join(verdict.changes)
+
+
+# --- circumstances
+
+@pytest.mark.parametrize(("key", "value", "line"), [
+    ("world_size", 3, "world size was 2 and is 3"),
+    ("threads", 4, "threads was 1 and is 4"),
+    ("device", "NVIDIA H100", "device was cpu and is NVIDIA H100"),
+    ("torch", "2.14.1", "torch was 2.11.0 and is 2.14.1"),
+])
+def test_other_circumstances_are_announced_and_no_longer_exact(key, value, line):
+    verdict = judge(parsed(), saved(), now=HERE | {key: value}, then=HERE)
+
+    assert verdict == Verdict(changes=(line,), label="equivalent", why=line)
+
+
+@pytest.mark.parametrize(("key", "accept"), [("data", "data"), ("task", "task.class")])
+def test_other_data_or_another_task_are_refused_until_accepted(key, accept):
+    now = HERE | {key: "another"}
+
+    with pytest.raises(ConfigError) as caught:
+        judge(parsed(), saved(), now=now, then=HERE)
+    assert f"was {HERE[key]!r} and is 'another'" in str(caught.value)
+    assert f"--accept {accept}." in str(caught.value)
+
+    verdict = judge(parsed("--accept", accept), saved(), now=now, then=HERE)
+    assert verdict.label == "equivalent"
+    assert "and is 'another'" in verdict.why
+
+
+# --- checkpoints of other versions
+
+def test_a_setting_that_an_older_version_did_not_have_is_judged_by_its_class():
+    then = saved()
+    del then["log.every"], then["clip.value"]
+
+    verdict = judge(parsed(), then, now=HERE, then=HERE)
+
+    assert verdict.changes == ("--clip.value was None and is 0.0",)
+
+
+def test_a_setting_that_is_no_more_is_free_and_a_field_of_the_task_is_not():
+    assert judge(parsed(), saved() | {"gone.setting": 1}, now=HERE, then=HERE) == Verdict()
+    with pytest.raises(ConfigError, match=r"--task\.gone was 1 and is None"):
+        judge(parsed(), saved() | {"task.gone": 1}, now=HERE, then=HERE)
+
+
+def test_settings_are_json_of_each_leaf():
+    config = parsed("--schedule.warmup=3ep", "--inject=kill")
+
+    plain = settings(config)
+
+    assert json.loads(json.dumps(plain)) == plain
+    assert plain.keys() == {name for name, _, _ in config.leaves()}
+    assert plain["schedule.warmup"] == "3ep"
+    assert plain["optim.betas"] == [0.9, 0.999]
+
+
+def test_a_verdict_is_a_value():
+    assert dataclasses.fields(Verdict)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        resume.Verdict().label = "exact"  # type: ignore[misc]

@@ -1,0 +1,202 @@
+"""Keyed randomness: what a key depends on, which generators follow it, and how they come back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import ConcatDataset, Dataset, Subset
+
+from trainer import rng
+
+integers = st.integers(min_value=-(2**63), max_value=2**63 - 1)
+
+
+def draws() -> list[float]:
+    return [random.random(), random.gauss(), np.random.rand(), np.random.randn(),
+            torch.rand(()).item(), torch.randn(()).item()]  # fmt: skip
+
+
+# --- keys
+
+def test_a_key_is_a_fixed_number_of_64_bits():
+    # SplitMix64's first output for a state of 0, and a value that must never move: it would
+    # change every run.
+    assert rng.mix(0) == 0xE220A8397B1DCDAF
+    assert rng.mix(1, 2, 3) == rng.mix(1, 2, 3)
+    assert 0 <= rng.mix(2**64 - 1, 5) < 2**64
+
+
+@settings(deadline=None)
+@given(st.lists(integers, min_size=1, max_size=5), st.data())
+def test_a_key_depends_on_each_element(parts, data):
+    place = data.draw(st.integers(0, len(parts) - 1))
+    other = data.draw(integers.filter(lambda v: v != parts[place]))
+
+    assert rng.mix(*parts) != rng.mix(*parts[:place], other, *parts[place + 1 :])
+
+
+def test_a_key_depends_on_order_and_number():
+    keys = [rng.mix(*p) for p in ((), (0,), (0, 0), (1,), (0, 1), (1, 0), (1, 2), (2, 1), (12,))]
+
+    assert len(set(keys)) == len(keys)
+
+
+@settings(deadline=None)
+@given(st.lists(integers, max_size=3), st.lists(integers, min_size=1, max_size=20))
+def test_many_keys_at_once_are_the_same_as_one_by_one(base, parts):
+    together = rng.mix_array(rng.mix(*base), np.array(parts, dtype=np.int64))
+
+    assert together.dtype == np.uint64
+    assert together.tolist() == [rng.mix(*base, part) for part in parts]
+
+
+def test_neighbouring_keys_differ_in_about_half_of_their_bits():
+    keys = [rng.mix(0, rng.SAMPLE, 0, i) for i in range(1000)]
+
+    flipped = [(a ^ b).bit_count() for a, b in itertools.pairwise(keys)]
+
+    assert 30 < sum(flipped) / len(flipped) < 34
+    assert len(set(keys)) == 1000
+
+
+# --- the process-wide generators
+
+def test_the_same_key_gives_the_same_draws_whatever_came_before():
+    rng.key_generators(1, 2, 3)
+    first = draws()
+    draws()
+    rng.key_generators(1, 2, 3)
+
+    assert draws() == first
+    rng.key_generators(1, 2, 4)
+    assert all(a != b for a, b in zip(draws(), first, strict=True))
+
+
+def test_a_snapshot_travels_as_json_and_brings_all_generators_back():
+    rng.key_generators(5)
+    random.gauss()  # leaves a second value waiting, as numpy's does
+    np.random.randn()
+    state = json.loads(json.dumps(rng.snapshot()))
+    expected = draws()
+    rng.key_generators(6)
+
+    rng.restore(state)
+
+    assert draws() == expected
+
+
+def test_equal_states_have_equal_digests_and_others_not():
+    rng.key_generators(5)
+    before, again = rng.digest(rng.snapshot()), rng.digest(rng.snapshot())
+    assert before == again
+    for draw in (random.random, np.random.rand, lambda: torch.rand(())):
+        rng.key_generators(5)
+        draw()
+        assert rng.digest(rng.snapshot()) != before
+
+
+def test_what_is_drawn_inside_moves_nothing_outside():
+    rng.key_generators(5)
+    expected = draws()
+    rng.key_generators(5)
+
+    with rng.preserved():
+        rng.key_generators(6)
+        draws()
+
+    assert draws() == expected
+
+
+@pytest.mark.parametrize("damage", [
+    lambda state: state.pop("torch"),
+    lambda state: state.pop("python"),
+    lambda state: state.pop("devices"),
+    lambda state: state.update(numpy=state["numpy"][:3]),
+    lambda state: state.update(torch=state["torch"][:-2]),
+    lambda state: state.update(torch="no hex"),
+    lambda state: state["python"][1].pop(),
+    lambda state: state.update(numpy=None),
+])
+def test_a_damaged_snapshot_is_refused(damage):
+    state = rng.snapshot()
+    damage(state)
+
+    with pytest.raises(ValueError, match="the saved RNG state is damaged or incomplete"):
+        rng.restore(state)
+
+
+# --- generators that a data set keeps
+
+class Draws(Dataset):
+    """A data set with one generator of its own."""
+
+    def __init__(self, generator: object) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 4
+
+
+GENERATORS = {
+    "python": (random.Random, lambda g: g.random()),
+    "torch": (torch.Generator, lambda g: torch.rand((), generator=g).item()),
+    "PCG64": (lambda: np.random.default_rng(), lambda g: g.random()),
+    "MT19937": (lambda: np.random.Generator(np.random.MT19937()), lambda g: g.random()),
+    "Philox": (lambda: np.random.Generator(np.random.Philox()), lambda g: g.random()),
+    "RandomState": (np.random.RandomState, lambda g: g.random_sample()),
+}
+
+
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_an_own_generator_is_keyed(kind):
+    make, draw = GENERATORS[kind]
+    one, other = make(), make()
+    draw(other)
+
+    rng.key_object([one], 1, 2)
+    rng.key_object([other], 1, 2)
+    first = draw(one)
+
+    assert draw(other) == first
+    rng.key_object([one], 1, 3)
+    assert draw(one) != first
+
+
+def test_an_own_generator_does_not_repeat_the_process_wide_draws():
+    own = random.Random()
+    rng.key_generators(1, 2)
+    rng.key_object([own], 1, 2)
+
+    assert own.random() != random.random()
+
+
+@pytest.mark.parametrize("nest", [
+    lambda g: Draws(g),
+    lambda g: Subset(Draws(g), [0]),
+    lambda g: ConcatDataset([Draws(None), Subset(Draws(g), [0, 1])]),
+    lambda g: Draws([None, {"flip": SimpleNamespace(deep=(g,))}]),
+])
+@pytest.mark.parametrize("kind", GENERATORS)
+def test_own_generators_are_found_wherever_they_are_nested(kind, nest):
+    generator = GENERATORS[kind][0]()
+
+    assert [id(found) for found in rng.own_generators(nest(generator))] == [id(generator)]
+
+
+def test_an_object_that_holds_itself_and_its_generator_twice_is_walked_once():
+    owner = Draws(random.Random())
+    owner.again, owner.self = owner.generator, owner
+
+    assert rng.own_generators(owner) == [owner.generator]
+
+
+def test_a_data_set_without_generators_has_none():
+    assert rng.own_generators(Draws([1, "a", torch.ones(3), np.ones(3), {"x": None}])) == []

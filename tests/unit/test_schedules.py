@@ -1,0 +1,142 @@
+"""The learning rate over the updates: where it starts, where it ends, and in which unit."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer import schedules
+from trainer.config import Schedule
+from trainer.length import Length
+from trainer.state import Horizon
+
+
+def rates(total: int, *, epoch: int = 10, more: int = 0, **fields: object) -> list[float]:
+    config = Schedule(**fields)
+    return [schedules.factor(config, update, epoch=epoch, total=total)
+            for update in range(total + more)]
+
+
+lengths = st.one_of(
+    st.integers(0, 300).map(lambda n: Length(n)),
+    st.floats(0, 30).map(lambda n: Length(n, "epochs")),
+    st.floats(0, 100).map(lambda n: Length(n, "percent")),
+)
+
+
+def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak():
+    found = rates(20, warmup=Length(5))
+
+    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
+    assert max(found) == found[4] == 1.0
+
+
+def test_the_cosine_falls_from_the_peak_and_ends_at_its_least_on_the_last_update():
+    found = rates(20, warmup=Length(5), min_ratio=0.1)
+
+    assert found[4:] == sorted(found[4:], reverse=True)
+    assert found[-1] == pytest.approx(0.1, abs=1e-12)
+    assert found[-2] > 0.1
+    middle = 0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2
+    assert found[9] == pytest.approx(middle)
+
+
+def test_after_the_last_update_the_rate_stays():
+    assert rates(20, warmup=Length(5), more=10)[19:] == pytest.approx([0.1] * 11, abs=1e-12)
+
+
+def test_a_constant_rate_stays_at_the_peak_after_the_warm_up():
+    assert rates(8, name="constant", warmup=Length(2), more=3) == [0.5] + [1.0] * 10
+
+
+def test_without_a_warm_up_the_first_update_is_on_the_curve_already():
+    found = rates(10, warmup=Length(0))
+
+    assert 0.9 < found[0] < 1.0
+    assert rates(10, warmup=Length(0), name="constant")[0] == 1.0
+
+
+@pytest.mark.parametrize(("warmup", "updates"), [
+    (Length(7), 7), (Length(0.5, "epochs"), 5), (Length(2, "epochs"), 20),
+    (Length(5, "percent"), 2), (Length(0.1, "percent"), 1),
+])
+def test_the_warm_up_may_be_given_in_steps_epochs_or_as_a_part_of_the_run(warmup, updates):
+    found = rates(40, warmup=warmup)
+
+    assert found[:updates] == pytest.approx([(n + 1) / updates for n in range(updates)])
+    assert found[updates] < 1
+
+
+def test_a_warm_up_longer_than_the_run_reaches_the_peak_with_the_last_update():
+    assert rates(4, warmup=Length(100)) == [0.25, 0.5, 0.75, 1.0]
+
+
+@settings(deadline=None)
+@given(st.integers(1, 300), st.integers(1, 50), lengths, st.floats(0, 1),
+       st.sampled_from(["cosine", "constant"]))
+def test_any_rate_lies_above_zero_or_the_least_and_not_above_the_peak(
+    total, epoch, warmup, least, name
+):
+    found = rates(total, epoch=epoch, more=3, warmup=warmup, min_ratio=least, name=name)
+
+    assert found[0] > 0 or (total == 1 and least == 0)
+    assert all(0 <= rate <= 1 for rate in found)
+    top = found.index(max(found))
+    assert found[: top + 1] == sorted(found[: top + 1])
+    assert found[top:] == sorted(found[top:], reverse=True)
+
+
+def test_the_scheduler_gives_each_update_its_rate_and_each_group_its_own_peak():
+    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
+    optimizer = torch.optim.SGD([{"params": [first], "lr": 2.0}, {"params": [second], "lr": 0.5}])
+    config = Schedule(warmup=Length(3))
+    schedule = schedules.build(config, optimizer, Horizon(epoch=5, total=10))
+
+    seen = []
+    for _ in range(10):
+        seen.append([group["lr"] for group in optimizer.param_groups])
+        optimizer.step()
+        schedule.step()
+
+    expected = [schedules.factor(config, n, epoch=5, total=10) for n in range(10)]
+    assert [one for one, _ in seen] == pytest.approx([2.0 * rate for rate in expected])
+    assert [other for _, other in seen] == pytest.approx([0.5 * rate for rate in expected])
+
+
+def test_a_restored_scheduler_goes_on_where_it_was_at_every_step():
+    def start() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+        return optimizer, schedules.build(Schedule(warmup=Length(3)), optimizer,
+                                          Horizon(epoch=5, total=10))
+
+    optimizer, schedule = start()
+    for update in range(10):
+        again, resumed = start()
+        again.load_state_dict(optimizer.state_dict())
+        resumed.load_state_dict(schedule.state_dict())
+        assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"], update
+        for each, scheduler in ((optimizer, schedule), (again, resumed)):
+            each.step()
+            scheduler.step()
+        assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"], update
+
+
+def test_a_run_made_longer_stays_at_the_last_rate_and_does_not_climb():
+    horizon = Horizon(epoch=5, total=10)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = schedules.build(Schedule(), optimizer, horizon)
+    for _ in range(10):
+        optimizer.step()
+        schedule.step()
+    longer = Horizon(epoch=5, total=20)
+
+    longer.load_state_dict(horizon.state_dict())
+
+    config = Schedule()
+    tail = [schedules.factor(config, n, epoch=longer.epoch, total=longer.total)
+            for n in range(10, 20)]
+    assert tail == pytest.approx([0.1] * 10, abs=1e-12)

@@ -1,0 +1,238 @@
+"""A stream read in this process and in its workers: places, orders, states, errors."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import IterableDataset, get_worker_info
+
+from trainer.data.batch import collate
+from trainer.data.feed import Cut
+from trainer.data.loader import SampleError
+from trainer.data.stream import Stream
+from trainer.errors import ConfigError
+
+
+class Counted(IterableDataset):
+    """Lane k gives 100 k, 100 k + 1, …, `size` of them."""
+
+    def __init__(self, size: int = 12) -> None:
+        self.size = size
+
+    def lane(self, number: int, lanes: int) -> Iterator[int]:
+        return iter(range(100 * number, 100 * number + self.size))
+
+
+class Shuffled(IterableDataset):
+    """0 … 39 through a shuffle buffer that draws from the process's generator."""
+
+    def __iter__(self) -> Iterator[int]:
+        buffer: list[int] = []
+        for value in range(40):
+            buffer.append(value)
+            if len(buffer) == 10:
+                yield buffer.pop(random.randrange(10))
+        while buffer:
+            yield buffer.pop(random.randrange(len(buffer)))
+
+
+class DividedByWorker(Shuffled):
+    """A stream that takes each worker for a part of itself, as many do."""
+
+    def __iter__(self) -> Iterator[int]:
+        info = get_worker_info()
+        first, every = (0, 1) if info is None else (info.id, info.num_workers)
+        return iter(range(first, 40, every))
+
+
+class Resumable(IterableDataset):
+    """A stream that holds its place itself, and gives it out as one object that goes on changing."""
+
+    def __init__(self) -> None:
+        self.place = {"next": 0}
+        self.read: list[int] = []
+        self.loaded = False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.loaded:
+            self.place["next"] = 0
+        self.loaded = False
+        while self.place["next"] < 24:
+            self.place["next"] += 1
+            self.read.append(self.place["next"] - 1)
+            yield self.place["next"] - 1
+
+    def state_dict(self) -> dict[str, int]:
+        return self.place
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.place, self.loaded = dict(state), True
+
+
+class Broken(Counted):
+    """Lanes whose sample 5 can't be read, or whose state isn't JSON."""
+
+    def __init__(self, state: Any = None) -> None:
+        super().__init__()
+        self.state = state
+
+    def lane(self, number: int, lanes: int) -> Iterator[int]:
+        return self if self.state is not None else self._failing()
+
+    def _failing(self) -> Iterator[int]:
+        yield from range(5)
+        raise OSError("no such shard")
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(12))
+
+    def state_dict(self) -> Any:
+        return self.state
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError(state)
+
+
+class Rank:
+    """A rank's stream, and how many steps it has made."""
+
+    def __init__(
+        self, dataset: IterableDataset, rank: int = 0, size: int = 1, *, workers: int = 0,
+        step: int = 0, gather=None,
+    ) -> None:  # fmt: skip
+        self.step = step
+        self.stream = Stream(
+            dataset, Cut.of(dataset, lanes=4, micro_size=2), seed=3, collate=collate, rank=rank,
+            num_ranks=size, workers=workers, prefetch=2, device=torch.device("cpu"),
+            step=lambda: self.step, gather=gather or (lambda mine: [mine]),
+        )  # fmt: skip
+
+    def window(self) -> dict[int, list[int]]:
+        """Make a step: lane → samples."""
+        lanes = {}
+        while True:
+            micro = next(self.stream)
+            assert micro.slot.step == self.step + 1
+            lanes[micro.slot.number] = micro.batch.tolist()
+            if micro.slot.last:
+                self.step += 1
+                return lanes
+
+    def resumed(self, state: dict[str, Any]) -> Rank:
+        self.stream.load_state_dict(json.loads(json.dumps(state)))
+        return self
+
+
+def test_a_lone_ranks_state_continues_the_lanes_of_the_others_too():
+    first, second = Rank(Counted(), 0, 2), Rank(Counted(), 1, 2)
+    for _ in range(2):
+        first.window(), second.window()
+
+    def gather(_):
+        return json.loads(json.dumps([told[0], told[1]]))
+
+    told: list[Any] = [None, None]
+    for index, rank in enumerate((first, second)):  # each one's word, then both hear both
+        rank.stream._gather = lambda mine, index=index: told.__setitem__(index, mine) or [mine]
+        rank.stream.share()
+    first.stream._gather = gather
+    first.stream.share()
+    for _ in range(2):
+        first.window(), second.window()
+    lone = first.stream.state_dict()
+
+    resumed = Rank(Counted(), 0, 1, step=4).resumed(lone)
+
+    assert [feed["windows"] for feed in lone["feeds"]] == [4, 4, 2, 2]
+    assert resumed.window() == {**first.window(), **second.window()}
+
+
+def test_the_state_is_that_of_the_last_step_and_not_of_what_was_read_ahead():
+    dataset = Resumable()
+    run = Rank(dataset)
+    run.window()
+    next(run.stream)  # of the second window: 16 samples are read now
+    assert dataset.read == list(range(16))
+    state = run.stream.state_dict()
+
+    again = Resumable()
+    resumed = Rank(again, step=1).resumed(state)
+
+    assert state["feeds"] == [{"windows": 1, "state": {"next": 8}, "ended": False}]
+    assert resumed.window() == {0: [8, 12], 1: [9, 13], 2: [10, 14], 3: [11, 15]}
+    assert again.read == list(range(8, 16)), "it reads through nothing"
+
+
+def test_a_state_of_the_last_window_of_an_epoch_leads_to_the_next_epoch():
+    run = Rank(Resumable())
+    for _ in range(3):
+        run.window()
+
+    resumed = Rank(Resumable(), step=3).resumed(run.stream.state_dict())
+
+    assert next(resumed.stream).samples == 0
+    resumed.stream.next_epoch()
+    assert next(resumed.stream).batch.tolist() == [0, 4]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_stream_whose_order_is_drawn_is_still_one_order_for_all_lanes(workers):
+    orders = []
+    for size in (1, 2):
+        ranks = [Rank(Shuffled(), r, size, workers=workers) for r in range(size)]
+        found = [{lane: values for rank in ranks for lane, values in rank.window().items()}
+                 for _ in range(5)]  # fmt: skip
+        orders.append(found)
+        for rank in ranks:
+            rank.stream.close()
+
+    values = sorted(v for window in orders[0] for lane in window.values() for v in lane)
+    assert values == list(range(40))
+    assert orders[0] == orders[1]
+
+
+def test_a_stream_that_divides_itself_by_worker_loses_nothing_to_it():
+    run = Rank(DividedByWorker(), workers=2)
+
+    found = [v for _ in range(5) for lane in run.window().values() for v in lane]
+
+    run.stream.close()
+    assert sorted(found) == list(range(40))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_next_epoch_drops_what_was_read_ahead_of_the_last_one(workers):
+    run = Rank(Counted(size=6), workers=workers)
+    first = [run.window() for _ in range(3)]
+    assert next(run.stream).samples == 0
+
+    run.stream.next_epoch()
+    second = [run.window() for _ in range(3)]
+
+    run.stream.close()
+    assert first == second
+    assert first[0] == {k: [100 * k, 100 * k + 1] for k in range(4)}
+
+
+def test_a_place_in_other_lanes_is_refused():
+    state = {"epoch": 0, "start": 0, "lanes": 2, "micro_size": 4, "feeds": [{}, {}]}
+
+    with pytest.raises(ConfigError, match="2 lanes of 4 samples .* 4 of 2"):
+        Rank(Counted()).resumed(state)
+
+
+@pytest.mark.parametrize(("dataset", "message"), [
+    (Broken(), r"reading sample 5 of lane 0 of epoch 0 .* OSError: no such shard"),
+    (Broken(state={"a": {1}}), r"the state_dict of .* lane 0 .* TypeError: .*not JSON"),
+])  # fmt: skip
+def test_an_error_names_the_sample_and_the_lane(dataset, message):
+    run = Rank(dataset)
+
+    with pytest.raises(SampleError, match=message):
+        for _ in range(3):
+            run.window()
