@@ -165,10 +165,10 @@ def _goes_with(card: Card, hand: Sequence[Card], count: int) -> bool:
         return False
     if card.phase == "restore":  # something else has to end an attempt
         return count > 1 and any(other.restarts for other in hand)
-    # The steps of a run's faults differ: each phase of saving or validating has a few.
+    # The steps of a run's faults differ: each phase of saving or validating has only a few.
     allowed = _steps(card)
-    rivals = [other for other in hand if _steps(other) == allowed]
-    return len(rivals) < min(3, max(1, len(allowed)))
+    rivals = sum(_steps(other) == allowed for other in hand)
+    return not allowed or rivals < len(allowed) // 2
 
 
 def _place(card: Card, hand: Sequence[Card], ranks: int, taken: set[int],

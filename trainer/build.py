@@ -37,7 +37,7 @@ from trainer.log import Log
 from trainer.metrics import Metrics, read_metrics, resumed_lines
 from trainer.prepare import Intervals, Work, prepare
 from trainer.sinks import Console, TensorBoard
-from trainer.state import Best, Horizon, LossMeter, Progress, TrainState
+from trainer.state import MODEL, Best, Horizon, LossMeter, Progress, TrainState
 from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.store import Store
@@ -101,7 +101,6 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     Raises:
         ConfigError: the configuration doesn't fit the data, the model, the ranks or the run that
             is resumed, on any rank: all raise, before anything is changed.
-        CheckpointDamaged: there are checkpoints and none is whole.
     """
     log.phase = "build"
     path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}")
@@ -137,7 +136,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         store=Store(
             path / folder.CHECKPOINTS, run=identity.run, keep=config.checkpoint.keep,
             keep_every=keep_every or None, guard=lock.committing,
-            fault=lambda point: armed.at(point, step=state.progress.step),
+            fault=lambda point: armed.at(point, step=checkpoint.saved_step),
         ),
         state=state, world=world, log=log, run_id=identity.run, recent=metrics.recent,
         describe={"settings": resume.settings(config), "circumstances": circumstances},
@@ -150,12 +149,14 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
                                then=found.facts["circumstances"])
         state.progress.load_state_dict(found.facts["progress"])
     position = log.step = state.progress.step
+    _arm(armed, checkpoint, state)
     folder.refuse_finished(path, world, position, work.intervals.total)
     folder.enter(path, identity, lock, world, log)
     log.event("start", world_size=world.size)
     armed.at("start", step=position)
 
     wrapped, objective = _wrap(config, work, world)
+    armed.actions["nan"] = partial(setattr, objective, "poisoned", True)
     step = Step(
         objective=objective, wrapped=wrapped, model=work.model, optimizer=work.optimizer,
         schedule=state.schedule, scaler=state.scaler,
@@ -262,6 +263,27 @@ def _find(
             log.warning(f"checkpoint skipped: {why}")
             log.event("checkpoint-skipped", why=why)
     return found
+
+
+def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> None:
+    """Give the injected faults the hands that they need."""
+
+    def flip() -> None:
+        parameter = next(p for p in state.model.parameters() if p.numel())
+        with torch.no_grad():
+            parameter.view(-1)[0].view(torch.uint8)[0] ^= 1
+
+    def corrupt() -> None:
+        checkpoint.abandon()  # the newest is the one in flight
+        newest = checkpoint.store.checkpoints()[-1].path / MODEL
+        data = bytearray(newest.read_bytes())
+        data[len(data) // 2] ^= 1
+        newest.write_bytes(data)
+
+    def no_space() -> None:
+        raise faults.no_space(checkpoint.store.folder)
+
+    armed.actions |= {"flip": flip, "corrupt": corrupt, "enospc": no_space}
 
 
 def _open_metrics(

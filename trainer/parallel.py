@@ -4,7 +4,9 @@ the gradients."""
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -64,6 +66,8 @@ class Objective(nn.Module):
         self._loss = loss
         self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
         self._local: Tensor | None = None
+        self.poisoned = False
+        """Makes the next loss a NaN (fault injection)."""
         self.ride = (
             nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
         )
@@ -75,6 +79,9 @@ class Objective(nn.Module):
             ConfigError: the task's loss breaks the protocol.
         """
         outcome = self._loss(self.model, batch)
+        if self.poisoned:
+            self.poisoned = False
+            outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         total, vector = self._vector(outcome, samples, wishes)
         loss = total.float() * self._factor
         if self.ride is not None:

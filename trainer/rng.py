@@ -97,15 +97,30 @@ def own_generators(owner: Any) -> list[Any]:
 
 def snapshot() -> dict[str, Any]:
     """The states of this process's generators as JSON values (bytes as hex)."""
-    version, internal, gauss = random.getstate()
-    name, keys, position, has_gauss, cached = np.random.get_state()
+    return _states(random.getstate(), np.random.get_state(), torch.default_generator,
+                   _device_generators())
+
+
+def keyed(*parts: int) -> dict[str, Any]:
+    """What `snapshot` gives after `key_generators(*parts)`, from generators of its own: nothing in
+    use moves, so any thread may ask."""
+    key = mix(*parts)
+    return _states(random.Random(key).getstate(),
+                   np.random.RandomState(key & 0xFFFFFFFF).get_state(),
+                   torch.Generator().manual_seed(key),
+                   [torch.Generator(g.device).manual_seed(key) for g in _device_generators()])
+
+
+def _states(
+    python: Any, numpy: Any, cpu: torch.Generator, devices: Iterable[torch.Generator]
+) -> dict[str, Any]:
+    version, internal, gauss = python
+    name, keys, position, has_gauss, cached = numpy
     return {
         "python": [version, list(internal), gauss],
         "numpy": [name, keys.tobytes().hex(), int(position), int(has_gauss), float(cached)],
-        "torch": torch.default_generator.get_state().numpy().tobytes().hex(),
-        "devices": [
-            generator.get_state().numpy().tobytes().hex() for generator in _device_generators()
-        ],
+        "torch": cpu.get_state().numpy().tobytes().hex(),
+        "devices": [generator.get_state().numpy().tobytes().hex() for generator in devices],
     }
 
 

@@ -31,8 +31,7 @@ class Snapshot:
                 sources.append(tensor.detach())
                 targets.append(kept[name])
         with torch.no_grad():
-            for source, target in zip(sources, targets, strict=True):
-                target.copy_(source, non_blocking=True)
+            torch._foreach_copy_(targets, sources, non_blocking=True)
         if any(s.is_cuda for s in sources):
             torch.cuda.current_stream().synchronize()
         return {file: {n: kept[n] for n in live[file]} for file, kept in self._buffers.items()}

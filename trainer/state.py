@@ -171,7 +171,7 @@ class TrainState:
         return {MODEL: dict(_model_tensors(self.model)), OPTIMIZER: self._optimizer_tensors()}
 
     def facts(self) -> dict[str, Any]:
-        """Everything that is no tensor, as JSON."""
+        """Everything that is no tensor, as JSON, but for `rng_digests`."""
         return {
             "progress": self.progress.state_dict(),
             "best": self.best.state_dict(),
@@ -179,8 +179,6 @@ class TrainState:
             "optimizer": self._optimizer_facts(),
             "schedule": _json_state(self.schedule.state_dict()),
             "scaler": self.scaler.state_dict(),
-            # Generators are functions of (seed, step, rank), so any rank knows all of them.
-            "rng": [self.rng_of(rank) for rank in range(self.num_ranks)],
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
         }
 
@@ -191,11 +189,11 @@ class TrainState:
             if isinstance(part, Shared):
                 part.share()
 
-    def rng_of(self, rank: int) -> str:
-        """The digest of a rank's generators at this step boundary."""
-        with rng.preserved():
-            self.key_rng(rank)
-            return rng.digest(rng.snapshot())
+    def rng_digests(self, step: int) -> list[str]:
+        """The digests of all ranks' generators at a step boundary, in any thread: generators are
+        functions of (seed, step, rank), so any rank knows all of them."""
+        return [rng.digest(rng.keyed(self.seed, rng.STEP, step, rank))
+                for rank in range(self.num_ranks)]
 
     def key_rng(self, rank: int) -> None:
         """Key this process's generators for the boundary of the current step."""

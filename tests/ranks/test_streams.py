@@ -6,7 +6,8 @@ import json
 from pathlib import Path
 
 import pytest
-from runs import steps, train, validations
+import torch
+from runs import steps, train, validations, weights
 from stream_task import LANE, windows
 
 from trainer.commands.compare import main as compare
@@ -45,7 +46,7 @@ def test_neither_ranks_nor_workers_move_a_sample_or_a_draw(ranks, tmp_path, fiel
         found.append(whole(windows(tape, size, 4)))
 
     assert found[0] == found[1] == found[2]
-    assert [[epoch for epoch, *_ in window][0] for window in found[0]] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [window[0][0] for window in found[0]] == [0, 0, 0, 1, 1, 1, 2, 2]
     assert [index for _, index, _ in found[0][0]] == first_window
     samples = [(epoch, index) for window in found[0] for epoch, index, _ in window]
     assert len(samples) == len(set(samples)) == 64
@@ -75,9 +76,9 @@ def test_ranks_with_different_numbers_of_batches_neither_hang_nor_mix_their_sums
     found = []
     for size in (1, 2):
         folder = run(ranks, size, tmp_path / f"run-{size}", tmp_path / f"tape-{size}",
-                     "--batch.global-size=4", "--steps=10", "--eval.every=5", "--world.timeout-s=10",
-                     f"--data.drop-last={drop_last}", kind="lanes", sizes="10,8",
-                     validation="7")  # fmt: skip
+                     "--batch.global-size=4", "--steps=10", "--eval.every=5",
+                     "--world.timeout-s=10", f"--data.drop-last={drop_last}", kind="lanes",
+                     sizes="10,8", validation="7")  # fmt: skip
         found.append((steps(folder), validations(folder)))
 
     for lines, scores in found:
@@ -88,6 +89,21 @@ def test_ranks_with_different_numbers_of_batches_neither_hang_nor_mix_their_sums
         assert one["loss"] == pytest.approx(two["loss"], rel=1e-5)
     for one, two in zip(found[0][1], found[1][1], strict=True):
         assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_the_window_that_an_epoch_ends_in_leaves_no_trace(ranks, tmp_path, dtype):
+    # The samples that are kept are the same ones: the first 8 of each lane.
+    folders = [
+        run(ranks, 2, tmp_path / f"run-{sizes}", tmp_path / f"tape-{sizes}", "--steps=8",
+            f"--precision.dtype={dtype}", kind="lanes", sizes=sizes, norm="batch", dropout="0.1")
+        for sizes in ("8,8,8,8", "9,8,11,10")
+    ]  # fmt: skip
+
+    assert steps(folders[0]) == steps(folders[1])
+    first, second = (weights(folder, 8) for folder in folders)
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.parametrize("kind", ["stateful", "whole"])

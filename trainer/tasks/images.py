@@ -77,7 +77,7 @@ class Images:
     data: Data = "sample"
     """sample: 12,000 + 2,000 images of Fashion-MNIST that are part of this package;
     fashion-mnist: all 60,000 + 10,000."""
-    root: str | None = None
+    root: str | None = dataclasses.field(default=None, metadata={"change": "free"})
     """Folder where the full set is looked for first, and into which it is downloaded."""
     architecture: Annotated[str, tyro.conf.arg(name="model")] = dataclasses.field(
         default="cnn", metadata={"flag": "model"})  # `model` itself is the method

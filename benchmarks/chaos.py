@@ -1,0 +1,204 @@
+"""Whether runs that are disturbed in every way end with the bits of the undisturbed ones.
+
+`python -m benchmarks.chaos --faults 40 --seed 1` disturbs runs until so many faults have happened,
+up to 8 a run, and compares each run with an undisturbed one of the same configuration. Exit code 0:
+all have the same bits; 1: some have not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import dataclasses
+import itertools
+import random
+import shlex
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks import chaos_plan as plans
+from benchmarks.chaos_plan import Card, Fault, Run, Setting
+from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, in_child, train
+
+LIMIT_S, LIMIT_A_FAULT_S = 60.0, 20.0
+"""A run that isn't complete after the first, and the second for each of its faults, is stuck."""
+
+COLD = 3
+"""How many times longer that is where each start imports everything."""
+
+MOST_SHOWN = 3
+"""Differences that are shown of one run."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Disturb runs, tell how each ended, and return the exit code."""
+    options = _parse(argv)
+    draw = random.Random(options.seed)
+    cards, left = plans.deck(draw, soak=options.soak), list[Card]()
+    runs = [plans.plan(number, count, cards, left, draw, seed=options.seed)
+            for number, count in enumerate(plans.sizes(options.faults))]
+    if options.only is not None:
+        runs = [run for run in runs if run.number == options.only]
+    wanted = sum(len(run.faults) for run in runs)
+    folder = Path(options.keep or tempfile.mkdtemp(prefix="chaos-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    chaos = Chaos(folder, Launcher(options.launcher), keep=options.keep is not None)
+    for _ in range(1 + wanted):
+        for run in runs:
+            chaos.disturb(run)
+        missing = wanted - len(chaos.fired)
+        if not missing or options.only is not None:
+            break
+        # What could not happen, since its place never came, is dealt again.
+        left += chaos.take_missed()
+        first = len(chaos.results)
+        runs = [plans.plan(first + place, count, cards, left, draw, seed=options.seed)
+                for place, count in enumerate(plans.sizes(missing))]
+    chaos.summarize(wanted)
+    if not options.keep and chaos.all_same:
+        shutil.rmtree(folder)
+    elif not chaos.all_same:
+        print(f"the runs that differ, and their output, are in {folder}")
+    print(chaos.verdict(wanted), flush=True)
+    return 0 if chaos.all_same and len(chaos.fired) >= wanted else 1
+
+
+class Chaos:
+    """The runs so far: each disturbed, compared with its reference, and told about.
+
+    Args:
+        folder: where the run folders go; those that are as they should be don't stay.
+        keep: all stay.
+    """
+
+    def __init__(self, folder: Path, launcher: Launcher, *, keep: bool) -> None:
+        self.results: list[tuple[Run, Result, list[str]]] = []
+        """Each run, its result, and what is wrong with it."""
+        self._folder, self._launcher, self._keep = folder, launcher, keep
+        self._references: dict[Setting, Path] = {}
+        self._missed: list[Card] = []
+        self._began_s = time.monotonic()
+
+    @property
+    def fired(self) -> list[Fault]:
+        """All faults that have happened."""
+        return [fault for _, result, _ in self.results for fault in result.fired]
+
+    @property
+    def all_same(self) -> bool:
+        """Whether each run ended, with the bits of its reference."""
+        return not any(wrong for _, _, wrong in self.results)
+
+    def take_missed(self) -> list[Card]:
+        """The cards of the faults that didn't happen since the last call."""
+        missed, self._missed = self._missed, []
+        return missed
+
+    def disturb(self, run: Run) -> None:
+        """Make one run and its reference, compare them, and print what became of it."""
+        reference = self._reference(run.setting)
+        path = self._folder / f"run-{run.number}"
+        result = self._train(run, path)
+        wrong = [result.problem] if result.problem else in_child(lambda: _unlike(reference, path))
+        self.results.append((run, result, wrong))
+        missed = [fault for fault in run.faults if fault not in result.fired]
+        self._missed += [_card(fault) for fault in missed]
+        print(f"run {run.number}: {run.setting}: {len(result.fired)} faults, {result.starts} "
+              f"starts by {result.launches} launches, {result.wall_s:.1f} s: "
+              f"{'; '.join(wrong) or 'same bits'}")
+        print("    " + "  ".join(str(fault) for fault in result.fired))
+        if missed:
+            print(f"    did not happen: {'  '.join(str(fault) for fault in missed)}")
+        if wrong:
+            print(f"    {_command(run, path)}")
+        sys.stdout.flush()
+        if not wrong and not self._keep:
+            shutil.rmtree(path)
+            path.with_suffix(".log").unlink()
+
+    def summarize(self, wanted: int) -> None:
+        """Print how often each kind and each phase occurred, and the cost."""
+        kinds = collections.Counter(fault.kind for fault in self.fired)
+        phases = collections.Counter(f.phase for f in self.fired if f.phase is not None)
+        runs = collections.Counter(run.setting.ranks for run, _, _ in self.results)
+        for what, counts in (("kinds", kinds), ("phases", phases), ("runs by ranks", runs)):
+            print(f"{what}: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())))
+        starts = sum(result.starts for _, result, _ in self.results)
+        print(f"{len(self.fired)} of {wanted} faults happened; {starts} starts, "
+              f"{len(self._references)} reference runs, {time.monotonic() - self._began_s:.0f} s")
+
+    def verdict(self, wanted: int) -> str:
+        """The last line."""
+        good = [result for _, result, wrong in self.results if not wrong]
+        faults = sum(len(result.fired) for result in good)
+        return (f"{faults} of {max(wanted, len(self.fired))} faults, {len(good)} of "
+                f"{len(self.results)} runs: same bits")
+
+    def _reference(self, setting: Setting) -> Path:
+        """The undisturbed run's folder. Loader workers don't move bits, so it is made without."""
+        key = dataclasses.replace(setting, workers=0)
+        if key not in self._references:
+            path = self._folder / f"reference-{len(self._references)}"
+            result = self._train(Run(number=0, setting=key, faults=()), path)
+            if result.problem or result.starts != 1:
+                raise SystemExit(f"{key}, undisturbed: {result.problem or 'started twice'}; "
+                                 f"see {path.with_suffix('.log')}")
+            self._references[key] = path
+        return self._references[key]
+
+    def _train(self, run: Run, path: Path) -> Result:
+        limit_s = LIMIT_S + LIMIT_A_FAULT_S * len(run.faults)
+        if self._launcher.kind != "launch":
+            limit_s *= COLD
+        return train(run, path, self._launcher, limit_s=limit_s)
+
+
+def _unlike(reference: Path, run: Path) -> list[str]:
+    """The first differences."""
+    from trainer.commands.compare import Unreadable, differences
+
+    try:
+        return list(itertools.islice(differences(reference, run), MOST_SHOWN))
+    except Unreadable as problem:
+        return [str(problem)]
+
+
+def _card(fault: Fault) -> Card:
+    return Card(fault.kind, None if fault.kind == "corrupt" else fault.phase)
+
+
+def _command(run: Run, path: Path) -> str:
+    """What to type to get the injected part of a run again."""
+    injected = [f for f in run.faults if f.kind not in plans.OUTSIDE]
+    words = [*run.setting.arguments(str(path) + "-again"),
+             *(word for fault in injected for word in ("--inject", str(fault)))]
+    return (f"python -m launch --nproc-per-node {run.setting.ranks} --max-restarts {MAX_RESTARTS} "
+            f"-- {shlex.join(words)}")
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--faults", type=int, required=True, metavar="N",
+                        help="so many faults are to happen, 1 or more")
+    parser.add_argument("--seed", type=int, default=0, metavar="S",
+                        help="of the plan, and of the runs' own randomness")
+    parser.add_argument("--soak", action="store_true", help="also kinds that take long")
+    parser.add_argument("--launcher", choices=("launch", "launch-cold", "torchrun"),
+                        default="launch", help="launch (default): python -m launch, forked from a "
+                        "process that has imported everything; launch-cold: a new process each "
+                        "time; torchrun")
+    parser.add_argument("--keep", metavar="FOLDER", help="keep all run folders, there")
+    parser.add_argument("--only", type=int, metavar="K", help="only the run with this number")
+    options = parser.parse_args(argv)
+    if options.faults < 1:
+        parser.error(f"--faults is {options.faults}; use 1 or more")
+    return options
+
+
+if __name__ == "__main__":
+    sys.exit(main())

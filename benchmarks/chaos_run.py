@@ -1,0 +1,324 @@
+"""Runs of the trainer that are disturbed from outside, each start forked from a warm process."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import select
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.chaos_plan import OUTSIDE, Fault, Run
+from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED
+from trainer.folder import EVENTS, IDENTITY, METRICS, read_json
+from trainer.log import read_events
+
+MAX_RESTARTS = 20
+POLL_S, IDLE_POLL_S = 0.004, 0.05
+"""How often a run is looked at: while something is to be done to it, and otherwise."""
+
+GONE_S = 8.0
+"""How long after the end of a run its last orphan may still live."""
+
+APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+PR_SET_PDEATHSIG = 1
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Result:
+    """What became of a disturbed run.
+
+    Attributes:
+        fired: the faults that really happened.
+        starts: attempts that were begun.
+        launches: how often the command was given.
+        problem: why it didn't end as it should; None if it did.
+    """
+
+    fired: tuple[Fault, ...]
+    starts: int
+    launches: int
+    wall_s: float
+    problem: str | None
+
+
+class Launcher:
+    """Starts the trainer; `kind` is launch, launch-cold or torchrun.
+
+    `launch` forks a process that has imported everything already and calls there what
+    `python -m launch` calls. The others are new processes.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        if kind == "launch":
+            # Everything that a launch imports; nothing here computes with tensors, which would
+            # start threads that a fork doesn't have.
+            from importlib import import_module
+
+            for name in ("torch._dynamo", "torch.utils.tensorboard", "launch.__main__",
+                         "launch.agent", "launch.ranks", "launch.rendezvous", "trainer.build",
+                         "trainer.loop", "trainer.cli", "benchmarks.chaos_task"):
+                import_module(name)
+
+    def start(self, num_ranks: int, arguments: Sequence[str], log: Path) -> int:
+        """The pid of a new launcher, leader of a process group; its output is added to `log`."""
+        options = [str(num_ranks), "--max-restarts", str(MAX_RESTARTS)]
+        if self.kind == "launch":
+            return _fork(["--nproc-per-node", *options, "--", *arguments], log)
+        command = {
+            "launch-cold": ["launch", "--nproc-per-node", *options, "--"],
+            "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", *options,
+                         "-m", "trainer"],
+        }[self.kind]  # fmt: skip
+        actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+                   (os.POSIX_SPAWN_OPEN, 1, str(log), APPEND, 0o666),
+                   (os.POSIX_SPAWN_DUP2, 1, 2)]
+        return os.posix_spawn(
+            sys.executable, [sys.executable, "-m", *command, *arguments], os.environ,
+            file_actions=actions, setpgroup=0,
+        )  # fmt: skip
+
+    def ranks(self, launcher: int) -> list[int]:
+        """Pids of the living ranks."""
+        if self.kind == "torchrun":
+            return children(launcher)
+        return [pid for server in children(launcher) for pid in children(server)
+                if _name(pid).startswith("rank ")]
+
+    def server(self, launcher: int) -> int | None:
+        """Pid of the fork server, if there is one."""
+        return next(iter(children(launcher)), None) if self.kind != "torchrun" else None
+
+
+def train(run: Run, folder: Path, launcher: Launcher, *, limit_s: float) -> Result:
+    """Give the run's command, again after each stop, until it is complete; disturb it meanwhile.
+
+    Args:
+        folder: the run folder; the output goes to a file beside it.
+    """
+    watch = _Watch(run, folder, launcher)
+    began_s, launches, problem = time.monotonic(), 0, None
+    arguments = run.setting.arguments(str(folder))
+    for fault in watch.injected:
+        arguments += ["--inject", str(fault)]
+    while problem is None:
+        launches += 1
+        pid = launcher.start(run.setting.ranks, arguments, folder.with_suffix(".log"))
+        code = watch.follow(pid, until_s=began_s + limit_s)
+        if code == EXIT_COMPLETE:
+            break
+        killed = code == -signal.SIGKILL and watch.killed_launcher
+        if code is None:
+            problem = f"not complete after {limit_s:.0f} s"
+        elif not killed and not _stopped(folder, code):
+            problem = f"ended with exit code {code}"
+    wall_s = time.monotonic() - began_s
+    if left := watch.wait_gone():
+        problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
+    return Result(
+        fired=watch.fired(), starts=_starts(folder), launches=launches, wall_s=wall_s,
+        problem=problem,
+    )  # fmt: skip
+
+
+class _Watch:
+    """Follows the launchers of one run, and strikes from outside when it is time."""
+
+    def __init__(self, run: Run, folder: Path, launcher: Launcher) -> None:
+        self.injected = [fault for fault in run.faults if fault.kind not in OUTSIDE]
+        self.killed_launcher = False
+        self._num_ranks = run.setting.ranks
+        self._folder, self._launcher = folder, launcher
+        self._waiting = [fault for fault in run.faults if fault.kind in OUTSIDE]
+        self._struck: list[tuple[Fault, int]] = []  # with the starts seen until then
+        self._known: set[int] = set()  # every process of this run that has been seen
+        self._group: set[int] = set()  # the ranks of the present attempt
+        self._starts = self._step = 0
+        self._due_s: float | None = None
+
+    def follow(self, pid: int, *, until_s: float) -> int | None:
+        """The exit code of the launcher, -SIGKILL after a strike; None if time was up."""
+        self.killed_launcher, timed_out = False, False
+        self._known.add(pid)
+        pidfd = os.pidfd_open(pid)
+        while not select.select([pidfd], [], [], POLL_S if self._waiting else IDLE_POLL_S)[0]:
+            self._look(pid)
+            if time.monotonic() > until_s:
+                timed_out = True
+                self._kill_all(pid)
+        os.close(pidfd)
+        _, status = os.waitpid(pid, 0)
+        return None if timed_out else os.waitstatus_to_exitcode(status)
+
+    def fired(self) -> tuple[Fault, ...]:
+        """The faults that have happened: those of which the run tells in its events, and the
+        strikes after which its ranks were started again."""
+        told = {e["fault"] for e in read_events(self._folder / EVENTS) if e["event"] == "fault"}
+        injected = [fault for fault in self.injected if str(fault) in told]
+        return (*injected, *(fault for fault, starts in self._struck if self._starts > starts))
+
+    def wait_gone(self) -> set[int]:
+        """Processes of the run that live on in spite of all; waits for them, to a limit."""
+        deadline_s = time.monotonic() + GONE_S
+        while (left := {p for p in self._known if _lives(p)}) and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        return left
+
+    def _look(self, pid: int) -> None:
+        ranks = self._launcher.ranks(pid)
+        if len(ranks) == self._num_ranks and set(ranks) != self._group:
+            self._group = set(ranks)
+            self._starts += 1
+        self._known.update(ranks)
+        if server := self._launcher.server(pid):
+            self._known.add(server)
+        if not self._waiting:
+            return
+        self._step = max(self._step, _last_step(self._folder / METRICS))
+        fault = next((f for f in self._waiting if self._is_due(f)), None)
+        if fault is None:
+            return
+        if self._due_s is None:
+            self._due_s = time.monotonic() + fault.delay_s
+        if time.monotonic() >= self._due_s and self._strike(fault, pid, ranks):
+            self._waiting.remove(fault)
+            self._struck.append((fault, self._starts))
+            self._due_s = None
+
+    def _is_due(self, fault: Fault) -> bool:
+        if fault.step is not None:
+            return self._step >= fault.step
+        return self._starts > (fault.attempt or 0)
+
+    def _strike(self, fault: Fault, launcher: int, ranks: list[int]) -> bool:
+        """Whether there was something to strike, all of it alive."""
+        if len(ranks) != self._num_ranks or not all(map(_lives, ranks)):
+            return False
+        if fault.kind == "ranks":
+            for rank in ranks:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(rank, signal.SIGKILL)
+        elif fault.kind == "launcher":
+            self.killed_launcher = True
+            os.kill(launcher, signal.SIGKILL)
+        else:
+            server = self._launcher.server(launcher)
+            assert server is not None
+            os.kill(server, signal.SIGKILL)
+        return True
+
+    def _kill_all(self, launcher: int) -> None:
+        for pid in [launcher, *self._known]:
+            with contextlib.suppress(ProcessLookupError):
+                if _lives(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """What the function returns, as JSON gives it, from a fork of this process.
+
+    Work with tensors is done so: it starts threads, and a process with threads must not be forked.
+    """
+    read_fd, write_fd = os.pipe()
+    pid = _fork_quietly()
+    if pid == 0:
+        code = 1
+        try:
+            with os.fdopen(write_fd, "w") as pipe:
+                json.dump(function(), pipe)
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write_fd)
+    with os.fdopen(read_fd) as pipe:
+        text = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    if status:
+        raise RuntimeError(f"{function} failed in a child process: see above")
+    return json.loads(text)
+
+
+def children(pid: int) -> list[int]:
+    """Pids of the children of a process; none if it is gone."""
+    try:
+        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except (FileNotFoundError, ProcessLookupError):
+        return []
+
+
+def _fork(argv: Sequence[str], log: Path) -> int:
+    import launch.__main__
+
+    pid = _fork_quietly()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setpgid(0, 0)
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        for path, flags, target in ((os.devnull, os.O_RDONLY, (0,)),
+                                    (log, APPEND, (1, 2))):
+            fd = os.open(path, flags, 0o666)
+            for number in target:
+                os.dup2(fd, number)
+            os.close(fd)
+        code = launch.__main__.main(argv)
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def _fork_quietly() -> int:
+    from launch.forkserver import fork
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return fork()
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _lives(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def _last_step(metrics: Path) -> int:
+    """The newest step in metrics.jsonl; 0 if there is none."""
+    try:
+        lines = metrics.read_bytes().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # it is just being written
+            return int(json.loads(line)["step"])
+    return 0
+
+
+def _stopped(folder: Path, code: int) -> bool:
+    """Whether the run has saved and stopped on request: torchrun itself always ends with 1."""
+    if code == EXIT_STOPPED:
+        return True
+    ends = [e for e in read_events(folder / EVENTS) if e["event"] in ("stop", "failure")]
+    return bool(ends) and ends[-1].get("exit_code") == EXIT_STOPPED
+
+
+def _starts(folder: Path) -> int:
+    return (read_json(folder / IDENTITY) or {"attempt": -1})["attempt"] + 1

@@ -1,0 +1,27 @@
+"""docs/resume.md says of each configuration key how it may change."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trainer.cli import load
+from trainer.cli import find_recipe
+
+DOC = Path(__file__).parents[2] / "docs/resume.md"
+
+
+def test_the_documented_classes_are_those_of_the_configuration():
+    config = load(find_recipe("sample"))
+    documented = {
+        match[1]: {key.strip() for key in match[2].split(",") if "field" not in key}
+        for match in re.finditer(r"^\| (refused|announced|free) \| (.*) \|$",
+                                 DOC.read_text(), re.MULTILINE)
+    }  # fmt: skip
+
+    actual: dict[str, set[str]] = {}
+    for name, _, change in config.leaves():
+        if not name.startswith("task."):
+            actual.setdefault(change, set()).add(name)
+
+    assert documented == actual
