@@ -163,8 +163,8 @@ def plan(number: int, count: int, cards: Iterator[Card], left: list[Card],
 def _goes_with(card: Card, hand: Sequence[Card], count: int) -> bool:
     if card.phase in ONE_A_RUN and any(other.phase == card.phase for other in hand):
         return False
-    if card.phase == "restore":  # something else has to end an attempt
-        return count > 1 and any(other.restarts for other in hand)
+    if card.phase == "restore":
+        return count > 1  # something else has to end an attempt first
     # The steps of a run's faults differ: each phase of saving or validating has only a few.
     allowed = _steps(card)
     rivals = sum(_steps(other) == allowed for other in hand)

@@ -11,6 +11,7 @@ import select
 import signal
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -54,10 +55,13 @@ class Launcher:
 
     `launch` forks a process that has imported everything already and calls there what
     `python -m launch` calls. The others are new processes.
+
+    Args:
+        max_restarts: what the launcher is given.
     """
 
-    def __init__(self, kind: str) -> None:
-        self.kind = kind
+    def __init__(self, kind: str, *, max_restarts: int = MAX_RESTARTS) -> None:
+        self.kind, self._max_restarts = kind, max_restarts
         if kind == "launch":
             # Everything that a launch imports; nothing here computes with tensors, which would
             # start threads that a fork doesn't have.
@@ -65,12 +69,15 @@ class Launcher:
 
             for name in ("torch._dynamo", "torch.utils.tensorboard", "launch.__main__",
                          "launch.agent", "launch.ranks", "launch.rendezvous", "trainer.build",
-                         "trainer.loop", "trainer.cli", "benchmarks.chaos_task"):
+                         "trainer.loop", "trainer.cli", "trainer.commands.compare",
+                         "benchmarks.chaos_task"):
                 import_module(name)
 
     def start(self, num_ranks: int, arguments: Sequence[str], log: Path) -> int:
         """The pid of a new launcher, leader of a process group; its output is added to `log`."""
-        options = [str(num_ranks), "--max-restarts", str(MAX_RESTARTS)]
+        # torchrun would take --run for its own --run-path.
+        own = ["--run-dir" if word == "--run" else word for word in arguments]
+        options = [str(num_ranks), "--max-restarts", str(self._max_restarts)]
         if self.kind == "launch":
             return _fork(["--nproc-per-node", *options, "--", *arguments], log)
         command = {
@@ -82,7 +89,7 @@ class Launcher:
                    (os.POSIX_SPAWN_OPEN, 1, str(log), APPEND, 0o666),
                    (os.POSIX_SPAWN_DUP2, 1, 2)]
         return os.posix_spawn(
-            sys.executable, [sys.executable, "-m", *command, *arguments], os.environ,
+            sys.executable, [sys.executable, "-m", *command, *own], os.environ,
             file_actions=actions, setpgroup=0,
         )  # fmt: skip
 
@@ -235,7 +242,10 @@ def in_child(function: Callable[[], Any]) -> Any:
             with os.fdopen(write_fd, "w") as pipe:
                 json.dump(function(), pipe)
             code = 0
+        except BaseException:
+            traceback.print_exc()
         finally:
+            sys.stderr.flush()
             os._exit(code)
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
@@ -271,9 +281,11 @@ def _fork(argv: Sequence[str], log: Path) -> int:
                 os.dup2(fd, number)
             os.close(fd)
         code = launch.__main__.main(argv)
+    except BaseException:
+        traceback.print_exc()
+    finally:
         sys.stdout.flush()
         sys.stderr.flush()
-    finally:
         os._exit(code)
 
 

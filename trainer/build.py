@@ -270,8 +270,8 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
 
     def flip() -> None:
         parameter = next(p for p in state.model.parameters() if p.numel())
-        with torch.no_grad():
-            parameter.view(-1)[0].view(torch.uint8)[0] ^= 1
+        memory = torch.empty(0, dtype=torch.uint8, device=parameter.device)
+        memory.set_(parameter.untyped_storage())[0] ^= 1
 
     def corrupt() -> None:
         checkpoint.abandon()  # the newest is the one in flight

@@ -103,8 +103,13 @@ class Checkpointer:
     @property
     def must_fail(self) -> bool:
         """Whether a save has failed on this rank and the run is to end for it."""
-        return self._on_error == "stop" and (
-            self.failed is not None or (self._job is not None and self._job.error is not None))
+        return self._on_error == "stop" and self.failure is not None
+
+    @property
+    def failure(self) -> str | None:
+        """Why the last save of this rank failed, if it did."""
+        job = self._job
+        return self.failed if job is None or job.error is None else _told(job)
 
     def save(self, kind: str, *, wait: bool = False) -> None:
         """Collective. Save the state of this step boundary; several triggers on one step make one.
@@ -154,7 +159,7 @@ class Checkpointer:
             return
         if isinstance(job.error, TrainerError) and not isinstance(job.error, CheckpointDamaged):
             raise job.error
-        said, self.failed = self.failed, f"step {job.step} was not saved: {job.error}"
+        said, self.failed = self.failed, _told(job)
         self._log.event("save-failed", at_step=job.step, why=str(job.error))
         if must or self._on_error == "stop":
             raise OSError(self.failed) from job.error
@@ -256,7 +261,7 @@ class Checkpointer:
         self.generation = self._abandon_newer(found)
         self._saved_step = -1 if found.path else found.step
         self._state.key_rng(self._world.rank)
-        saved = found.facts["rng"]
+        saved = found.facts.get("rng", [""] * self._world.size)
         if len(saved) == self._world.size and saved[self._world.rank] != rng.digest(rng.snapshot()):
             self._log.warning(
                 f"the random state of rank {self._world.rank} at step {found.step} isn't the "
@@ -314,6 +319,10 @@ class Checkpointer:
             return {"facts": json.loads(path.read_bytes())}
         except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
             return {"why": str(error)}
+
+
+def _told(job: _Job) -> str:
+    return f"step {job.step} was not saved: {job.error}"
 
 
 def _look_at(path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import os
 import platform
@@ -151,11 +152,10 @@ def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) 
     """What environment.json says: versions, devices, ranks, command, data, determinism."""
     import torch
 
-    packages = ("torch", "torchvision", "numpy", "safetensors", "torchdata", "tensorboard")
     return {
         "command": sys.argv,
         "python": platform.python_version(),
-        "packages": {name: _version(name) for name in packages},
+        "packages": package_versions(),
         "host": platform.node(),
         "system": platform.platform(),
         "cpu": torch.backends.cpu.get_cpu_capability(),
@@ -174,6 +174,13 @@ def device_name(device: Any) -> str:
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@functools.cache  # looking for them takes 20 ms
+def package_versions() -> dict[str, str | None]:
+    """Versions of the packages that a run's bits may depend on."""
+    packages = ("torch", "torchvision", "numpy", "safetensors", "torchdata", "tensorboard")
+    return {name: _version(name) for name in packages}
 
 
 def _version(package: str) -> str | None:

@@ -40,7 +40,7 @@ def train(run: Parts) -> dict[str, object]:
         if "saved" in result.sums.wishes:
             run.metrics.forget(run.checkpoint.saved_step)
         if "fail" in result.sums.wishes:
-            raise SaveFailed(run.checkpoint.failed or "rank 0 could not save")
+            raise SaveFailed(run.checkpoint.failure or "rank 0 could not save")
         if "save" in result.sums.wishes:
             run.checkpoint.save("periodic")
         if "stop" in result.sums.wishes:

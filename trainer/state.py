@@ -210,11 +210,11 @@ class TrainState:
         self.progress.load_state_dict(_entry(facts, "progress"))
         self.best.load_state_dict(_entry(facts, "best"))
         self.meter.load_state_dict(_entry(facts, "meter"))
-        self.schedule.load_state_dict({**self.schedule.state_dict(), **_entry(facts, "schedule")})
         if self.scaler.is_enabled() and _entry(facts, "scaler"):
             self.scaler.load_state_dict(facts["scaler"])
         for name, part in self.parts.items():
             part.load_state_dict(_entry(_entry(facts, "parts"), name))
+        self._load_schedule(_entry(facts, "schedule"))  # after the horizon that it was made for
 
     def load_model(self, tensors: dict[str, Tensor]) -> None:
         """Put back the model's parameters and buffers only.
@@ -276,14 +276,17 @@ class TrainState:
                 key: _placed(value, parameter) if isinstance(value, Tensor) else value
                 for key, value in entries.items()
             }
-        of = {name: group for group in facts["groups"] for name in group["names"]}
-        for group in self.optimizer.param_groups:
-            if not group["params"]:
-                continue
-            found = of[self.names()[group["params"][0]]]
-            for key, value in found.items():
-                if key != "names" and key in group:
-                    group[key] = type(group[key])(value) if isinstance(value, list) else value
+
+    def _load_schedule(self, saved: dict[str, Any]) -> None:
+        """The update the schedule is at. The rates follow from it and the configuration, so that
+        a rate that was changed on purpose takes effect."""
+        counts = {key: saved[key] for key in ("last_epoch", "_step_count") if key in saved}
+        self.schedule.load_state_dict({**self.schedule.state_dict(), **counts})
+        rates = [base * factor(self.schedule.last_epoch) for base, factor in
+                 zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)]
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
+        self.schedule._last_lr = rates
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:

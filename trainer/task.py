@@ -46,7 +46,9 @@ class Task(Protocol):
 
     Optional members: `fingerprint() -> str` tells one data set from another (default: length and
     the bytes of 16 keyed samples); `parameter_groups(model) -> list[dict]` replaces the split into
-    decayed and not decayed parameters. A field named `seed` that is None takes the run's seed.
+    decayed and not decayed parameters; `preload()` reads what all ranks need, once, in the process
+    from which `python -m launch` forks them, so it starts no thread, touches no device and makes no
+    tensor. A field named `seed` that is None takes the run's seed.
     """
 
     def model(self) -> nn.Module:

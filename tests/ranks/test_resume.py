@@ -11,7 +11,8 @@ from runs import metrics, steps, train, validations
 
 from trainer.commands.compare import differences
 
-TASK = ["--task=tape_task:Tape", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",
+TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0",
+        "--batch.global-size=8", "--batch.micro-size=2",
         "--task.norm=batch", "--task.dropout=0.3"]  # fmt: skip
 
 

@@ -91,12 +91,12 @@ def test_ranks_with_different_numbers_of_batches_neither_hang_nor_mix_their_sums
         assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-5)
 
 
-@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
-def test_the_window_that_an_epoch_ends_in_leaves_no_trace(ranks, tmp_path, dtype):
-    # The samples that are kept are the same ones: the first 8 of each lane.
+def test_the_window_that_an_epoch_ends_in_leaves_no_trace(ranks, tmp_path):
+    # The samples that are kept are the same ones: the first 8 of each lane. With fp16 the scaler
+    # has something to forget too.
     folders = [
         run(ranks, 2, tmp_path / f"run-{sizes}", tmp_path / f"tape-{sizes}", "--steps=8",
-            f"--precision.dtype={dtype}", kind="lanes", sizes=sizes, norm="batch", dropout="0.1")
+            "--precision.dtype=fp16", kind="lanes", sizes=sizes, norm="batch", dropout="0.1")
         for sizes in ("8,8,8,8", "9,8,11,10")
     ]  # fmt: skip
 
@@ -166,19 +166,17 @@ def test_a_lane_that_knows_its_place_is_not_read_again(ranks, tmp_path):
 
 def test_validation_on_a_stream_counts_each_sample_once_for_any_number_of_ranks(ranks, tmp_path):
     lines = []
-    for size, workers in ((1, 0), (2, 2), (3, 0)):
+    for size, workers in ((1, 0), (3, 2)):
         folder = run(ranks, size, tmp_path / f"run-{size}", tmp_path / f"tape-{size}", "--steps=1",
                      "--eval.every=1", "--eval.batch-size=5", f"--data.workers={workers}",
                      samples="16", validation="8")  # fmt: skip
         lines += validations(folder)
 
-    assert [line["val_samples"] for line in lines] == [8] * 3
-    for line in lines[1:]:
-        assert line["val_loss"] == pytest.approx(lines[0]["val_loss"], rel=1e-6)
+    assert [line["val_samples"] for line in lines] == [8] * 2
+    assert lines[0]["val_loss"] == pytest.approx(lines[1]["val_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize(("arguments", "flag"), [
-    ([], "--steps"),
     (["--epochs=2"], "--steps"),
     (["--steps=4", "--checkpoint.every=1ep"], "--checkpoint.every 1ep"),
     (["--steps=4"], "--eval.every 1ep"),

@@ -9,7 +9,7 @@ import torch
 from runs import steps, train, validations, weights
 from tape_task import Indexed, TokenSet, read_tape
 
-TAPE = ("--task", "tape_task:Tape", "--device", "cpu", "--clip.norm", "0")
+TAPE = ("--task", "tape_task:Tape", "--device", "cpu", "--data.workers=0", "--clip.norm", "0")
 
 
 def run(ranks, size: int, folder: Path, *arguments: str) -> Path:

@@ -44,9 +44,9 @@ _REMEDY = ("Give the folder by --task.root or TRAINER_DATA (IDX files in it, or 
            "where there is a network. The bundled sample needs none: --task.data sample.")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Arrays:
-    """The images and labels of both files, read-only.
+    """The images and labels of both files, read-only; equal only to itself.
 
     Attributes:
         train_images, test_images: uint8, Nx28x28, black is 0.

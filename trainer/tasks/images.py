@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import os
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, get_args
@@ -142,10 +143,10 @@ class Images:
             raise ValueError(f"split {split!r}: use one of {', '.join(SPLITS)}")
         arrays = self._arrays()
         train, validation = self._parts(len(arrays.train_labels))
-        images = arrays.train_images[train]
-        mean, std = _mean_and_std(images)
+        mean, std = self._statistics(arrays)
         if split == "train":
-            return ImageSet(images, arrays.train_labels[train], mean, std, self.augment)
+            images, labels = arrays.train_images[train], arrays.train_labels[train]
+            return ImageSet(images, labels, mean, std, self.augment)
         if split == "test":
             return ImageSet(arrays.test_images, arrays.test_labels, mean, std)
         if not len(validation):
@@ -173,6 +174,15 @@ class Images:
         return (f"{len(arrays.train_labels)}+{len(arrays.test_labels)} images "
                 f"{content.hexdigest()}, validation {self.validation_fraction} seed {self._seed}")
 
+    def preload(self) -> None:
+        """Read the data, with numpy alone, for a launcher to hand on to the ranks that it forks.
+
+        Raises:
+            ConfigError: the data are missing or damaged.
+        """
+        arrays = self._arrays()
+        self._statistics(arrays)
+
     def preview(self, number: int) -> Tensor:
         """The first training images as they are, uint8 Nx1x28x28, N at most `number`."""
         arrays = self._arrays()
@@ -190,14 +200,28 @@ class Images:
 
     def _parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Indices into the training file: those to train on, and those held out; both sorted."""
-        keys = rng.mix_array(rng.mix(rng.DATA, self._seed), np.arange(number))
-        order = np.argsort(keys, kind="stable")
-        held_out = round(number * self.validation_fraction)
-        return np.sort(order[held_out:]), np.sort(order[:held_out])
+        return _divide(number, self._seed, self.validation_fraction)
+
+    def _statistics(self, arrays: fashion_mnist.Arrays) -> tuple[float, float]:
+        """Mean and standard deviation of the pixels trained on."""
+        return _mean_and_std(arrays, self._seed, self.validation_fraction)
 
 
-def _mean_and_std(images: np.ndarray) -> tuple[float, float]:
-    """Of all pixels, from exact integer sums: equal on every machine."""
+@functools.cache  # both are needed for each split, and are the same in each rank of a launcher
+def _divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    keys = rng.mix_array(rng.mix(rng.DATA, seed), np.arange(number))
+    order = np.argsort(keys, kind="stable")
+    held_out = round(number * held_out_fraction)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+@functools.cache
+def _mean_and_std(
+    arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
+) -> tuple[float, float]:
+    """From exact integer sums: equal on every machine."""
+    train, _ = _divide(len(arrays.train_labels), seed, held_out_fraction)
+    images = arrays.train_images[train]
     total = int(images.sum(dtype=np.int64))
     squares = int(np.square(images, dtype=np.uint16).sum(dtype=np.int64))
     mean = total / images.size

@@ -1,0 +1,75 @@
+"""A training state of any size, made up, and what saves it as a run would."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+LAYERS = 24
+
+
+@dataclass
+class Subject:
+    """A model of `LAYERS` blocks with AdamW, after one update, and this trainer's state of it."""
+
+    model: Any
+    optimizer: Any
+    state: Any
+    width: int
+
+    @property
+    def live(self) -> list[Any]:
+        """All tensors of the state."""
+        return [t for tensors in self.state.tensors().values() for t in tensors.values()]
+
+    @property
+    def bytes(self) -> int:
+        """Of the whole state."""
+        return sum(t.numel() * t.element_size() for t in self.live)
+
+    def dictionary(self) -> dict[str, Any]:
+        """The state as most scripts save it."""
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+
+def make_subject(megabytes: float) -> Subject:
+    """A subject whose state, model and both moments, is about this large."""
+    import torch
+    from torch import nn
+
+    from trainer import optim, schedules
+    from trainer.config import Optim, Schedule
+    from trainer.state import Best, Horizon, LossMeter, Progress, TrainState
+
+    width = max(8, round((megabytes * 1e6 / 3 / 4 / LAYERS) ** 0.5))
+    blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
+              for _ in range(LAYERS)]
+    model = nn.Sequential(*blocks)
+    optimizer = optim.build(Optim(), model)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    horizon = Horizon(epoch=100, total=1000)
+    state = TrainState(
+        model=model, optimizer=optimizer, schedule=schedules.build(Schedule(), optimizer, horizon),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=Progress(), best=Best(),
+        meter=LossMeter(), seed=0, num_ranks=1, parts={"horizon": horizon},
+    )  # fmt: skip
+    return Subject(model, optimizer, state, width)
+
+
+def make_checkpointer(subject: Subject, folder: Path) -> Any:
+    """This trainer's own, as a run has it, with a store that keeps one checkpoint."""
+    import torch
+
+    from trainer.checkpoint import Checkpointer
+    from trainer.log import Log
+    from trainer.store import Store
+    from trainer.world import Launch, World
+
+    world = World.form(device="cpu", threads=torch.get_num_threads(), launch=Launch())
+    store = Store(folder, run="benchmark", keep=1)
+    return Checkpointer(store=store, state=subject.state, world=world, log=Log(), describe={},
+                        run_id="benchmark", recent=[], on_error="stop")

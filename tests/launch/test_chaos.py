@@ -1,0 +1,85 @@
+"""Faults of every kind, drawn from a seed: each disturbed run ends with the undisturbed bits."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import chaos_plan as plans
+from trainer.faults import PHASES, parse
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.timeout(480)
+def test_runs_with_forty_faults_of_every_kind_end_with_the_same_bits() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "benchmarks.chaos", "--faults", "40", "--seed", "1"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+
+    told = ended.stdout + ended.stderr
+    assert ended.returncode == 0, told
+    last = re.fullmatch(r"(\d+) of (\d+) faults, (\d+) of (\d+) runs: same bits",
+                        ended.stdout.splitlines()[-1])
+    assert last, told
+    assert int(last[1]) == int(last[2]) >= 40
+    assert int(last[3]) == int(last[4]) >= len(plans.SHAPES)
+
+
+def planned(faults: int, seed: int, *, soak: bool = False) -> list[plans.Run]:
+    draw, left = random.Random(seed), list[plans.Card]()
+    cards = plans.deck(draw, soak=soak)
+    return [plans.plan(number, count, cards, left, draw, seed=seed)
+            for number, count in enumerate(plans.sizes(faults))]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_forty_faults_strike_every_phase_and_every_shape(seed: int) -> None:
+    runs = planned(40, seed)
+
+    faults = [fault for run in runs for fault in run.faults]
+    assert {fault.phase for fault in faults} >= set(PHASES)
+    assert {fault.kind for fault in faults} >= {*plans.AT_PHASES, *plans.ELSEWHERE}
+    assert {(r.setting.ranks, r.setting.micro_batches) for r in runs} == set(plans.SHAPES)
+    assert {run.setting.workers for run in runs} == {0, 2}
+    assert any(f.rank == r.setting.ranks - 1 > 0 for r in runs for f in r.faults)
+    assert any(f.rank == 0 for f in faults)
+
+
+@pytest.mark.parametrize(("faults", "soak"), [(1, False), (7, True), (73, True), (500, False)])
+def test_a_plan_has_as_many_faults_as_asked_for_and_each_has_a_place_of_its_own(
+    faults: int, soak: bool
+) -> None:
+    runs = planned(faults, 3, soak=soak)
+
+    assert sum(len(run.faults) for run in runs) == faults
+    assert max(len(run.faults) for run in runs) <= plans.MOST_FAULTS
+    for run in runs:
+        steps = [fault.step for fault in run.faults if fault.step is not None]
+        assert len(set(steps)) == len(steps)
+        for fault in run.faults:
+            if fault.kind not in plans.OUTSIDE:
+                assert parse(str(fault)).kind == fault.kind
+
+
+def test_the_same_seed_gives_the_same_plan_and_another_one_another() -> None:
+    plan = planned(40, 5)
+
+    assert planned(40, 5) == plan
+    assert planned(40, 6) != plan
+
+
+def test_all_settings_come_within_four_laps_over_the_shapes() -> None:
+    settings = {plans.setting(number, 0) for number in range(4 * len(plans.SHAPES))}
+
+    assert {(s.ranks, s.micro_batches, s.sync_bn, s.workers) for s in settings} == {
+        (*shape, sync_bn, workers)
+        for shape, sync_bn, workers in itertools.product(plans.SHAPES, ("auto", "off"), (0, 2))
+    }

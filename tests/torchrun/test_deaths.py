@@ -1,0 +1,61 @@
+"""Under plain torchrun, a run that dies seven times ends with the bits of one that never does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.chaos_plan import Fault, Run, Setting
+from benchmarks.chaos_run import Launcher, train
+from trainer.commands.compare import differences
+from trainer.faults import PHASES
+
+LIMIT_S = 280.0
+
+DEATHS = {
+    1: (("start", 0), ("data", 4), ("restore", None), ("save-mid", 6), ("evaluate", 12),
+        ("optimizer", 17), ("save-end", 24)),
+    2: (("start", 0), ("backward", 4), ("restore", None), ("save-mid", 9), ("evaluate", 12),
+        ("data", 20), ("optimizer", 26)),
+    3: (("forward", 1), ("save-begin", 6), ("step-end", 9), ("restore", None), ("backward", 14),
+        ("save-end", 21), ("evaluate", 26)),
+    4: (("start", 1), ("forward", 4), ("save-begin", 6), ("restore", None), ("step-end", 14),
+        ("data", 21), ("backward", 26)),
+}  # fmt: skip
+"""By number of ranks: the phase and step of each death; a start's attempt instead of its step."""
+
+
+def test_the_deaths_cover_every_phase() -> None:
+    assert {phase for deaths in DEATHS.values() for phase, _ in deaths} == set(PHASES)
+    assert {len(deaths) for deaths in DEATHS.values()} == {7}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("ranks", [
+    2, *(pytest.param(number, marks=pytest.mark.long) for number in (1, 3, 4))])
+def test_seven_deaths_in_one_run_change_no_bit(tmp_path: Path, ranks: int) -> None:
+    setting = Setting(ranks=ranks, micro_batches=ranks + 1, sync_bn="auto", workers=0, seed=7)
+    faults = tuple(_death(phase, at, ranks) for phase, at in DEATHS[ranks])
+    torchrun = Launcher("torchrun", max_restarts=len(faults))
+    whole = Run(number=0, setting=setting, faults=())
+    straight, disturbed = tmp_path / "straight", tmp_path / "disturbed"
+
+    undisturbed = train(whole, straight, torchrun, limit_s=LIMIT_S)
+    result = train(Run(number=1, setting=setting, faults=faults), disturbed, torchrun,
+                   limit_s=LIMIT_S)  # fmt: skip
+
+    said = disturbed.with_suffix(".log").read_text()
+    assert undisturbed.problem is None, straight.with_suffix(".log").read_text()
+    assert result.problem is None, said
+    assert result.fired == faults, said
+    assert (result.starts, result.launches) == (8, 1)
+    assert list(differences(straight, disturbed)) == []
+
+
+def _death(phase: str, at: int | None, ranks: int) -> Fault:
+    """SIGKILL of the last rank, or of the one that writes."""
+    rank = 0 if phase.startswith("save-") else ranks - 1
+    if phase == "start":
+        return Fault(kind="kill", rank=rank, phase=phase, attempt=at)
+    return Fault(kind="kill", rank=rank, phase=phase, step=at)

@@ -1,0 +1,162 @@
+"""What survives: by name, exactly, or with an error that names what doesn't fit."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import schedules
+from trainer.config import Schedule
+from trainer.errors import CheckpointDamaged
+from trainer.state import MODEL, OPTIMIZER, Best, Horizon, LossMeter, Progress, TrainState
+
+
+def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.float32,
+         width: int = 4) -> TrainState:  # fmt: skip
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, width), nn.BatchNorm1d(width), nn.Linear(width, 1))
+    model = model.to(dtype)
+    named = list(model.named_parameters())
+    groups = [{"params": [p for n, p in named if p.dim() > 1], "weight_decay": 0.1},
+              {"params": [p for n, p in named if p.dim() < 2], "weight_decay": 0.0}]
+    if reverse:
+        groups = [{**g, "params": g["params"][::-1]} for g in groups[::-1]]
+    optimizer = torch.optim.AdamW(groups, lr=lr)
+    horizon = Horizon(epoch=5, total=20)
+    return TrainState(
+        model=model, optimizer=optimizer, schedule=schedules.build(Schedule(), optimizer, horizon),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=Progress(), best=Best(),
+        meter=LossMeter(), seed=3, num_ranks=2, parts={"horizon": horizon},
+    )  # fmt: skip
+
+
+def train(state: TrainState, count: int) -> TrainState:
+    for number in range(count):
+        generator = torch.Generator().manual_seed(number)
+        x = torch.randn(8, 3, generator=generator).to(state.model[0].weight.dtype)
+        state.optimizer.zero_grad()
+        state.model(x).square().mean().backward()
+        state.optimizer.step()
+        state.schedule.step()
+        state.progress.step += 1
+    return state
+
+
+def saved(state: TrainState) -> tuple[dict, dict]:
+    tensors = {file: {n: t.clone() for n, t in found.items()}
+               for file, found in state.tensors().items()}
+    return tensors, json.loads(json.dumps(state.facts()))
+
+
+def moments(state: TrainState) -> dict[str, torch.Tensor]:
+    return {f"{name}|{key}": value for parameter, name in state.names().items()
+            for key, value in state.optimizer.state[parameter].items()}
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_the_optimizer_comes_back_by_name_in_any_order_of_groups(reverse):
+    before = train(make(), 4)
+    tensors, facts = saved(before)
+
+    after = make(reverse=reverse)
+    after.load(tensors, facts)
+
+    assert moments(after).keys() == moments(before).keys()
+    assert all(torch.equal(v, moments(before)[k]) for k, v in moments(after).items())
+    decay = {after.names()[p]: g["weight_decay"] for g in after.optimizer.param_groups
+             for p in g["params"]}
+    assert decay["0.weight"] == 0.1
+    assert decay["0.bias"] == 0.0
+
+
+def test_a_restored_state_trains_on_to_the_same_bits():
+    straight = train(make(), 9)
+    tensors, facts = saved(train(make(), 4))
+
+    resumed = make()
+    resumed.load(tensors, facts)
+    for number in range(4, 9):  # the same five batches
+        generator = torch.Generator().manual_seed(number)
+        resumed.optimizer.zero_grad()
+        resumed.model(torch.randn(8, 3, generator=generator)).square().mean().backward()
+        resumed.optimizer.step()
+        resumed.schedule.step()
+
+    for name, tensor in straight.model.state_dict().items():
+        assert torch.equal(tensor, resumed.model.state_dict()[name]), name
+    assert [g["lr"] for g in straight.optimizer.param_groups] == [
+        g["lr"] for g in resumed.optimizer.param_groups]
+
+
+def test_moments_keep_their_dtype_beside_parameters_of_another():
+    before = train(make(dtype=torch.bfloat16), 2)
+    for entries in before.optimizer.state.values():
+        entries["exp_avg"] = entries["exp_avg"].float()
+    tensors, facts = saved(before)
+
+    after = make(dtype=torch.bfloat16)
+    after.load(tensors, facts)
+
+    for entries in after.optimizer.state.values():
+        assert entries["exp_avg"].dtype == torch.float32
+        assert entries["exp_avg_sq"].dtype == torch.bfloat16
+
+
+def test_a_rate_changed_on_purpose_takes_effect():
+    tensors, facts = saved(train(make(lr=0.1), 4))
+
+    after = make(lr=0.2)
+    after.load(tensors, facts)
+
+    assert after.optimizer.param_groups[0]["lr"] == pytest.approx(
+        2 * facts["optimizer"]["groups"][0]["lr"])
+
+
+def test_the_schedule_goes_on_for_the_length_it_began_with():
+    tensors, facts = saved(train(make(), 4))
+
+    after = make()
+    after.parts["horizon"].total = 400
+    after.load(tensors, facts)
+
+    assert after.parts["horizon"].total == 20
+    assert after.optimizer.param_groups[0]["lr"] == facts["optimizer"]["groups"][0]["lr"]
+
+
+@pytest.mark.parametrize("missing", ["progress", "optimizer", "schedule", "best", "parts"])
+def test_a_missing_entry_is_an_error_that_names_it(missing):
+    tensors, facts = saved(train(make(), 1))
+    del facts[missing]
+
+    with pytest.raises(CheckpointDamaged, match=missing):
+        make().load(tensors, facts)
+
+
+def test_another_shape_or_name_is_an_error_that_names_it():
+    tensors, facts = saved(train(make(), 1))
+
+    with pytest.raises(CheckpointDamaged, match=r"0\.weight has shape"):
+        make(width=5).load(tensors, facts)
+    del tensors[MODEL]["2.bias"]
+    with pytest.raises(CheckpointDamaged, match=r"lacks 2\.bias"):
+        make().load(tensors, facts)
+
+
+def test_moments_of_another_shape_are_an_error_that_names_them():
+    tensors, facts = saved(train(make(), 1))
+    name = "0.weight|exp_avg"
+    tensors[OPTIMIZER][name] = tensors[OPTIMIZER][name].reshape(3, 4)
+
+    with pytest.raises(CheckpointDamaged, match=r"0\.weight\|exp_avg has shape"):
+        make().load(tensors, facts)
+
+
+def test_each_rank_has_random_states_of_its_own_at_each_step():
+    state = make()
+
+    digests = {digest for step in range(3) for digest in state.rng_digests(step)}
+
+    assert len(digests) == 6
