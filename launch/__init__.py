@@ -2,13 +2,17 @@
 
 A rank is started by calling `main(argv) -> int` of the entry module (`trainer.__main__`) in a
 process forked from the fork server, which has imported it and torch before. The rank sees
-torchrun's environment and two more variables:
+torchrun's environment and three more variables:
 
 - `TRAINER_LAUNCH=1`: the launcher knows the trainer's exit codes; a rank just exits with them.
 - `TRAINER_LAUNCHER_FD`: a socket to the launcher, of this rank alone. It becomes readable (end of
   file) when the launcher has died: the rank then has 4 seconds to save and leave before it is
   killed. A rank may write the line `run PATH` to it, the run folder's absolute path, from which the
   launcher reads how far the run has come (see `launch.progress`).
+
+- `TRAINER_LAUNCH_PHASES`: of a restart, what the launcher did and when it began, as JSON: `stop`
+  (the first end was noticed), `rendezvous` (all ranks had ended) and `fork`, in seconds since the
+  epoch.
 
 The entry module may define `preload(argv) -> int`, called once in the fork server: it imports what
 a run with these arguments needs, and may find that it can't start: then it says why on stderr and

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from typing import Any
@@ -79,6 +80,7 @@ class HotAgent(SimpleElasticAgent):
         self._attempt = 0
         self._exits: list[Exit] = []
         self._failed: Exit | None = None  # what the next start is the answer to
+        self._phases: dict[str, float] = {}  # of that: when each began, in seconds since the epoch
         self._stop_at_s: float | None = None
         self._stop_passed_on = False
         self._num_reminders = 0
@@ -89,6 +91,8 @@ class HotAgent(SimpleElasticAgent):
         self._exits = []
         self._stop_passed_on = False
         self._hurry_at, self._num_hurried = [], 0
+        if self._failed is not None:
+            self._phases["fork"] = time.time()
         pids = self._ranks.start(self._environments(worker_group))
         self._attempt += 1
         if self._failed is not None:
@@ -112,6 +116,7 @@ class HotAgent(SimpleElasticAgent):
             "TORCHELASTIC_RUN_ID": handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": str(handler.use_agent_store),
             "TRAINER_LAUNCH": "1",
+            "TRAINER_LAUNCH_PHASES": json.dumps(self._phases),
         }
         return {
             worker.local_rank: {
@@ -185,6 +190,9 @@ class HotAgent(SimpleElasticAgent):
             self._remaining_restarts = max_restarts
         if self.verdict.restart and self._remaining_restarts:
             self._failed = cause
+            now_s, since_boot_s = time.time(), time.monotonic()
+            first_at_s = min(end.at_s for end in self._exits)
+            self._phases = {"stop": now_s - since_boot_s + first_at_s, "rendezvous": now_s}
         elif self.verdict.restart:
             self._output.say(f"{cause}; giving up, {max_restarts} of {max_restarts} restarts used")
         else:

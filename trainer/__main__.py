@@ -91,9 +91,10 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         commands = ", ".join(COMMANDS)
         config = _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
-        log = Log(launch.rank, level=config.log.level)
+        log.set_level(config.log.level)
         _tell_launcher(config.run)
         threads = None if config.world.threads == "auto" else config.world.threads
+        log.phase = "join"
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
             code = _train(config, world, log, stop)

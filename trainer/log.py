@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import socket
 import sys
 import time
@@ -37,13 +38,38 @@ class Log:
         self.attempt = 0
         self.nonce = ""
         self.step = 0
-        self.phase = "start"
         self.echo: Callable[[str], None] | None = None  # set while a progress bar owns the line
-        self._threshold = LEVELS.index(level)
         self._stream = stream
         self._clock = clock
         self._events: AppendFile | None = None
         self._early: list[dict[str, Any]] = []
+        self._entered: dict[str, float] | None = _launch_phases()  # until the first step
+        self.phase = "start"
+        self.set_level(level)
+
+    @property
+    def phase(self) -> str:
+        """What this rank is doing."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        if self._entered is not None:
+            self._entered.setdefault(phase, round(self._clock(), 6))
+
+    def stepped(self, step: int) -> None:
+        """A step has been made. An attempt's first one is an event, which tells when each phase on
+        the way there began, those in the launcher too: `entered`, phase → seconds since the epoch.
+        """
+        self.step = step
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            self.event("first-step", entered=entered)
+
+    def set_level(self, level: str) -> None:
+        """Show lines of this level and above."""
+        self._threshold = LEVELS.index(level)
 
     def debug(self, text: str) -> None:
         self._line("debug", text)
@@ -107,6 +133,15 @@ class Log:
             stream = self._stream or sys.stderr
             stream.write(f"{tag}{mark}{text}\n")
             stream.flush()
+
+
+def _launch_phases() -> dict[str, float]:
+    """What `python -m launch` tells of the phases of a restart before this process began."""
+    try:
+        told = json.loads(os.environ.get("TRAINER_LAUNCH_PHASES", "{}"))
+        return {str(phase): float(at) for phase, at in told.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -32,7 +32,7 @@ def train(run: Parts) -> dict[str, object]:
         if result is None:
             run.loader.next_epoch()
             continue
-        run.log.step = progress.step
+        run.log.stepped(progress.step)
         if not result.skipped:
             run.state.meter.add(result.sums.loss, result.sums.count)
         run.metrics.step(result, waited_s=run.loader.waited_s)

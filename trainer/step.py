@@ -149,6 +149,10 @@ class Step:
         lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
         # All three are reduced values, so all ranks decide alike.
         finite = math.isfinite(norm) and math.isfinite(sums.loss) and sums.count > 0
+        if self.moving:
+            # The last rank never has only empty micro-batches. No collective comes after it: a
+            # rank that loses a peer in a step has either made its update, or has nothing of it.
+            self.broadcast(self.moving, self.num_ranks - 1)
         at("optimizer", step=step, epoch=epoch)
         if finite:
             self.scaler.step(self.optimizer)
@@ -157,9 +161,6 @@ class Step:
             self.buffers.put_back()
             self.progress.skipped += 1
         self.scaler.update()
-        if self.moving and self.num_ranks > 1:
-            # The last rank never has only empty micro-batches.
-            self.broadcast(self.moving, self.num_ranks - 1)
         self.progress.step = step
         at("step-end", step=step, epoch=epoch)
         return StepResult(

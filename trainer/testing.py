@@ -281,6 +281,7 @@ def _check_step(case: _Case) -> Iterator[str]:
     full = Micro(Slot(1, 0, 0, False, tuple(range(case.size))), case.whole)
     nothing = Micro(Slot(1, 0, -1, True, ()), batches.empty(case.whole))
     result = step([full, nothing])
+    assert result is not None, "there was a micro-batch"
     broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
     if result.skipped or broken:
         yield (f"a step of the trainer gives a loss of {result.sums.loss}, a gradient norm of "

@@ -52,8 +52,8 @@ def test_tensorboard_has_each_step_once_after_kills(ranks, tmp_path):
 
 
 def test_the_log_is_short_and_plain_without_a_terminal(ranks, tmp_path, capfd):
-    assert ranks(1, train, *TASK, "--steps=1000", f"--run={tmp_path / 'run'}", group=False,
-                 timeout_s=100) == [0]
+    assert ranks(1, train, *TASK, "--steps=1000", "--task.samples=1600",
+                 f"--run={tmp_path / 'run'}", group=False, timeout_s=100) == [0]
 
     output = capfd.readouterr().out
     assert len(output.splitlines()) <= 60
