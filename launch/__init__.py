@@ -9,7 +9,6 @@ torchrun's environment and three more variables:
   file) when the launcher has died: the rank then has 4 seconds to save and leave before it is
   killed. A rank may write the line `run PATH` to it, the run folder's absolute path, from which the
   launcher reads how far the run has come (see `launch.progress`).
-
 - `TRAINER_LAUNCH_PHASES`: of a restart, what the launcher did and when it began, as JSON: `stop`
   (the first end was noticed), `rendezvous` (all ranks had ended) and `fork`, in seconds since the
   epoch.

@@ -126,6 +126,7 @@ def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
     from trainer.build import build
     from trainer.errors import EXIT_COMPLETE, StopRequested
     from trainer.loop import train
+    from trainer.network import lost_peer
 
     parts = build(config, world, log, stop)
     try:
@@ -133,7 +134,9 @@ def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
     except StopRequested:
         parts.close()
         raise
-    except BaseException:
+    except BaseException as error:
+        if lost_peer(error):
+            parts.survive()
         parts.abandon()
         raise
     parts.close()
@@ -165,4 +168,9 @@ def _show_cause(error: BaseException) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if code not in (0, 2):
+        os._exit(code)  # all is on disk, and the interpreter's own end takes seconds
+    sys.exit(code)

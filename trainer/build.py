@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,13 +24,14 @@ from trainer import (
     resume,
     schedules,
 )  # fmt: skip
-from trainer.checkpoint import Checkpointer, Found
+from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data import batch as batches
 from trainer.data.feed import Cut
 from trainer.data.loader import KeyedSamples, Loader, SampledSource, Source, in_memory
 from trainer.data.sampler import MicroBatchSampler
 from trainer.data.stream import Stream
+from trainer.errors import CheckpointBusy, StaleAttempt
 from trainer.evaluate import Evaluator
 from trainer.folder import Identity
 from trainer.lock import RunLock
@@ -37,6 +39,7 @@ from trainer.log import Log
 from trainer.metrics import Metrics, read_metrics, resumed_lines
 from trainer.prepare import Intervals, Work, prepare
 from trainer.sinks import Console, TensorBoard
+from trainer.source import Found, find, find_at
 from trainer.state import MODEL, Best, Horizon, LossMeter, Progress, TrainState
 from trainer.step import Step
 from trainer.stop import StopRequest
@@ -87,9 +90,34 @@ class Parts:
         self.checkpoint.close()
         self.metrics.close()
 
+    def survive(self) -> None:
+        """A peer is dead: let the others know at once, then save the boundary that this rank holds.
+
+        Before the update of a step nothing but buffers has moved; after it no collective follows.
+        While the weights are not those of the run (warm-up, restore, the test of the best ones),
+        there is nothing to save that isn't on disk.
+        """
+        self.world.abandon()
+        self.log.event("lost-peer")
+        if self.log.phase not in ("train", "evaluate"):
+            return
+        if self.step.in_progress:
+            self.step.buffers.put_back()
+        began = time.perf_counter()
+        try:
+            step = self.checkpoint.save_alone()
+        except (OSError, CheckpointBusy, StaleAttempt) as error:
+            self.log.warning(f"step {self.progress.step} could not be saved: {error}")
+            return
+        if step is not None:
+            self.log.event("save", at_step=step, kind="survivor",
+                           seconds=round(time.perf_counter() - began, 6))
+
     def abandon(self) -> None:
-        """The end after a failure, which it must not hide: keep what can be kept."""
-        self.loader.close()
+        """The end after a failure, which it must not hide: keep what can be kept.
+
+        Loader processes end with this one.
+        """
         self.checkpoint.abandon()
         with contextlib.suppress(OSError):  # the lines travel in the checkpoints too
             self.metrics.close()
@@ -142,7 +170,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         describe={"settings": resume.settings(config), "circumstances": circumstances},
         on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
     )  # fmt: skip
-    found = _find(config, checkpoint, world, log)
+    found = _find(config, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()
     if found is not None:
         verdict = resume.judge(config, found.facts["settings"], now=circumstances,
@@ -251,13 +279,11 @@ def _source(
                          workers=workers, prefetch=config.data.prefetch, device=world.device)
 
 
-def _find(
-    config: Config[Any], checkpoint: Checkpointer, world: World, log: Log
-) -> Found | None:
+def _find(config: Config[Any], store: Store, run: str, world: World, log: Log) -> Found | None:
     # After a restart the newest of this run wins over the PATH on the command line.
-    found = checkpoint.find()
+    found = find(store, world, run)
     if found is None and config.resume not in ("auto", "never"):
-        found = checkpoint.find_at(Path(config.resume))
+        found = find_at(Path(config.resume), world)
     if found is not None:
         for why in found.skipped:
             log.warning(f"checkpoint skipped: {why}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,29 +13,17 @@ from typing import Any
 from torch import Tensor
 
 from trainer import rng, tensorfile
-from trainer.errors import CheckpointDamaged, ConfigError, TrainerError
+from trainer.errors import CheckpointDamaged, TrainerError
 from trainer.log import Log
+from trainer.manifest import Stage
 from trainer.snapshot import Snapshot
+from trainer.source import STATE, Found
 from trainer.state import TrainState
 from trainer.store import Store
 from trainer.world import World
 
-STATE = "state.json"
-
-
-@dataclass(frozen=True)
-class Found:
-    """The checkpoint that a start continues from: the same on all ranks."""
-
-    step: int
-    generation: int
-    holder: int
-    """The rank that has it on its disk."""
-    facts: dict[str, Any]
-    skipped: tuple[str, ...] = ()
-    """Newer ones that were left out, and why."""
-    path: Path | None = None
-    """Its folder, where it isn't one of this run's own."""
+SURVIVORS_WAIT_S = 20.0
+"""Seconds that a survivor waits for another one's save; launchers give 30 in all."""
 
 
 @dataclass
@@ -56,7 +43,7 @@ class Checkpointer:
     Args:
         describe: what else a checkpoint remembers of this attempt (settings, circumstances).
         recent: the metric lines since the last committed checkpoint; travel in each save.
-        background: whether the writing runs beside the training.
+        clock: seconds, monotonic.
     """
 
     def __init__(
@@ -127,13 +114,8 @@ class Checkpointer:
             self.finish_pending()
             self._saved_step = step
             self._state.share()
-            facts = {
-                **self._state.facts(), **self._describe,
-                "lines": list(self._recent), "step": step, "generation": self.generation,
-            }
             if self._world.is_main:
-                tensors = self._snapshot.take(self._state.tensors())
-                self._job = _Job(step, kind, tensors, facts, self._state.best.step)
+                self._job = self._take(kind, self._snapshot.take(self._state.tensors()))
                 self._writing = self._writer.submit(self._write, self._job)
         if wait:
             self.finish_pending(must=True)
@@ -166,6 +148,44 @@ class Checkpointer:
         if said is None:  # once, until a save succeeds again
             self._log.warning(f"{self.failed}. The run goes on and tries again at the next save.")
 
+    def save_alone(self) -> int | None:
+        """Save the state of this step boundary without the other ranks, one of which is dead.
+
+        Every survivor tries; one writes, the others find its checkpoint whole.
+
+        Returns:
+            The step that is saved now; None where an equally new checkpoint was there already.
+
+        Raises:
+            OSError, CheckpointBusy, StaleAttempt: it couldn't be written.
+        """
+        self.abandon()
+        step = self._state.progress.step
+        if self._is_saved(step):
+            return None
+        with self.store.stage(step, generation=self.generation, wait_s=SURVIVORS_WAIT_S) as stage:
+            if not self._is_saved(step):
+                tensors = self._snapshot.take(self._state.tensors())
+                self._fill(stage, self._take("survivor", tensors))
+        return step
+
+    def _is_saved(self, step: int) -> bool:
+        """Whether this step, of this generation, is whole on disk."""
+        try:
+            info = self.store.verify(step)
+        except CheckpointDamaged:
+            return False
+        return info.generation == self.generation
+
+    def _take(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> _Job:
+        """What a checkpoint of this step boundary is to hold."""
+        step = self._state.progress.step
+        facts = {
+            **self._state.facts(), **self._describe,
+            "lines": list(self._recent), "step": step, "generation": self.generation,
+        }
+        return _Job(step, kind, tensors, facts, self._state.best.step)
+
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()
         try:
@@ -173,11 +193,7 @@ class Checkpointer:
             with self.store.stage(
                 job.step, generation=self.generation, expected_bytes=total
             ) as stage:
-                for name, tensors in job.tensors.items():
-                    stage.write(name, tensorfile.chunks(tensors))
-                facts = {**job.facts, "rng": self._state.rng_digests(job.step)}
-                stage.write(STATE, json.dumps(facts).encode())
-                stage.commit(kind=job.kind, run=self._run_id)
+                self._fill(stage, job)
             self.store.prune(protect={job.protect})
         except BaseException as error:
             job.error = error  # reported by the main thread at the next boundary
@@ -186,56 +202,12 @@ class Checkpointer:
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
 
-    def find(self) -> Found | None:
-        """Collective. The newest whole checkpoint that any rank can see; None if there is none.
-
-        Raises:
-            ConfigError: there are some and none is whole; nothing is touched.
-        """
-        skipped: list[str] = []
-        bad: set[tuple[int, int]] = set()
-        while True:
-            mine = [[i.generation, i.step] for i in self.store.checkpoints() if i.why is None
-                    and (i.generation, i.step) not in bad and i.run == self._run_id]
-            broken = [i.why for i in self.store.checkpoints() if i.why is not None]
-            seen = self._world.gather_json({"good": mine, "broken": broken})
-            skipped += [w for view in seen for w in view["broken"] if w not in skipped]
-            every = [tuple(pair) for view in seen for pair in view["good"]]
-            if not every:
-                if skipped:
-                    raise ConfigError(
-                        "no whole checkpoint is left; nothing was touched. "
-                        + " · ".join(skipped)
-                        + " · Restore one from a copy, or start anew in another --run."
-                    )
-                return None
-            newest = max(every)
-            holder = next(r for r, view in enumerate(seen) if list(newest) in view["good"])
-            report: dict[str, Any] = {}
-            if holder == self._world.rank:
-                report = self._read_facts(newest[1])
-            report = self._world.broadcast_json(report, holder)
-            if "facts" in report:
-                return Found(newest[1], newest[0], holder, report["facts"], tuple(skipped))
-            skipped.append(report["why"])
-            bad.add(newest)
-
-    def find_at(self, path: Path) -> Found:
-        """Collective. The checkpoint that a user names: a checkpoint's folder, or a run's (its
-        newest whole one is taken).
-
-        Raises:
-            ConfigError: there is none, or it isn't whole.
-        """
-        report: dict[str, Any] = {}
-        if self._world.is_main:
-            report = _look_at(path)
-        report = self._world.broadcast_json(report)
-        if "why" in report:
-            raise ConfigError(f"--resume {path}: {report['why']}; give the folder of a "
-                              "checkpoint, such as RUN/checkpoints/step-00000100, or of a run.")
-        return Found(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
-                     Path(report["path"]))
+    def _fill(self, stage: Stage, job: _Job) -> None:
+        for name, tensors in job.tensors.items():
+            stage.write(name, tensorfile.chunks(tensors))
+        facts = {**job.facts, "rng": self._state.rng_digests(job.step)}
+        stage.write(STATE, json.dumps(facts).encode())
+        stage.commit(kind=job.kind, run=self._run_id)
 
     def load(self, found: Found) -> None:
         """Collective. Bring a checkpoint's state to all ranks, into the storage in use."""
@@ -313,34 +285,6 @@ class Checkpointer:
     def _path(self, step: int) -> Path:
         return next(i.path for i in self.store.checkpoints() if i.step == step)
 
-    def _read_facts(self, step: int) -> dict[str, Any]:
-        try:
-            path = self.store.open(step)[STATE]
-            return {"facts": json.loads(path.read_bytes())}
-        except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
-            return {"why": str(error)}
-
 
 def _told(job: _Job) -> str:
     return f"step {job.step} was not saved: {job.error}"
-
-
-def _look_at(path: Path) -> dict[str, Any]:
-    """What `find_at` reports of a path."""
-    match = re.fullmatch(r"step-(\d{8,})", path.name)
-    folder = path.parent if match else path / "checkpoints"
-    if not path.is_dir():
-        return {"why": "there is no such folder"}
-    store = Store(folder)
-    try:
-        if match:
-            info, skipped = store.verify(int(match[1])), []
-        else:
-            found, skipped = store.newest_valid()
-            if found is None:
-                return {"why": "; ".join(["it holds no whole checkpoint", *skipped])}
-            info = found
-        facts = json.loads((info.path / STATE).read_bytes())
-    except (CheckpointDamaged, OSError, ValueError) as error:
-        return {"why": str(error)}
-    return {"step": info.step, "facts": facts, "skipped": skipped, "path": str(info.path)}

@@ -60,12 +60,13 @@ class Log:
 
     def stepped(self, step: int) -> None:
         """A step has been made. An attempt's first one is an event, which tells when each phase on
-        the way there began, those in the launcher too: `entered`, phase → seconds since the epoch.
+        the way there began, those in the launcher too (`entered`, phase → seconds since the epoch),
+        and the processor time that this process has used.
         """
         self.step = step
         entered, self._entered = self._entered, None
         if entered is not None:
-            self.event("first-step", entered=entered)
+            self.event("first-step", entered=entered, cpu_s=round(time.process_time(), 3))
 
     def set_level(self, level: str) -> None:
         """Show lines of this level and above."""

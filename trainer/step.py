@@ -116,6 +116,8 @@ class Step:
     def __post_init__(self) -> None:
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.buffers = Buffers(self.model)
+        self.in_progress = False
+        """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
 
     def __call__(
         self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
@@ -132,6 +134,7 @@ class Step:
             None, on all ranks, if the window had fewer than `least_samples`: no step was made.
         """
         start, step, at = self.clock(), self.progress.step + 1, self.faults.at
+        self.in_progress = True
         self.buffers.keep()
         self.optimizer.zero_grad(set_to_none=True)
         for micro in micro_batches:
@@ -161,7 +164,7 @@ class Step:
             self.buffers.put_back()
             self.progress.skipped += 1
         self.scaler.update()
-        self.progress.step = step
+        self.progress.step, self.in_progress = step, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,

@@ -1,0 +1,51 @@
+"""After a rank's death the survivors save the last step boundary: at most one step is redone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from trainer.commands.compare import differences
+from trainer.commands.inspect import inspect
+
+ROOT = Path(__file__).parents[2]
+
+
+def launch(size: int, run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "launch", f"--nproc-per-node={size}", "--max-restarts=9", "--",
+               "--task=tape_task:Tape", "--device=cpu", "--batch.global-size=8",
+               "--batch.micro-size=2", "--task.samples=160", "--task.norm=batch",
+               "--data.workers=0", "--checkpoint.every=1000", f"--run={run}", *arguments]
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+    return subprocess.run(command, capture_output=True, text=True, timeout=110,
+                          env=os.environ | {"PYTHONPATH": path})
+
+
+@pytest.mark.parametrize(("size", "sync_bn"), [(2, "auto"), (3, "off"), (4, "auto")])
+def test_the_next_attempt_starts_from_the_last_boundary(tmp_path, size, sync_bn):
+    arguments = ["--steps=40", f"--parallel.sync-bn={sync_bn}", "--task.dropout=0.2"]
+    deaths = [(5, 0, "backward"), (12, size - 1, "forward"), (19, 1, "optimizer"),
+              (20, 0, "step-end"), (31, size - 1, "backward")]  # fmt: skip
+    faults = [f"--inject=kill:step={s}:rank={r}:phase={p}" for s, r, p in deaths]
+
+    straight = launch(size, tmp_path / "straight", *arguments)
+    killed = launch(size, tmp_path / "killed", *arguments, *faults)
+
+    assert straight.returncode == 0, straight.stderr
+    assert killed.returncode == 0, killed.stderr
+    assert not list(differences(tmp_path / "straight", tmp_path / "killed"))
+    starts = [attempt["start_step"] for attempt in inspect(tmp_path / "killed")["attempts"]]
+    assert len(starts) == len(deaths) + 1
+    for start, (step, _, _) in zip(starts[1:], deaths, strict=True):
+        assert start in (step - 1, step)
+    events = [json.loads(t) for t in (tmp_path / "killed/events.jsonl").read_text().splitlines()]
+    for step, rank, _ in deaths:
+        fault = next(e for e in events if e["event"] == "fault" and e["at_step"] == step)
+        told = [e for e in events if e["event"] == "lost-peer" and e["attempt"] == fault["attempt"]]
+        assert len(told) == size - 1, f"rank {rank} at step {step}"
+        assert all(e["time"] - fault["time"] < 0.5 for e in told)

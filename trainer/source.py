@@ -1,0 +1,112 @@
+"""Which checkpoint a start continues from: the newest whole one that any rank can see."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.store import Store
+from trainer.world import World
+
+STATE = "state.json"
+
+
+@dataclass(frozen=True)
+class Found:
+    """The checkpoint that a start continues from: the same on all ranks."""
+
+    step: int
+    generation: int
+    holder: int
+    """The rank that has it on its disk."""
+    facts: dict[str, Any]
+    skipped: tuple[str, ...] = ()
+    """Newer ones that were left out, and why."""
+    path: Path | None = None
+    """Its folder, where it isn't one of this run's own."""
+
+
+def find(store: Store, world: World, run_id: str) -> Found | None:
+    """Collective. The newest whole checkpoint that any rank can see; None if there is none.
+
+    Raises:
+        ConfigError: there are some and none is whole; nothing is touched.
+    """
+    skipped: list[str] = []
+    bad: set[tuple[int, int]] = set()
+    while True:
+        mine = [[i.generation, i.step] for i in store.checkpoints() if i.why is None
+                and (i.generation, i.step) not in bad and i.run == run_id]
+        broken = [i.why for i in store.checkpoints() if i.why is not None]
+        seen = world.gather_json({"good": mine, "broken": broken})
+        skipped += [w for view in seen for w in view["broken"] if w not in skipped]
+        every = [tuple(pair) for view in seen for pair in view["good"]]
+        if not every:
+            if skipped:
+                raise ConfigError(
+                    "no whole checkpoint is left; nothing was touched. "
+                    + " · ".join(skipped)
+                    + " · Restore one from a copy, or start anew in another --run."
+                )
+            return None
+        newest = max(every)
+        holder = next(r for r, view in enumerate(seen) if list(newest) in view["good"])
+        report: dict[str, Any] = {}
+        if holder == world.rank:
+            report = _read_facts(store, newest[1])
+        report = world.broadcast_json(report, holder)
+        if "facts" in report:
+            return Found(newest[1], newest[0], holder, report["facts"], tuple(skipped))
+        skipped.append(report["why"])
+        bad.add(newest)
+
+
+def find_at(path: Path, world: World) -> Found:
+    """Collective. The checkpoint that a user names: a checkpoint's folder, or a run's (its
+    newest whole one is taken).
+
+    Raises:
+        ConfigError: there is none, or it isn't whole.
+    """
+    report: dict[str, Any] = {}
+    if world.is_main:
+        report = _look_at(path)
+    report = world.broadcast_json(report)
+    if "why" in report:
+        raise ConfigError(f"--resume {path}: {report['why']}; give the folder of a "
+                          "checkpoint, such as RUN/checkpoints/step-00000100, or of a run.")
+    return Found(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
+                 Path(report["path"]))
+
+
+def _read_facts(store: Store, step: int) -> dict[str, Any]:
+    try:
+        path = store.open(step)[STATE]
+        return {"facts": json.loads(path.read_bytes())}
+    except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
+        return {"why": str(error)}
+
+
+def _look_at(path: Path) -> dict[str, Any]:
+    """What `find_at` reports of a path."""
+    match = re.fullmatch(r"step-(\d{8,})", path.name)
+    folder = path.parent if match else path / "checkpoints"
+    if not path.is_dir():
+        return {"why": "there is no such folder"}
+    store = Store(folder)
+    try:
+        if match:
+            info, skipped = store.verify(int(match[1])), []
+        else:
+            found, skipped = store.newest_valid()
+            if found is None:
+                return {"why": "; ".join(["it holds no whole checkpoint", *skipped])}
+            info = found
+        facts = json.loads((info.path / STATE).read_bytes())
+    except (CheckpointDamaged, OSError, ValueError) as error:
+        return {"why": str(error)}
+    return {"step": info.step, "facts": facts, "skipped": skipped, "path": str(info.path)}
