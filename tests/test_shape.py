@@ -28,17 +28,17 @@ LAYERS = {
     # One thing each on top of that.
     1: "device groups lock log manifest data.augment data.batch data.sampler",
     2: "faults state store task world",
-    3: "config data.loader folder launcher parallel sync_batchnorm tasks.fashion_mnist "
+    3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
        "tasks.image_models",
     # What the configuration sets.
     4: "checkpoint cli data.feed optim precision resume schedules tasks.images",
     5: "data.lanes prepare step",
-    6: "data.stream evaluate testing warmup",
+    6: "data.stream evaluate testing",
     7: "metrics",
-    8: "sinks",
+    8: "parts sinks",
     # The one that constructs, and what uses all of it.
-    9: "build",
-    10: "product",
+    9: "build product",
+    10: "start",
     11: "loop",
     12: "commands.*",
     13: "__main__ __init__",

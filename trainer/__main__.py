@@ -92,7 +92,10 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         config = _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
         log.set_level(config.log.level)
-        _tell_launcher(config.run)
+        _tell_launcher(str(config.run))
+        stop.limit(config.stop.grace_s, lambda: log.error(
+            f"--stop.grace-s {config.stop.grace_s:g}: step {log.step} ({log.phase}) didn't end "
+            "in that time; leaving without having saved it"))
         threads = None if config.world.threads == "auto" else config.world.threads
         log.phase = "join"
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,13 +28,12 @@ from trainer.data.feed import Cut
 from trainer.data.loader import KeyedSamples, Loader, SampledSource, Source, in_memory
 from trainer.data.sampler import MicroBatchSampler
 from trainer.data.stream import Stream
-from trainer.errors import CheckpointBusy, StaleAttempt
 from trainer.evaluate import Evaluator
-from trainer.folder import Identity
 from trainer.lock import RunLock
 from trainer.log import Log
-from trainer.metrics import Metrics, read_metrics, resumed_lines
-from trainer.prepare import Intervals, Work, prepare
+from trainer.metrics import Metrics, Sink, read_metrics, resumed_lines
+from trainer.parts import Parts
+from trainer.prepare import Work, prepare
 from trainer.sinks import Console, TensorBoard
 from trainer.source import Found, find, find_at
 from trainer.state import MODEL, Best, Horizon, LossMeter, Progress, TrainState
@@ -45,82 +41,6 @@ from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.store import Store
 from trainer.world import World
-
-
-@dataclass(kw_only=True)
-class Parts:
-    """Everything that the loop works with."""
-
-    config: Config[Any]
-    path: Path
-    identity: Identity
-    world: World
-    log: Log
-    stop: StopRequest
-    faults: faults.Faults
-    state: TrainState
-    step: Step
-    loader: Loader
-    validate: Evaluator | None
-    test: Evaluator | None
-    checkpoint: Checkpointer
-    metrics: Metrics
-    intervals: Intervals
-    found: Found | None
-    card: dict[str, Any] = field(default_factory=dict)
-    """What the run consists of, for people."""
-
-    @property
-    def progress(self) -> Progress:
-        """Where the run is."""
-        return self.state.progress
-
-    def wishes(self) -> tuple[bool, ...]:
-        """What this rank wants to happen after the step: one for each of `parallel.WISHES`."""
-        saved = self.checkpoint.committed and self.metrics.durable
-        return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
-
-    def close(self) -> None:
-        """The orderly end: loader processes, the last save, the files.
-
-        Raises:
-            OSError: the state or a line of metrics.jsonl couldn't be written.
-        """
-        self.loader.close()
-        self.checkpoint.close()
-        self.metrics.close()
-
-    def survive(self) -> None:
-        """A peer is dead: let the others know at once, then save the boundary that this rank holds.
-
-        Before the update of a step nothing but buffers has moved; after it no collective follows.
-        While the weights are not those of the run (warm-up, restore, the test of the best ones),
-        there is nothing to save that isn't on disk.
-        """
-        self.world.abandon()
-        self.log.event("lost-peer")
-        if self.log.phase not in ("train", "evaluate"):
-            return
-        if self.step.in_progress:
-            self.step.buffers.put_back()
-        began = time.perf_counter()
-        try:
-            step = self.checkpoint.save_alone()
-        except (OSError, CheckpointBusy, StaleAttempt) as error:
-            self.log.warning(f"step {self.progress.step} could not be saved: {error}")
-            return
-        if step is not None:
-            self.log.event("save", at_step=step, kind="survivor",
-                           seconds=round(time.perf_counter() - began, 6))
-
-    def abandon(self) -> None:
-        """The end after a failure, which it must not hide: keep what can be kept.
-
-        Loader processes end with this one.
-        """
-        self.checkpoint.abandon()
-        with contextlib.suppress(OSError):  # the lines travel in the checkpoints too
-            self.metrics.close()
 
 
 def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Parts:
@@ -252,7 +172,8 @@ def _wrap(
         nominal_count=config.batch.global_size, device=world.device,
     )  # fmt: skip
     wrapped = parallel.wrap(objective, group=world.group, device=world.device,
-                            bucket_mb=config.parallel.bucket_mb)
+                            bucket_mb=config.parallel.bucket_mb,
+                            find_unused=config.parallel.find_unused == "on")
     return wrapped, objective
 
 
@@ -320,7 +241,7 @@ def _open_metrics(
     kept, lacking = resumed_lines(read_metrics(path / folder.METRICS), saved, position)
     total, every = work.intervals.total, work.intervals.log or work.intervals.total
     first = min((line["step"] for line in lacking), default=position + 1)
-    sinks = [
+    sinks: list[Sink] = [
         TensorBoard(path / folder.TENSORBOARD, every=every, purge_step=first,
                     images=_preview(work.task, position)),
         Console(log, total=total, every=every, start=position, bar=sys.stderr.isatty()),

@@ -67,7 +67,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     output = contextlib.nullcontext() if asks_help else contextlib.redirect_stderr(problems)
     try:
         with output, contextlib.redirect_stdout(problems if not asks_help else sys.stdout):
-            config = tyro.cli(
+            config: Config[Any] = tyro.cli(  # type: ignore[call-overload]
                 Config[type(default.task)],  # type: ignore[misc]
                 args=arguments,
                 default=default,
@@ -114,7 +114,12 @@ def load(path: Path, *, task_name: str | None = None) -> Config[Any]:
         named, task_table = task_name, {}
     task_class = find_task(named)
     task = _instance(task_class, task_table, "task.", str(path))
-    return _from_table(Config, table, "", str(path), task=task)
+    try:
+        return _from_table(Config, table, "", str(path), task=task)
+    except ConfigError as error:
+        if str(path) in str(error):
+            raise
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def to_toml(config: Config[Any]) -> str:
@@ -197,7 +202,7 @@ def _instance(cls: type, table: dict[str, Any], prefix: str, source: str) -> Any
             return cls(**given)
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{source}: [task]: {error}") from error
-    blank = object.__new__(cls)
+    blank: Any = object.__new__(cls)
     for field in dataclasses.fields(cls):
         if field.name in given:
             value = given[field.name]

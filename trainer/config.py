@@ -160,6 +160,8 @@ class Parallel:
 
     sync_bn: Literal["auto", "off"] = leaf("auto", "announced")
     """BatchNorm statistics over all ranks; auto: where there are several."""
+    find_unused: OnOff = leaf("off", "announced")
+    """Allow trainable parameters that some batches don't use (DDP's find_unused_parameters)."""
     bucket_mb: float = leaf(25.0, "announced")
     """Size of the buckets in which gradients are all-reduced, in MiB."""
 

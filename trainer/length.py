@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from decimal import Decimal
 from typing import Literal
 
+Unit = Literal["steps", "epochs", "percent"]
+
 
 @dataclass(frozen=True)
 class Length:
     """A length of training with its unit: `200` steps, `1ep` epochs, `5%` of the run, or `off`."""
 
     value: float
-    unit: Literal["steps", "epochs", "percent"] = "steps"
+    unit: Unit = "steps"
 
     @classmethod
     def parse(cls, text: str) -> Length:
@@ -33,7 +35,8 @@ class Length:
             raise ValueError(f"{text!r} is not a whole number of steps")
         if mark == "%" and value > 100:
             raise ValueError(f"{text!r} is more than the whole run")
-        return cls(value, {"": "steps", "ep": "epochs", "%": "percent"}[mark])
+        units: dict[str, Unit] = {"": "steps", "ep": "epochs", "%": "percent"}
+        return cls(value, units[mark])
 
     def __str__(self) -> str:
         if self.value == 0:

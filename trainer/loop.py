@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.build import Parts
 from trainer.errors import SaveFailed, StopRequested
 from trainer.metrics import validation_line
-from trainer.product import best_rule, choose_best, finish
-from trainer.warmup import warm_up
+from trainer.parts import Parts
+from trainer.product import choose_best, finish
+from trainer.start import start
 
 
 def train(run: Parts) -> dict[str, object]:
@@ -47,21 +47,6 @@ def train(run: Parts) -> dict[str, object]:
             run.checkpoint.save("stop", wait=True)
             raise StopRequested(f"stopped on request after step {progress.step}; "
                                 "the same command goes on from there")
-
-
-def start(run: Parts) -> None:
-    """Collective. Warm up, then put the state of the found checkpoint in place."""
-    if run.progress.step < run.intervals.total:
-        run.log.phase = "warm-up"
-        with run.world.patient():
-            warm_up(run.step, run.loader, run.world)
-        metrics = [f"val_{name}" for name in run.step.objective.names or ()]
-        best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
-    if run.found is not None:
-        run.log.phase = "restore"
-        run.faults.at("restore", step=run.found.step)
-        run.checkpoint.load(run.found)
-    run.state.key_rng(run.world.rank)
 
 
 def validate(run: Parts) -> None:

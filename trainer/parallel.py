@@ -168,7 +168,7 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
 
 def wrap(
     objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,
-    bucket_mb: float,
+    bucket_mb: float, find_unused: bool = False,
 ) -> nn.Module:  # fmt: skip
     """The objective under DistributedDataParallel; itself where there is one rank."""
     if group is None:
@@ -182,6 +182,7 @@ def wrap(
         bucket_cap_mb=bucket_mb,  # type: ignore[arg-type]
         **{off: False},  # type: ignore[arg-type]
         gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
         device_ids=[device.index] if device.type == "cuda" else None,
     )
 

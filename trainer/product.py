@@ -6,8 +6,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer import folder, tensorfile
-from trainer.build import Parts
 from trainer.errors import ConfigError
+from trainer.parts import Parts
 from trainer.resume import settings
 from trainer.state import MODEL, Best
 

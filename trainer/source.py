@@ -100,7 +100,7 @@ def _look_at(path: Path) -> dict[str, Any]:
     store = Store(folder)
     try:
         if match:
-            info, skipped = store.verify(int(match[1])), []
+            info, skipped = store.verify(int(match[1])), list[str]()
         else:
             found, skipped = store.newest_valid()
             if found is None:

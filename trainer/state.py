@@ -271,9 +271,9 @@ class TrainState:
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
         for name, entries in state.items():
-            parameter = parameters[name]
-            self.optimizer.state[parameter] = {
-                key: _placed(value, parameter) if isinstance(value, Tensor) else value
+            owner = parameters[name]
+            self.optimizer.state[owner] = {
+                key: _placed(value, owner) if isinstance(value, Tensor) else value
                 for key, value in entries.items()
             }
 

@@ -29,6 +29,7 @@ class StopRequest:
         self.since_s = 0.0
         self._clock = clock
         self._interrupts = 0
+        self._told, self._tell = os.pipe()
 
     def install(self) -> None:
         """Handle the signals from now on. As early as possible: before torch is imported."""
@@ -40,10 +41,25 @@ class StopRequest:
         if not self.requested:
             self.reason, self.since_s = reason, self._clock()
             self.requested = True
+            os.write(self._tell, b"!")  # wakes who waits for it, and is safe in a handler
 
     def waited_s(self) -> float:
         """Seconds since the stop was first asked for."""
         return self._clock() - self.since_s if self.requested else 0.0
+
+    def limit(self, grace_s: float, late: Callable[[], None]) -> None:
+        """Leave for good, with 1, when a stop has taken longer than `grace_s` seconds.
+
+        Args:
+            late: called just before, to say so.
+        """
+        def wait() -> None:
+            select.select([self._told], [], [])
+            time.sleep(grace_s)
+            late()
+            os._exit(1)
+
+        threading.Thread(target=wait, name="stop-limit", daemon=True).start()
 
     def watch(self, descriptor: int, who: str) -> None:
         """Take it as a request when `descriptor` (a pidfd, a pipe) tells that `who` is gone, and

@@ -42,7 +42,7 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     for tensor in tensors.values():
         if tensor.numel():
             flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            yield memoryview(flat.numpy())
+            yield memoryview(flat.numpy())  # type: ignore[arg-type]
 
 
 def size(tensors: Mapping[str, Tensor]) -> int:

@@ -304,7 +304,7 @@ def test_a_word_that_cannot_be_read_is_refused_with_its_flag(argv, parts):
     ("[schedule]\nwarmup = 0.5", "{path}: schedule.warmup = 0.5: a value of type Length"),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
     ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
-    ("[checkpoint]\nkeep = 0", "--checkpoint.keep 0: use 1 or more"),
+    ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use 1 or more"),
 ])  # fmt: skip
 def test_a_mistake_in_a_recipe_names_file_and_key(tmp_path, text, told):
     path = recipe(tmp_path, text)

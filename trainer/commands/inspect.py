@@ -72,7 +72,7 @@ def _attempts(run: Path) -> list[dict[str, Any]]:
     """From rank 0's starts and what every rank noted after them."""
     attempts: dict[int, dict[str, Any]] = {}
     for event in read_events(run / folder.EVENTS):
-        number = event.get("attempt")
+        number = event["attempt"]
         if event["event"] == "start" and event["rank"] == 0:
             attempts[number] = {
                 "attempt": number, "world_size": event["world_size"],

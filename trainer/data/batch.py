@@ -20,7 +20,12 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Each tensor in a batch."""
     found: list[Tensor] = []
-    map_tensors(lambda t: found.append(t) or t, batch)
+
+    def note(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    map_tensors(note, batch)
     yield from found
 
 

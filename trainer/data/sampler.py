@@ -84,7 +84,8 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         position: int, total_steps: int,
     ) -> None:
         super().__init__(
-            range(plan.samples), num_replicas=num_ranks, rank=rank, shuffle=shuffle,
+            range(plan.samples),  # type: ignore[arg-type]
+            num_replicas=num_ranks, rank=rank, shuffle=shuffle,
             seed=seed, drop_last=plan.drop_last,
         )  # fmt: skip
         self.plan = plan
