@@ -3,9 +3,10 @@
     python -m benchmarks.checkpoint [--sizes 10,100,1000] [--parts stall,overhead,share] [--json]
 
 stall     for how long the training thread is held, and when the state is durable: this trainer's
-          save, torch.save without and with fsync, torch.distributed.checkpoint's save and
-          async_save; beside them, as a yardstick, a copy of the same tensors into memory that is
-          in use already, by as many threads.
+          save (held: in the save, and before the next update, until the copy of what an update
+          changes is complete), the same without that overlap, torch.save without and with fsync,
+          torch.distributed.checkpoint's save and async_save; beside them, as a yardstick, a copy of
+          the same tensors into memory that is in use already, by as many threads.
 overhead  the price of a durable save every 10 steps, as paired blocks of steps with and without.
 share     one process that writes the whole state against two that write half of it each.
 """
@@ -14,103 +15,22 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import random
 import shutil
 import statistics
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from benchmarks import reporting
-from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
+from benchmarks.saving import contestants
+from benchmarks.synthetic_state import make_checkpointer, make_subject
 
 BLOCK = 10
+"""Steps from save to save, where their price is measured."""
 PARTS = ("stall", "overhead", "share")
-
-
-@dataclass
-class Contestant:
-    """A way to save: `run(folder)` gives (seconds held, seconds until durable or None)."""
-
-    name: str
-    run: Callable[[Path], tuple[float, float | None]]
-    stalls: list[float] = field(default_factory=list)
-    durables: list[float] = field(default_factory=list)
-    first: float = 0.0
-
-
-def contestants(subject: Subject, folder: Path) -> tuple[list[Contestant], Callable[[], None]]:
-    """All of them, and what closes them."""
-    import torch
-    import torch.distributed as dist
-    import torch.distributed.checkpoint as dcp
-
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    ours = make_checkpointer(subject, folder / "ours")
-    sources = subject.live
-    touched = [tensor.clone() for tensor in sources]
-    clock = time.perf_counter
-
-    def copy(path: Path) -> tuple[float, None]:
-        began = clock()
-        torch._foreach_copy_(touched, sources)
-        return clock() - began, None
-
-    def save(path: Path) -> tuple[float, float]:
-        subject.state.progress.step += 1
-        began = clock()
-        ours.save("periodic")
-        held = clock() - began
-        ours.finish_pending(must=True)
-        return held, clock() - began
-
-    def torch_save(path: Path) -> tuple[float, None]:
-        began = clock()
-        torch.save(subject.dictionary(), path / "state.pt")
-        held = clock() - began
-        with (path / "state.pt").open("rb") as file:
-            os.fsync(file.fileno())  # not timed: it is the next contestant's disk
-        return held, None
-
-    def torch_save_fsync(path: Path) -> tuple[float, float]:
-        began = clock()
-        with (path / "state.pt").open("wb") as file:
-            torch.save(subject.dictionary(), file)
-            file.flush()
-            os.fsync(file.fileno())
-        held = clock() - began
-        return held, held
-
-    def dcp_save(path: Path) -> tuple[float, float]:
-        began = clock()
-        dcp.save(subject.dictionary(), checkpoint_id=path)
-        held = clock() - began
-        return held, held
-
-    def dcp_async_save(path: Path) -> tuple[float, float]:
-        began = clock()
-        pending = dcp.async_save(subject.dictionary(), checkpoint_id=path)
-        held = clock() - began
-        getattr(pending, "upload_completion", pending).result()
-        return held, clock() - began
-
-    def close() -> None:
-        ours.close()
-        dist.destroy_process_group()
-
-    return [
-        Contestant("copy in memory", copy),
-        Contestant("this trainer", save),
-        Contestant("torch.save", torch_save),
-        Contestant("torch.save + fsync", torch_save_fsync),
-        Contestant("dcp.save", dcp_save),
-        Contestant("dcp.async_save", dcp_async_save),
-    ], close
 
 
 def measure_stall(megabytes: float, repeats: int, folder: Path) -> dict[str, Any]:
@@ -118,11 +38,11 @@ def measure_stall(megabytes: float, repeats: int, folder: Path) -> dict[str, Any
     import torch
 
     subject = make_subject(megabytes)
-    field_, close = contestants(subject, folder)
+    entrants, (alone, beside), close = contestants(subject, folder)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # dcp's, about a world of one
         for turn in range(repeats + 1):
-            for contestant in field_:
+            for contestant in entrants:
                 path = folder / "other"
                 path.mkdir()
                 held, durable = contestant.run(path)
@@ -136,11 +56,13 @@ def measure_stall(megabytes: float, repeats: int, folder: Path) -> dict[str, Any
     close()
     found = {c.name: {"stall": reporting.summary(c.stalls), "first_stall": c.first,
                       "durable": reporting.summary(c.durables) if c.durables else None}
-             for c in field_}
+             for c in entrants}
     stall = {name: values["stall"]["median"] for name, values in found.items()}
     return {
         "bytes": subject.bytes, "tensors": len(subject.live), "threads": torch.get_num_threads(),
         "contestants": found,
+        "forward_backward": {"alone": reporting.summary(alone[1:]),
+                             "beside_a_save": reporting.summary(beside[1:])},
         "stall_over_copy": stall["this trainer"] / stall["copy in memory"],
         "fsync_over_stall": stall["torch.save + fsync"] / stall["this trainer"],
     }
@@ -161,7 +83,9 @@ def show_stall(found: dict[str, Any]) -> str:
     return (f"{found['bytes'] / 1e6:,.0f} MB in {found['tensors']} tensors, {found['threads']} "
             f"threads, n = {n}; medians (quartiles)\n{reporting.table(head, rows)}\n"
             f"held: {found['stall_over_copy']:.2f} × the copy, 1/{found['fsync_over_stall']:.1f} "
-            "of torch.save + fsync\n")
+            "of torch.save + fsync; the next forward and backward took "
+            f"{reporting.spread(found['forward_backward']['beside_a_save'], 1e3)} ms beside the "
+            f"save, {reporting.spread(found['forward_backward']['alone'], 1e3)} ms alone\n")
 
 
 def measure_overhead(
@@ -179,6 +103,7 @@ def measure_overhead(
     torch.set_num_threads(threads)
     subject = make_subject(megabytes)
     ours = make_checkpointer(subject, folder / "overhead")
+    ours.overlap = True
 
     def save() -> float:
         subject.state.progress.step += 1
@@ -191,6 +116,7 @@ def measure_overhead(
         for _ in range(count):
             subject.optimizer.zero_grad(set_to_none=True)
             subject.model(inputs).square().mean().backward()
+            ours.finish_copy()
             subject.optimizer.step()
         return time.perf_counter() - began
 

@@ -2,10 +2,10 @@
 
     python -m benchmarks.recovery [--repeats 20] [--torchrun-repeats 5] [--json]
 
-The small CNN on the bundled sample trains on two ranks. At every tenth step the state is saved; two
-steps later, with the save safe on the disk, one of the ranks is killed (the first and the last in
-turn), so that one step is lost. Under `python -m launch`, and under plain torchrun for comparison.
-The phases are those that events.jsonl tells of rank 0.
+The small CNN on the bundled sample trains on two ranks. At every tenth step the state is saved. Two
+steps later, with that save safe on the disk and one step old, a rank is killed: the first and the
+last in turn. Under `python -m launch`, and under plain torchrun for comparison. The phases are
+those that events.jsonl tells of rank 0; `stop` includes the survivor's save, if it makes one.
 """
 
 from __future__ import annotations
@@ -43,6 +43,7 @@ PHASES = {
 }  # fmt: skip
 """Phase → what it begins and ends with."""
 
+WHOLE = "kill → next new step"
 COLD_PHASES = {"new processes": ("kill", "start")}
 """What plain torchrun spends instead of the phases before `start`."""
 
@@ -119,7 +120,7 @@ def output_of(path: Path) -> str:
 
 def summarise(found: list[dict[str, Any]], phases: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """Medians and spread of each phase and of the whole, in seconds."""
-    spans = {"kill → next new step": ("kill", "new-step"), **phases}
+    spans = {WHOLE: ("kill", "new-step"), **phases}
     return {
         "seconds": {name: reporting.summary([death[end] - death[begin] for death in found])
                     for name, (begin, end) in spans.items()},
@@ -129,14 +130,8 @@ def summarise(found: list[dict[str, Any]], phases: dict[str, tuple[str, str]]) -
 
 
 def show(found: dict[str, dict[str, Any]]) -> str:
-    names: list[str] = []
-    for side in found.values():
-        names += [name for name in side["seconds"] if name not in names]
-    first = names.index("start")
-    names = [n for n in names[:first] if n not in COLD_PHASES] + [
-        *(n for n in names if n in COLD_PHASES), *(n for n in names[first:] if n not in COLD_PHASES)]
     rows = []
-    for name in names:
+    for name in (WHOLE, *COLD_PHASES, *PHASES):
         row = [name]
         for side in found.values():
             values = side["seconds"].get(name)

@@ -180,7 +180,9 @@ class Ranks:
 
     def _poll(self, timeout_s: float | None) -> None:
         for key, _ in self._selector.select(timeout_s):
-            key.data()
+            # One event may settle the others that came with it: an end closes the rank's channel.
+            if self._selector.get_map().get(key.fileobj) == key:
+                key.data()
 
     def _on_message(self) -> None:
         message, fds = forkserver.receive(self._control)

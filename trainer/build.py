@@ -111,6 +111,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         autocast=partial(precision.autocast, work.choice, world.device), clip=config.clip,
         progress=state.progress, seed=config.seed, num_ranks=world.size,
         nominal_count=config.batch.global_size, faults=armed, broadcast=world.broadcast,
+        before_update=checkpoint.finish_copy,
     )  # fmt: skip
     collate = getattr(work.task, "collate", batches.collate)
     workers = _workers(config, work.data["train"], world)
@@ -216,6 +217,7 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
     """Give the injected faults the hands that they need."""
 
     def flip() -> None:
+        checkpoint.finish_copy()
         parameter = next(p for p in state.model.parameters() if p.numel())
         memory = torch.empty(0, dtype=torch.uint8, device=parameter.device)
         memory.set_(parameter.untyped_storage())[0] ^= 1

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from trainer.log import Log
 from trainer.manifest import Stage
 from trainer.snapshot import Snapshot
 from trainer.source import STATE, Found
-from trainer.state import TrainState
+from trainer.state import OPTIMIZER, TrainState
 from trainer.store import Store
 from trainer.world import World
 
@@ -33,6 +34,8 @@ class _Job:
     tensors: dict[str, dict[str, Tensor]]
     facts: dict[str, Any]
     protect: int
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Set when parameters and optimizer state may change again."""
     error: BaseException | None = None
     done: bool = False
 
@@ -56,6 +59,9 @@ class Checkpointer:
         self.generation = 0
         self.waits = 0
         """Saves that had to wait for the one before."""
+        self.overlap = False
+        """Whether nothing but an update moves parameters, so that they may be copied during the
+        next forward and backward."""
         self.failed: str | None = None
         """Why the last save failed, until one succeeds."""
         self._state, self._world, self._log, self._run_id = state, world, log, run_id
@@ -67,7 +73,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
         self._job: _Job | None = None
-        self._saved_step = -1
+        self._saved = (-1, -1)  # step, and the last validated step that it holds
 
     @property
     def overdue(self) -> bool:
@@ -79,13 +85,13 @@ class Checkpointer:
     def committed(self) -> bool:
         """Whether the last save of this rank is whole on disk."""
         job = self._job
-        return self._saved_step >= 0 and self._world.is_main and (
+        return self.saved_step >= 0 and self._world.is_main and (
             self.failed is None if job is None else job.done and job.error is None)
 
     @property
     def saved_step(self) -> int:
         """The step of the last save that was begun."""
-        return self._saved_step
+        return self._saved[0]
 
     @property
     def must_fail(self) -> bool:
@@ -108,17 +114,26 @@ class Checkpointer:
         Raises:
             OSError: with `wait`, or with --checkpoint.on-error stop: it couldn't be written.
         """
-        step = self._state.progress.step
+        progress = self._state.progress
+        boundary = (progress.step, progress.validated)
         self._last_s = self._clock()
-        if step != self._saved_step:
+        # A stop or a survivor may have saved the step before its validation was done.
+        if boundary != self._saved:
             self.finish_pending()
-            self._saved_step = step
+            self._saved = boundary
             self._state.share()
             if self._world.is_main:
-                self._job = self._take(kind, self._snapshot.take(self._state.tensors()))
+                live = self._state.tensors()
+                later = self._still(live) if self.overlap and not wait else ()
+                self._job = self._take(kind, self._snapshot.take(live, later=later))
                 self._writing = self._writer.submit(self._write, self._job)
         if wait:
             self.finish_pending(must=True)
+
+    def finish_copy(self) -> None:
+        """Wait until the copy of the last save is complete: before an update."""
+        if self._job is not None:
+            self._job.copied.wait()
 
     def finish_pending(self, *, must: bool = False) -> None:
         """Wait for the save in flight, if any, and report a failure.
@@ -177,6 +192,11 @@ class Checkpointer:
             return False
         return info.generation == self.generation
 
+    def _still(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
+        """Addresses of the tensors that only an update moves: all but buffers."""
+        parameters = {p.data_ptr() for p in self._state.model.parameters()}
+        return parameters | {t.data_ptr() for t in tensors[OPTIMIZER].values()}
+
     def _take(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> _Job:
         """What a checkpoint of this step boundary is to hold."""
         step = self._state.progress.step
@@ -189,6 +209,7 @@ class Checkpointer:
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()
         try:
+            self._finish_snapshot(job)
             total = sum(tensorfile.size(t) for t in job.tensors.values())
             with self.store.stage(
                 job.step, generation=self.generation, expected_bytes=total
@@ -201,6 +222,15 @@ class Checkpointer:
         job.done = True
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
+
+    def _finish_snapshot(self, job: _Job) -> None:
+        try:
+            if not self._snapshot.finish():
+                self.overlap = False
+                raise CheckpointDamaged("a forward changed parameters while they were copied; "
+                                        "from now on they are copied before")
+        finally:
+            job.copied.set()
 
     def _fill(self, stage: Stage, job: _Job) -> None:
         for name, tensors in job.tensors.items():
@@ -231,7 +261,8 @@ class Checkpointer:
         self._world.agree(error)
         self.store.in_use = None
         self.generation = self._abandon_newer(found)
-        self._saved_step = -1 if found.path else found.step
+        progress = self._state.progress
+        self._saved = (-1, -1) if found.path else (progress.step, progress.validated)
         self._state.key_rng(self._world.rank)
         saved = found.facts.get("rng", [""] * self._world.size)
         if len(saved) == self._world.size and saved[self._world.rank] != rng.digest(rng.snapshot()):

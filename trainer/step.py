@@ -109,6 +109,8 @@ class Step:
     broadcast: Callable[[Sequence[Tensor], int], None]
     moving: list[Tensor] = field(default_factory=list)
     """Buffers that the forward moves and that ranks don't share: the last rank's are taken."""
+    before_update: Callable[[], None] = lambda: None
+    """Called before parameters and optimizer state change."""
     least_samples: int = 0
     """Samples that a window must have to count; it hasn't where the epoch of a stream ends."""
     clock: Callable[[], float] = time.perf_counter
@@ -158,6 +160,7 @@ class Step:
             self.broadcast(self.moving, self.num_ranks - 1)
         at("optimizer", step=step, epoch=epoch)
         if finite:
+            self.before_update()
             self.scaler.step(self.optimizer)
             self.schedule.step()
         else:

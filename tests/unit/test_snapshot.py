@@ -1,0 +1,91 @@
+"""Snapshots: exact copies, at once or beside the computation, in memory that is used again."""
+
+from __future__ import annotations
+
+import torch
+
+from trainer import rng
+from trainer.snapshot import SMALL, Snapshot
+
+LARGE = SMALL // 4 + 1
+
+
+def test_a_copy_stays_what_it_was_when_the_tensors_change() -> None:
+    live = {"a": torch.arange(5.0), "b": torch.arange(LARGE, dtype=torch.float64)}
+    expected = {name: tensor.clone() for name, tensor in live.items()}
+
+    taken = Snapshot().take({"file": live})
+    for tensor in live.values():
+        tensor.add_(1)
+
+    assert all(torch.equal(taken["file"][name], expected[name]) for name in live)
+
+
+def test_large_tensors_that_stay_still_are_left_for_finish_and_small_ones_are_not() -> None:
+    live = {"small": torch.ones(5), "large": torch.ones(LARGE), "moving": torch.ones(LARGE)}
+    snapshot = Snapshot()
+    snapshot.take({"file": live})
+    later = {live["small"].data_ptr(), live["large"].data_ptr()}
+
+    for tensor in live.values():
+        tensor.add_(1)
+    taken = snapshot.take({"file": live}, later=later)["file"]
+    before = {name: taken[name][0].item() for name in live}
+    unchanged = snapshot.finish()
+
+    assert before == {"small": 2, "large": 1, "moving": 2}
+    assert unchanged
+    assert all(torch.equal(taken[name], live[name]) for name in live)
+
+
+def test_a_change_before_the_copy_is_complete_is_noticed() -> None:
+    live = torch.nn.Parameter(torch.ones(LARGE))
+    snapshot = Snapshot()
+    snapshot.take({"file": {"weight": live.detach()}}, later={live.data_ptr()})
+
+    with torch.no_grad():
+        live.add_(1)
+
+    assert not snapshot.finish()
+
+
+def test_any_memory_layout_is_copied_right() -> None:
+    square = torch.randn(2 * LARGE).reshape(2, -1)
+    live = {
+        "channels last": torch.randn(8, 64, 8, 8).contiguous(memory_format=torch.channels_last),
+        "transposed": square.t(),
+        "every other": torch.randn(2 * LARGE)[::2],
+        "expanded": torch.randn(1).expand(LARGE),
+        "scalar": torch.tensor(3.0),
+        "empty": torch.empty(0, 3),
+    }
+    snapshot = Snapshot()
+    later = {tensor.data_ptr() for tensor in live.values()}
+
+    taken = snapshot.take({"file": live}, later=later)["file"]
+    snapshot.finish()
+
+    assert all(torch.equal(taken[name], live[name]) for name in live)
+    assert taken["channels last"].stride() == live["channels last"].stride()
+
+
+def test_memory_is_used_again_while_the_shape_is_the_same() -> None:
+    snapshot = Snapshot()
+    first = snapshot.take({"file": {"a": torch.zeros(7)}})["file"]["a"]
+
+    second = snapshot.take({"file": {"a": torch.ones(7)}})["file"]["a"]
+    other = snapshot.take({"file": {"a": torch.ones(8)}})["file"]["a"]
+
+    assert second.data_ptr() == first.data_ptr()
+    assert other.shape == (8,)
+
+
+def test_the_state_that_a_key_leads_to_is_known_without_touching_a_generator() -> None:
+    rng.key_generators(1, 2, 3)
+    there = rng.snapshot()
+
+    told = rng.keyed(4, 5, 6)
+
+    assert rng.snapshot() == there
+    rng.key_generators(4, 5, 6)
+    assert rng.digest(rng.snapshot()) == rng.digest(told)
