@@ -89,7 +89,8 @@ class Launcher:
                    (os.POSIX_SPAWN_OPEN, 1, str(log), APPEND, 0o666),
                    (os.POSIX_SPAWN_DUP2, 1, 2)]
         return os.posix_spawn(
-            sys.executable, [sys.executable, "-m", *command, *own], os.environ,
+            sys.executable, [sys.executable, "-m", *command, *own],
+            {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # this module may not be on it
             file_actions=actions, setpgroup=0,
         )  # fmt: skip
 
@@ -146,7 +147,7 @@ class _Watch:
         self._folder, self._launcher = folder, launcher
         self._waiting = [fault for fault in run.faults if fault.kind in OUTSIDE]
         self._struck: list[tuple[Fault, int]] = []  # with the starts seen until then
-        self._known: set[int] = set()  # every process of this run that has been seen
+        self._known: set[tuple[int, str]] = set()  # (pid, start) of every process that was seen
         self._group: set[int] = set()  # the ranks of the present attempt
         self._starts = self._step = 0
         self._due_s: float | None = None
@@ -154,7 +155,6 @@ class _Watch:
     def follow(self, pid: int, *, until_s: float) -> int | None:
         """The exit code of the launcher, -SIGKILL after a strike; None if time was up."""
         self.killed_launcher, timed_out = False, False
-        self._known.add(pid)
         pidfd = os.pidfd_open(pid)
         while not select.select([pidfd], [], [], POLL_S if self._waiting else IDLE_POLL_S)[0]:
             self._look(pid)
@@ -175,18 +175,20 @@ class _Watch:
     def wait_gone(self) -> set[int]:
         """Processes of the run that live on in spite of all; waits for them, to a limit."""
         deadline_s = time.monotonic() + GONE_S
-        while (left := {p for p in self._known if _lives(p)}) and time.monotonic() < deadline_s:
+        while (left := self._living()) and time.monotonic() < deadline_s:
             time.sleep(0.01)
         return left
+
+    def _living(self) -> set[int]:
+        return {pid for pid, start in self._known if _start_of(pid) == start}
 
     def _look(self, pid: int) -> None:
         ranks = self._launcher.ranks(pid)
         if len(ranks) == self._num_ranks and set(ranks) != self._group:
             self._group = set(ranks)
             self._starts += 1
-        self._known.update(ranks)
-        if server := self._launcher.server(pid):
-            self._known.add(server)
+            seen = [pid, *ranks, *filter(None, [self._launcher.server(pid)])]
+            self._known |= {(p, start) for p in seen if (start := _start_of(p))}
         if not self._waiting:
             return
         self._step = max(self._step, _last_step(self._folder / METRICS))
@@ -207,7 +209,7 @@ class _Watch:
 
     def _strike(self, fault: Fault, launcher: int, ranks: list[int]) -> bool:
         """Whether there was something to strike, all of it alive."""
-        if len(ranks) != self._num_ranks or not all(map(_lives, ranks)):
+        if len(ranks) != self._num_ranks or not all(map(_start_of, ranks)):
             return False
         if fault.kind == "ranks":
             for rank in ranks:
@@ -223,10 +225,9 @@ class _Watch:
         return True
 
     def _kill_all(self, launcher: int) -> None:
-        for pid in [launcher, *self._known]:
+        for pid in {launcher, *self._living()}:
             with contextlib.suppress(ProcessLookupError):
-                if _lives(pid):
-                    os.kill(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
 
 
 def in_child(function: Callable[[], Any]) -> Any:
@@ -304,12 +305,13 @@ def _name(pid: int) -> str:
         return ""
 
 
-def _lives(pid: int) -> bool:
+def _start_of(pid: int) -> str | None:
+    """What tells a process from a later one with its number; None if it is dead or a zombie."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
+        return None
+    return None if fields[0] in "ZX" else fields[19]
 
 
 def _last_step(metrics: Path) -> int:

@@ -18,8 +18,8 @@ from trainer.errors import CheckpointDamaged, TrainerError
 from trainer.log import Log
 from trainer.manifest import Stage
 from trainer.snapshot import Snapshot
-from trainer.source import STATE, Found
-from trainer.state import OPTIMIZER, TrainState
+from trainer.source import STATE, Found, holder_of
+from trainer.state import MODEL, OPTIMIZER, TrainState
 from trainer.store import Store
 from trainer.world import World
 
@@ -284,19 +284,22 @@ class Checkpointer:
                             generation=following)
         return following if abandoned else found.generation
 
-    def load_model(self, step: int) -> None:
-        """Collective. The weights of a checkpoint, into the model on all ranks."""
+    def load_model(self, step: int) -> bool:
+        """Collective. The weights of a checkpoint, into the model on all ranks; whether there is
+        a whole one."""
         self.finish_pending()
+        holder = holder_of(step, self.store, self._world)
+        if holder is None:
+            return False
         error = None
         try:
-            if self._world.is_main:
-                path = self.store.open(step)["model.safetensors"]
-                self._state.load_model(tensorfile.load(path))
-                self.store.in_use = None
+            if self._world.rank == holder:
+                self._state.load_model(tensorfile.load(self._path(step) / MODEL))
         except Exception as problem:
             error = problem
         self._world.agree(error)
-        self._world.broadcast(list(self._state.tensors()["model.safetensors"].values()))
+        self._world.broadcast(list(self._state.tensors()[MODEL].values()), holder)
+        return True
 
     def close(self) -> None:
         """Wait for the last save.

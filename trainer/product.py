@@ -49,8 +49,11 @@ def finish(run: Parts) -> dict[str, Any]:
     best, last = run.state.best, run.progress.step
     run.checkpoint.finish_pending(must=True)
     chosen = best.step or last
-    if chosen != last:
-        run.checkpoint.load_model(chosen)
+    is_best = bool(best.metric)
+    if chosen != last and not run.checkpoint.load_model(chosen):
+        run.log.warning(f"the best weights, of step {chosen}, are lost: no whole checkpoint holds "
+                        "them any more; those of the last step take their place")
+        chosen, is_best = last, False
     scores = None
     if run.test is not None:
         with run.world.patient():
@@ -59,11 +62,11 @@ def finish(run: Parts) -> dict[str, Any]:
         "step": last,
         "updates": run.progress.updates,
         "skipped": run.progress.skipped,
-        "best": {"step": chosen, "metric": best.metric or None, "value": best.value},
+        "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
         "test": None if scores is None else {
             "loss": scores.loss, "samples": scores.samples, **scores.metrics},
         "model.safetensors": f"the weights of step {chosen}"
-        + (f", which have the best {best.metric}" if best.metric else ", the last step"),
+        + (f", which have the best {best.metric}" if is_best else ", the last step"),
         "final_weights": f"{folder.CHECKPOINTS}/step-{last:08d}/{MODEL}",
         "attempts": run.identity.attempt + 1,
     }  # fmt: skip

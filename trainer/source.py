@@ -33,10 +33,14 @@ class Found:
 def find(store: Store, world: World, run_id: str) -> Found | None:
     """Collective. The newest whole checkpoint that any rank can see; None if there is none.
 
+    One whose best weights, kept in a checkpoint of their own, are damaged gives way to an older
+    one from which they will be made again, if there is one.
+
     Raises:
         ConfigError: there are some and none is whole; nothing is touched.
     """
     skipped: list[str] = []
+    without_best: Found | None = None
     bad: set[tuple[int, int]] = set()
     while True:
         mine = [[i.generation, i.step] for i in store.checkpoints() if i.why is None
@@ -46,6 +50,8 @@ def find(store: Store, world: World, run_id: str) -> Found | None:
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
         every = [tuple(pair) for view in seen for pair in view["good"]]
         if not every:
+            if without_best is not None:
+                return without_best
             if skipped:
                 raise ConfigError(
                     "no whole checkpoint is left; nothing was touched. "
@@ -60,9 +66,25 @@ def find(store: Store, world: World, run_id: str) -> Found | None:
             report = _read_facts(store, newest[1])
         report = world.broadcast_json(report, holder)
         if "facts" in report:
-            return Found(newest[1], newest[0], holder, report["facts"], tuple(skipped))
+            found = Found(newest[1], newest[0], holder, report["facts"], tuple(skipped))
+            best = found.facts["best"]["step"]
+            if best in (0, found.step) or holder_of(best, store, world) is not None:
+                return found
+            without_best = without_best or found
+            report["why"] = (f"step-{found.step:08d}: the best weights so far, of step {best}, "
+                             "are damaged")
         skipped.append(report["why"])
         bad.add(newest)
+
+
+def holder_of(step: int, store: Store, world: World) -> int | None:
+    """Collective. A rank that has the checkpoint of a step whole on its disk; None if there is
+    none. Only where rank 0 hasn't do the others look."""
+    whole = world.broadcast_json(world.is_main and _is_whole(store, step))
+    if whole:
+        return 0
+    every = world.gather_json(not world.is_main and _is_whole(store, step))
+    return every.index(True) if any(every) else None
 
 
 def find_at(path: Path, world: World) -> Found:
@@ -81,6 +103,14 @@ def find_at(path: Path, world: World) -> Found:
                           "checkpoint, such as RUN/checkpoints/step-00000100, or of a run.")
     return Found(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
                  Path(report["path"]))
+
+
+def _is_whole(store: Store, step: int) -> bool:
+    try:
+        store.verify(step)
+    except (CheckpointDamaged, OSError):
+        return False
+    return True
 
 
 def _read_facts(store: Store, step: int) -> dict[str, Any]:

@@ -40,7 +40,7 @@ def test_no_recipe_is_the_bundled_sample_and_the_small_cnn():
     config = cli.parse([])
 
     assert config == cli.parse(["sample"])
-    assert config.task == Images(data="sample", architecture="cnn")
+    assert config.task == Images(data="sample", architecture="cnn", label_smoothing=0.1)
     assert (config.epochs, config.clip.norm, config.optim.lr) == (5, 5.0, 3e-3)
     assert (config.schedule.warmup, config.schedule.min_ratio) == (Length(5, "percent"), 0.1)
     assert (config.checkpoint.every, config.checkpoint.keep) == (Length(100), 3)

@@ -24,7 +24,7 @@ CHANGES = {
     "seed": "7", "steps": "20", "epochs": "3", "run": "elsewhere", "device": "cpu",
     "resume": "never", "accept": "data", "inject": "kill", "task.data": "fashion-mnist",
     "task.root": "/there", "task.model": "resnet18", "task.norm": "group", "task.augment": "none",
-    "task.label_smoothing": "0.1", "task.dropout": "0.1", "task.validation_fraction": "0.1",
+    "task.label_smoothing": "0.2", "task.dropout": "0.1", "task.validation_fraction": "0.1",
     "task.seed": "3", "batch.global_size": "64", "batch.micro_size": "16",
 }  # fmt: skip
 """A value other than `BASE`'s for each leaf of which none can be guessed."""
