@@ -33,14 +33,14 @@ class Found:
 def find(store: Store, world: World, run_id: str) -> Found | None:
     """Collective. The newest whole checkpoint that any rank can see; None if there is none.
 
-    One whose best weights, kept in a checkpoint of their own, are damaged gives way to an older
-    one from which they will be made again, if there is one.
+    One whose best weights, kept in a checkpoint of their own, are damaged gives way to the newest
+    one from before them, if there is one: from there they will be made again.
 
     Raises:
         ConfigError: there are some and none is whole; nothing is touched.
     """
     skipped: list[str] = []
-    without_best: Found | None = None
+    without_best, best = None, 0
     bad: set[tuple[int, int]] = set()
     while True:
         mine = [[i.generation, i.step] for i in store.checkpoints() if i.why is None
@@ -67,10 +67,13 @@ def find(store: Store, world: World, run_id: str) -> Found | None:
         report = world.broadcast_json(report, holder)
         if "facts" in report:
             found = Found(newest[1], newest[0], holder, report["facts"], tuple(skipped))
-            best = found.facts["best"]["step"]
-            if best in (0, found.step) or holder_of(best, store, world) is not None:
+            if without_best is None:
+                best = found.facts["best"]["step"]
+                if best in (0, found.step) or holder_of(best, store, world) is not None:
+                    return found
+                without_best = found
+            elif found.step < best:
                 return found
-            without_best = without_best or found
             report["why"] = (f"step-{found.step:08d}: the best weights so far, of step {best}, "
                              "are damaged")
         skipped.append(report["why"])

@@ -7,13 +7,11 @@ import json
 from runs import train, validations
 
 from trainer.commands.compare import differences
+from trainer.log import read_events
 
-# The validation loss falls, so that the best weights are those of the first validation, step 2.
-BEST = 2
 RUN = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--steps=8",
        "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=40",
-       "--task.validation=6", "--eval.every=2", "--checkpoint.every=1",
-       "--eval.best=val_loss:max"]  # fmt: skip
+       "--task.validation=6", "--eval.every=2", "--checkpoint.every=1"]  # fmt: skip
 
 
 def damage(run, step):
@@ -23,33 +21,44 @@ def damage(run, step):
     path.write_bytes(data)
 
 
+def best_in_checkpoint(run, step):
+    facts = json.loads((run / f"checkpoints/step-{step:08d}/state.json").read_text())
+    return facts["best"]["step"]
+
+
 def test_a_start_goes_back_to_before_the_best_weights_and_makes_them_again(ranks, tmp_path):
     straight, harmed = tmp_path / "straight", tmp_path / "harmed"
-    assert ranks(2, train, *RUN, f"--run={straight}", group=False) == [0, 0]
-    again = [*RUN, f"--inject=term:step={BEST + 1}:rank=1", f"--run={harmed}"]
+    command = [*RUN, "--eval.best=val_loss:min"]
+    assert ranks(2, train, *command, f"--run={straight}", group=False) == [0, 0]
+    again = [*command, "--inject=term:step=5:rank=1", f"--run={harmed}"]
     assert ranks(2, train, *again, group=False) == [75, 75]
-    damage(harmed, BEST)
+    assert best_in_checkpoint(harmed, 5) == 4
+    assert not (harmed / "checkpoints/step-00000002").exists()  # the best one for step 3
+    damage(harmed, 4)
 
     assert ranks(2, train, *again, group=False) == [0, 0]
 
+    restored = [e["at_step"] for e in read_events(harmed / "events.jsonl")
+                if e["event"] == "restore"]
+    assert restored == [3]
     assert list(differences(straight, harmed)) == []
-    summary = json.loads((harmed / "summary.json").read_text())
-    assert summary["model.safetensors"].startswith(f"the weights of step {BEST}, which have")
 
 
 def test_best_weights_that_nothing_makes_again_give_way_to_the_last_and_it_is_said(
     ranks, tmp_path, capfd
 ):
     harmed = tmp_path / "harmed"
-    command = [*RUN, "--inject=term:step=6", f"--run={harmed}", "--checkpoint.keep=1"]
+    command = [*RUN, "--eval.best=val_loss:max", "--inject=term:step=6", f"--run={harmed}",
+               "--checkpoint.keep=1"]
     assert ranks(2, train, *command, group=False) == [75, 75]
-    damage(harmed, BEST)
+    assert best_in_checkpoint(harmed, 6) == 2
+    damage(harmed, 2)
 
     assert ranks(2, train, *command, group=False) == [0, 0]
 
-    assert f"the best weights, of step {BEST}, are lost" in "".join(capfd.readouterr())
+    assert "the best weights, of step 2, are lost" in "".join(capfd.readouterr())
     losses = {line["step"]: line["val_loss"] for line in validations(harmed)}
-    assert max(losses, key=losses.get) == BEST
+    assert max(losses, key=losses.get) == 2
     summary = json.loads((harmed / "summary.json").read_text())
     assert summary["model.safetensors"] == "the weights of step 8, the last step"
     product = (harmed / "model.safetensors").read_bytes()
