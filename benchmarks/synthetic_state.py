@@ -40,7 +40,8 @@ def make_subject(megabytes: float) -> Subject:
 
     from trainer import optim, schedules
     from trainer.config import Optim, Schedule
-    from trainer.state import Best, Horizon, LossMeter, Progress, TrainState
+    from trainer.progress import Best, Horizon, LossMeter, Progress
+    from trainer.state import TrainState
 
     width = max(8, round((megabytes * 1e6 / 3 / 4 / LAYERS) ** 0.5))
     blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())

@@ -2,9 +2,10 @@
 
 A rank is started by calling `main(argv) -> int` of the entry module (`trainer.__main__`) in a
 process forked from the fork server, which has imported it and torch before. The rank sees
-torchrun's environment and three more variables:
+torchrun's environment and four more variables:
 
 - `TRAINER_LAUNCH=1`: the launcher knows the trainer's exit codes; a rank just exits with them.
+- `TRAINER_LAUNCH_ID`: equal for all attempts of this launcher's life, and for no other launcher.
 - `TRAINER_LAUNCHER_FD`: a socket to the launcher, of this rank alone. It becomes readable (end of
   file) when the launcher has died: the rank then has 4 seconds to save and leave before it is
   killed. A rank may write the line `run PATH` to it, the run folder's absolute path, from which the
@@ -14,8 +15,8 @@ torchrun's environment and three more variables:
   epoch.
 
 The entry module may define `preload(argv) -> int`, called once in the fork server: it imports what
-a run with these arguments needs, and may find that it can't start: then it says why on stderr and
-returns the exit code. It must start no thread, touch no CUDA device and compute nothing with
-tensors, as neither a CUDA context nor a pool of threads survives a fork. Without `preload`, the
-entry module and torch are imported.
+a run with these arguments needs, and may find that there is nothing to start: then it says why on
+stderr and returns the exit code, or raises SystemExit (0 after `--help`). It must start no thread,
+touch no CUDA device and compute nothing with tensors, as neither a CUDA context nor a pool of
+threads survives a fork. Without `preload`, the entry module and torch are imported.
 """

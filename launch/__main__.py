@@ -45,7 +45,7 @@ def _launch(options: Options, stop: StopRequest) -> int:
         from launch.agent import HotAgent
         from launch.rendezvous import LoopbackRendezvous
 
-        if code := ranks.wait_ready(until_stop=True):
+        if (code := ranks.wait_ready(until_stop=True)) is not None:
             return code
         if stop.signal is not None:
             return EXIT_STOPPED

@@ -3,8 +3,9 @@
 The launcher forks it as soon as torch is imported; `python -m launch.forkserver` replaces it where
 it was killed. It speaks JSON packets over a socket with the launcher:
 
-- to the launcher: `{"ready": true}` or `{"refused": EXIT_CODE}`, once; `{"started": LOCAL_RANK,
-  "pid": PID}` with the rank's file descriptors attached; `{"exited": PID, "code": CODE}`;
+- to the launcher: `{"ready": true}` or `{"nothing_to_start": EXIT_CODE}`, once; `{"started":
+  LOCAL_RANK, "pid": PID}` with the rank's file descriptors attached; `{"exited": PID, "code":
+  CODE}`;
 - to the server: `{"fork": [{"local_rank": …, "env": {…}, "tagged": …}, …]}`.
 
 When the launcher dies, the ranks have a little time to save; whatever is left then is killed.
@@ -99,7 +100,8 @@ class _Server:
         code, main = load(self._entry, self._argv)
         _die_with_launcher(0)
         if main is None:
-            send(self._control, {"refused": code})
+            sys.stdout.flush()  # what `--help` has printed
+            send(self._control, {"nothing_to_start": code})
             os._exit(code)
         # The imported modules are for ever: without them a rank's garbage collections are cheap,
         # and its pages stay shared.
@@ -182,7 +184,8 @@ def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
     """Import the entry function and what it will need.
 
     Returns:
-        (0, the function), or (exit code, None) where no rank could start: the reason is on stderr.
+        (0, the function), or (exit code, None) where there is nothing to start: after an error,
+        which is on stderr, or with 0 after `--help`.
     """
     module_name, _, function_name = entry.partition(":")
     try:
@@ -198,7 +201,10 @@ def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
             # fork all ranks would do it side by side, and the first restart wait for this one.
             importlib.import_module("torch._dynamo")
     except SystemExit as end:
-        return (end.code if isinstance(end.code, int) else EXIT_CONFIG), None
+        if end.code is None or isinstance(end.code, int):
+            return end.code or EXIT_COMPLETE, None
+        print(end.code, file=sys.stderr)
+        return EXIT_CONFIG, None
     except BaseException:
         traceback.print_exc()
         print(f"launch: {entry} can't be imported (see above), so nothing was started",

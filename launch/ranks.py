@@ -20,7 +20,7 @@ from launch import forkserver
 from launch.output import Output
 from launch.signals import StopRequest
 from launch.verdict import Exit
-from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
+from trainer.errors import EXIT_FAILURE
 
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
@@ -94,15 +94,15 @@ class Ranks:
         """The ranks that haven't ended, in order."""
         return sorted(rank.rank for rank in self._living.values())
 
-    def wait_ready(self, *, until_stop: bool = False) -> int:
-        """Wait for the server's imports: 0, or the exit code with which nothing can be started.
+    def wait_ready(self, *, until_stop: bool = False) -> int | None:
+        """Wait for the server's imports: None, or, where there is nothing to start, the exit code.
 
         Args:
-            until_stop: return early, with 0, at a stop request.
+            until_stop: return early, with None, at a stop request.
         """
-        while self._ready_code is None and not (until_stop and self._stop.signal is not None):
+        while self._server_loads and not (until_stop and self._stop.signal is not None):
             self._poll(None)
-        return self._ready_code or EXIT_COMPLETE
+        return self._code
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
         """Fork one rank for each environment, by local rank, and return their pids likewise.
@@ -114,7 +114,7 @@ class Ranks:
         self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         if not self.server_lives:
             self._adopt(spawn_server(self._entry, self._argv))
-            if code := self.wait_ready():
+            if (code := self.wait_ready()) is not None:
                 self._end_starting(code)
                 return {}
         order = [
@@ -143,7 +143,7 @@ class Ranks:
 
     def kill_and_exit(self) -> NoReturn:
         """End everything at once, from a signal handler too."""
-        if self._ready_code is None:
+        if self._server_loads:
             os.kill(self._server_pid, signal.SIGKILL)
         self.signal(signal.SIGKILL)
         deadline_s = time.monotonic() + KILL_S
@@ -168,7 +168,8 @@ class Ranks:
     def _adopt(self, server: tuple[int, socket.socket]) -> None:
         self._server_pid, self._control = server
         self.server_lives = True
-        self._ready_code: int | None = None
+        self._server_loads = True
+        self._code: int | None = None  # where it has found that there is nothing to start
         self._watch(self._control.fileno(), self._on_message)
 
     def _watch(self, fd: int, on_readable: Callable[[], None]) -> None:
@@ -193,7 +194,8 @@ class Ranks:
         elif "exited" in message:
             self._remove(message["exited"], message["code"])
         else:
-            self._ready_code = message.get("refused", EXIT_COMPLETE)
+            self._server_loads = False
+            self._code = message.get("nothing_to_start")
 
     def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
         rank = _Rank(
@@ -233,9 +235,9 @@ class Ranks:
         self._control.close()
         os.waitpid(self._server_pid, 0)
         self.server_lives = False
-        if self._ready_code is None:
+        if self._server_loads:
             self._output.say("the fork server has died while it was starting")
-            self._ready_code = EXIT_FAILURE
+            self._server_loads, self._code = False, EXIT_FAILURE
         self._end_starting(None)
         for pid, rank in self._living.items():
             self._watch(rank.pidfd, functools.partial(self._remove, pid, None))

@@ -24,15 +24,15 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
     0: "errors append attributes durable handshake length network packing rng snapshot stop "
-       "tensorfile data tasks commands recipes",
+       "progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
     1: "device groups lock log manifest data.augment data.batch data.sampler",
     2: "faults state store task world",
     3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
        "tasks.image_models",
     # What the configuration sets.
-    4: "checkpoint cli data.feed optim precision resume schedules tasks.images",
-    5: "data.lanes prepare step",
+    4: "cli data.feed optim precision restore resume schedules tasks.images",
+    5: "checkpoint data.lanes prepare step",
     6: "data.stream evaluate testing",
     7: "metrics",
     8: "parts sinks",

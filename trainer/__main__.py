@@ -103,7 +103,10 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
             code = _train(config, world, log, stop)
     except ConfigError as error:
         code = error.exit_code
-        if launch.rank == 0:
+        log.event("refused", why=str(error))
+        # What is wrong on all ranks is said by rank 0; once they train, each speaks for itself.
+        alone = log.phase not in ("start", "build") and error.teller is None
+        if launch.rank == 0 or alone:
             _show_cause(error)
             log.error(str(error))
     except TrainerError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 
 
@@ -15,12 +16,14 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self._waiting: list[bytes] = []
+        self._lock = threading.Lock()  # a writer thread has events of its own
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
 
     def append(self, record: bytes) -> None:
         """Append a record, after those that wait."""
-        self._waiting.append(record)
+        with self._lock:
+            self._waiting.append(record)
         self.flush()
 
     def flush(self) -> bool:
@@ -31,6 +34,15 @@ class AppendFile:
             return False  # kept in order; `close` raises if it stays so
         return True
 
+    def sync(self) -> None:
+        """Write what waits, and make it durable.
+
+        Raises:
+            OSError: records are left that can't be written.
+        """
+        self._write()
+        os.fsync(self._descriptor)
+
     def close(self) -> None:
         """Write what waits, make it durable, and close.
 
@@ -38,16 +50,16 @@ class AppendFile:
             OSError: records are left that can't be written.
         """
         try:
-            self._write()
-            os.fsync(self._descriptor)
+            self.sync()
         finally:
             os.close(self._descriptor)
 
     def _write(self) -> None:
-        while self._waiting:
-            record = self._waiting[0]
-            written = os.write(self._descriptor, record)
-            if written < len(record):  # the disk filled within it: the rest continues it
-                self._waiting[0] = record[written:]
-            else:
-                self._waiting.pop(0)
+        with self._lock:
+            while self._waiting:
+                record = self._waiting[0]
+                written = os.write(self._descriptor, record)
+                if written < len(record):  # the disk filled within it: the rest continues it
+                    self._waiting[0] = record[written:]
+                else:
+                    self._waiting.pop(0)

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import IterableDataset
@@ -34,9 +35,10 @@ from trainer.log import Log
 from trainer.metrics import Metrics, Sink, read_metrics, resumed_lines
 from trainer.parts import Parts
 from trainer.prepare import Work, prepare
+from trainer.progress import Best, Horizon, LossMeter, Progress
 from trainer.sinks import Console, TensorBoard
 from trainer.source import Found, find, find_at
-from trainer.state import MODEL, Best, Horizon, LossMeter, Progress, TrainState
+from trainer.state import MODEL, TrainState
 from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.store import Store
@@ -77,8 +79,10 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     circumstances = {
         "task": cli.task_path(config.task), "data": work.fingerprint, "world_size": world.size,
         "threads": world.threads, "device": folder.device_name(world.device),
-        "torch": torch.__version__,
+        "cpu": torch.backends.cpu.get_cpu_capability(), "torch": torch.__version__,
+        "numpy": np.__version__,
     }  # fmt: skip
+    inexact: list[str] = []
     keep_every = config.checkpoint.keep_every.steps(epoch=horizon.epoch, total=horizon.total)
     checkpoint = Checkpointer(
         store=Store(
@@ -87,14 +91,21 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
             fault=lambda point: armed.at(point, step=checkpoint.saved_step),
         ),
         state=state, world=world, log=log, run_id=identity.run, recent=metrics.recent,
-        describe={"settings": resume.settings(config), "circumstances": circumstances},
+        describe={"settings": resume.settings(config), "circumstances": circumstances,
+                  "inexact": inexact},
         on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
+        sync=metrics.sync,
     )  # fmt: skip
     found = _find(config, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()
     if found is not None:
-        verdict = resume.judge(config, found.facts["settings"], now=circumstances,
-                               then=found.facts["circumstances"])
+        then = found.facts["circumstances"]
+        if config.world.threads == "auto" and then["world_size"] == world.size:
+            world.use_threads(then["threads"])  # their number decides bits
+            circumstances["threads"] = world.threads
+        verdict = resume.judge(config, found.facts["settings"], now=circumstances, then=then,
+                               before=found.facts["inexact"])
+        inexact.extend(verdict.reasons)
         state.progress.load_state_dict(found.facts["progress"])
     position = log.step = state.progress.step
     _arm(armed, checkpoint, state)
@@ -204,8 +215,11 @@ def _source(
 def _find(config: Config[Any], store: Store, run: str, world: World, log: Log) -> Found | None:
     # After a restart the newest of this run wins over the PATH on the command line.
     found = find(store, world, run)
-    if found is None and config.resume not in ("auto", "never"):
-        found = find_at(Path(config.resume), world)
+    if config.resume not in ("auto", "never"):
+        if found is None:
+            found = find_at(Path(config.resume), world)
+        else:
+            log.info(f"--resume {config.resume} isn't used: the run has a checkpoint of its own")
     if found is not None:
         for why in found.skipped:
             log.warning(f"checkpoint skipped: {why}")
@@ -240,11 +254,16 @@ def _open_metrics(
 ) -> None:
     """metrics.jsonl, cut to the step that is resumed and completed, and the sinks."""
     saved = [] if found is None else found.facts["lines"]
-    kept, lacking = resumed_lines(read_metrics(path / folder.METRICS), saved, position)
+    validated = 0 if found is None else found.facts["progress"]["validated"]
+    kept, lacking = resumed_lines(read_metrics(path / folder.METRICS), saved, step=position,
+                                  validated=validated)
     total, every = work.intervals.total, work.intervals.log or work.intervals.total
     first = min((line["step"] for line in lacking), default=position + 1)
+    if position >= total:  # the final figures are shown again
+        first = min(first, position)
+        lacking = [line for line in kept if line["step"] >= first]
     sinks: list[Sink] = [
-        TensorBoard(path / folder.TENSORBOARD, every=every, purge_step=first,
+        TensorBoard(path / folder.TENSORBOARD, every=every, purge_step=first if position else 0,
                     images=_preview(work.task, position)),
         Console(log, total=total, every=every, start=position, bar=sys.stderr.isatty()),
     ]

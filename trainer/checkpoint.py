@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from trainer import rng, tensorfile
+from trainer import tensorfile
 from trainer.errors import CheckpointDamaged, TrainerError
 from trainer.log import Log
 from trainer.manifest import Stage
+from trainer.restore import abandon_newer, restore, restore_model
 from trainer.snapshot import Snapshot
-from trainer.source import STATE, Found, holder_of
-from trainer.state import MODEL, OPTIMIZER, TrainState
+from trainer.source import STATE, Found
+from trainer.state import OPTIMIZER, TrainState
 from trainer.store import Store
 from trainer.world import World
 
@@ -46,13 +47,14 @@ class Checkpointer:
     Args:
         describe: what else a checkpoint remembers of this attempt (settings, circumstances).
         recent: the metric lines since the last committed checkpoint; travel in each save.
+        sync: makes the lines written so far durable; called before a commit.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self, *, store: Store, state: TrainState, world: World, log: Log, run_id: str,
         describe: Mapping[str, Any], recent: list[Any], on_error: str,
-        every_s: float = 0.0,
+        every_s: float = 0.0, sync: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.store = store
@@ -74,6 +76,8 @@ class Checkpointer:
         self._writing: Future[None] | None = None
         self._job: _Job | None = None
         self._saved = (-1, -1)  # step, and the last validated step that it holds
+        self._held: _Job | None = None  # the best weights, on every rank, until they are on disk
+        self._sync = sync
 
     @property
     def overdue(self) -> bool:
@@ -104,31 +108,57 @@ class Checkpointer:
         job = self._job
         return self.failed if job is None or job.error is None else _told(job)
 
-    def save(self, kind: str, *, wait: bool = False) -> None:
+    def save(self, kind: str) -> None:
         """Collective. Save the state of this step boundary; several triggers on one step make one.
 
         Args:
-            kind: periodic, best, stop, last: why.
-            wait: return only when it is durable.
+            kind: periodic, best, stop: why.
 
         Raises:
-            OSError: with `wait`, or with --checkpoint.on-error stop: it couldn't be written.
+            OSError: with --checkpoint.on-error stop: the one before couldn't be written.
         """
         progress = self._state.progress
         boundary = (progress.step, progress.validated)
         self._last_s = self._clock()
         # A stop or a survivor may have saved the step before its validation was done.
-        if boundary != self._saved:
+        if boundary == self._saved:
+            return
+        self.finish_pending()
+        best, is_main = kind == "best", self._world.is_main
+        if is_main and self._held is not None and not best:
+            # Best weights whose save has failed; their copy is what the next one would overwrite.
+            self._submit(self._held)
             self.finish_pending()
-            self._saved = boundary
-            self._state.share()
-            if self._world.is_main:
-                live = self._state.tensors()
-                later = self._still(live) if self.overlap and not wait else ()
-                self._job = self._take(kind, self._snapshot.take(live, later=later))
-                self._writing = self._writer.submit(self._write, self._job)
-        if wait:
+            if self._held is not None:
+                return
+        self._saved = boundary
+        self._state.share()
+        if is_main or best:
+            live = self._state.tensors()
+            later = self._still(live) if self.overlap and is_main else ()
+            job = self._take(kind, self._snapshot.take(live, later=later))
+            if best:
+                self._held = job  # a survivor must be able to write what the state calls the best
+            if is_main:
+                self._submit(job)
+
+    def settle(self) -> None:
+        """Collective. Wait until the last save is durable.
+
+        Raises:
+            OSError, RuntimeError: it couldn't be written; on all ranks.
+        """
+        error = None
+        try:
             self.finish_pending(must=True)
+        except Exception as problem:
+            error = problem
+        self._world.agree(error)
+        self.forget()
+
+    def forget(self) -> None:
+        """The last save is whole on disk, rank 0 says."""
+        self._held = None
 
     def finish_copy(self) -> None:
         """Wait until the copy of the last save is complete: before an update."""
@@ -150,6 +180,8 @@ class Checkpointer:
         self._writing.result()
         job, self._job, self._writing = self._job, None, None
         if job.error is None:
+            if job is self._held:
+                self._held = None
             if self.failed is not None:
                 self._log.info(f"step {job.step} is saved again, after failures")
             self.failed = None
@@ -175,14 +207,20 @@ class Checkpointer:
             OSError, CheckpointBusy, StaleAttempt: it couldn't be written.
         """
         self.abandon()
+        if self._held is not None and not self._is_saved(self._held.step):
+            self._write_alone(self._held)
         step = self._state.progress.step
         if self._is_saved(step):
             return None
-        with self.store.stage(step, generation=self.generation, wait_s=SURVIVORS_WAIT_S) as stage:
-            if not self._is_saved(step):
-                tensors = self._snapshot.take(self._state.tensors())
-                self._fill(stage, self._take("survivor", tensors))
+        self._write_alone(self._take("survivor", self._snapshot.take(self._state.tensors())))
         return step
+
+    def _write_alone(self, job: _Job) -> None:
+        with self.store.stage(
+            job.step, generation=self.generation, wait_s=SURVIVORS_WAIT_S
+        ) as stage:
+            if not self._is_saved(job.step):
+                self._fill(stage, job)
 
     def _is_saved(self, step: int) -> bool:
         """Whether this step, of this generation, is whole on disk."""
@@ -206,6 +244,10 @@ class Checkpointer:
         }
         return _Job(step, kind, tensors, facts, self._state.best.step)
 
+    def _submit(self, job: _Job) -> None:
+        job.error, self._job = None, job
+        self._writing = self._writer.submit(self._write, job)
+
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()
         try:
@@ -214,12 +256,17 @@ class Checkpointer:
             with self.store.stage(
                 job.step, generation=self.generation, expected_bytes=total
             ) as stage:
+                with contextlib.suppress(OSError):  # lines that wait travel in the checkpoint
+                    self._sync()
                 self._fill(stage, job)
-            self.store.prune(protect={job.protect})
         except BaseException as error:
             job.error = error  # reported by the main thread at the next boundary
             return
         job.done = True
+        try:
+            self.store.prune(protect={job.protect})
+        except (OSError, TrainerError) as error:
+            self._log.warning(f"older checkpoints could not be removed: {error}")
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
 
@@ -241,65 +288,16 @@ class Checkpointer:
 
     def load(self, found: Found) -> None:
         """Collective. Bring a checkpoint's state to all ranks, into the storage in use."""
-        tensors: dict[str, dict[str, Tensor]] = {}
-        described: dict[str, Any] = {}
-        if found.holder == self._world.rank:
-            place = found.path or self._path(found.step)
-            files = {p.name: p for p in sorted(place.glob("*.safetensors"))}
-            tensors = {name: tensorfile.load(path) for name, path in files.items()}
-            described = {name: tensorfile.describe(t) for name, t in tensors.items()}
-        described = self._world.broadcast_json(described, found.holder)
-        if found.holder != self._world.rank:
-            tensors = {name: tensorfile.blank(d) for name, d in described.items()}
-        for name in described:
-            self._world.broadcast(list(tensors[name].values()), found.holder)
-        error = None
-        try:
-            self._state.load(tensors, found.facts)
-        except Exception as problem:
-            error = problem
-        self._world.agree(error)
-        self.store.in_use = None
-        self.generation = self._abandon_newer(found)
+        restore(found, self.store, self._state, self._world, self._log)
+        self.generation = abandon_newer(found, self.store, self._world, self._log)
         progress = self._state.progress
         self._saved = (-1, -1) if found.path else (progress.step, progress.validated)
-        self._state.key_rng(self._world.rank)
-        saved = found.facts.get("rng", [""] * self._world.size)
-        if len(saved) == self._world.size and saved[self._world.rank] != rng.digest(rng.snapshot()):
-            self._log.warning(
-                f"the random state of rank {self._world.rank} at step {found.step} isn't the "
-                "saved one: another version of python, numpy or torch, or a damaged entry; the "
-                "run goes on with the state that follows from its seed")
-
-    def _abandon_newer(self, found: Found) -> int:
-        """Collective. The generation to go on as: a new one where newer checkpoints, damaged
-        ones, are left behind, so that no later start takes them up again."""
-        following = found.generation + 1
-        abandoned: list[int] = []
-        if self._world.is_main:
-            abandoned = self.store.set_aside(after_step=found.step, generation=following)
-        abandoned = self._world.broadcast_json(abandoned)
-        if abandoned:
-            self._log.event("rollback", to_step=found.step, abandoned=abandoned,
-                            generation=following)
-        return following if abandoned else found.generation
 
     def load_model(self, step: int) -> bool:
         """Collective. The weights of a checkpoint, into the model on all ranks; whether there is
         a whole one."""
         self.finish_pending()
-        holder = holder_of(step, self.store, self._world)
-        if holder is None:
-            return False
-        error = None
-        try:
-            if self._world.rank == holder:
-                self._state.load_model(tensorfile.load(self._path(step) / MODEL))
-        except Exception as problem:
-            error = problem
-        self._world.agree(error)
-        self._world.broadcast(list(self._state.tensors()[MODEL].values()), holder)
-        return True
+        return restore_model(step, self.store, self._state, self._world)
 
     def close(self) -> None:
         """Wait for the last save.
@@ -315,9 +313,6 @@ class Checkpointer:
         """After a failure: let the save in flight come to its end; it may be whole."""
         if self._writing is not None:
             self._writing.result()
-
-    def _path(self, step: int) -> Path:
-        return next(i.path for i in self.store.checkpoints() if i.step == step)
 
 
 def _told(job: _Job) -> str:

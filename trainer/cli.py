@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import enum
 import io
 import re
 import sys
@@ -21,11 +22,12 @@ import tyro
 from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.length import Length
-from trainer.task import BUILT_IN, find_task
+from trainer.task import BUILT_IN, find_task, take_task
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = "sample"
 _TASK_KEY = "class"  # a keyword of Python, so no field of a task can have this name
+_NONE_KEY = "None"  # a keyword too: the list of fields set to None, as TOML has no null
 
 _HELP = """\
 Train a model, fault-tolerantly. RECIPE comes first: a TOML file, or one of: {recipes}
@@ -50,14 +52,15 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
         show: whether help is printed (on one rank only).
 
     Raises:
-        ConfigError: unknown recipe, key or flag, or a value that doesn't fit.
+        ConfigError: unknown recipe, key or flag, or a value that doesn't fit, or that config.toml
+            can't hold.
         SystemExit: with 0, after `--help`.
     """
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
     # torchrun takes --run for its own --run-path, abbreviated (and, with Python 3.11, ambiguous).
     arguments = [re.sub(r"^--run-dir(?==|$)", "--run", argument) for argument in arguments]
-    task_name, arguments = _take_task(arguments)
+    task_name, arguments = take_task(arguments)
     path = find_recipe(recipe)
     default = load(path, task_name=task_name)
     registry = tyro.constructors.ConstructorRegistry()
@@ -92,6 +95,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
         raise ConfigError(f"{error}") from error
     if config.run is None:
         config = dataclasses.replace(config, run=f"runs/{Path(recipe).stem}")
+    to_toml(config)  # what can't be written is refused before anything is
     return config
 
 
@@ -123,7 +127,11 @@ def load(path: Path, *, task_name: str | None = None) -> Config[Any]:
 
 
 def to_toml(config: Config[Any]) -> str:
-    """The text of `config.toml`: everything that decides the run, nothing of this attempt."""
+    """The text of `config.toml`: everything that decides the run, nothing of this attempt.
+
+    Raises:
+        ConfigError: a field of the task has a value that TOML doesn't have.
+    """
     table = _to_table(config)
     for name in ("run", "resume", "inject", "accept"):
         table.pop(name, None)
@@ -157,23 +165,6 @@ def find_recipe(recipe: str) -> Path:
     hint = f"did you mean {near[0]!r}? " if near else ""
     raise ConfigError(f"recipe {recipe}: there is no such file and no shipped recipe of this "
                       f"name; {hint}Shipped: {', '.join(recipe_names())}.")
-
-
-def _take_task(arguments: list[str]) -> tuple[str | None, list[str]]:
-    """Take `--task NAME` out of the arguments: it decides which flags there are."""
-    rest: list[str] = []
-    name = None
-    waiting = iter(arguments)
-    for argument in waiting:
-        if argument == "--task":
-            name = next(waiting, None)
-            if name is None or name.startswith("-"):
-                raise ConfigError("--task: give the name of a task or module:Class.")
-        elif argument.startswith("--task="):
-            name = argument.removeprefix("--task=")
-        else:
-            rest.append(argument)
-    return name, rest
 
 
 def _length_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
@@ -226,6 +217,8 @@ def _fields_from_table(
     hints = typing.get_type_hints(cls)
     fields = {f.metadata.get("flag", f.name): f for f in dataclasses.fields(cls) if f.init}
     given = {}
+    empty = _value(list[str], table.get(_NONE_KEY, []), f"{source}: {prefix}{_NONE_KEY}")
+    table = {k: v for k, v in table.items() if k != _NONE_KEY} | dict.fromkeys(empty)
     for key, value in table.items():
         name = key.replace("-", "_")
         if name not in fields:
@@ -262,7 +255,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         did = f" (did you mean {near[0]!r}?)" if near else ""
         raise ConfigError(f"{where}: use one of "
                           f"{', '.join(map(str, typing.get_args(hint)))}{did}.")
-    elif origin in (tuple, list) and isinstance(value, list):
+    elif hint in (tuple, set, frozenset) and isinstance(value, list):
+        return hint(value)
+    elif origin in (tuple, list, set, frozenset) and isinstance(value, list):
         of = typing.get_args(hint)
         if origin is tuple and of and of[-1] is not Ellipsis and len(of) != len(value):
             raise ConfigError(f"{where}: {len(of)} values are wanted.")
@@ -280,25 +275,47 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             return value
     elif hint is Path and isinstance(value, str):
         return Path(value)
+    elif isinstance(hint, type) and issubclass(hint, enum.Enum) and value in hint.__members__:
+        return hint[value]
     elif origin is dict and isinstance(value, dict):
-        return value
+        return {k: _value(typing.get_args(hint)[1], v, where) for k, v in value.items()}
     name = getattr(hint, "__name__", str(hint)).replace("NoneType", "nothing")
     raise ConfigError(f"{where}: a value of type {name} is wanted.")
 
 
-def _to_table(part: Any) -> dict[str, Any]:
+def _to_table(part: Any, prefix: str = "") -> dict[str, Any]:
     table: dict[str, Any] = {}
+    empty = []
     for field in dataclasses.fields(part):
         name, value = field.metadata.get("flag", field.name), getattr(part, field.name)
-        if value is None or not field.init:
+        if not field.init:
             continue
-        if isinstance(value, Length | Path):
-            table[name] = str(value)
-        elif dataclasses.is_dataclass(value):
-            table[name] = _to_table(value)
-        else:
-            table[name] = list(value) if isinstance(value, tuple) else value
-    return table
+        if value is not None:
+            table[name] = _to_value(value, prefix + name)
+        elif field.default is not None:
+            empty.append(name)
+    return {**table, _NONE_KEY: empty} if empty else table
+
+
+def _to_value(value: Any, name: str) -> Any:
+    """A field's value as TOML has it; `_value` reads it back."""
+    if isinstance(value, enum.Enum) and value.name in type(value).__members__:
+        return value.name
+    if isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Length | Path):
+        return str(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return _to_table(value, name + ".")
+    if isinstance(value, tuple | list):
+        return [_to_value(v, name) for v in value]
+    if isinstance(value, set | frozenset):
+        return [_to_value(v, name) for v in sorted(value, key=repr)]
+    if isinstance(value, dict) and all(isinstance(k, str) for k in value):
+        return {k: _to_value(v, name) for k, v in value.items()}
+    raise ConfigError(
+        f"--{name.replace('_', '-')} {value!r}: config.toml can't hold a {type(value).__name__}; "
+        "use numbers, texts, switches, paths and enums, and lists, sets or dicts of them.")
 
 
 def _unknown_flag(arguments: Sequence[str], default: Config[Any]) -> str | None:

@@ -212,8 +212,8 @@ class Eval:
 
     every: Length = leaf(Length(1, "epochs"), "announced")
     """Interval of validations; the last step is always validated."""
-    batch_size: int | Literal["auto"] = leaf("auto", "free")
-    """Samples in one forward; auto: twice the micro-batch."""
+    batch_size: int | Literal["auto"] = leaf("auto", "announced")
+    """Samples in one forward; auto: twice the micro-batch. It moves bits of the scores."""
     best: str = leaf("auto", "announced")
     """What the best weights are chosen by, NAME:max or NAME:min (val_loss:min); auto:
     val_accuracy:max where the task reports accuracy, else val_loss:min."""

@@ -12,9 +12,20 @@ FINAL_EXIT_CODES = (EXIT_CONFIG, EXIT_STOPPED, EXIT_GAVE_UP, EXIT_NONFINITE)
 
 
 class TrainerError(Exception):
-    """An end of the run that has an exit code of its own."""
+    """An end of the run that has an exit code of its own.
+
+    Attributes:
+        teller: the rank whose error it is, where another rank has told of it.
+    """
 
     exit_code = EXIT_FAILURE
+    teller: int | None = None
+
+
+def told_by(rank: int, error: TrainerError) -> TrainerError:
+    """The error, marked as another rank's."""
+    error.teller = rank
+    return error
 
 
 class ConfigError(TrainerError, ValueError):

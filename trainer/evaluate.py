@@ -36,7 +36,7 @@ class Evaluator:
 
     Args:
         all_sum: adds a tensor over the ranks, in place (collective).
-        step: tells the current step, for fault points.
+        step, epoch: tell the current ones, for fault points.
     """
 
     model: nn.Module
@@ -53,6 +53,7 @@ class Evaluator:
     all_sum: Callable[[Tensor], Tensor]
     faults: Faults
     step: Callable[[], int]
+    epoch: Callable[[], int] = lambda: 0
 
     def __call__(self) -> Scores:
         """Evaluate the whole data set in eval mode, and return to the mode it found.
@@ -91,7 +92,7 @@ class Evaluator:
         # A rank without a batch evaluates the first one too, for the form of the table.
         for micro in self._batches(mine or range(1)):
             number = micro.slot.number
-            self.faults.at("evaluate", step=self.step(), epoch=micro.slot.epoch)
+            self.faults.at("evaluate", step=self.step(), epoch=self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
             with torch.inference_mode(), self.autocast():
                 outcome = self.loss(self.model, to_device(micro.batch, self.device))

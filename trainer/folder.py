@@ -18,7 +18,8 @@ from typing import Any
 from trainer.durable import fsync_folder, make_folder, write_file
 from trainer.errors import AlreadyFinished, ConfigError
 from trainer.lock import RunLock
-from trainer.log import Log
+from trainer.log import Log, read_events
+from trainer.store import Store
 from trainer.world import World
 
 IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
@@ -45,7 +46,7 @@ def look(path: Path, world: World, *, resume: str) -> Identity:
     error: Exception | None = None
     record: dict[str, Any] = {}
     if world.is_main:
-        old = read_json(path / IDENTITY)
+        old = read_json(path / IDENTITY) or _adopted(path)
         launch = _launch_id(world)
         restarted = old is not None and launch is not None and old.get("launch") == launch
         if resume == "never" and old is not None and not restarted:
@@ -55,6 +56,15 @@ def look(path: Path, world: World, *, resume: str) -> Identity:
                   "attempt": old["attempt"] + 1 if old else 0}
     world.agree(error)
     return Identity(**world.broadcast_json(record))
+
+
+def _adopted(path: Path) -> dict[str, Any] | None:
+    """The identity of a run whose run.json is lost, from what else it has left."""
+    runs = [info.run for info in Store(path / CHECKPOINTS).checkpoints() if info.run is not None]
+    if not runs:
+        return None
+    attempts = [e["attempt"] for e in read_events(path / EVENTS) if e.get("event") == "start"]
+    return {"run": runs[-1], "attempt": max(attempts, default=0)}
 
 
 def refuse_finished(path: Path, world: World, step: int, total: int) -> None:
@@ -74,7 +84,7 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     best, test = summary["best"], summary["test"]
     lines = [f"finished at step {summary['step']}"
              + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")]
-    if best["metric"]:
+    if best["value"] is not None:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     if test is not None:
         lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
@@ -114,6 +124,8 @@ def _launch_id(world: World) -> str | None:
     """Equal in all attempts of one launcher's life. torchrun's own run id is "none" by default."""
     if world.launch.run_id is None:
         return None
+    if getattr(world.launch, "launch_id", None):
+        return world.launch.launch_id
     return f"{world.launch.run_id} {world.launch.master_address} {os.getppid()}"
 
 

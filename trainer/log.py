@@ -88,6 +88,8 @@ class Log:
         """Append events to `path` from now on; those noted before are written first."""
         self.attempt, self.nonce = attempt, nonce
         self._events = AppendFile(path)
+        if _is_torn(path):
+            self._events.append(b"\n")
         for line in self._early:
             self._write_event({**line, "attempt": attempt, "nonce": nonce})
         self._early.clear()
@@ -143,6 +145,15 @@ def _launch_phases() -> dict[str, float]:
         return {str(phase): float(at) for phase, at in told.items()}
     except (ValueError, TypeError, AttributeError):
         return {}
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a crash of the machine has left the beginning of a line at the end of a file."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
 
 
 def read_events(path: Path) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ def train(run: Parts) -> dict[str, object]:
         StopRequested: a rank was asked to stop; the state of the step just made is saved.
     """
     start(run)
-    progress, last = run.progress, run.intervals.total
+    progress, last, wanted = run.progress, run.intervals.total, False
     while True:
         step, every = progress.step, run.intervals
         if is_due(step, every.evaluate, last) and progress.validated < step:
             validate(run)  # also the one that an earlier attempt owed
-        if is_due(step, every.checkpoint, last):
+        if wanted or is_due(step, every.checkpoint, last):
             run.checkpoint.save("periodic")
         if step >= last:
             return finish(run)
@@ -39,12 +39,13 @@ def train(run: Parts) -> dict[str, object]:
 
         if "saved" in result.sums.wishes:
             run.metrics.forget(run.checkpoint.saved_step)
+            run.checkpoint.forget()
         if "fail" in result.sums.wishes:
             raise SaveFailed(run.checkpoint.failure or "rank 0 could not save")
-        if "save" in result.sums.wishes:
-            run.checkpoint.save("periodic")
+        wanted = "save" in result.sums.wishes
         if "stop" in result.sums.wishes:
-            run.checkpoint.save("stop", wait=True)
+            run.checkpoint.save("stop")
+            run.checkpoint.settle()
             raise StopRequested(f"stopped on request after step {progress.step}; "
                                 "the same command goes on from there")
 

@@ -124,6 +124,15 @@ class Metrics:
         """Whether no line waits for space on this rank."""
         return self._file is None or self._file.flush()
 
+    def sync(self) -> None:
+        """Make the file durable.
+
+        Raises:
+            OSError: lines are left that can't be written.
+        """
+        if self._file is not None:
+            self._file.sync()
+
     def forget(self, step: int) -> None:
         """A checkpoint of this step is whole: the lines up to it need not travel any more."""
         self.recent[:] = [line for line in self.recent if line["step"] > step]
@@ -175,14 +184,27 @@ class Metrics:
 
 
 def resumed_lines(
-    on_disk: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], step: int
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The lines of a run that is resumed at `step`: those on disk and those that travelled in the
-    checkpoint, each once, none from beyond it; and of those, from the first that wasn't on disk."""
-    found = {order_of(line): line for line in on_disk if line["step"] <= step}
-    merged = {**found, **{order_of(line): line for line in saved}}
+    on_disk: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, step: int,
+    validated: int,
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # fmt: skip
+    """The lines of a run that is resumed at `step`, each once, and those that have to be shown.
+
+    Args:
+        on_disk: what an earlier attempt has written.
+        saved: what travelled in the checkpoint.
+        validated: the last step whose validation is done; a later one will be done again.
+
+    Returns:
+        (the lines of the run so far, in order; those from the first that an earlier attempt may
+        not have shown, or that it showed and will be made again).
+    """
+    made = {order_of(line): line for line in on_disk
+            if line["step"] <= (validated if order_of(line)[1] else step)}
+    merged = {**made, **{order_of(line): line for line in saved}}
     kept = [merged[key] for key in sorted(merged)]
-    first = min((line["step"] for line in kept if order_of(line) not in found), default=step + 1)
+    again = [line["step"] for line in on_disk if order_of(line) not in merged]
+    first = min([line["step"] for line in kept if order_of(line) not in made]
+                + [number for number in again if number <= step], default=step + 1)
     return kept, [line for line in kept if line["step"] >= first]
 
 

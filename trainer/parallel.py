@@ -26,6 +26,11 @@ WISHES = ("stop", "save", "fail", "saved")
 """What any rank may ask of all: stop after this step; save at it; leave as failed; forget the
 metric lines that the last save holds, since it is whole."""
 
+RESERVED_METRICS = (
+    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "train_loss",
+)  # fmt: skip
+"""What a task's metric can't be called, since the run's record has them, and each `val_NAME`."""
+
 _FIXED = ("loss", "count", "samples", *WISHES)
 COUNT = _FIXED.index("count")
 _NO_WISHES = (False,) * len(WISHES)
@@ -147,7 +152,7 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     """(scalar total, metrics with each named loss among them).
 
     Raises:
-        ConfigError: it isn't an `Outcome` of scalars.
+        ConfigError: it isn't an `Outcome` of scalars, or a metric has a name that is taken.
     """
     if not isinstance(outcome, Outcome):
         raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
@@ -158,6 +163,14 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
         total = torch.stack([value.float() for value in outcome.total.values()]).sum()
     else:
         total = outcome.total
+    for name in (*metrics, *outcome.metrics):
+        if name in RESERVED_METRICS or name.startswith("val_"):
+            raise ConfigError(f"the task's loss returned a metric {name!r}; this name is taken, as "
+                              f"are {', '.join(RESERVED_METRICS)} and all that begin with val_: "
+                              "choose another.")
+    if twice := metrics.keys() & outcome.metrics.keys():
+        raise ConfigError(f"the task's loss returned {min(twice)!r} as a loss and as a metric; "
+                          "choose another name for one of them.")
     metrics.update(outcome.metrics)
     if not isinstance(total, Tensor) or total.dim() != 0:
         form = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__

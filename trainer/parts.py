@@ -18,8 +18,9 @@ from trainer.folder import Identity
 from trainer.log import Log
 from trainer.metrics import Metrics
 from trainer.prepare import Intervals
+from trainer.progress import Progress
 from trainer.source import Found
-from trainer.state import Progress, TrainState
+from trainer.state import TrainState
 from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.world import World

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from trainer import optim, precision, rng, sync_batchnorm
+from trainer import optim, precision, rng, sync_batchnorm, tensorfile
 from trainer.config import Config
-from trainer.data import batch as batches
 from trainer.data.feed import first_samples, known_length
 from trainer.data.loader import KeyedSamples
 from trainer.data.sampler import Plan
@@ -66,6 +67,7 @@ def prepare(config: Config[Any], world: World) -> Work:
     model = task.model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
+    _check_storable(model)
     model.train()
     choice = precision.choose(config.precision, model, world.device)
     layout = torch.channels_last if choice.channels_last else torch.preserve_format
@@ -155,9 +157,62 @@ def _fingerprint(task: Any, dataset: Any, config: Config[Any]) -> str:
                    for place in range(min(16, count))]
     digest = hashlib.blake2b(digest_size=8)
     for sample in samples:
-        for tensor in batches.tensors(batches.collate([sample])):
-            digest.update(tensor.contiguous().cpu().view(torch.uint8).numpy().tobytes())
+        for part in _content(sample, set()):
+            digest.update(part)
     return f"{'a stream' if count is None else f'{count} samples'} {digest.hexdigest()}"
+
+
+def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """The bytes of a sample of any nesting, each leaf's after its type.
+
+    Args:
+        seen: objects that have been looked into; they may refer to each other.
+    """
+    if isinstance(value, Tensor):
+        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        yield f"{type(value).__name__} {value!r}".encode()
+        return
+    if hasattr(value, "__array_interface__") and not isinstance(value, type):  # numpy's, PIL's
+        array = np.asarray(value)
+        yield f"{array.dtype} {array.shape}".encode()
+        if not array.dtype.hasobject:
+            yield array.tobytes()
+            return
+        value = array.ravel().tolist()
+    yield type(value).__qualname__.encode()
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    elif isinstance(value, Mapping):
+        value = [entry for pair in value.items() for entry in pair]
+    elif not isinstance(value, tuple | list):  # a dataclass, or an object of the task's own
+        if id(value) in seen or isinstance(value, type):
+            return
+        seen.add(id(value))
+        slots = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        named = {f.name: getattr(value, f.name) for f in slots} or getattr(value, "__dict__", {})
+        value = [entry for pair in named.items() for entry in pair]
+    yield str(len(value)).encode()
+    for entry in value:
+        yield from _content(entry, seen)
+
+
+def _check_storable(model: nn.Module) -> None:
+    """Raises: ConfigError: the model has a state that a safetensors file can't hold."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, Tensor):
+            raise ConfigError(
+                f"--task: the model's state_dict has {name!r}, a {type(value).__name__}, and a "
+                "checkpoint holds tensors only; make it a buffer (register_buffer with a tensor) "
+                "instead of an extra state.")
+        try:
+            next(tensorfile.chunks({name: value}))
+        except TypeError as error:
+            raise ConfigError(f"--task: the model's {error}, so no checkpoint could hold it; use "
+                              "another dtype (two real parts for a complex one).") from None
 
 
 def bind_seed(task: Any, seed: int) -> Any:

@@ -8,8 +8,9 @@ from typing import Any
 from trainer import folder, tensorfile
 from trainer.errors import ConfigError
 from trainer.parts import Parts
+from trainer.progress import Best
 from trainer.resume import settings
-from trainer.state import MODEL, Best
+from trainer.state import MODEL
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
@@ -45,11 +46,11 @@ def choose_best(rule: str, best: Best, line: dict[str, Any], step: int) -> bool:
 
 def finish(run: Parts) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set once, and write what the run made."""
+    run.checkpoint.settle()  # while survivors would still save this step
     run.log.phase = "finish"
     best, last = run.state.best, run.progress.step
-    run.checkpoint.finish_pending(must=True)
     chosen = best.step or last
-    is_best = bool(best.metric)
+    is_best = best.value is not None
     if chosen != last and not run.checkpoint.load_model(chosen):
         run.log.warning(f"the best weights, of step {chosen}, are lost: no whole checkpoint holds "
                         "them any more; those of the last step take their place")
@@ -69,18 +70,30 @@ def finish(run: Parts) -> dict[str, Any]:
         + (f", which have the best {best.metric}" if is_best else ", the last step"),
         "final_weights": f"{folder.CHECKPOINTS}/step-{last:08d}/{MODEL}",
         "attempts": run.identity.attempt + 1,
+        "save_waits": run.checkpoint.waits,
     }  # fmt: skip
     figures = {} if best.value is None else {f"final/best_{best.metric}": best.value}
     if scores is not None:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
     run.metrics.finish(settings(run.config), figures, last)
+    error = None
+    try:
+        _write(run, summary)
+    except OSError as problem:
+        error = problem
+    run.world.agree(error)
+    run.log.event("end", attempts=summary["attempts"])
+    for line in folder.closing_lines(summary, str(run.path)):
+        run.log.info(line)
+    return summary
+
+
+def _write(run: Parts, summary: dict[str, Any]) -> None:
+    """The summary last: with it the run is complete, so everything else is durable before."""
+    run.metrics.sync()
     if run.world.is_main:
         weights = run.state.tensors()[MODEL]
         folder.replace_bytes(run.path / folder.PRODUCT,
                              tensorfile.chunks({n: t.cpu() for n, t in weights.items()}))
         folder.replace_json(run.path / folder.SUMMARY, summary)
-    run.log.event("end", attempts=summary["attempts"])
-    for line in folder.closing_lines(summary, str(run.path)):
-        run.log.info(line)
-    return summary

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,12 +21,17 @@ class Verdict:
     Attributes:
         changes: one line for each announced or accepted change.
         label: "exact" or "equivalent".
-        why: what makes it merely equivalent; "" where exact.
+        reasons: what makes it merely equivalent.
     """
 
     changes: tuple[str, ...] = ()
     label: str = "exact"
-    why: str = ""
+    reasons: tuple[str, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """The reasons in one line; "" where exact."""
+        return "; ".join(self.reasons)
 
 
 def settings(config: Config[Any]) -> dict[str, Any]:
@@ -42,14 +47,15 @@ def settings(config: Config[Any]) -> dict[str, Any]:
 
 def judge(
     config: Config[Any], saved: Mapping[str, Any], *, now: Mapping[str, Any],
-    then: Mapping[str, Any],
+    then: Mapping[str, Any], before: Sequence[str] = (),
 ) -> Verdict:  # fmt: skip
     """Compare a start's configuration and circumstances with those of the checkpoint.
 
     Args:
         saved: `settings` of the attempt that wrote the checkpoint.
         now, then: circumstances: "data" (fingerprint), "task" (path), "world_size", "threads",
-            "device", "torch".
+            "device", "cpu" (its vector instructions), "torch", "numpy".
+        before: what earlier starts have changed that bits depend on: it stays so.
 
     Raises:
         ConfigError: a refused key has changed; names both values and the override.
@@ -57,7 +63,7 @@ def judge(
     accepted = {name.replace("-", "_") for name in config.accept}
     classes = {name: change for name, _, change in config.leaves()}
     current = settings(config)
-    lines, reasons = [], []
+    lines, reasons = [], list(before)
     for name in _differing(current, saved):
         change = classes.get(name, "refused" if name.startswith("task.") else "free")
         text = f"{_flag(name)} was {saved.get(name)!r} and is {current.get(name)!r}"
@@ -72,13 +78,13 @@ def judge(
             _refuse(key if key == DATA else "task.class", text, accepted)
             lines.append(text)
             reasons.append(text)
-    for key in ("world_size", "threads", "device", "torch"):
-        if now.get(key) != then.get(key):
+    for key in ("world_size", "threads", "device", "cpu", "torch", "numpy"):
+        if key in then and now.get(key) != then[key]:
             text = f"{key.replace('_', ' ')} was {then.get(key)} and is {now.get(key)}"
             lines.append(text)
             reasons.append(text)
     label = "equivalent" if reasons else "exact"
-    return Verdict(changes=tuple(lines), label=label, why="; ".join(reasons))
+    return Verdict(changes=tuple(lines), label=label, reasons=tuple(reasons))
 
 
 def _differing(current: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[str]:

@@ -43,7 +43,7 @@ class TensorBoard:
         self._writer = RecordWriter(self._file)
         self._event(file_version="brain.Event:2")
         self._event(session_log=SessionLog(status=SessionLog.START), step=purge_step)
-        if images is not None and purge_step <= 1:
+        if images is not None:
             self._event(summary=summary.image("samples", _grid(images), dataformats="CHW"), step=0)
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:

@@ -6,8 +6,6 @@ nothing but safetensors and json, under any nesting of DDP and compile, into gro
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -16,8 +14,15 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.errors import CheckpointDamaged
+from trainer.progress import Best, LossMeter, Progress
 
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+
+CONFIGURED = frozenset((
+    "names", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "nesterov",
+    "dampening", "amsgrad", "fused", "foreach", "capturable", "differentiable", "maximize",
+))  # fmt: skip
+"""Values of a parameter group that follow from the configuration, and so may change with it."""
 
 
 class Stateful(Protocol):
@@ -39,110 +44,6 @@ class Shared(Protocol):
     def share(self) -> None:
         """Collective. Tell each other, before a save."""
         ...
-
-
-@dataclass
-class Progress:
-    """Where the run is: facts from which epoch, place and next samples follow."""
-
-    step: int = 0
-    """Global batches consumed."""
-    skipped: int = 0
-    """How many of them gave no update; learning rate and Adam's count follow step - skipped."""
-    validated: int = 0
-    """The last step whose validation is done."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.skipped = int(state["step"]), int(state["skipped"])
-        self.validated = int(state["validated"])
-
-    @property
-    def updates(self) -> int:
-        """Optimizer updates made."""
-        return self.step - self.skipped
-
-
-@dataclass
-class Best:
-    """The best validation so far, and which step's weights it belongs to."""
-
-    metric: str = ""
-    direction: str = "max"
-    value: float | None = None
-    step: int = 0
-
-    def judge_by(self, metric: str, direction: str) -> None:
-        """Say what is best; by another rule than before, earlier values don't compare."""
-        if (metric, direction) != (self.metric, self.direction):
-            self.metric, self.direction, self.value, self.step = metric, direction, None, 0
-
-    def improves(self, value: float) -> bool:
-        """Whether a value is better than the best; a NaN never is."""
-        if math.isnan(value):
-            return False
-        if self.value is None:
-            return True
-        return value > self.value if self.direction == "max" else value < self.value
-
-    def take(self, value: float, step: int) -> None:
-        """Make a value the best."""
-        self.value, self.step = value, step
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"metric": self.metric, "direction": self.direction,
-                "value": None if self.value is None else self.value.hex(), "step": self.step}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.metric, self.direction = state["metric"], state["direction"]
-        self.value = None if state["value"] is None else float.fromhex(state["value"])
-        self.step = int(state["step"])
-
-
-@dataclass
-class LossMeter:
-    """Loss summed since the last validation, for the mean that stands beside val_loss."""
-
-    total: float = 0.0
-    count: float = 0.0
-
-    def add(self, total: float, count: float) -> None:
-        """Add a step's sums."""
-        self.total += total
-        self.count += count
-
-    def take_mean(self) -> float | None:
-        """The mean since the last call; None if nothing was counted. Starts anew."""
-        mean = self.total / self.count if self.count else None
-        self.total = self.count = 0.0
-        return mean
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"total": self.total.hex(), "count": self.count.hex()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.total = float.fromhex(state["total"])
-        self.count = float.fromhex(state["count"])
-
-
-@dataclass
-class Horizon:
-    """The lengths that the schedule was laid out for, in steps: an epoch's and the run's.
-
-    A run that is made longer keeps them and stays at the schedule's last rate, so that no step
-    it has made would have been another one.
-    """
-
-    epoch: int
-    total: int
-
-    def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.epoch, self.total = int(state["epoch"]), int(state["total"])
 
 
 @dataclass
@@ -276,6 +177,12 @@ class TrainState:
                 key: _placed(value, owner) if isinstance(value, Tensor) else value
                 for key, value in entries.items()
             }
+
+        of = {name: group for group in facts["groups"] for name in group["names"]}
+        for group in self.optimizer.param_groups:
+            for key, value in of[self.names()[group["params"][0]]].items():
+                if key in group and key not in CONFIGURED:  # an optimizer's own counters
+                    group[key] = type(group[key])(value) if isinstance(value, list) else value
 
     def _load_schedule(self, saved: dict[str, Any]) -> None:
         """The update the schedule is at. The rates follow from it and the configuration, so that

@@ -18,7 +18,7 @@ from trainer.data.loader import Micro
 from trainer.faults import Faults
 from trainer.optim import clip
 from trainer.parallel import COUNT, Objective, Sums, synchronised
-from trainer.state import Progress
+from trainer.progress import Progress
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,9 @@ class StopRequest:
     def install(self) -> None:
         """Handle the signals from now on. As early as possible: before torch is imported."""
         for number in SIGNALS:
-            signal.signal(number, self._handle)
+            # `nohup` ignores SIGHUP so that the run outlives its terminal: leave it so.
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self._handle)
 
     def request(self, reason: str) -> None:
         """Ask for a stop at the next step boundary."""

@@ -7,7 +7,7 @@ import difflib
 import importlib
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
@@ -44,8 +44,10 @@ class Outcome:
 class Task(Protocol):
     """What is trained, on what, and how it is judged. A frozen dataclass: its fields are its flags.
 
-    Optional members: `fingerprint() -> str` tells one data set from another (default: length and
-    the bytes of 16 keyed samples); `parameter_groups(model) -> list[dict]` replaces the split into
+    Optional members: `collate(samples) -> batch` makes a batch of a list of samples (default:
+    torch's `default_collate`, through dataclasses too), and must bear a single one;
+    `fingerprint() -> str` tells one data set from another (default: length and the content of 16
+    keyed samples); `parameter_groups(model) -> list[dict]` replaces the split into
     decayed and not decayed parameters; `preload()` reads what all ranks need, once, in the process
     from which `python -m launch` forks them, so it starts no thread, touches no device and makes no
     tensor. A field named `seed` that is None takes the run's seed.
@@ -93,6 +95,27 @@ def find_task(name: str) -> type:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
                           "defines model(), dataset(split) and loss(model, batch).")
     return found
+
+
+def take_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Take `--task NAME` out of the arguments, as it decides which flags there are: name, rest.
+
+    Raises:
+        ConfigError: no name follows it.
+    """
+    rest: list[str] = []
+    name = None
+    waiting = iter(arguments)
+    for argument in waiting:
+        if argument == "--task":
+            name = next(waiting, None)
+            if name is None or name.startswith("-"):
+                raise ConfigError("--task: give the name of a task or module:Class.")
+        elif argument.startswith("--task="):
+            name = argument.removeprefix("--task=")
+        else:
+            rest.append(argument)
+    return name, rest
 
 
 def load_object(path: str, flag: str) -> Any:

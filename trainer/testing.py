@@ -22,7 +22,7 @@ from trainer.data.loader import KeyedSamples, Micro
 from trainer.data.sampler import Slot
 from trainer.faults import Faults
 from trainer.parallel import Objective, check_outcome
-from trainer.state import Progress
+from trainer.progress import Progress
 from trainer.step import Step
 from trainer.sync_batchnorm import guard_plain
 from trainer.task import SPLITS, Outcome

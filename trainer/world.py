@@ -39,6 +39,8 @@ class Launch:
     max_restarts: int = 0
     knows_exit_codes: bool = False
     """Whether the launcher is `python -m launch`, which knows this trainer's exit codes."""
+    launch_id: str | None = None
+    """Of `python -m launch`: equal in all attempts of the launcher's life, and in no other's."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
@@ -76,6 +78,7 @@ class Launch:
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0, most, "0"),
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, most, "0"),
             knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
+            launch_id=env.get("TRAINER_LAUNCH_ID"),
         )
 
 
@@ -152,6 +155,12 @@ class World:
             patience_s=self._patience_s, store_port=self.launch.master_port,
         )  # fmt: skip
         self.group = self._groups.gradients
+
+    def use_threads(self, threads: int) -> None:
+        """Compute with this many intra-op threads from now on."""
+        if threads != self.threads:
+            self.threads = threads
+            torch.set_num_threads(threads)
 
     @property
     def is_main(self) -> bool:
@@ -246,7 +255,7 @@ class World:
                 name, message = found
                 kind = getattr(errors, name, None)
                 if isinstance(kind, type) and issubclass(kind, TrainerError):
-                    raise kind(f"{message} (rank {rank})")
+                    raise errors.told_by(rank, kind(f"{message} (rank {rank})"))
                 raise RuntimeError(f"rank {rank} failed: {name}: {message}")
 
     @contextlib.contextmanager

@@ -25,6 +25,12 @@ def test_nothing_starts_where_the_trainer_refuses_its_arguments(tmp_path: Path) 
         assert launch.err == "no such data\n"
 
 
+def test_nothing_starts_and_nothing_failed_where_only_help_was_asked_for(tmp_path: Path) -> None:
+    with Launched(tmp_path / "helped", {}) as launch:
+        assert launch.end() == 0
+        assert (launch.out, launch.err) == ("usage\n", "")
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGKILL, -9)])
 def test_the_launcher_can_be_ended_while_the_trainer_is_imported(
     tmp_path: Path, number: signal.Signals, code: int

@@ -95,6 +95,8 @@ def test_a_reader_that_has_gone_stops_nothing() -> None:
         ("import no_such_module\ndef main(argv): ...", 2, "No module named 'no_such_module'"),
         ("x = 1", 2, "has no attribute 'main'"),
         ("raise SystemExit(2)", 2, ""),
+        ("raise SystemExit('not here')", 2, "not here"),
+        ("def main(argv): ...\ndef preload(argv): raise SystemExit", 0, ""),
         ("def main(argv): ...\ndef preload(argv): return 76", 76, ""),
         ("def main(argv): ...\ndef preload(argv): raise SystemExit(0)", 0, ""),
     ],

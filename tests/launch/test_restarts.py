@@ -79,6 +79,7 @@ def test_a_rank_has_its_own_session_and_the_variables_that_torchrun_sets(
         assert env["RANK"] == env["LOCAL_RANK"] == env["ROLE_RANK"] == str(note["rank"])
         assert note["sid"] == note["pid"]
     assert len({note["env"]["TORCHELASTIC_RUN_ID"] for note in notes}) == 1
+    assert len({note["env"]["TRAINER_LAUNCH_ID"] for note in notes}) == 1
     ports = {(note["attempt"], note["env"]["MASTER_PORT"]) for note in notes}
     assert len(ports) == 4  # one store for each attempt
 

@@ -175,6 +175,43 @@ def test_config_toml_reproduces_the_run(tmp_path, argv):
     assert plain(again) == plain(config)
 
 
+FIELDS = "--task=field_task:Fields"
+
+
+@pytest.mark.parametrize("argv", [
+    [], ["--task.width=None"], ["--task.width=7", "--task.depth=3"], ["--task.norm=LAYER"],
+    ["--task.sizes=3", "--task.sizes=1", "--task.names=b", "--task.names=a"],
+    ["--task.inner.rate=None"], ["--task.weights", "a", "0.5", "--task.weights", "b", "2"],
+    ["--task.places=one", "--task.places=two"],
+], ids=" ".join)  # fmt: skip
+def test_config_toml_holds_a_tasks_fields_of_any_kind(tmp_path, argv):
+    config = cli.parse([FIELDS, *argv])
+
+    again = cli.parse([recipe(tmp_path, cli.to_toml(config)), f"--run={config.run}"])
+
+    assert again == config
+    assert [type(v) for v in vars(again.task).values()] == [
+        type(v) for v in vars(config.task).values()]
+
+
+def test_a_field_without_a_value_is_listed_where_its_default_is_one():
+    table = tomllib.loads(cli.to_toml(cli.parse([FIELDS, "--task.width=None"])))
+
+    assert table["task"]["None"] == ["width"]
+    assert "depth" not in table["task"]
+
+
+def test_a_flag_gives_a_value_to_a_field_that_config_toml_leaves_without(tmp_path):
+    path = recipe(tmp_path, cli.to_toml(cli.parse([FIELDS, "--task.width=None"])))
+
+    assert cli.parse([path, "--task.width=6"]).task.width == 6
+
+
+@pytest.mark.parametrize("name", ["Gaps", "Objects"])
+def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
+    assert refusal(f"--task=field_task:{name}").startswith("--task.odd-one ")
+
+
 def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_attempt():
     config = cli.parse(["--inject=kill", "--resume=never", "--accept=data", "--run=here"])
 
@@ -302,6 +339,9 @@ def test_a_word_that_cannot_be_read_is_refused_with_its_flag(argv, parts):
     ("[data]\nshuffle = 'of'", "{path}: data.shuffle = 'of': use one of on, off (did you mean"),
     ("[schedule]\nwarmup = '5x'", "{path}: schedule.warmup = '5x': '5x' is not a length"),
     ("[schedule]\nwarmup = 0.5", "{path}: schedule.warmup = 0.5: a value of type Length"),
+    ("None = 3", "{path}: None: a value of type list"),
+    ("None = ['sed']", "{path}: unknown key sed; did you mean seed?"),
+    ("None = ['seed']", "{path}: seed = None: a value of type int is wanted."),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
     ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
     ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use 1 or more"),

@@ -209,6 +209,20 @@ def test_a_full_disk_is_the_error_that_the_system_gives():
     assert "No space left" in str(error)
 
 
+def test_an_event_after_a_torn_line_is_a_line_of_its_own(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_text('{"event": "save"}\n{"event": "sto')
+
+    for attempt in (1, 2):
+        log = Log()
+        log.open_events(path, attempt=attempt, nonce="n")
+        log.event("start")
+        log.close()
+
+    assert [e["event"] for e in read_events(path)] == ["save", "start", "start"]
+    assert len(path.read_text().splitlines()) == 4, "and no line is empty"
+
+
 def test_a_fault_is_an_event_and_a_line_before_it_happens(tmp_path):
     log = Log(level="error")
     log.open_events(tmp_path / "events.jsonl", attempt=2, nonce="n")

@@ -34,6 +34,11 @@ def test_only_our_own_launcher_knows_the_exit_codes() -> None:
     assert not Launch.from_environment(TORCHRUN).knows_exit_codes
 
 
+def test_only_our_own_launcher_tells_who_it_is() -> None:
+    assert Launch.from_environment(TORCHRUN | {"TRAINER_LAUNCH_ID": "5c"}).launch_id == "5c"
+    assert Launch.from_environment(TORCHRUN).launch_id is None
+
+
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
                                   "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(name: str) -> None:

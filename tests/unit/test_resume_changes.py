@@ -112,8 +112,7 @@ def test_accepting_one_change_accepts_no_other():
 
 
 def test_nothing_changed_is_exact():
-    assert judge(parsed(), saved(), now=HERE, then=HERE) == Verdict(changes=(), label="exact",
-                                                                    why="")
+    assert judge(parsed(), saved(), now=HERE, then=HERE) == Verdict(changes=(), label="exact")
 
 
 def test_several_announced_changes_are_a_line_each():
@@ -135,7 +134,7 @@ def test_several_announced_changes_are_a_line_each():
 def test_other_circumstances_are_announced_and_no_longer_exact(key, value, line):
     verdict = judge(parsed(), saved(), now=HERE | {key: value}, then=HERE)
 
-    assert verdict == Verdict(changes=(line,), label="equivalent", why=line)
+    assert verdict == Verdict(changes=(line,), label="equivalent", reasons=(line,))
 
 
 @pytest.mark.parametrize(("key", "accept"), [("data", "data"), ("task", "task.class")])

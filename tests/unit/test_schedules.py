@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from trainer import schedules
 from trainer.config import Schedule
 from trainer.length import Length
-from trainer.state import Horizon
+from trainer.progress import Horizon
 
 
 def rates(total: int, *, epoch: int = 10, more: int = 0, **fields: object) -> list[float]:

@@ -11,7 +11,8 @@ from torch import nn
 from trainer import schedules
 from trainer.config import Schedule
 from trainer.errors import CheckpointDamaged
-from trainer.state import MODEL, OPTIMIZER, Best, Horizon, LossMeter, Progress, TrainState
+from trainer.progress import Best, Horizon, LossMeter, Progress
+from trainer.state import MODEL, OPTIMIZER, TrainState
 
 
 def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.float32,
@@ -160,3 +161,15 @@ def test_each_rank_has_random_states_of_its_own_at_each_step():
     digests = {digest for step in range(3) for digest in state.rng_digests(step)}
 
     assert len(digests) == 6
+
+
+def test_an_optimizers_own_counters_in_its_groups_come_back():
+    before = train(make(), 2)
+    before.optimizer.param_groups[0]["steps_seen"] = 7
+    tensors, facts = saved(before)
+
+    after = make()
+    after.optimizer.param_groups[0]["steps_seen"] = 0
+    after.load(tensors, facts)
+
+    assert after.optimizer.param_groups[0]["steps_seen"] == 7

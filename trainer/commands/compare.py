@@ -100,6 +100,10 @@ def _metric_differences(run_a: Path, run_b: Path, step: int) -> Iterator[str]:
          if line["step"] <= step}
         for run in (run_a, run_b)
     ]  # fmt: skip
+    for run, table in zip((run_a, run_b), tables, strict=True):
+        lines = [line for line in read_metrics(run / folder.METRICS) if line["step"] <= step]
+        if len(lines) != len(table):
+            yield f"metrics.jsonl of {run} has a step twice"
     for key in sorted({**tables[0], **tables[1]}):
         what = f"metrics.jsonl, {'validation of ' if key[1] else ''}step {key[0]}"
         yield from _value_differences(what, tables[0].get(key), tables[1].get(key))

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -42,7 +42,7 @@ class Micro:
 class SampleIndices(list[int]):
     """What a data set's `__getitems__` gets: indices that know their epoch and random keys."""
 
-    def __init__(self, indices: tuple[int, ...], epoch: int, keys: np.ndarray) -> None:
+    def __init__(self, indices: Iterable[int], epoch: int, keys: np.ndarray) -> None:
         super().__init__(indices)
         self.epoch = epoch
         self.keys = keys
@@ -55,6 +55,9 @@ class SampleError(RuntimeError):
 class KeyedSamples(Dataset[Micro]):
     """A map-style data set, read slot by slot with every random draw keyed by its sample.
 
+    Through a `Subset` the data set inside is read itself: the subset would ask it for many samples
+    at once, without their keys. They stay those of the samples' places in the subset.
+
     Args:
         augment: whether `__getitems__` is given keys; without them it augments nothing.
     """
@@ -64,6 +67,9 @@ class KeyedSamples(Dataset[Micro]):
         augment: bool = True,
     ) -> None:  # fmt: skip
         self._dataset = dataset
+        self._inner, self._maps = _inside(dataset)
+        own = getattr(type(self._inner), "__getitems__", None) is not Subset.__getitems__
+        self._batched = own and hasattr(self._inner, "__getitems__")
         self._seed = seed
         self._collate = collate
         self._augment = augment
@@ -76,8 +82,9 @@ class KeyedSamples(Dataset[Micro]):
     def __getitem__(self, slot: Slot) -> Micro:
         if slot.epoch != self._epoch:
             self._epoch = slot.epoch
-            if hasattr(self._dataset, "set_epoch"):
-                self._dataset.set_epoch(slot.epoch)
+            for dataset in _nested(self._dataset):
+                if hasattr(dataset, "set_epoch"):
+                    dataset.set_epoch(slot.epoch)
         if not slot.indices:
             return Micro(slot, batches.empty(self._read((0,), slot.epoch)))
         return Micro(slot, self._read(slot.indices, slot.epoch))
@@ -85,23 +92,32 @@ class KeyedSamples(Dataset[Micro]):
     def sample(self, index: int) -> Any:
         """One sample of epoch 0, as the data set gives it."""
         self._key(0, index)
-        return self._dataset[index]
+        return self._inner[self._place(index)]
 
     def _read(self, indices: tuple[int, ...], epoch: int) -> Any:
-        if hasattr(self._dataset, "__getitems__"):
+        if self._batched:
             base = rng.mix(self._seed, rng.SAMPLE, epoch)
             keys = rng.mix_array(base, np.asarray(indices, dtype=np.int64))
             self._key(epoch, indices[0])
             with _named_sample(indices, epoch):
-                wanted = SampleIndices(indices, epoch, keys) if self._augment else list(indices)
-                found = self._dataset.__getitems__(wanted)
+                wanted = [self._place(index) for index in indices]
+                if self._augment:
+                    wanted = SampleIndices(wanted, epoch, keys)
+                found = self._inner.__getitems__(wanted)
             return self._collated(found, indices, epoch) if isinstance(found, list) else found
         samples = []
         for index in indices:
             self._key(epoch, index)
             with _named_sample((index,), epoch):
-                samples.append(self._dataset[index])
+                samples.append(self._inner[self._place(index)])
         return self._collated(samples, indices, epoch)
+
+    def _place(self, index: int) -> Any:
+        """Of a sample of the whole, its index in the data set that is read."""
+        place: Any = index
+        for indices in self._maps:
+            place = indices[place]
+        return place.item() if isinstance(place, torch.Tensor | np.generic) else place
 
     def _collated(self, samples: list[Any], indices: tuple[int, ...], epoch: int) -> Any:
         with _named_sample(indices, epoch, doing="collating"):
@@ -134,10 +150,30 @@ class _named_sample:
                               f"{type(error).__name__}: {error}") from error
 
 
-def in_memory(dataset: Any) -> bool:
-    """Whether reading is so cheap that loader processes only add the cost of handing over."""
+def _nested(dataset: Any) -> Iterator[Any]:
+    """A data set, and those inside of it where it is a `Subset`."""
+    yield dataset
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
+        yield dataset
+
+
+def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
+    """The data set within plain `Subset`s, and the indices of each, the outermost first."""
+    maps = []
+    for layer in _nested(dataset):
+        kind = type(layer)
+        if not isinstance(layer, Subset) or (kind.__getitem__, kind.__getitems__) != (
+                Subset.__getitem__, Subset.__getitems__):  # it does more than to choose
+            break
+        maps.append(layer.indices)
+        dataset = layer.dataset
+    return dataset, maps
+
+
+def in_memory(dataset: Any) -> bool:
+    """Whether reading is so cheap that loader processes only add the cost of handing over."""
+    *_, dataset = _nested(dataset)
     return hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset)
 
 

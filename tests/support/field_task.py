@@ -1,0 +1,54 @@
+"""Tasks with fields of many kinds, among them such as a file of settings can't hold."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from tape_task import Tape
+
+
+class Norm(enum.Enum):
+    """Written by name: the values need not be texts."""
+
+    BATCH = 1
+    LAYER = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner:
+    """A table of its own."""
+
+    rate: float | None = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Fields(Tape):
+    """`Tape` with more fields, which it doesn't use."""
+
+    width: int | None = 5  # type: ignore[assignment]
+    depth: int | None = None
+    norm: Norm = Norm.BATCH  # type: ignore[assignment]
+    sizes: set[int] = dataclasses.field(default_factory=lambda: {2, 1})
+    names: frozenset[str] = frozenset()
+    places: tuple[Path, ...] = (Path("here"),)
+    weights: dict[str, float] = dataclasses.field(default_factory=lambda: {"a": 1.0})
+    inner: Inner = Inner()
+
+
+@dataclasses.dataclass(frozen=True)
+class Gaps(Tape):
+    """TOML has no null."""
+
+    odd_one: Annotated[dict[str, Any], tyro.conf.Fixed] = dataclasses.field(
+        default_factory=lambda: {"a": None})
+
+
+@dataclasses.dataclass(frozen=True)
+class Objects(Tape):
+    """TOML has no objects."""
+
+    odd_one: Annotated[object, tyro.conf.Fixed] = dataclasses.field(default_factory=object)

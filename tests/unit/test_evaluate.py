@@ -1,0 +1,64 @@
+"""What a task's loss may return, and where an evaluation stands."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import faults
+from trainer.data.batch import collate
+from trainer.errors import ConfigError
+from trainer.evaluate import Evaluator
+from trainer.faults import Faults, InjectedFault
+from trainer.parallel import check_outcome
+from trainer.task import Outcome
+
+
+@pytest.mark.parametrize("name", ["loss", "samples", "step", "epoch", "lr", "val_loss",
+                                  "val_accuracy", "train_loss"])
+@pytest.mark.parametrize("named_loss", [False, True])
+def test_a_metric_with_a_name_that_is_taken_is_refused(name, named_loss):
+    one = torch.ones(())
+    outcome = Outcome({name: one}, 1) if named_loss else Outcome(one, 1, {name: (1, 1)})
+
+    with pytest.raises(ConfigError, match=f"a metric '{name}'; .* step, epoch, loss, .* val_"):
+        check_outcome(outcome)
+
+
+def test_a_loss_and_a_metric_of_one_name_are_refused():
+    one = torch.ones(())
+
+    with pytest.raises(ConfigError, match="'box' as a loss and as a metric"):
+        check_outcome(Outcome({"box": one, "mask": one}, 1, {"box": (1, 1)}))
+
+
+def test_named_losses_and_metrics_stand_side_by_side():
+    one = torch.ones(())
+
+    total, metrics = check_outcome(Outcome({"box": one, "mask": one}, 1, {"losses": (1, 2)}))
+
+    assert total.item() == 2
+    assert list(metrics) == ["box", "mask", "losses"]
+
+
+@pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
+def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
+    def loss(model: nn.Module, batch: Any) -> Outcome:
+        return Outcome(model(batch).sum(), len(batch))
+
+    evaluate = Evaluator(
+        model=nn.Linear(1, 1), loss=loss, dataset=[torch.ones(1)] * 3, collate=collate,
+        batch_size=2, workers=0, seed=0, rank=0, num_ranks=1, device=torch.device("cpu"),
+        autocast=contextlib.nullcontext, all_sum=lambda table: table, step=lambda: 9,
+        faults=Faults([faults.parse("raise:epoch=2:phase=evaluate")]), epoch=lambda: epoch,
+    )  # fmt: skip
+
+    if fires:
+        with pytest.raises(InjectedFault, match="at step 9, evaluate"):
+            evaluate()
+    else:
+        assert evaluate().samples == 3

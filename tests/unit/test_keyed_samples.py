@@ -1,0 +1,99 @@
+"""Reading a map-style data set: each sample under its own key, through subsets too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import Dataset, Subset, random_split
+
+from trainer.data.loader import KeyedSamples, in_memory
+from trainer.data.sampler import Slot
+
+
+class Plain(Dataset):
+    """Sample i is (i, epoch, a draw)."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def __len__(self) -> int:
+        return 12
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitem__(self, index: int) -> tuple[int, int, float]:
+        assert type(index) is int
+        return index, self.epoch, torch.rand((), dtype=torch.float64).item()
+
+
+class Batched(Plain):
+    """The same at once, with the keys in the draws' place, or -1 without."""
+
+    def __getitems__(self, indices: Any) -> list[tuple[int, int, int]]:
+        keys = indices.keys if hasattr(indices, "keys") else np.full(len(indices), -1)
+        return [(i, self.epoch, int(k) >> 1) for i, k in zip(indices, keys, strict=True)]
+
+
+class Doubled(Subset):
+    """A subset that does more than to choose."""
+
+    def __getitem__(self, index: int) -> Any:
+        number, epoch, drawn = self.dataset[self.indices[index]]
+        return 2 * number, epoch, drawn
+
+
+def read(dataset: Any, *places: int, epoch: int = 3, augment: bool = True) -> list[list[float]]:
+    """[index, epoch, draw] of each sample of one micro-batch."""
+    samples = KeyedSamples(dataset, seed=1, augment=augment)
+    columns = samples[Slot(1, epoch, 0, True, places)].batch
+    return torch.stack([c.double() for c in columns], 1).tolist()
+
+
+@pytest.mark.parametrize("kind", [Plain, Batched])
+@pytest.mark.parametrize("indices", [[7, 5, 3, 1], torch.tensor([7, 5, 3, 1]), range(7, 0, -2)])
+def test_a_subsets_samples_are_keyed_by_their_places_in_it(kind, indices):
+    subset = Subset(kind(), indices)
+
+    found = read(subset, 2, 0)
+
+    assert [row[:2] for row in found] == [[3, 3], [7, 3]]
+    assert found == read(subset, 2) + read(subset, 0), "whatever else is in the micro-batch"
+    direct = read(kind(), 2, 0)
+    assert [row[2] for row in found] == [row[2] for row in direct]
+
+
+def test_subsets_within_subsets_are_followed_to_the_data_set():
+    part, _ = random_split(Batched(), [8, 4], generator=torch.Generator().manual_seed(0))
+    nested = Subset(part, [6, 4, 2])
+
+    found = read(nested, 0, 1)
+
+    assert [row[:2] for row in found] == [[part.indices[6], 3], [part.indices[4], 3]]
+    assert [row[2] for row in found] == [row[2] for row in read(Batched(), 0, 1)]
+
+
+def test_without_augmentation_no_keys_are_given_through_a_subset():
+    assert [row[2] for row in read(Subset(Batched(), [4, 2]), 0, 1, augment=False)] == [-1, -1]
+
+
+@pytest.mark.parametrize("kind", [Plain, Batched])
+def test_a_subset_that_does_more_than_to_choose_is_asked_itself(kind):
+    subset = Doubled(kind(), [5, 4])
+
+    found = read(subset, 0, 1)
+
+    assert [row[:2] for row in found] == [[10, 3], [8, 3]], "the epoch reaches what is inside"
+    assert found == read(subset, 0) + read(subset, 1)
+
+
+def test_a_single_sample_of_a_subset_is_the_one_that_it_chose():
+    assert KeyedSamples(Subset(Plain(), torch.tensor([9, 8])), seed=1).sample(1)[0] == 8
+
+
+def test_data_in_memory_are_so_in_a_subset():
+    assert in_memory(Subset(Subset(Batched(), [1, 2]), [0]))
+    assert not in_memory(Subset(Plain(), [1, 2]))

@@ -1,0 +1,130 @@
+"""What is made, and found wrong, before a run folder is touched."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from trainer.config import Batch, Config
+from trainer.errors import ConfigError
+from trainer.prepare import prepare
+from trainer.world import Launch, World
+
+
+class Items(Dataset):
+    """20 samples, made by a function of the index."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> Any:
+        return self.make(index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Made:
+    """A task of any samples and any model."""
+
+    make: Any = float
+    net: Any = dataclasses.field(default_factory=lambda: lambda: nn.Linear(2, 1))
+
+    def model(self) -> nn.Module:
+        return self.net()
+
+    def dataset(self, split: str) -> Dataset | None:
+        return Items(self.make) if split == "train" else None
+
+    def loss(self, model: nn.Module, batch: Any) -> Any:
+        raise AssertionError("nothing is trained here")
+
+
+def prepared(task: Made) -> Any:
+    world = World(Launch(), torch.device("cpu"), threads=torch.get_num_threads())
+    config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2))  # type: ignore[type-var]
+    return prepare(config, world)
+
+
+def fingerprint(make: Any) -> str:
+    return prepared(Made(make=make)).fingerprint
+
+
+class Graph:
+    """What no default collate can stack; two of them refer to each other."""
+
+    def __init__(self, nodes: int) -> None:
+        self.nodes = torch.arange(nodes)
+        self.twin: Any = self
+
+
+@dataclasses.dataclass(slots=True)
+class Pair:
+    left: Any
+    right: Any
+
+
+SAMPLES: dict[str, tuple[Any, Any]] = {
+    "objects": (Graph, lambda i: Graph(i + 1)),
+    "None": (lambda i: (i, None), lambda i: (i, 0)),
+    "ragged tensors": (lambda i: [torch.zeros(i)], lambda i: [torch.zeros(i + 1)]),
+    "the same bytes in another form": (
+        lambda i: torch.zeros(2, 3), lambda i: torch.zeros(3, 2)),
+    "the same bytes of another type": (
+        lambda i: torch.zeros(2), lambda i: torch.zeros(2, dtype=torch.int32)),
+    "texts": (lambda i: {"text": f"no. {i}"}, lambda i: {"text": f"No. {i}"}),
+    "arrays": (lambda i: np.full(2, i), lambda i: np.full(2, i + 1)),
+    "arrays of objects": (
+        lambda i: np.array(["a", None], object), lambda i: np.array(["b", None], object)),
+    "numbers": (lambda i: i, lambda i: float(i)),
+    "dataclasses": (lambda i: Pair(i, "x"), lambda i: Pair(i, "y")),
+    "sets": (lambda i: {"a", "b"}, lambda i: {"a", "c"}),
+    "scalars in bfloat16": (
+        lambda i: torch.tensor(i).bfloat16(), lambda i: torch.tensor(i + 1).bfloat16()),
+    "sparse tensors": (
+        lambda i: torch.eye(2).to_sparse(), lambda i: (2 * torch.eye(2)).to_sparse()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAMPLES)
+def test_a_fingerprint_needs_no_collate_and_tells_samples_apart(kind):
+    one, another = SAMPLES[kind]
+
+    assert fingerprint(one).startswith("20 samples ")
+    assert fingerprint(one) == fingerprint(one)
+    assert fingerprint(one) != fingerprint(another)
+
+
+class Complex(nn.Module):
+    def __init__(self, *, persistent: bool = True) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(2))
+        self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64), persistent=persistent)
+
+
+class Extra(nn.Linear):
+    def get_extra_state(self) -> dict[str, int]:
+        return {"calls": 1}
+
+    def set_extra_state(self, state: Any) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("net", "told"), [
+    (Complex, r"phase: safetensors has no dtype torch\.complex64, so no checkpoint"),
+    (lambda: nn.Sequential(Extra(2, 1)), r"'0\._extra_state', a dict, and a checkpoint holds tens"),
+])  # fmt: skip
+def test_a_model_that_no_checkpoint_could_hold_is_refused_with_what_it_has(net, told):
+    with pytest.raises(ConfigError, match=rf"--task: the model's .*{told}"):
+        prepared(Made(net=net))
+
+
+def test_what_is_not_part_of_the_state_may_be_of_any_kind():
+    assert prepared(Made(net=lambda: Complex(persistent=False))).card["parameters"] == 2
