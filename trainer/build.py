@@ -109,7 +109,9 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         state.progress.load_state_dict(found.facts["progress"])
     position = log.step = state.progress.step
     _arm(armed, checkpoint, state)
-    folder.refuse_finished(path, world, position, work.intervals.total)
+    waited = found is not None and found.facts["best"]["waited"]
+    if position >= work.intervals.total or 0 < config.eval.patience <= waited:
+        folder.refuse_finished(path, world, position)
     folder.enter(path, identity, lock, world, log)
     log.event("start", world_size=world.size)
     armed.at("start", step=position)

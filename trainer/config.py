@@ -217,8 +217,11 @@ class Eval:
     best: str = leaf("auto", "announced")
     """What the best weights are chosen by, NAME:max or NAME:min (val_loss:min); auto:
     val_accuracy:max where the task reports accuracy, else val_loss:min."""
+    patience: int = leaf(0, "announced")
+    """End the run after so many validations in a row without a better one; 0 is off."""
 
     def __post_init__(self) -> None:
+        _check(self.patience >= 0, "eval.patience", self.patience, "use 0 (off) or more.")
         _check(self.batch_size == "auto" or self.batch_size >= 1, "eval.batch-size",
                self.batch_size, "use auto, 1 or more.")
         _check(self.best == "auto" or self.best.endswith((":max", ":min")), "eval.best", self.best,

@@ -67,14 +67,14 @@ def _adopted(path: Path) -> dict[str, Any] | None:
     return {"run": runs[-1], "attempt": max(attempts, default=0)}
 
 
-def refuse_finished(path: Path, world: World, step: int, total: int) -> None:
-    """Collective. Go no further with a run that is complete.
+def refuse_finished(path: Path, world: World, step: int) -> None:
+    """Collective. Go no further with a run that has no step left, if it is complete.
 
     Raises:
-        AlreadyFinished: its summary is of the step it is at, and no step is left.
+        AlreadyFinished: its summary is of the step it is at.
     """
     summary = world.broadcast_json(read_json(path / SUMMARY) if world.is_main else None)
-    if summary is not None and step >= total and summary["step"] == step:
+    if summary is not None and summary["step"] == step:
         lines = [f"{path}: the run is complete; nothing to do", *closing_lines(summary, str(path))]
         raise AlreadyFinished("\n".join(lines))
 

@@ -21,6 +21,8 @@ def train(run: Parts) -> dict[str, object]:
         step, every = progress.step, run.intervals
         if is_due(step, every.evaluate, last) and progress.validated < step:
             validate(run)  # also the one that an earlier attempt owed
+        if run.state.best.has_waited(run.config.eval.patience):
+            last = step
         if wanted or is_due(step, every.checkpoint, last):
             run.checkpoint.save("periodic")
         if step >= last:

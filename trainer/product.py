@@ -39,6 +39,7 @@ def choose_best(rule: str, best: Best, line: dict[str, Any], step: int) -> bool:
     best.judge_by(name, direction)
     value = line[name]
     if value is None or not best.improves(value):
+        best.waited += 1
         return False
     best.take(value, step)
     return True
@@ -70,6 +71,7 @@ def finish(run: Parts) -> dict[str, Any]:
         + (f", which have the best {best.metric}" if is_best else ", the last step"),
         "final_weights": f"{folder.CHECKPOINTS}/step-{last:08d}/{MODEL}",
         "attempts": run.identity.attempt + 1,
+        "stopped_early": last < run.intervals.total,
         "save_waits": run.checkpoint.waits,
     }  # fmt: skip
     figures = {} if best.value is None else {f"final/best_{best.metric}": best.value}

@@ -40,11 +40,14 @@ class Best:
     direction: str = "max"
     value: float | None = None
     step: int = 0
+    waited: int = 0
+    """Validations since then."""
 
     def judge_by(self, metric: str, direction: str) -> None:
         """Say what is best; by another rule than before, earlier values don't compare."""
         if (metric, direction) != (self.metric, self.direction):
             self.metric, self.direction, self.value, self.step = metric, direction, None, 0
+            self.waited = 0
 
     def improves(self, value: float) -> bool:
         """Whether a value is better than the best; a NaN never is."""
@@ -54,18 +57,23 @@ class Best:
             return True
         return value > self.value if self.direction == "max" else value < self.value
 
+    def has_waited(self, patience: int) -> bool:
+        """Whether so many validations in a row (0: any number may be) weren't better."""
+        return 0 < patience <= self.waited
+
     def take(self, value: float, step: int) -> None:
         """Make a value the best."""
-        self.value, self.step = value, step
+        self.value, self.step, self.waited = value, step, 0
 
     def state_dict(self) -> dict[str, Any]:
         return {"metric": self.metric, "direction": self.direction,
-                "value": None if self.value is None else self.value.hex(), "step": self.step}
+                "value": None if self.value is None else self.value.hex(), "step": self.step,
+                "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.metric, self.direction = state["metric"], state["direction"]
         self.value = None if state["value"] is None else float.fromhex(state["value"])
-        self.step = int(state["step"])
+        self.step, self.waited = int(state["step"]), int(state["waited"])
 
 
 @dataclass

@@ -240,3 +240,23 @@ def test_three_ranks_resume_to_the_bits_of_a_straight_run(ranks, tmp_path):
 
     assert codes == [75, 0]
     assert not list(differences(tmp_path / "straight", tmp_path / "stopped"))
+
+
+def test_patience_is_kept_over_restarts(ranks, tmp_path):
+    # The rate is so high that validations get worse and worse: the first stays the best.
+    arguments = [*TASK, "--task.samples=160", "--task.validation=6", "--steps=60",
+                 "--eval.every=2", "--eval.patience=3", "--eval.best=val_loss:min",
+                 "--optim.name=sgd", "--optim.lr=5", "--clip.norm=0", "--schedule.warmup=off"]
+    until_done(ranks, 1, tmp_path / "straight", *arguments)
+    stops = [f"--inject=term:step={n}" for n in (3, 4, 5, 6, 7)]
+
+    codes = until_done(ranks, 1, tmp_path / "stopped", *arguments, *stops)
+
+    values = [line["val_loss"] for line in validations(tmp_path / "straight")]
+    best = min(range(len(values)), key=lambda i: float("inf") if values[i] is None else values[i])
+    assert len(values) == best + 1 + 3
+    assert len(steps(tmp_path / "straight")) == 2 * len(values) < 60
+    assert codes[-1] == 0
+    assert not list(differences(tmp_path / "straight", tmp_path / "stopped"))
+    assert until_done(ranks, 1, tmp_path / "stopped", *arguments, *stops) == [0]
+    assert json.loads((tmp_path / "stopped/summary.json").read_text())["stopped_early"]
