@@ -108,7 +108,8 @@ def measure_overhead(
     def save() -> float:
         subject.state.progress.step += 1
         began = time.perf_counter()
-        ours.save("periodic", wait=True)
+        ours.save("periodic")
+        ours.settle()
         return time.perf_counter() - began
 
     def steps(count: int) -> float:

@@ -104,7 +104,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
             world.use_threads(then["threads"])  # their number decides bits
             circumstances["threads"] = world.threads
         verdict = resume.judge(config, found.facts["settings"], now=circumstances, then=then,
-                               before=found.facts["inexact"])
+                               before=found.facts.get("inexact", ()))
         inexact.extend(verdict.reasons)
         state.progress.load_state_dict(found.facts["progress"])
     position = log.step = state.progress.step
@@ -143,6 +143,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
             batch_size=_evaluation_batch(config), workers=workers, seed=config.seed,
             rank=world.rank, num_ranks=world.size, device=world.device, autocast=step.autocast,
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
+            epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
         )
         for split in ("validation", "test")
     }  # fmt: skip

@@ -274,6 +274,8 @@ class Checkpointer:
         try:
             if not self._snapshot.finish():
                 self.overlap = False
+                if job is self._held:
+                    self._held = None  # nobody may write this copy
                 raise CheckpointDamaged("a forward changed parameters while they were copied; "
                                         "from now on they are copied before")
         finally:

@@ -124,7 +124,7 @@ def _launch_id(world: World) -> str | None:
     """Equal in all attempts of one launcher's life. torchrun's own run id is "none" by default."""
     if world.launch.run_id is None:
         return None
-    if getattr(world.launch, "launch_id", None):
+    if world.launch.launch_id is not None:
         return world.launch.launch_id
     return f"{world.launch.run_id} {world.launch.master_address} {os.getppid()}"
 

@@ -55,8 +55,7 @@ def step_line(result: StepResult) -> dict[str, Any]:
         line["skipped"] = True
         return line
     for name, (total, count) in result.sums.metrics.items():
-        key = f"train_{name}" if name in RESERVED else name
-        line[key] = _number(total / count) if count else None
+        line[name] = _number(total / count) if count else None
     return line
 
 

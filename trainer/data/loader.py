@@ -68,8 +68,7 @@ class KeyedSamples(Dataset[Micro]):
     ) -> None:  # fmt: skip
         self._dataset = dataset
         self._inner, self._maps = _inside(dataset)
-        own = getattr(type(self._inner), "__getitems__", None) is not Subset.__getitems__
-        self._batched = own and hasattr(self._inner, "__getitems__")
+        self._batched = hasattr(self._inner, "__getitems__")
         self._seed = seed
         self._collate = collate
         self._augment = augment
