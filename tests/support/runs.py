@@ -8,10 +8,13 @@ from typing import Any
 
 
 def train(*arguments: str) -> int:
-    """In a rank: the exit code of `python -m trainer ARGUMENTS`."""
+    """In a rank: the exit code of `python -m trainer ARGUMENTS`.
+
+    One thread: more would wait for each other wherever another process takes a core.
+    """
     from trainer.__main__ import main
 
-    return main(list(arguments))
+    return main([*arguments, "--world.threads=1"])
 
 
 def metrics(run: Path | str) -> list[dict[str, Any]]:
