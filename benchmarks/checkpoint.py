@@ -123,13 +123,10 @@ def measure_overhead(
 
     rate = subject.bytes / statistics.median([save() for _ in range(5)][1:])
     step_s = subject.bytes / rate / ratio
-    inputs = torch.randn(256, subject.width)
-    steps(2)
-    begin = min(steps(1) for _ in range(3))
-    inputs = torch.randn(1024, subject.width)
-    slope = (min(steps(1) for _ in range(3)) - begin) / 768  # the update takes its time by itself
-    inputs = torch.randn(max(8, round(256 + (step_s - begin) / slope)), subject.width)
-    steps(1)
+    batch = 256
+    for _ in range(5):
+        inputs = torch.randn(batch, subject.width)
+        batch = max(8, round(batch * step_s / min(steps(1) for _ in range(3))))
     with_save, without = [], []
     for turn in range(2 * pairs):
         if turn % 2 == 0:

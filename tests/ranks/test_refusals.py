@@ -74,4 +74,4 @@ def test_torchrun_makes_one_attempt_at_bad_input(tmp_path):
                           env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
     assert done.returncode == 1  # torchrun knows no other code
-    assert done.stderr.count("error: Unrecognized options: --optm.lr") == 1
+    assert done.stderr.count("error: --optm.lr: there is no such flag") == 1

@@ -45,14 +45,14 @@ def test_a_stop_by_a_signal_to_torchrun_is_one_attempt_and_takes_no_time(
         _wait_for(tmp_path, ["started 0 0", "started 0 1"])
         torchrun.send_signal(number)
         assert torchrun.wait(60) != 0
-    assert _notes(tmp_path) == ONE_ATTEMPT
+    _wait_for(tmp_path, ONE_ATTEMPT)  # told twice, torchrun may be gone a moment before its ranks
 
 
 @pytest.mark.long
 def test_a_rank_that_comes_to_the_end_after_torchruns_signal_leaves_soon(tmp_path: Path) -> None:
     with _torchrun(tmp_path, 2, "late") as torchrun:
         assert torchrun.wait(60) != 0
-    assert _notes(tmp_path) == ONE_ATTEMPT
+    _wait_for(tmp_path, ONE_ATTEMPT)  # told twice, torchrun may be gone a moment before its ranks
 
 
 @pytest.mark.long
@@ -88,6 +88,6 @@ def _notes(folder: Path) -> list[str]:
 
 def _wait_for(folder: Path, notes: list[str]) -> None:
     deadline = time.monotonic() + 60
-    while _notes(folder) != notes:
+    while _notes(folder) != sorted(notes):
         assert time.monotonic() < deadline, _notes(folder)
         time.sleep(0.02)
