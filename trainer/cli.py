@@ -94,7 +94,10 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{error}") from error
     if config.run is None:
-        config = dataclasses.replace(config, run=f"runs/{Path(recipe).stem}")
+        name = Path(recipe).stem
+        if task_name is not None and recipe == DEFAULT_RECIPE:
+            name = task_name.rpartition(":")[2].lower()
+        config = dataclasses.replace(config, run=f"runs/{name}")
     to_toml(config)  # what can't be written is refused before anything is
     return config
 

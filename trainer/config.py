@@ -263,7 +263,8 @@ class Config(Generic[TaskT]):
 
     task: TaskT = leaf(None, "refused")
     run: str | None = leaf(None, "free")
-    """The run folder; the same command continues what is in it. Default: runs/RECIPE."""
+    """The run folder; the same command continues what is in it. Default: runs/RECIPE, or
+    runs/TASK for a task without a recipe."""
     seed: int = leaf(0, "refused")
     """All randomness follows from it."""
     steps: int | None = leaf(None, "announced")
