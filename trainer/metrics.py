@@ -143,8 +143,8 @@ class Metrics:
             waited_s: seconds that this rank has waited for data so far.
         """
         data, self._waited_s = waited_s - self._waited_s, waited_s
-        self._record(step_line(result), {"step": result.seconds, "data": data,
-                                         "compute": result.seconds - data})
+        compute = result.seconds - data if result.device_s is None else result.device_s
+        self._record(step_line(result), {"step": result.seconds, "data": data, "compute": compute})
 
     def validation(self, line: dict[str, Any]) -> None:
         """Record a validation."""
