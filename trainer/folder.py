@@ -191,7 +191,7 @@ def device_name(device: Any) -> str:
 @functools.cache  # looking for them takes 20 ms
 def package_versions() -> dict[str, str | None]:
     """Versions of the packages that a run's bits may depend on."""
-    packages = ("torch", "torchvision", "numpy", "safetensors", "torchdata", "tensorboard")
+    packages = ("torch", "torchvision", "numpy", "safetensors", "tensorboard")
     return {name: _version(name) for name in packages}
 
 
