@@ -17,7 +17,7 @@ BAD = {
     "micro that does not divide global": (
         ["--batch.micro-size=33"], ["--batch.micro-size 33", "128", "32"]),
     "missing data": (
-        ["fashion-mnist", "--task.root=/nowhere"], ["/nowhere", "--task.root"]),
+        ["fashion-mnist", "--task.root=/nowhere/images"], ["/nowhere/images", "--task.root"]),
     "task that is not there": (["--task=no_such_module:Task"], ["no_such_module", "import path"]),
     "task that can't be imported": (
         ["--task=broken_task:Task"],
@@ -52,6 +52,7 @@ def test_bad_input_is_one_clear_error_with_exit_code_2(ranks, tmp_path, capfd, w
     for text in expected:
         assert text in output
     assert not list(tmp_path.glob("run/checkpoints/*"))
+    assert not Path("/nowhere").exists()
 
 
 def test_more_ranks_than_micro_batches_is_refused_on_all_ranks(ranks, tmp_path, capfd):

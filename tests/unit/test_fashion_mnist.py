@@ -244,7 +244,17 @@ def test_a_download_that_breaks_off_leaves_no_part_where_data_are_looked_for(tmp
     with pytest.raises(ConfigError, match="File not found or corrupted"):
         look(tmp_path / "root", tmp_path, break_off)
 
-    assert [p.name for p in (tmp_path / "root").iterdir()] == [".fashion-mnist.lock"]
+    assert not (tmp_path / "root").exists()
+
+
+def test_a_download_that_breaks_off_leaves_what_was_there(tmp_path):
+    (tmp_path / "root").mkdir()
+    (tmp_path / "root" / "notes.txt").write_text("mine")
+
+    with pytest.raises(ConfigError, match="no network"):
+        look(tmp_path / "root", tmp_path, refuse)
+
+    assert [p.name for p in (tmp_path / "root").iterdir()] == ["notes.txt"]
 
 
 def test_a_process_waits_for_the_one_that_downloads_and_takes_its_files(tmp_path):

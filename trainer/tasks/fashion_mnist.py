@@ -175,10 +175,13 @@ def _why(folder: Path, absent: list[str]) -> str:
 
 
 def _download(target: Path, download: Callable[[Path], None]) -> Path:
-    """Download aside, then move file by file into place, so that each is whole or not there."""
-    raw = _layouts(target)[1]
-    target.mkdir(parents=True, exist_ok=True)
-    with _locked(target / ".fashion-mnist.lock"):
+    """Download aside, then move file by file into place, so that each is whole or not there.
+
+    Folders that were made for it go again if it fails: a mistyped root leaves nothing behind.
+    """
+    raw, lock = _layouts(target)[1], target / ".fashion-mnist.lock"
+    made = [folder for folder in (target, *target.parents) if not folder.exists()]
+    with _locked(lock):
         if all(_file(raw, name) for name in FILES):
             return raw  # another process was faster
         aside = target / ".fashion-mnist.download"
@@ -188,8 +191,14 @@ def _download(target: Path, download: Callable[[Path], None]) -> Path:
             raw.mkdir(parents=True, exist_ok=True)
             for path in sorted(_layouts(aside)[1].iterdir()):
                 os.replace(path, raw / path.name)
-        finally:
+        except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
+            lock.unlink()
+            with contextlib.suppress(OSError):  # something else is in it by now
+                for folder in made:
+                    folder.rmdir()
+            raise
+        shutil.rmtree(aside, ignore_errors=True)
     return raw
 
 
@@ -207,9 +216,21 @@ def _by_torchvision(target: Path) -> None:
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     """One process of this host at a time; a dead one's lock is free."""
-    with path.open("a") as file:
-        fcntl.lockf(file, fcntl.LOCK_EX)
-        yield
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            fcntl.lockf(file, fcntl.LOCK_EX)
+            if _is_at(path, file.fileno()):
+                yield
+                return
+        # Whoever had it has removed it: nobody else would find what is locked now.
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _arrays(parts: list[np.ndarray], source: str) -> Arrays:
