@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from launch.options import Options, parse
 from launch.output import Output
@@ -31,6 +32,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(options: Options, stop: StopRequest) -> int:
+    if options.rdzv_endpoint is not None:
+        # Its warnings about addresses without a name would come with each connection.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Imported once, then forked: two imports side by side take more than twice as long.
     import torch  # noqa: F401
 
@@ -43,23 +47,33 @@ def _launch(options: Options, stop: StopRequest) -> int:
     try:
         # While the server imports the trainer. From here on this process may have threads.
         from launch.agent import HotAgent
+        from launch.node_agent import NodeAgent
+        from launch.nodes import NodesRendezvous
         from launch.rendezvous import LoopbackRendezvous
 
         if (code := ranks.wait_ready(until_stop=True)) is not None:
             return code
         if stop.signal is not None:
             return EXIT_STOPPED
-        agent = HotAgent(
-            LoopbackRendezvous(),
-            ranks,
-            num_ranks=options.nproc_per_node,
-            max_restarts=options.max_restarts,
-            grace_s=options.grace_s,
-            stop=stop,
-            output=output,
-        )
+        settings: dict[str, Any] = {
+            "num_ranks": options.nproc_per_node, "max_restarts": options.max_restarts,
+            "grace_s": options.grace_s, "stop": stop, "output": output,
+        }  # fmt: skip
+        agent: HotAgent
+        if options.rdzv_endpoint is None:
+            agent = HotAgent(LoopbackRendezvous(), ranks, **settings)
+        else:
+            nodes = NodesRendezvous(
+                *options.rdzv_endpoint, min_nodes=options.nnodes[0], max_nodes=options.nnodes[1],
+                rejoin_timeout_s=options.rejoin_timeout_s, say=output.say,
+                stopped=lambda: stop.signal is not None,
+            )  # fmt: skip
+            agent = NodeAgent(nodes, ranks, **settings)
         agent.run()
         return agent.verdict.code
+    except ConfigError as error:
+        print(f"launch: error: {error}", file=sys.stderr)
+        return EXIT_CONFIG
     finally:
         ranks.close()
         output.finish(OUTPUT_S)

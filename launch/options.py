@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import difflib
+from argparse import ArgumentTypeError
 from collections.abc import Sequence
 from typing import NoReturn
 
 from trainer.errors import ConfigError
 
-USAGE = "python -m launch [--nproc-per-node N] [--max-restarts K] -- [RECIPE] [--section.key value]"
+USAGE = """python -m launch [--nproc-per-node N] [--max-restarts K]
+           [--nnodes MIN:MAX --rdzv-endpoint HOST:PORT] -- [RECIPE] [--section.key value]"""
+
+DEFAULT_PORT = 29400
 
 DESCRIPTION = """\
-Train on N processes of this machine and start them again when one dies. What follows `--` is for
-the trainer; see `python -m trainer --help`. The ranks are forked from a process that has imported
-everything, so that a restart takes a fraction of a second."""
+Train on N processes of this machine (and of others: --nnodes) and start them again when one dies.
+What follows `--` is for the trainer; see `python -m trainer --help`. The ranks are forked from a
+process that has imported everything, so that a restart takes a fraction of a second."""
 
 EPILOG = """\
 Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop; a second Ctrl-C kills them.
@@ -31,6 +35,9 @@ class Options:
     Attributes:
         nproc_per_node: ranks of this node.
         max_restarts: failures in a row without progress that are restarted.
+        nnodes: the least and the greatest number of nodes.
+        rdzv_endpoint: where several nodes meet: host and port; None for one node.
+        rejoin_timeout_s: how long to wait there for an answer, and for the other nodes.
         grace_s: after a rank has failed, how long the others may take to leave by themselves.
         entry: `module:function` that each rank runs.
         trainer_argv: the trainer's arguments.
@@ -41,6 +48,9 @@ class Options:
 
     nproc_per_node: int = 1
     max_restarts: int = 3
+    nnodes: tuple[int, int] = (1, 1)
+    rdzv_endpoint: tuple[str, int] | None = None
+    rejoin_timeout_s: float = 600.0
     grace_s: float = 30.0
     entry: str = "trainer.__main__:main"
     trainer_argv: tuple[str, ...] = ()
@@ -52,6 +62,15 @@ class Options:
             raise ConfigError(f"--max-restarts is {self.max_restarts}; use 0 for none, or more")
         if not 0 <= self.grace_s < float("inf"):
             raise ConfigError(f"--grace-s is {self.grace_s}; use a number of seconds, 0 or more")
+        if not 1 <= self.nnodes[0] <= self.nnodes[1]:
+            raise ConfigError(f"--nnodes is {self.nnodes[0]}:{self.nnodes[1]}; use MIN:MAX with "
+                              "1 or more, and MAX not below MIN")
+        if (self.nnodes[1] > 1) != (self.rdzv_endpoint is not None):
+            raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
+                              "HOST:PORT, the same on all of them")
+        if not 0 < self.rejoin_timeout_s < float("inf"):
+            raise ConfigError(f"--rejoin-timeout is {self.rejoin_timeout_s}; use a number of "
+                              "seconds above 0")
         module, _, function = self.entry.partition(":")
         if not all(name.isidentifier() for name in [*module.split("."), function]):
             raise ConfigError(f"--entry is {self.entry!r}; use MODULE:FUNCTION")
@@ -78,6 +97,12 @@ def parse(argv: Sequence[str]) -> Options:
         ("--nproc-per-node", int, "N", "ranks on this machine (default: 1)"),
         ("--max-restarts", int, "K", "failures that are restarted; the count starts anew when a "
          "later step has been saved (default: 3)"),
+        ("--nnodes", _nodes, "MIN:MAX", "nodes that train together: as many as there are, from MIN "
+         "to MAX (default: 1)"),
+        ("--rdzv-endpoint", _endpoint, "HOST:PORT", "where several nodes meet: an address of one "
+         "of them, which hosts the store (port 29400 if none is given)"),
+        ("--rejoin-timeout", float, "X", "seconds to wait there for an answer and for MIN nodes "
+         "(default: 600)"),
         ("--grace-s", float, "X", "after a rank has died, seconds for the others to save and leave "
          "by themselves, before SIGTERM and 5 s later SIGKILL (default: 30)"),
         ("--entry", str, "MODULE:FUNCTION", "what each rank runs, for developers (default: "
@@ -88,7 +113,26 @@ def parse(argv: Sequence[str]) -> Options:
     if unknown:
         raise ConfigError(_unknown(unknown, [s for a in parser._actions for s in a.option_strings]))
     given = {name: value for name, value in vars(known).items() if value is not None}
+    if "rejoin_timeout" in given:
+        given["rejoin_timeout_s"] = given.pop("rejoin_timeout")
     return Options(**given, trainer_argv=tuple(trainer_argv))
+
+
+def _nodes(text: str) -> tuple[int, int]:
+    least, colon, most = text.partition(":")
+    if not least.isdecimal() or (colon and not most.isdecimal()):
+        raise ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:4, nor a number")
+    return int(least), int(most or least)
+
+
+def _endpoint(text: str) -> tuple[str, int]:
+    host, colon, port = text.rpartition(":")
+    if not colon or text.endswith("]"):
+        host, port = text, str(DEFAULT_PORT)
+    host = host.removeprefix("[").removesuffix("]")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise ArgumentTypeError(f"{text!r} is not HOST:PORT, such as node0:29400")
+    return host, int(port)
 
 
 def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:

@@ -141,6 +141,12 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, number)
 
+    def tell(self, word: str) -> None:
+        """Say a word to each living rank, over its channel; `lost` or `stale`."""
+        for rank in self._living.values():
+            with contextlib.suppress(OSError):  # it is just leaving
+                rank.channel.send(f"{word}\n".encode())
+
     def kill_and_exit(self) -> NoReturn:
         """End everything at once, from a signal handler too."""
         if self._server_loads:

@@ -26,7 +26,7 @@ LAYERS = {
     0: "errors append attributes durable handshake length network packing rng snapshot stop "
        "progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
-    1: "device groups lock log manifest data.augment data.batch data.sampler",
+    1: "device groups lock log manifest orders data.augment data.batch data.sampler",
     2: "faults state store task world",
     3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
        "tasks.image_models",
@@ -35,7 +35,7 @@ LAYERS = {
     5: "checkpoint data.lanes prepare step",
     6: "data.stream evaluate testing",
     7: "metrics",
-    8: "parts sinks",
+    8: "level parts sinks",
     # The one that constructs, and what uses all of it.
     9: "build product",
     10: "start",

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
+from trainer.orders import Orders
 from trainer.stop import StopRequest, process_descriptor
 
 COMMANDS = {
@@ -84,10 +85,11 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     from trainer.world import Launch, World
 
     log, launch, code = Log(), Launch(), EXIT_FAILURE
+    orders = Orders()
     try:
         launch = Launch.from_environment()
         log = Log(launch.rank)
-        _watch_launcher(stop, launch)
+        _watch_launcher(stop, launch, orders)
         commands = ", ".join(COMMANDS)
         config = _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
@@ -100,6 +102,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         log.phase = "join"
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
+            orders.attach(world)
             code = _train(config, world, log, stop)
     except ConfigError as error:
         code = error.exit_code
@@ -149,11 +152,11 @@ def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
     return EXIT_COMPLETE
 
 
-def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyped-def]
+def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type: ignore[no-untyped-def]
     """Under an elastic agent: its death is a request to stop, and soon the end."""
     descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
     if descriptor is not None:
-        stop.watch(int(descriptor), "the launcher")
+        stop.watch(orders.follow(int(descriptor)), "the launcher")
     elif launch.run_id is not None:
         stop.watch(process_descriptor(os.getppid()), "the launcher")
 

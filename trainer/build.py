@@ -30,9 +30,10 @@ from trainer.data.loader import KeyedSamples, Loader, SampledSource, Source, in_
 from trainer.data.sampler import MicroBatchSampler
 from trainer.data.stream import Stream
 from trainer.evaluate import Evaluator
+from trainer.level import Lines, level
 from trainer.lock import RunLock
 from trainer.log import Log
-from trainer.metrics import Metrics, Sink, read_metrics, resumed_lines
+from trainer.metrics import Metrics, Sink
 from trainer.parts import Parts
 from trainer.prepare import Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
@@ -55,8 +56,8 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     log.phase = "build"
     path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}")
     work = _agreed(world, partial(prepare, config, world))
-    identity = folder.look(path, world, resume=config.resume)
-    lock = RunLock(path / folder.LOCK, world.nonce)
+    identity = folder.look(path, world, log, resume=config.resume)
+    lock = RunLock(path / folder.LOCK, world.nonce, revoked=lambda: world.stale)
     armed = faults.Faults(
         [faults.parse(text) for text in config.inject], rank=world.rank,
         attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
@@ -113,6 +114,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     if position >= work.intervals.total or 0 < config.eval.patience <= waited:
         folder.refuse_finished(path, world, position)
     folder.enter(path, identity, lock, world, log)
+    lines = level(found, checkpoint.store, path / folder.METRICS, identity.run, world, log)
     log.event("start", world_size=world.size)
     armed.at("start", step=position)
 
@@ -150,19 +152,19 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     card = work.card | {
         "workers": workers, "precision": str(work.choice), "fingerprint": work.fingerprint,
     }  # fmt: skip
-    if world.is_main:
+    if world.keeps_folder:
         folder.replace_text(path / folder.CONFIG, cli.to_toml(config))
         label, why = _determinism(config, world, verdict)
         folder.replace_json(path / folder.ENVIRONMENT,
                             folder.environment(world, card, label=label, why=why))
         checkpoint.store.clean()
-        _open_metrics(metrics, path, log, found, work, position)
+        _open_metrics(metrics, path, log, lines, world, work, position)
         _announce(log, config, card, found, verdict, path)
     return Parts(
         config=config, path=path, identity=identity, world=world, log=log, stop=stop,
-        faults=armed, state=state, step=step, loader=loader, validate=evaluators["validation"],
-        test=evaluators["test"], checkpoint=checkpoint, metrics=metrics,
-        intervals=work.intervals, found=found, card=card,
+        faults=armed, lock=lock, state=state, step=step, loader=loader,
+        validate=evaluators["validation"], test=evaluators["test"], checkpoint=checkpoint,
+        metrics=metrics, intervals=work.intervals, found=found, card=card,
     )  # fmt: skip
 
 
@@ -253,13 +255,10 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
 
 
 def _open_metrics(
-    metrics: Metrics, path: Path, log: Log, found: Found | None, work: Work, position: int
+    metrics: Metrics, path: Path, log: Log, lines: Lines, world: World, work: Work, position: int
 ) -> None:
     """metrics.jsonl, cut to the step that is resumed and completed, and the sinks."""
-    saved = [] if found is None else found.facts["lines"]
-    validated = 0 if found is None else found.facts["progress"]["validated"]
-    kept, lacking = resumed_lines(read_metrics(path / folder.METRICS), saved, step=position,
-                                  validated=validated)
+    kept, lacking = lines
     total, every = work.intervals.total, work.intervals.log or work.intervals.total
     first = min((line["step"] for line in lacking), default=position + 1)
     if position >= total:  # the final figures are shown again
@@ -268,8 +267,10 @@ def _open_metrics(
     sinks: list[Sink] = [
         TensorBoard(path / folder.TENSORBOARD, every=every, purge_step=first if position else 0,
                     images=_preview(work.task, position)),
-        Console(log, total=total, every=every, start=position, bar=sys.stderr.isatty()),
-    ]
+    ]  # fmt: skip
+    if world.is_main:
+        sinks.append(Console(log, total=total, every=every, start=position,
+                             bar=sys.stderr.isatty()))
     metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking)
 
 

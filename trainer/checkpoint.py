@@ -42,7 +42,8 @@ class _Job:
 
 
 class Checkpointer:
-    """Saves at step boundaries: a copy in memory, then written by a thread of its own on rank 0.
+    """Saves at step boundaries: a copy in memory, then written by a thread of its own on each
+    rank that keeps a folder (rank 0; the first of each node with a disk of its own).
 
     Args:
         describe: what else a checkpoint remembers of this attempt (settings, circumstances).
@@ -124,8 +125,8 @@ class Checkpointer:
         if boundary == self._saved:
             return
         self.finish_pending()
-        best, is_main = kind == "best", self._world.is_main
-        if is_main and self._held is not None and not best:
+        best, keeps = kind == "best", self._world.keeps_folder
+        if keeps and self._held is not None and not best:
             # Best weights whose save has failed; their copy is what the next one would overwrite.
             self._submit(self._held)
             self.finish_pending()
@@ -133,13 +134,13 @@ class Checkpointer:
                 return
         self._saved = boundary
         self._state.share()
-        if is_main or best:
+        if keeps or best:
             live = self._state.tensors()
-            later = self._still(live) if self.overlap and is_main else ()
+            later = self._still(live) if self.overlap and keeps else ()
             job = self._take(kind, self._snapshot.take(live, later=later))
             if best:
                 self._held = job  # a survivor must be able to write what the state calls the best
-            if is_main:
+            if keeps:
                 self._submit(job)
 
     def settle(self) -> None:
@@ -207,6 +208,8 @@ class Checkpointer:
             OSError, CheckpointBusy, StaleAttempt: it couldn't be written.
         """
         self.abandon()
+        with contextlib.suppress(OSError):
+            self._sync()  # of a folder that rank 0 doesn't keep, nobody says when it is durable
         if self._held is not None and not self._is_saved(self._held.step):
             self._write_alone(self._held)
         step = self._state.progress.step

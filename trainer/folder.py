@@ -37,25 +37,37 @@ class Identity:
     attempt: int
 
 
-def look(path: Path, world: World, *, resume: str) -> Identity:
+def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
     """Collective. Which run a folder holds, or is going to hold, and which attempt this is.
 
     Raises:
         ConfigError: the folder is used and `resume` is "never".
     """
     error: Exception | None = None
-    record: dict[str, Any] = {}
-    if world.is_main:
+    mine: dict[str, Any] | None = None
+    if world.local_rank == 0:
         old = read_json(path / IDENTITY) or _adopted(path)
         launch = _launch_id(world)
         restarted = old is not None and launch is not None and old.get("launch") == launch
         if resume == "never" and old is not None and not restarted:
             error = ConfigError(f"--resume never: {path} holds a run already; choose another "
                                 "--run, or leave --resume out to continue that run.")
-        record = {"run": old["run"] if old else secrets.token_hex(8),
-                  "attempt": old["attempt"] + 1 if old else 0}
+        if old is not None:
+            steps = [info.step for info in Store(path / CHECKPOINTS).checkpoints()
+                     if info.run == old["run"]]
+            mine = {"run": old["run"], "attempt": old["attempt"], "step": max(steps, default=0)}
     world.agree(error)
-    return Identity(**world.broadcast_json(record))
+    # A node with a disk of its own may come back empty, or with the little that it began without
+    # the others: the run is the one that has come furthest.
+    seen = [record for record in world.gather_json(mine) if record is not None]
+    if not seen:
+        return Identity(run=world.broadcast_json(secrets.token_hex(8)), attempt=0)
+    run = max(seen, key=lambda record: record["step"])["run"]
+    attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
+    if mine is not None and mine["run"] != run:
+        log.warning(f"{path} holds another run ({mine['run']}, step {mine['step']}) than the one "
+                    f"that goes on here ({run}); its checkpoints stay, and aren't used")
+    return Identity(run=run, attempt=attempt)
 
 
 def _adopted(path: Path) -> dict[str, Any] | None:
@@ -73,8 +85,9 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
     Raises:
         AlreadyFinished: its summary is of the step it is at.
     """
-    summary = world.broadcast_json(read_json(path / SUMMARY) if world.is_main else None)
-    if summary is not None and summary["step"] == step:
+    found = world.gather_json(read_json(path / SUMMARY) if world.local_rank == 0 else None)
+    summary = next((s for s in found if s is not None and s["step"] == step), None)
+    if summary is not None:
         lines = [f"{path}: the run is complete; nothing to do", *closing_lines(summary, str(path))]
         raise AlreadyFinished("\n".join(lines))
 
@@ -95,29 +108,41 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
 
 
 def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log) -> None:
-    """Collective. Take possession of the run folder for this attempt.
+    """Collective. Take possession of the run folder for this attempt: rank 0, then the first rank
+    of each other node, which finds rank 0's mark in it where nodes share it. Where they don't,
+    this rank keeps a full copy of the run there (`world.keeps_folder`).
 
     Raises:
         ConfigError: the folder can't be written, or another run that lives is at work in it.
     """
-    error: Exception | None = None
     note = None
-    if world.is_main:
-        try:
-            make_folder(path)
-            launch_id = _launch_id(world)
-            elastic = world.launch.run_id is not None
-            note = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
-            replace_json(path / IDENTITY, {**dataclasses.asdict(identity), "launch": launch_id})
-        except OSError as problem:
-            error = ConfigError(f"--run {path}: {problem}; choose a folder that can be written.")
-            error.__cause__ = problem
-        except ConfigError as problem:
-            error = problem
-    world.agree(error)
+    others_turn = world.local_rank == 0 and not world.is_main
+    for mine in (world.is_main, others_turn) if world.has_nodes else (world.is_main,):
+        error: Exception | None = None
+        if mine:
+            try:
+                note = _take(path, identity, lock, world)
+            except ConfigError as problem:
+                error = problem
+        world.agree(error)
     log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if note:
         log.warning(note)
+
+
+def _take(path: Path, identity: Identity, lock: RunLock, world: World) -> str | None:
+    launch_id = _launch_id(world)
+    elastic = world.launch.run_id is not None
+    try:
+        make_folder(path)
+        note = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
+        world.keeps_folder = lock.holds
+        if lock.holds:
+            replace_json(path / IDENTITY, {**dataclasses.asdict(identity), "launch": launch_id})
+    except OSError as problem:
+        raise ConfigError(
+            f"--run {path}: {problem}; choose a folder that can be written.") from problem
+    return note
 
 
 def _launch_id(world: World) -> str | None:

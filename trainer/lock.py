@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -106,20 +106,27 @@ class RunLock:
     Args:
         path: the lock file; made if need be.
         nonce: names the attempt; never used twice.
+        revoked: whether the attempt is known to be stale, whatever this folder says.
         moment_s: who holds byte 0 for longer is stopped, or hangs in its file system; to wait
             on would hang the attempt that is there to replace it.
     """
 
-    def __init__(self, path: Path, nonce: str, *, moment_s: float = 5.0) -> None:
+    def __init__(
+        self, path: Path, nonce: str, *, revoked: Callable[[], bool] = lambda: False,
+        moment_s: float = 5.0,
+    ) -> None:  # fmt: skip
         self.path = path
         self.nonce = nonce
+        self.holds = False
+        self._revoked = revoked
         self._moment_s = moment_s
         self._locks = ByteLocks(path)
 
     def take(
         self, *, launcher_pid: int | None = None, launch_id: str | None = None, wait_s: float = 5.0
     ) -> str | None:
-        """Make this attempt the owner. Called by one process of it, which keeps the lock for life.
+        """Make this attempt the owner. The process that does it `holds` the lock for life; where
+        another one of the attempt has done so already, in a folder that they share, that is it.
 
         The owner so far gives way if its process is dead; if both were started by the same
         launcher (the attempt before this one); or if its launcher is dead, which makes it an
@@ -144,10 +151,13 @@ class RunLock:
         while True:
             with self._moment():
                 owner = self._read()
+                if owner is not None and owner["nonce"] == self.nonce:
+                    return None
                 lives = owner is not None and self._lives(owner["nonce"])
                 why = _gives_way(owner, me) if owner is not None and lives else None
                 if not lives or why:
                     self._locks.try_lock(_byte(self.nonce))
+                    self.holds = True
                     # One write, padded, so that it needs no truncation and is never seen torn.
                     os.pwrite(self._locks.fd(), json.dumps(me).encode().ljust(1024), 0)
                     return why
@@ -176,13 +186,24 @@ class RunLock:
             StaleAttempt: see `check`.
         """
         with self._moment():
-            owner = self._read()
-            if owner is None or owner["nonce"] != self.nonce:
-                raise StaleAttempt(
-                    f"{self.path}: this attempt ({self.nonce}) doesn't own the run folder any "
-                    f"more, {'nobody' if owner is None else owner['nonce']} does; it leaves "
-                    "without writing.")
+            self.look()
             yield
+
+    def look(self) -> None:
+        """As `check`, without waiting for anybody: 10 µs.
+
+        Raises:
+            StaleAttempt: see `check`.
+        """
+        if self._revoked():
+            raise StaleAttempt(f"a newer attempt than this one ({self.nonce}) has begun on other "
+                               "nodes; it leaves without writing.")
+        owner = self._read()
+        if owner is None or owner["nonce"] != self.nonce:
+            raise StaleAttempt(
+                f"{self.path}: this attempt ({self.nonce}) doesn't own the run folder any "
+                f"more, {'nobody' if owner is None else owner['nonce']} does; it leaves "
+                "without writing.")
 
     def close(self) -> None:
         """Give the lock up; the nonce stays in the file."""

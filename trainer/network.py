@@ -63,21 +63,35 @@ def interface_towards(host: str, port: int) -> str | None:
     if sys.platform != "linux":
         return None
     try:
-        targets = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+        ways = ways_to(host, port)
     except OSError:
         return None
     names = _interface_names()
-    for family, kind, protocol, _, target in targets:
-        try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.connect(target)
-                address = probe.getsockname()[0]
-        except OSError:
-            continue  # no route for this family; the next one may have one
-        packed = socket.inet_pton(family, address.partition("%")[0])
+    for own, _ in ways:
+        family = socket.AF_INET6 if ":" in own else socket.AF_INET
+        packed = socket.inet_pton(family, own.partition("%")[0])
         if packed in names:
             return names[packed]
     return None
+
+
+def ways_to(host: str, port: int) -> list[tuple[str, str]]:
+    """(own address, host's address) for each address of `host` to which a route leads.
+
+    The two are equal where the host is this one.
+
+    Raises:
+        OSError: the name is unknown.
+    """
+    ways = []
+    for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
+        try:
+            with socket.socket(family, kind, protocol) as probe:
+                probe.connect(target)
+                ways.append((probe.getsockname()[0], str(target[0])))
+        except OSError:
+            continue  # no route for this family; the next one may have one
+    return ways
 
 
 def _interface_names() -> dict[bytes, str]:

@@ -15,6 +15,7 @@ from trainer.data.loader import Loader
 from trainer.errors import CheckpointBusy, StaleAttempt
 from trainer.evaluate import Evaluator
 from trainer.folder import Identity
+from trainer.lock import RunLock
 from trainer.log import Log
 from trainer.metrics import Metrics
 from trainer.prepare import Intervals
@@ -37,6 +38,7 @@ class Parts:
     log: Log
     stop: StopRequest
     faults: faults.Faults
+    lock: RunLock
     state: TrainState
     step: Step
     loader: Loader
@@ -55,7 +57,13 @@ class Parts:
         return self.state.progress
 
     def wishes(self) -> tuple[bool, ...]:
-        """What this rank wants to happen after the step: one for each of `parallel.WISHES`."""
+        """What this rank wants to happen after the step: one for each of `parallel.WISHES`.
+
+        Raises:
+            StaleAttempt: the run goes on elsewhere, without this attempt.
+        """
+        if self.world.has_nodes or self.world.stale:  # on one node nobody outlives the launcher
+            self.lock.look()
         saved = self.checkpoint.committed and self.metrics.durable
         return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
 
@@ -78,7 +86,7 @@ class Parts:
         """
         self.world.abandon()
         self.log.event("lost-peer")
-        if self.log.phase not in ("train", "evaluate"):
+        if self.log.phase not in ("train", "evaluate") or self.world.stale:
             return
         if self.step.in_progress:
             self.step.buffers.put_back()

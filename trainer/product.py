@@ -94,7 +94,7 @@ def finish(run: Parts) -> dict[str, Any]:
 def _write(run: Parts, summary: dict[str, Any]) -> None:
     """The summary last: with it the run is complete, so everything else is durable before."""
     run.metrics.sync()
-    if run.world.is_main:
+    if run.world.keeps_folder:
         weights = run.state.tensors()[MODEL]
         folder.replace_bytes(run.path / folder.PRODUCT,
                              tensorfile.chunks({n: t.cpu() for n, t in weights.items()}))

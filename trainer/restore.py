@@ -55,10 +55,10 @@ def abandon_newer(found: Found, store: Store, world: World, log: Log) -> int:
     """Collective. The generation to go on as: a new one where newer checkpoints, damaged ones,
     are left behind, so that no later start takes them up again."""
     following = found.generation + 1
-    abandoned: list[int] = []
-    if world.is_main:
-        abandoned = store.set_aside(after_step=found.step, generation=following)
-    abandoned = world.broadcast_json(abandoned)
+    mine: list[int] = []
+    if world.keeps_folder:
+        mine = store.set_aside(after_step=found.step, generation=following)
+    abandoned = sorted({step for steps in world.gather_json(mine) for step in steps})
     if abandoned:
         log.event("rollback", to_step=found.step, abandoned=abandoned, generation=following)
     return following if abandoned else found.generation

@@ -95,6 +95,9 @@ class World:
             connection: a thread that may wait in it takes `store.clone()`.
         group: for gradients (gloo on CPU, nccl on CUDA); None in a world of one.
         threads: intra-op threads of this rank. They decide bits, so a resumed run keeps them.
+        has_nodes: whether there are ranks on other nodes.
+        keeps_folder: whether this rank writes a run folder (see `folder.enter`).
+        stale: a newer attempt has begun without this node; nothing may be written any more.
         interface: through which network interface ranks talk, None: left to torch or the user.
     """
 
@@ -109,6 +112,8 @@ class World:
         self.store: dist.Store | None = None
         self.group: dist.ProcessGroup | None = None
         self.interface: str | None = None
+        self.has_nodes = launch.local_size < launch.size
+        self.keeps_folder, self.stale = launch.rank == 0, False
         self._groups: Groups | None = None
         self._timeout_s = self._limit_s = self._patience_s = 0.0
         self._ended: str | None = None

@@ -1,0 +1,120 @@
+"""Each node that keeps a folder of its own gets what it lacks: whole checkpoints, metric lines."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from trainer.errors import CheckpointDamaged
+from trainer.log import Log
+from trainer.metrics import encode, read_metrics, resumed_lines
+from trainer.source import Found, holder_of
+from trainer.store import Store
+from trainer.world import World
+
+CHUNK_BYTES = 1 << 26
+Lines = tuple[list[dict[str, Any]], list[dict[str, Any]]]
+"""The lines of the run so far, and those that an earlier attempt may not have shown."""
+
+
+def level(
+    found: Found | None, store: Store, metrics: Path, run_id: str, world: World, log: Log
+) -> Lines:
+    """Collective. Before training goes on, every folder holds the checkpoint that is resumed, the
+    one with the best weights, and the record up to there.
+
+    Returns:
+        what metrics.jsonl is to hold; the same lines on all ranks that keep a folder.
+    """
+    lines = _lines(found, metrics, world)
+    if found is None or not world.has_nodes or found.path is not None:
+        return lines
+    for step in sorted({found.step, found.facts["best"]["step"]} - {0}):
+        _copy(step, store, run_id, world, log)
+    return lines
+
+
+def _lines(found: Found | None, metrics: Path, world: World) -> Lines:
+    saved = [] if found is None else found.facts["lines"]
+    at: dict[str, int] = {"step": 0, "validated": 0}
+    if found is not None:
+        at = {"step": found.step, "validated": found.facts["progress"]["validated"]}
+    on_disk = read_metrics(metrics) if world.keeps_folder or world.has_nodes else []
+    kept, lacking = resumed_lines(on_disk, saved, **at)
+    if not world.has_nodes or found is None:
+        return kept, lacking
+    # The record of the node whose checkpoint it is goes with it.
+    mine = xxhash.xxh3_128_hexdigest("\n".join(map(encode, kept)).encode())
+    theirs = world.gather_json(mine)
+    if any(digest != theirs[found.holder] for digest in theirs):
+        held = world.broadcast_json(json.dumps(kept), found.holder)
+        if mine != theirs[found.holder]:
+            return resumed_lines(on_disk, json.loads(held), **at)
+    return kept, lacking
+
+
+def _copy(step: int, store: Store, run_id: str, world: World, log: Log) -> None:
+    """Collective. A checkpoint, file by file, to the folders that lack it."""
+    lacks = world.keeps_folder and not _has(step, store)
+    if not any(world.gather_json(lacks)):
+        return
+    holder = holder_of(step, store, world)
+    if holder is None:
+        return
+    files: dict[str, Path] = {}
+    described: dict[str, Any] = {}
+    if world.rank == holder:
+        info = next(i for i in store.checkpoints() if i.step == step)
+        files = {name: info.path / name for name in info.manifest["files"]}
+        described = {"generation": info.generation, "kind": info.kind,
+                     "files": {name: path.stat().st_size for name, path in files.items()}}
+    described = world.broadcast_json(described, holder)
+    received = {name: _send(files.get(name), size, world, holder)
+                for name, size in described["files"].items()}
+    error: Exception | None = None
+    if lacks:
+        try:
+            with store.stage(step, generation=described["generation"]) as stage:
+                for name, chunks in received.items():
+                    stage.write(name, chunks)
+                stage.commit(kind=described["kind"], run=run_id)
+            log.event("copied", at_step=step, holder=holder)
+        except Exception as problem:
+            error = problem
+            _exhaust(received)
+    else:
+        _exhaust(received)
+    world.agree(error)
+
+
+def _send(path: Path | None, size: int, world: World, holder: int) -> Iterator[memoryview]:
+    """Collective. The bytes of the holder's file, on all ranks, as they are asked for."""
+    file = path.open("rb") if path is not None else None
+    for start in range(0, size, CHUNK_BYTES):
+        chunk: Tensor = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
+        if file is not None:
+            file.readinto(chunk.numpy().data)
+        world.broadcast([chunk], holder)
+        yield chunk.numpy().data
+    if file is not None:
+        file.close()
+
+
+def _exhaust(received: dict[str, Iterator[memoryview]]) -> None:
+    for chunks in received.values():
+        for _ in chunks:
+            pass
+
+
+def _has(step: int, store: Store) -> bool:
+    try:
+        store.verify(step)
+    except CheckpointDamaged:
+        return False
+    return True
