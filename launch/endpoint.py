@@ -11,6 +11,7 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
 from trainer import network
@@ -24,8 +25,8 @@ CONNECT_S = 3.0
 WAIT_S = 5.0
 """How long to wait in the store for what another node is to write."""
 
-STORE_ERRORS = (RuntimeError, TimeoutError, OSError)
-"""What torch's stores and rendezvous raise: their own errors are RuntimeErrors."""
+STORE_ERRORS = (RendezvousError, RuntimeError, TimeoutError, OSError)
+"""What torch's rendezvous and stores raise (the latter's own errors are RuntimeErrors)."""
 
 
 class Endpoint:
@@ -71,6 +72,8 @@ class Endpoint:
         limit = timedelta(seconds=CONNECT_S)
         before = network.connections()
         try:
+            # Quiet, where torch's own attempts fill the screen with traces.
+            socket.create_connection((self._host, self._port), CONNECT_S).close()
             asking, waiting = (
                 TCPStore(self._host, self._port, is_master=False, wait_for_workers=False,
                          timeout=limit) for _ in range(2)

@@ -58,11 +58,10 @@ class NodeAgent(HotAgent):
             self._failed = None
         self._echo = False
         pids = super()._start_workers(worker_group)
-        if before != self._members:
-            size = worker_group.workers[0].world_size if worker_group.workers else 0
-            names = ", ".join(sorted(address for address, _ in self._members))
-            self._output.say(f"{len(self._members)} node{'s' * (len(self._members) != 1)}: {names}"
-                             f"; {size} rank{'s' * (size != 1)}")  # fmt: skip
+        size = worker_group.workers[0].world_size if worker_group.workers else 0
+        names = ", ".join(sorted(address for address, _ in self._members))
+        self._output.say(f"{len(self._members)} node{'s' * (len(self._members) != 1)}: {names}; "
+                         f"{size} rank{'s' * (size != 1)}")
         return pids
 
     def _pass_stop_on(self) -> None:

@@ -269,6 +269,8 @@ class NodesRendezvous(RendezvousHandler):
         """The store is lost: end the connections with it."""
         if self._backend is not None:
             self._backend.close()
+        if self._handler is not None:
+            self._handler._stop_heartbeats()  # its thread could not do it by itself
         self._handler = self._backend = None
         self._run, self._round = _lost, _LOST
 

@@ -217,7 +217,9 @@ class Ranks:
             self._output.follow(fd, tag=f"[rank {rank.rank}] ", to_fd=to_fd)
 
     def _on_channel(self, rank: _Rank) -> None:
-        data = rank.channel.recv(4096)
+        data = b""
+        with contextlib.suppress(ConnectionError):  # it has left without reading all our words
+            data = rank.channel.recv(4096)
         if not data:
             self._forget(rank.channel.fileno())
         for line in data.decode(errors="replace").splitlines():

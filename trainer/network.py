@@ -6,6 +6,7 @@ import array
 import dataclasses
 import os
 import socket
+import stat
 import struct
 import sys
 from collections.abc import Collection, Iterator
@@ -119,6 +120,8 @@ def _interface_names() -> dict[bytes, str]:
 def _open_connections() -> Iterator[tuple[Connection, socket.socket]]:
     for name in os.listdir("/dev/fd"):
         try:
+            if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                continue
             # A duplicate can't be closed and reused by another thread while we look at it.
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family not in (socket.AF_INET, socket.AF_INET6):

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-DEADLINE_S = 100.0
+DEADLINE_S = 40.0
 PORT = 29400
 
 
@@ -69,7 +69,7 @@ class Node:
         kept = {k: v for k, v in os.environ.items() if "SOCKET_IFNAME" not in k}
         with self.err.open("ab") as err:
             self.process = subprocess.Popen(
-                ["ip", "netns", "exec", self._host, sys.executable, "-m", "launch",
+                ["ip", "netns", "exec", self._host, sys.executable, "-X", "faulthandler", "-m", "launch",
                  *self._arguments, f"--run={self.run}"],
                 stdout=err, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, process_group=0,
                 env={**kept, "PYTHONPATH": PATH},
@@ -129,7 +129,7 @@ def wait_until(true: Callable[[], Any], what: str, *nodes: Node) -> None:
     deadline_s = time.monotonic() + DEADLINE_S
     while not true():
         if time.monotonic() > deadline_s:
-            told = "\n".join(f"--- {n.err.name}\n{n.err.read_text()[-4000:]}" for n in nodes)
+            told = "\n".join(f"--- {n.err.name}\n{n.err.read_text()[-3000:]}" for n in nodes)
             raise AssertionError(f"{what}: not within {DEADLINE_S:g} s\n{told}")
         time.sleep(0.02)
 
