@@ -189,7 +189,7 @@ class HotAgent(SimpleElasticAgent):
         self._progress.update(self._ranks.run_folder)
         if self._progress.take_advance():
             self._remaining_restarts = max_restarts
-        if self.verdict.restart and self._remaining_restarts:
+        if self.verdict.restart and (self._remaining_restarts or self._spare(cause)):
             self._failed = cause
             now_s, since_boot_s = time.time(), time.monotonic()
             first_at_s = min(end.at_s for end in self._exits)
@@ -200,6 +200,10 @@ class HotAgent(SimpleElasticAgent):
             self._remaining_restarts = 0
             if self.verdict.code == EXIT_FAILURE:
                 self._output.say(f"{cause} instead of stopping as asked")
+
+    def _spare(self, cause: Exit) -> bool:
+        """Whether to restart once more after all: a chance for agents that know of other causes."""
+        return False
 
     def _say_restarted(self, cause: Exit) -> None:
         used = self._worker_group.spec.max_restarts - self._remaining_restarts

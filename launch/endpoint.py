@@ -71,6 +71,9 @@ class Endpoint:
         taken = self._is_here and not self.hosts and not self._listen()
         limit = timedelta(seconds=CONNECT_S)
         before = network.connections()
+        # What listens there may accept and say nothing, for which torch has no limit.
+        late = threading.Timer(CONNECT_S + 1.0, lambda: network.shut_down(self._ours(before)))
+        late.start()
         try:
             # Quiet, where torch's own attempts fill the screen with traces.
             socket.create_connection((self._host, self._port), CONNECT_S).close()
@@ -84,11 +87,16 @@ class Endpoint:
                     f"--rdzv-endpoint {self}: port {self._port} is in use by something else; "
                     "choose another one, the same on all nodes") from error
             raise
+        finally:
+            late.cancel()
         waiting.set_timeout(timedelta(seconds=WAIT_S))
-        inodes = {inode for inode, found in network.connections().items()
-                  if inode not in before and found.peer_port == self._port}
         self._met = True
-        return Backend(asking, look=look, inodes=inodes), waiting
+        return Backend(asking, look=look, inodes=self._ours(before)), waiting
+
+    def _ours(self, before: Collection[int]) -> set[int]:
+        """The connections with the endpoint, but for those from before."""
+        return {inode for inode, found in network.connections().items()
+                if inode not in before and found.peer_port == self._port}
 
     def _listen(self) -> bool:
         """Host the store, at the endpoint's address only; False if its port is in use."""

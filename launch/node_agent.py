@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from launch.agent import TERM_S, HotAgent
 from launch.endpoint import STORE_ERRORS
 from launch.nodes import Change, NodesRendezvous, RunOver
-from launch.verdict import Verdict, judge
+from launch.verdict import Exit, Verdict, judge
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 
 POLL_S = 0.25
@@ -84,11 +84,15 @@ class NodeAgent(HotAgent):
             self._end(code)
         cause = self.verdict.cause
         self._echo = cause is not None and cause.code == EXIT_FAILURE
-        if self._echo and not self._remaining_restarts and self._nodes.lacks_member():
-            self._remaining_restarts = 1
         super()._allow_restart(max_restarts)
         if not self._remaining_restarts:
             self._end(EXIT_FAILURE)
+
+    def _spare(self, cause: Exit) -> bool:
+        if self._echo and self._nodes.lacks_member():
+            self._remaining_restarts = 1
+            return True
+        return False
 
     def _end(self, code: int) -> None:
         """End as the node that was first to find the run over.

@@ -69,11 +69,12 @@ def _checkpoints(run: Path) -> list[dict[str, Any]]:
 
 
 def _attempts(run: Path) -> list[dict[str, Any]]:
-    """From rank 0's starts and what every rank noted after them."""
+    """From the starts and what every rank noted after them. A node's own folder tells of its ranks
+    only."""
     attempts: dict[int, dict[str, Any]] = {}
     for event in read_events(run / folder.EVENTS):
         number = event["attempt"]
-        if event["event"] == "start" and event["rank"] == 0:
+        if event["event"] == "start" and number not in attempts:
             attempts[number] = {
                 "attempt": number, "world_size": event["world_size"],
                 "start_step": event["step"], "end_step": event["step"], "end": "died",

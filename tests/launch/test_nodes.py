@@ -1,0 +1,236 @@
+"""Several nodes: one dies, joins, is cut off, comes back with an empty disk; the run goes on."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hosts import DEADLINE_S, PATH, PORT, ROOT, Hosts, Node, two_hosts, wait_until
+
+from trainer.commands.compare import differences
+from trainer.commands.inspect import inspect
+
+sys.path.insert(0, str(ROOT / "tests/support"))
+from paced_task import SAMPLES, consumed
+from runs import steps, validations
+
+BOUND_S = 10.0
+"""From the death of a node to the next step without it, and from its return to one with it."""
+
+STEPS = 300
+
+
+def training(folder: Path, *more: str) -> list[str]:
+    return ["--task=paced_task:Paced", f"--task.hurry={folder / 'hurry'}", "--device=cpu",
+            "--batch.global-size=8", "--batch.micro-size=2", "--data.workers=0",
+            "--world.threads=1", "--checkpoint.every=20", f"--steps={STEPS}",
+            "--eval.every=100", "--log.every=1000", "--optim.name=sgd", *more]  # fmt: skip
+
+
+def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str) -> tuple[Node, Node]:
+    """A node of one rank, which hosts the store, and one of two; each with a folder of its own."""
+    def node(number: int) -> Node:
+        options = [f"--nproc-per-node={number + 1}", f"--nnodes={nnodes}", "--max-restarts=0",
+                   f"--rdzv-endpoint={hosts.addresses[0]}:{PORT}"]  # fmt: skip
+        return Node(hosts.names[number], folder / f"node{number}", *options, "--",
+                    *training(folder, *more))
+
+    return node(0), node(1)
+
+
+def undisturbed(folder: Path, *more: str) -> Path:
+    """The same run on one node of three ranks."""
+    (folder / "hurry").touch()
+    run = folder / "straight"
+    with Node(None, run, "--nproc-per-node=3", "--", *training(folder, *more)) as node:
+        node.start()
+        assert node.end() == 0, node.err.read_text()
+    return run
+
+
+def reach(step: int, *running: Node) -> None:
+    wait_until(lambda: all(node.step() >= step for node in running), f"step {step}", *running)
+
+
+def again(*running: Node, since: float) -> float:
+    """Seconds from `since` (of the clock) to the first step of an attempt that began later."""
+    def first() -> list[float]:
+        return [e["time"] for e in running[0].events(event="first-step") if e["time"] > since]
+
+    wait_until(first, "the first step of the next attempt", *running)
+    return first()[0] - since
+
+
+def epochs(run: Path) -> list[list[int]]:
+    """The samples of each whole epoch."""
+    taken, length = consumed(run), SAMPLES // 8
+    return [sorted(i for step in taken[at : at + length] for i in step)
+            for at in range(0, len(taken) - length + 1, length)]
+
+
+@pytest.mark.timeout(400)
+def test_deaths_of_whole_nodes_change_no_bit_where_all_come_back(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        a, b = nodes(hosts, tmp_path, "2")
+        with a, b:
+            a.start(), b.start()
+            reach(8, a, b)
+
+            b.kill()
+            wait_until(lambda: a.events(event="save", kind="survivor"), "a survivor's save", a)
+            b.start()
+            again(a, b, since=time.time())
+
+            a.kill()  # it hosts the store and is rank 0
+            shutil.rmtree(a.run)
+            wait_until(lambda: b.said("doesn't answer; trying on"), "the store's loss", b)
+            a.start()
+            again(b, a, since=time.time())
+            (tmp_path / "hurry").touch()
+            assert (a.end(), b.end()) == (0, 0), a.err.read_text() + b.err.read_text()
+
+    straight = undisturbed(tmp_path)
+    assert not list(differences(straight, a.run))
+    assert not list(differences(straight, b.run))
+    assert all(epoch == list(range(SAMPLES)) for epoch in epochs(a.run))
+    for node in (a, b):
+        assert (node.run / "model.safetensors").read_bytes() == (
+            straight / "model.safetensors").read_bytes()
+    assert len(inspect(b.run)["attempts"]) == 3
+    # What the empty node got, before a step was made: the checkpoint and the record.
+    assert any(e["at_step"] < STEPS for e in a.events(event="copied"))
+    # A node that goes costs no restart: there was none to spend.
+    assert not a.said("giving up")
+    assert not b.said("giving up")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_run_whose_nodes_come_and_go_keeps_batch_schedule_and_order(tmp_path: Path) -> None:
+    with two_hosts() as hosts:
+        a, b = nodes(hosts, tmp_path, "1:2")
+        with a, b:
+            a.start()
+            reach(4, a)  # alone, and in mid-epoch
+            b.start()
+            wait_until(lambda: a.said(" joins;"), "node 1 joins", a, b)
+            assert again(a, b, since=time.time()) < BOUND_S
+
+            b.kill()
+            assert again(a, since=time.time()) < BOUND_S
+            b.start()
+            wait_until(lambda: a.said(" joins;") == 2, "node 1 joins again", a, b)
+            assert again(a, b, since=time.time()) < BOUND_S
+            reach(b.step() + 3, a, b)
+
+            cut_at, before = time.time(), a.step()
+            hosts.cut()
+            assert again(a, since=cut_at) < BOUND_S
+            wait_until(lambda: time.time() > cut_at + 20, "20 s")
+            assert a.step() > before + 5  # one half goes on,
+            assert b.step() <= before + 1  # the other one waits, and writes nothing
+            newest = max(c["step"] for c in inspect(b.run)["checkpoints"])
+            assert newest <= before + 1
+            back_at = time.time()
+            hosts.join()
+            assert again(b, a, since=back_at) < BOUND_S
+            (tmp_path / "hurry").touch()
+            assert (a.end(), b.end()) == (0, 0), a.err.read_text() + b.err.read_text()
+
+    straight = undisturbed(tmp_path)
+    for run in (a.run, b.run):
+        assert consumed(run) == consumed(straight)
+        for kind in (steps, validations):
+            for line, expected in zip(kind(run), kind(straight), strict=True):
+                assert line == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    assert {attempt["world_size"] for attempt in inspect(a.run)["attempts"]} == {1, 3}
+
+
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_link_that_is_cut_and_comes_back_changes_no_bit_where_all_are_needed(
+    tmp_path: Path,
+) -> None:
+    with two_hosts() as hosts:
+        a, b = nodes(hosts, tmp_path, "2")
+        with a, b:
+            a.start(), b.start()
+            reach(8, a, b)
+            cut_at = time.time()
+            hosts.cut()
+            wait_until(lambda: time.time() > cut_at + 20, "20 s")
+            back_at = time.time()
+            hosts.join()
+            assert again(a, b, since=back_at) < BOUND_S
+            (tmp_path / "hurry").touch()
+            assert (a.end(), b.end()) == (0, 0), a.err.read_text() + b.err.read_text()
+
+    straight = undisturbed(tmp_path)
+    assert not list(differences(straight, a.run))
+    assert not list(differences(straight, b.run))
+
+
+@pytest.mark.timeout(300)
+def test_all_nodes_end_alike_and_two_launchers_may_share_a_machine_and_a_folder(
+    tmp_path: Path,
+) -> None:
+    run = tmp_path / "run"
+    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
+
+    def pair(*more: str) -> tuple[Node, Node]:
+        options = ["--nnodes=2", "--max-restarts=0", endpoint, "--", *training(tmp_path, *more)]
+        first, second = Node(None, run, *options), Node(None, run, *options)
+        second.err = tmp_path / "second.stderr"
+        return first, second
+
+    def end(*both: Node) -> list[int]:
+        return [node.end() for node in both]
+
+    first, second = pair()
+    with first, second:
+        first.start(), second.start()
+        reach(5, first)
+        assert second.process is not None
+        second.process.send_signal(signal.SIGTERM)
+        assert end(first, second) == [75, 75], first.err.read_text() + second.err.read_text()
+        stopped_at = first.step()
+    first, second = pair("--inject=raise:step=20:rank=1:always")
+    (tmp_path / "hurry").touch()
+    with first, second:
+        first.start(), second.start()
+        assert end(first, second) == [1, 1], first.err.read_text() + second.err.read_text()
+    first, second = pair("--batch.global-size=16")
+    with first, second:
+        first.start(), second.start()
+        assert end(first, second) == [2, 2], first.err.read_text() + second.err.read_text()
+    starts = [attempt["start_step"] for attempt in inspect(run)["attempts"]]
+    assert starts[:2] == [0, stopped_at]
+    # The folder is shared: one rank wrote it.
+    assert len(list((run / "tensorboard").iterdir())) == len(starts)
+
+
+def test_a_port_that_is_in_use_is_an_error_with_port_and_option(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        ended = subprocess.run(
+            [sys.executable, "-m", "launch", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}",
+             "--", *training(tmp_path), f"--run={tmp_path / 'run'}"],
+            env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, text=True,
+            timeout=DEADLINE_S,
+        )  # fmt: skip
+
+    assert ended.returncode == 2, ended.stderr
+    assert re.search(rf"--rdzv-endpoint 127\.0\.0\.1:{port}: .*port {port} is in use", ended.stderr)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
