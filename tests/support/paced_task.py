@@ -27,9 +27,10 @@ class Paced:
     pace_s: float = 0.05
     """How long each micro-batch takes, until the file `hurry` exists."""
     hurry: str = ""
+    norm: str = "batch"
 
     def model(self) -> nn.Module:
-        return Net(3, "batch", 0.2)
+        return Net(3, self.norm, 0.2)
 
     def dataset(self, split: str) -> Dataset | None:
         return {"train": Indexed(SAMPLES, 3), "validation": Indexed(8, 3)}.get(split)
