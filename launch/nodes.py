@@ -214,6 +214,7 @@ class NodesRendezvous(RendezvousHandler):
 
     def farewell(self) -> None:
         """At the end: the store's host stays until the others have seen how the run ended."""
+        self._joining = False
         if not self._endpoint.hosts:
             _ask(lambda: self._run("set", f"trainer/bye/{_name(self._me)}", "1"))
             return
@@ -236,6 +237,8 @@ class NodesRendezvous(RendezvousHandler):
 
     def _connect(self) -> DynamicRendezvousHandler:
         self._backend, waiting = self._endpoint.connect(self._look)
+        if not self._nonce:
+            self._say(f"meeting {self._min_nodes} to {self._max_nodes} nodes at {self._endpoint}")
         self._run = self._backend.ask
         self._launch_id = self._run("compare_set", "trainer/launch", "", self._launch_id).decode()
         self._handler = DynamicRendezvousHandler.from_backend(
@@ -307,7 +310,9 @@ class NodesRendezvous(RendezvousHandler):
             self._refuse_to_wait()
 
     def _refuse_to_wait(self) -> None:
-        if self._stopped() or self.stop_asked:
+        if self._stopped():
+            self.ask_stop()  # the others would wait for this node
+        if self.stop_asked:
             raise RunOver(EXIT_STOPPED)
 
 

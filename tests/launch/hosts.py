@@ -62,6 +62,8 @@ class Node:
     def __init__(self, host: str | None, run: Path, *arguments: str) -> None:
         self.run = run
         self._enter = [] if host is None else ["ip", "netns", "exec", host]
+        self.path = ""
+        """Searched first for modules."""
         self._arguments = arguments
         self.err = run.with_name(f"{run.name}.stderr")
         self.process: subprocess.Popen[bytes] | None = None
@@ -73,7 +75,7 @@ class Node:
                 [*self._enter, sys.executable, "-m", "launch", *self._arguments,
                  f"--run={self.run}"],
                 stdout=err, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, process_group=0,
-                env={**kept, "PYTHONPATH": PATH},
+                env={**kept, "PYTHONPATH": f"{self.path}{os.pathsep}{PATH}"},
             )  # fmt: skip
 
     def __enter__(self) -> Node:
@@ -84,25 +86,26 @@ class Node:
 
     def kill(self) -> None:
         """SIGKILL to every process of this node at once."""
-        for pid in self.pids():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
         if self.process is not None:
             self.process.wait(DEADLINE_S)
 
+    def signal(self, number: signal.Signals) -> None:
+        """To every process of this node."""
+        for pid in self.pids():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
     def pids(self) -> list[int]:
-        """The launcher, the fork server, the ranks and their children: all with this run folder,
-        or forked from one that has it."""
-        if self.process is None:
-            return []
-        found = [self.process.pid] if self.process.poll() is None else []
+        """The launcher, and what is forked from it: fork server, ranks, their loader workers."""
+        found = []
         marker = f"--run={self.run}".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):
                     if marker in (entry / "cmdline").read_bytes().split(b"\0"):
                         found.append(int(entry.name))
-        return sorted(set(found))
+        return sorted(found)
 
     def end(self) -> int:
         assert self.process is not None

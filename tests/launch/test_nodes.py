@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from hosts import DEADLINE_S, PATH, PORT, ROOT, Hosts, Node, two_hosts, wait_until
+from launching import listening
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
@@ -132,6 +133,15 @@ def test_a_run_whose_nodes_come_and_go_keeps_batch_schedule_and_order(tmp_path: 
             assert again(a, b, since=time.time()) < BOUND_S
             reach(b.step() + 3, a, b)
 
+            frozen_at, before = time.time(), a.step()
+            b.signal(signal.SIGSTOP)
+            assert again(a, since=frozen_at) < BOUND_S
+            reach(before + 5, a)
+            b.signal(signal.SIGCONT)
+            wait_until(lambda: a.said(" joins;") == 3, "node 1 joins again", a, b)
+            assert again(a, b, since=time.time()) < BOUND_S
+            reach(b.step() + 3, a, b)
+
             cut_at, before = time.time(), a.step()
             hosts.cut()
             assert again(a, since=cut_at) < BOUND_S
@@ -171,6 +181,13 @@ def test_a_link_that_is_cut_and_comes_back_changes_no_bit_where_all_are_needed(
             back_at = time.time()
             hosts.join()
             assert again(a, b, since=back_at) < BOUND_S
+
+            assert b.process is not None
+            b.process.kill()  # the launcher alone: its ranks are orphans
+            b.process.wait()
+            wait_until(lambda: not b.pids(), "orphans leave", a, b)
+            b.start()
+            again(a, b, since=time.time())
             (tmp_path / "hurry").touch()
             assert (a.end(), b.end()) == (0, 0), a.err.read_text() + b.err.read_text()
 
@@ -195,6 +212,13 @@ def test_all_nodes_end_alike_and_two_launchers_may_share_a_machine_and_a_folder(
     def end(*both: Node) -> list[int]:
         return [node.end() for node in both]
 
+    first, second = pair()
+    with first:
+        first.start()
+        wait_until(lambda: first.said("meeting 2 to 2 nodes"), "the meeting", first)
+        assert first.process is not None
+        first.process.send_signal(signal.SIGTERM)
+        assert first.end() == 75  # though it waited for another node
     first, second = pair()
     with first, second:
         first.start(), second.start()
@@ -230,6 +254,31 @@ def test_a_port_that_is_in_use_is_an_error_with_port_and_option(tmp_path: Path) 
 
     assert ended.returncode == 2, ended.stderr
     assert re.search(rf"--rdzv-endpoint 127\.0\.0\.1:{port}: .*port {port} is in use", ended.stderr)
+
+
+def test_one_node_listens_on_loopback_only_and_unpickles_nothing(tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import os, sys\n"
+        "def hook(event, args):\n"
+        "    if event == 'pickle.find_class':\n"
+        f"        fd = os.open({str(tmp_path / 'unpickled')!r}, os.O_WRONLY | os.O_CREAT\n"
+        "                     | os.O_APPEND)\n"
+        "        os.write(fd, f'{args}\\n'.encode())\n"
+        "        os.close(fd)\n"
+        "sys.addaudithook(hook)\n")
+    node = Node(None, tmp_path / "run", "--nproc-per-node=2", "--", *training(tmp_path))
+    node.path = str(tmp_path)
+    with node:
+        node.start()
+        reach(3, node)
+        found = {pid: listening(pid) for pid in node.pids()}
+        node.signal(signal.SIGTERM)
+        node.end()
+
+    assert len(found) >= 4  # launcher, fork server, ranks
+    addresses = {address for ports in found.values() for address in ports.values()}
+    assert addresses == {"0100007F"}, found  # 127.0.0.1 as the kernel writes it
+    assert not (tmp_path / "unpickled").exists(), (tmp_path / "unpickled").read_text()
 
 
 def free_port() -> int:
