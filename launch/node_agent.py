@@ -100,7 +100,8 @@ class NodeAgent(HotAgent):
         Raises:
             RunOver: always.
         """
-        raise RunOver(self._nodes.end(code))
+        first = self._nodes.end(code)
+        raise RunOver(first, "" if first == code else f"another node ended with code {first}")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         change, self._nodes.change = self._nodes.change, None

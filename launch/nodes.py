@@ -7,7 +7,7 @@ What the nodes agree on beside torch's own state stands in the same store, under
 - `stop`: a node was asked to stop the run;
 - `end`: the exit code with which the run is over, for all nodes (the first to write it decides);
 - `bye/NODE`: that node has seen how the run ended;
-- and for one round of the rendezvous: `attempt` (address and port of its ranks' store, its nonce)
+- and for one round of the rendezvous: `attempt` (its ranks' store, its nonce, the launch)
   and `change` (the ranks are stopped because a node joins).
 """
 
@@ -240,7 +240,10 @@ class NodesRendezvous(RendezvousHandler):
         if not self._nonce:
             self._say(f"meeting {self._min_nodes} to {self._max_nodes} nodes at {self._endpoint}")
         self._run = self._backend.ask
-        self._launch_id = self._run("compare_set", "trainer/launch", "", self._launch_id).decode()
+        if self._nonce:  # where the store is new, the launch is the one that this node knows
+            self._run("set", "trainer/launch", self._launch_id)
+        else:
+            self._run("compare_set", "trainer/launch", "", self._launch_id)
         self._handler = DynamicRendezvousHandler.from_backend(
             "trainer", waiting, self._backend, self._min_nodes, self._max_nodes, self._me[0],
             RendezvousTimeout(join=timedelta(seconds=self._rejoin_timeout_s),
@@ -258,11 +261,12 @@ class NodesRendezvous(RendezvousHandler):
         if info.rank == 0:
             address = self._me[0]
             self._attempt_server, port = serve(address)
-            attempt = {"address": address, "port": port, "nonce": uuid.uuid4().hex}
+            attempt = {"address": address, "port": port, "nonce": uuid.uuid4().hex,
+                       "launch": self._run("get", "trainer/launch").decode()}  # fmt: skip
             self._run("set", "trainer/newest", attempt["nonce"])
             self._round.set("trainer/attempt", json.dumps(attempt))
         told = json.loads(self._round.get("trainer/attempt"))
-        self._nonce = told["nonce"]
+        self._nonce, self._launch_id = told["nonce"], told["launch"]
         state = handler._state_holder.state
         self.members = frozenset((node.addr, node.pid) for node in state.participants)
         return RendezvousInfo(info.store, info.rank, info.world_size,
@@ -306,7 +310,7 @@ class NodesRendezvous(RendezvousHandler):
         self.stop_asked = self.stop_asked or self._run("check", ["trainer/stop"])
         if self._joining and threading.current_thread() is threading.main_thread():
             if self._run("check", ["trainer/end"]):
-                raise RunOver(int(self._run("get", "trainer/end")))
+                raise RunOver(int(self._run("get", "trainer/end")), "the run is over elsewhere")
             self._refuse_to_wait()
 
     def _refuse_to_wait(self) -> None:

@@ -156,14 +156,14 @@ def _is_torn(path: Path) -> bool:
         return file.read(1) != b"\n"
 
 
-def read_events(path: Path) -> list[dict[str, Any]]:
-    """All whole events of a run folder's `events.jsonl`, in time's order."""
-    if not path.exists():
-        return []
+def read_events(*paths: Path) -> list[dict[str, Any]]:
+    """All whole events of `events.jsonl`, in time's order; of several files, where nodes have disks
+    of their own."""
     events = []
-    for line in path.read_bytes().splitlines():
-        try:
-            events.append(json.loads(line))
-        except ValueError:
-            continue  # a line torn by a crash of the machine
+    for path in paths:
+        for line in path.read_bytes().splitlines() if path.exists() else []:
+            try:
+                events.append(json.loads(line))
+            except ValueError:
+                continue  # a line torn by a crash of the machine
     return sorted((e for e in events if isinstance(e, dict)), key=lambda e: e.get("time", 0.0))

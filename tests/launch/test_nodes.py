@@ -96,7 +96,7 @@ def test_deaths_of_whole_nodes_change_no_bit_where_all_come_back(tmp_path: Path)
             a.start()
             again(b, a, since=time.time())
             (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), a.err.read_text() + b.err.read_text()
+            assert (a.end(), b.end()) == (0, 0), told(a, b)
 
     straight = undisturbed(tmp_path)
     assert not list(differences(straight, a.run))
@@ -154,7 +154,7 @@ def test_a_run_whose_nodes_come_and_go_keeps_batch_schedule_and_order(tmp_path: 
             hosts.join()
             assert again(b, a, since=back_at) < BOUND_S
             (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), a.err.read_text() + b.err.read_text()
+            assert (a.end(), b.end()) == (0, 0), told(a, b)
 
     straight = undisturbed(tmp_path, "--task.norm=group")
     for run in (a.run, b.run):
@@ -189,7 +189,7 @@ def test_a_link_that_is_cut_and_comes_back_changes_no_bit_where_all_are_needed(
             b.start()
             again(a, b, since=time.time())
             (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), a.err.read_text() + b.err.read_text()
+            assert (a.end(), b.end()) == (0, 0), told(a, b)
 
     straight = undisturbed(tmp_path)
     assert not list(differences(straight, a.run))
@@ -197,49 +197,59 @@ def test_a_link_that_is_cut_and_comes_back_changes_no_bit_where_all_are_needed(
 
 
 @pytest.mark.timeout(300)
-def test_all_nodes_end_alike_and_two_launchers_may_share_a_machine_and_a_folder(
+def test_a_stop_of_one_node_stops_all_and_two_may_share_a_machine_and_a_folder(
     tmp_path: Path,
 ) -> None:
-    run = tmp_path / "run"
-    endpoint = f"--rdzv-endpoint=127.0.0.1:{free_port()}"
-
-    def pair(*more: str) -> tuple[Node, Node]:
-        options = ["--nnodes=2", "--max-restarts=0", endpoint, "--", *training(tmp_path, *more)]
-        first, second = Node(None, run, *options), Node(None, run, *options)
-        second.err = tmp_path / "second.stderr"
-        return first, second
-
-    def end(*both: Node) -> list[int]:
-        return [node.end() for node in both]
-
-    first, second = pair()
+    port = free_port()
+    first, second = neighbours(tmp_path, port)
     with first:
         first.start()
         wait_until(lambda: first.said("meeting 2 to 2 nodes"), "the meeting", first)
         assert first.process is not None
         first.process.send_signal(signal.SIGTERM)
         assert first.end() == 75  # though it waited for another node
-    first, second = pair()
+    first, second = neighbours(tmp_path, port)
     with first, second:
         first.start(), second.start()
         reach(5, first)
         assert second.process is not None
         second.process.send_signal(signal.SIGTERM)
-        assert end(first, second) == [75, 75], first.err.read_text() + second.err.read_text()
-        stopped_at = first.step()
-    first, second = pair("--inject=raise:step=20:rank=1:always")
-    (tmp_path / "hurry").touch()
-    with first, second:
-        first.start(), second.start()
-        assert end(first, second) == [1, 1], first.err.read_text() + second.err.read_text()
-    first, second = pair("--batch.global-size=16")
-    with first, second:
-        first.start(), second.start()
-        assert end(first, second) == [2, 2], first.err.read_text() + second.err.read_text()
-    starts = [attempt["start_step"] for attempt in inspect(run)["attempts"]]
-    assert starts[:2] == [0, stopped_at]
+        assert (first.end(), second.end()) == (75, 75), told(first, second)
+
+    assert [c["kind"] for c in inspect(first.run)["checkpoints"]][-1] == "stop"
     # The folder is shared: one rank wrote it.
-    assert len(list((run / "tensorboard").iterdir())) == len(starts)
+    assert len(list((first.run / "tensorboard").iterdir())) == 1
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("more", "code"), [
+    (["--inject=raise:step=20:rank=1:always"], 1),
+    (["--batch.global-size=16"], 2),
+])  # fmt: skip
+def test_an_end_on_one_node_is_the_same_end_on_all(tmp_path: Path, more: list[str], code: int):
+    (tmp_path / "hurry").touch()
+    first, second = neighbours(tmp_path, free_port(), "--steps=10")
+    with first, second:
+        first.start(), second.start()
+        assert (first.end(), second.end()) == (0, 0), told(first, second)
+    first, second = neighbours(tmp_path, free_port(), *more)
+    with first, second:
+        first.start(), second.start()
+        assert (first.end(), second.end()) == (code, code), told(first, second)
+
+
+def neighbours(folder: Path, port: int, *more: str) -> tuple[Node, Node]:
+    """Two nodes on this machine, with one run folder."""
+    options = ["--nnodes=2", "--max-restarts=0", f"--rdzv-endpoint=127.0.0.1:{port}", "--",
+               *training(folder, *more)]  # fmt: skip
+    first, second = (Node(None, folder / "run", *options) for _ in range(2))
+    second.err = folder / "second.stderr"
+    return first, second
+
+
+def told(*nodes: Node) -> str:
+    return "\n".join(node.err.read_text() for node in nodes)
 
 
 def test_a_port_that_is_in_use_is_an_error_with_port_and_option(tmp_path: Path) -> None:

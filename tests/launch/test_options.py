@@ -24,6 +24,11 @@ def test_what_follows_the_dashes_is_the_trainers() -> None:
         (["--max-restarts", "-1"], ("--max-restarts is -1", "use 0")),
         (["--grace-s", "nan"], ("--grace-s is nan", "0 or more")),
         (["--entry", "trainer"], ("--entry is 'trainer'", "MODULE:FUNCTION")),
+        (["--nnodes", "2:1"], ("--nnodes is 2:1", "MIN:MAX")),
+        (["--nnodes", "some"], ("--nnodes", "'some'", "MIN:MAX")),
+        (["--nnodes", "2"], ("--nnodes MIN:MAX", "--rdzv-endpoint HOST:PORT")),
+        (["--nnodes=2", "--rdzv-endpoint=a:b"], ("--rdzv-endpoint", "'a:b'", "HOST:PORT")),
+        (["--rejoin-timeout", "0"], ("--rejoin-timeout is 0", "above 0")),
         (["--max-restart", "3"], ("--max-restart is not", "--max-restarts")),
         (["tiny", "--steps", "5"], ("tiny is not", "-- tiny --steps 5")),
     ],
@@ -38,6 +43,15 @@ def test_an_error_names_flag_value_and_remedy(
     assert error.count("\n") == 1
     for word in words:
         assert word in error
+
+
+def test_nodes_and_where_they_meet() -> None:
+    options = parse(["--nnodes=1:4", "--rdzv_endpoint", "[fd00::1]:5000", "--rejoin-timeout=9"])
+
+    assert options.nnodes == (1, 4)
+    assert options.rdzv_endpoint == ("fd00::1", 5000)
+    assert options.rejoin_timeout_s == 9
+    assert parse(["--nnodes=2", "--rdzv-endpoint=node0"]).rdzv_endpoint == ("node0", 29400)
 
 
 def test_help_tells_the_options_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:

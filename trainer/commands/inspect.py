@@ -24,18 +24,24 @@ def main(argv: Sequence[str]) -> int:
         "would go on.",
     )
     parser.add_argument("run", type=Path)
+    parser.add_argument("others", type=Path, nargs="*", metavar="other",
+                        help="folders of the same run on other nodes: their events count too")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     options = parser.parse_args(argv)
     if folder.read_json(options.run / folder.IDENTITY) is None:
         print(f"{options.run}: there is no run in this folder (no {folder.IDENTITY})")
         return 2
-    report = inspect(options.run)
+    report = inspect(options.run, *options.others)
     print(json.dumps(report, indent=2) if options.json else _table(report, options.run))
     return 0
 
 
-def inspect(run: Path) -> dict[str, Any]:
-    """Everything that `--json` prints; each checkpoint is read and compared with its hashes."""
+def inspect(run: Path, *others: Path) -> dict[str, Any]:
+    """Everything that `--json` prints; each checkpoint is read and compared with its hashes.
+
+    Args:
+        others: folders of the same run on other nodes, for their events.
+    """
     checkpoints = _checkpoints(run)
     summary = folder.read_json(run / folder.SUMMARY)
     valid = [c for c in checkpoints if c["valid"]]
@@ -48,7 +54,7 @@ def inspect(run: Path) -> dict[str, Any]:
     else:
         following, why = determinism.get("label", "exact"), determinism.get("why", "")
     return {
-        "step": step, "finished": finished, "attempts": _attempts(run),
+        "step": step, "finished": finished, "attempts": _attempts(run, *others),
         "checkpoints": checkpoints, "next": following, "why": why,
     }  # fmt: skip
 
@@ -68,11 +74,11 @@ def _checkpoints(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _attempts(run: Path) -> list[dict[str, Any]]:
+def _attempts(*runs: Path) -> list[dict[str, Any]]:
     """From the starts and what every rank noted after them. A node's own folder tells of its ranks
     only."""
     attempts: dict[int, dict[str, Any]] = {}
-    for event in read_events(run / folder.EVENTS):
+    for event in read_events(*(run / folder.EVENTS for run in runs)):
         number = event["attempt"]
         if event["event"] == "start" and number not in attempts:
             attempts[number] = {

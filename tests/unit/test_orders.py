@@ -1,0 +1,71 @@
+"""What the launcher tells a rank, and what a stale attempt may no longer do."""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import threading
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import StaleAttempt
+from trainer.lock import RunLock
+from trainer.orders import Orders
+
+
+class Group:
+    """Notes when it is abandoned."""
+
+    def __init__(self) -> None:
+        self.stale = False
+        self.abandoned = threading.Event()
+
+    def abandon(self) -> None:
+        self.abandoned.set()
+
+
+@pytest.mark.parametrize(("word", "stale"), [("lost", False), ("stale", True)])
+def test_a_word_of_the_launcher_ends_the_group_and_its_death_is_noticed(word, stale):
+    ours, theirs = socket.socketpair()
+    orders, group = Orders(), Group()
+    orders.attach(group)
+    gone = orders.follow(theirs.fileno())
+
+    ours.send(f"{word}\n".encode())
+
+    assert group.abandoned.wait(30)
+    assert group.stale is stale
+    assert select.select([gone], [], [], 0)[0] == []
+    ours.close()
+    assert select.select([gone], [], [], 30)[0] == [gone]
+    os.close(gone)
+    theirs.close()
+
+
+def test_a_stale_attempt_writes_nothing(tmp_path: Path):
+    group = Group()
+    lock = RunLock(tmp_path / "lock", "one", revoked=lambda: group.stale)
+    lock.take()
+    lock.look()
+
+    group.stale = True
+
+    with pytest.raises(StaleAttempt), lock.committing():
+        raise AssertionError("it wrote")
+    with pytest.raises(StaleAttempt, match="a newer attempt"):
+        lock.look()
+    lock.close()
+
+
+def test_who_shares_a_folder_finds_it_taken_by_the_same_attempt(tmp_path: Path):
+    first, second = RunLock(tmp_path / "lock", "one"), RunLock(tmp_path / "lock", "one")
+
+    first.take()
+    second.take()
+
+    assert (first.holds, second.holds) == (True, False)
+    second.check()
+    first.close()
+    second.close()
