@@ -74,11 +74,15 @@ class NodeAgent(HotAgent):
 
     def _allow_restart(self, max_restarts: int) -> None:
         code = self.verdict.code
-        if (ended := self._nodes.ended()) is not None:
-            self._end(ended)
-        if self._stop.signal is None and code == EXIT_STOPPED and self._nodes.is_changing():
+        asked = self._stop.signal is not None or self._nodes.stop_asked
+        # Ranks whose launcher was killed ask all ranks to stop, so that may be the cause, too.
+        if code == EXIT_STOPPED and not asked and (
+            self._nodes.is_changing() or self._nodes.lacks_member(all_stopped=True)
+        ):  # fmt: skip
             self._remaining_restarts += 1  # which torch takes off again
             return
+        if (ended := self._nodes.ended()) is not None:
+            self._end(ended)
         if not self.verdict.restart:
             super()._allow_restart(max_restarts)
             self._end(code)

@@ -7,8 +7,8 @@ What the nodes agree on beside torch's own state stands in the same store, under
 - `stop`: a node was asked to stop the run;
 - `end`: the exit code with which the run is over, for all nodes (the first to write it decides);
 - `bye/NODE`: that node has seen how the run ended;
-- and for one round of the rendezvous: `attempt` (its ranks' store, its nonce, the launch)
-  and `change` (the ranks are stopped because a node joins).
+- and for one round of the rendezvous: `attempt` (its ranks' store, its nonce, the launch),
+  `change` (the ranks are stopped because a node joins) and `stopped/NODE` (its ranks have left).
 """
 
 from __future__ import annotations
@@ -48,8 +48,7 @@ KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5
 LAST_CALL_S = 1.0
 """How long a round waits for more nodes once the least number is there (torch: 30 s)."""
 
-RETRY_S = 0.3
-FAREWELL_S = 8.0
+RETRY_S, FAREWELL_S = 0.3, 8.0
 
 
 class RunOver(Exception):
@@ -202,13 +201,20 @@ class NodesRendezvous(RendezvousHandler):
             return None
         return int(_ask(lambda: self._run("get", "trainer/end")) or EXIT_FAILURE)
 
-    def lacks_member(self, wait_s: float = KEEP_ALIVE_S * KEEP_ALIVE_TIMES + 1.0) -> bool:
-        """Whether a node of this round is gone, or is found to be while we wait."""
-        deadline_s = time.monotonic() + wait_s
+    def lacks_member(self, *, all_stopped: bool = False) -> bool:
+        """Whether a node of this round is gone, or is found to be while we wait.
+
+        Args:
+            all_stopped: don't wait any longer once the ranks of each node have stopped, too.
+        """
+        _ask(lambda: self._round.set(f"trainer/stopped/{_name(self._me)}", "1"))
+        stopped = [f"trainer/stopped/{_name(node)}" for node in self.members]
+        deadline_s = time.monotonic() + KEEP_ALIVE_S * KEEP_ALIVE_TIMES + 1.0
         while not self.num_nodes_waiting() or (self.change and self.change.kind == "join"):
-            if time.monotonic() > deadline_s or len(self.members) == 1:
-                return False
             self.change = None
+            whole = all_stopped and _ask(lambda: self._round.check(stopped))
+            if whole or self.ended() is not None or time.monotonic() > deadline_s:
+                return False
             time.sleep(RETRY_S)
         return True
 
@@ -324,9 +330,7 @@ def _lost(*_: Any) -> Any:
     raise RendezvousConnectionError("the rendezvous is lost")
 
 
-class _Lost:
-    """In place of a store that is lost."""
-
+class _Lost:  # in place of a store
     check = get = set = staticmethod(_lost)
 
 
