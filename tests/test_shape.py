@@ -28,17 +28,17 @@ LAYERS = {
     # One thing each on top of that.
     1: "device groups lock log manifest data.augment data.batch data.sampler",
     2: "faults state store task world",
-    3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
-       "tasks.image_models",
+    3: "agreement config data.loader folder launcher parallel source sync_batchnorm "
+       "tasks.fashion_mnist tasks.image_models",
     # What the configuration sets.
-    4: "cli data.feed optim precision restore resume schedules tasks.images",
+    4: "cli data.feed health optim precision restore resume schedules tasks.images",
     5: "checkpoint data.lanes prepare step",
-    6: "data.stream evaluate testing",
+    6: "blame data.stream evaluate testing",
     7: "metrics",
     8: "parts sinks",
     # The one that constructs, and what uses all of it.
-    9: "build product",
-    10: "start",
+    9: "opening product recovery",
+    10: "build start",
     11: "loop",
     12: "commands.*",
     13: "__main__ __init__",

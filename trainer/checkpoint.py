@@ -14,13 +14,13 @@ from typing import Any
 from torch import Tensor
 
 from trainer import tensorfile
-from trainer.errors import CheckpointDamaged, TrainerError
+from trainer.errors import CheckpointDamaged, NonFinite, TrainerError
 from trainer.log import Log
 from trainer.manifest import Stage
 from trainer.restore import abandon_newer, restore, restore_model
 from trainer.snapshot import Snapshot
 from trainer.source import STATE, Found
-from trainer.state import OPTIMIZER, TrainState
+from trainer.state import MODEL, OPTIMIZER, TrainState
 from trainer.store import Store
 from trainer.world import World
 
@@ -34,7 +34,8 @@ class _Job:
     kind: str
     tensors: dict[str, dict[str, Tensor]]
     facts: dict[str, Any]
-    protect: int
+    protect: set[int]
+    """Steps whose checkpoints stay, whatever their age."""
     copied: threading.Event = field(default_factory=threading.Event)
     """Set when parameters and optimizer state may change again."""
     error: BaseException | None = None
@@ -76,6 +77,7 @@ class Checkpointer:
         self._writing: Future[None] | None = None
         self._job: _Job | None = None
         self._saved = (-1, -1)  # step, and the last validated step that it holds
+        self._healthy = -1  # the newest save that no bad step came directly before
         self._held: _Job | None = None  # the best weights, on every rank, until they are on disk
         self._sync = sync
 
@@ -186,7 +188,8 @@ class Checkpointer:
                 self._log.info(f"step {job.step} is saved again, after failures")
             self.failed = None
             return
-        if isinstance(job.error, TrainerError) and not isinstance(job.error, CheckpointDamaged):
+        kept_on = (CheckpointDamaged,) if must else (CheckpointDamaged, NonFinite)
+        if isinstance(job.error, TrainerError) and not isinstance(job.error, kept_on):
             raise job.error
         said, self.failed = self.failed, _told(job)
         self._log.event("save-failed", at_step=job.step, why=str(job.error))
@@ -242,7 +245,9 @@ class Checkpointer:
             **self._state.facts(), **self._describe,
             "lines": list(self._recent), "step": step, "generation": self.generation,
         }
-        return _Job(step, kind, tensors, facts, self._state.best.step)
+        if not self._state.progress.bad_row:
+            self._healthy = step
+        return _Job(step, kind, tensors, facts, {self._state.best.step, self._healthy})
 
     def _submit(self, job: _Job) -> None:
         job.error, self._job = None, job
@@ -264,7 +269,7 @@ class Checkpointer:
             return
         job.done = True
         try:
-            self.store.prune(protect={job.protect})
+            self.store.prune(protect=job.protect)
         except (OSError, TrainerError) as error:
             self._log.warning(f"older checkpoints could not be removed: {error}")
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
@@ -282,6 +287,9 @@ class Checkpointer:
             job.copied.set()
 
     def _fill(self, stage: Stage, job: _Job) -> None:
+        if sick := self._state.sick(job.tensors[MODEL]):
+            raise NonFinite(f"step {job.step} has weights that aren't finite ({', '.join(sick)}): "
+                            "such a checkpoint is never kept")
         for name, tensors in job.tensors.items():
             stage.write(name, tensorfile.chunks(tensors))
         facts = {**job.facts, "rng": self._state.rng_digests(job.step)}
@@ -294,6 +302,16 @@ class Checkpointer:
         self.generation = abandon_newer(found, self.store, self._world, self._log)
         progress = self._state.progress
         self._saved = (-1, -1) if found.path else (progress.step, progress.validated)
+
+    def go_back(self, found: Found) -> None:
+        """Collective. Bring back an older checkpoint's state in mid-run, and abandon what is
+        newer: the run goes on in a new generation."""
+        restore(found, self.store, self._state, self._world, self._log)
+        self.generation = max(found.generation, self.generation) + 1
+        if self._world.is_main:
+            self.store.set_aside(after_step=found.step, generation=self.generation)
+        self._world.barrier()  # nobody saves in the new generation before
+        self._saved = (-1, -1)
 
     def load_model(self, step: int) -> bool:
         """Collective. The weights of a checkpoint, into the model on all ranks; whether there is

@@ -164,6 +164,9 @@ class Parallel:
     """Allow trainable parameters that some batches don't use (DDP's find_unused_parameters)."""
     bucket_mb: float = leaf(25.0, "announced")
     """Size of the buckets in which gradients are all-reduced, in MiB."""
+    verify_every: Length = leaf(Length(100), "free")
+    """Interval at which ranks compare checksums of weights and optimizer; they do so before each
+    save too. off: never."""
 
     def __post_init__(self) -> None:
         _check(self.bucket_mb > 0, "parallel.bucket-mb", self.bucket_mb, "use more than 0.")
@@ -240,6 +243,26 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Nonfinite:
+    """Steps whose loss or gradient is NaN or infinite: on all ranks the update is left out."""
+
+    max_in_row: int = leaf(3, "announced")
+    """After so many in a row go back to the newest checkpoint and leave out exactly those batches;
+    0 is never."""
+    max_total: int = leaf(100, "announced")
+    """More than so many in the whole run end it, with exit code 77."""
+    spike_z: float = leaf(0.0, "announced")
+    """Treat a loss alike that lies this far above the recent ones (modified z-score; 3.5 is usual,
+    10 catches only what is far out); 0 is off."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_in_row >= 0, "nonfinite.max-in-row", self.max_in_row,
+               "use 0 (never go back) or more.")
+        _check(self.max_total >= 0, "nonfinite.max-total", self.max_total, "use 0 or more.")
+        _check(self.spike_z >= 0, "nonfinite.spike-z", self.spike_z, "use 0 (off) or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Numerics:
     """What the bits of the result depend on."""
 
@@ -291,6 +314,7 @@ class Config(Generic[TaskT]):
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     stop: Stop = Stop()
+    nonfinite: Nonfinite = Nonfinite()
     numerics: Numerics = Numerics()
     log: Logging = Logging()
 

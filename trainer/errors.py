@@ -58,6 +58,10 @@ class NonFinite(TrainerError):
     exit_code = EXIT_NONFINITE
 
 
+class RanksDiffer(TrainerError):
+    """Ranks hold different weights, and nothing from before is left to go back to."""
+
+
 class CheckpointDamaged(TrainerError):
     """A checkpoint folder is not what its manifest says; the message names what differs."""
 

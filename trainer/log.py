@@ -81,6 +81,11 @@ class Log:
     def warning(self, text: str) -> None:
         self._line("warning", text)
 
+    def announce(self, text: str) -> None:
+        """A warning that all ranks would give alike: rank 0 gives it."""
+        if self.rank == 0:
+            self.warning(text)
+
     def error(self, text: str) -> None:
         self._line("error", text)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.errors import SaveFailed, StopRequested
+from trainer.errors import StopRequested
 from trainer.metrics import validation_line
 from trainer.parts import Parts
 from trainer.product import choose_best, finish
+from trainer.recovery import face_skipped, ranks_agree
 from trainer.start import start
 
 
@@ -19,11 +20,15 @@ def train(run: Parts) -> dict[str, object]:
     progress, last, wanted = run.progress, run.intervals.total, False
     while True:
         step, every = progress.step, run.intervals
-        if is_due(step, every.evaluate, last) and progress.validated < step:
+        owed = is_due(step, every.evaluate, last) and progress.validated < step
+        save = wanted or is_due(step, every.checkpoint, last)
+        if (owed or save or is_due(step, every.verify, last)) and not ranks_agree(run):
+            continue  # with the state of an older step, at which they did
+        if owed:
             validate(run)  # also the one that an earlier attempt owed
         if run.state.best.has_waited(run.config.eval.patience):
             last = step
-        if wanted or is_due(step, every.checkpoint, last):
+        if save or step >= last:
             run.checkpoint.save("periodic")
         if step >= last:
             return finish(run)
@@ -38,14 +43,12 @@ def train(run: Parts) -> dict[str, object]:
         if not result.skipped:
             run.state.meter.add(result.sums.loss, result.sums.count)
         run.metrics.step(result, waited_s=run.loader.waited_s)
+        face_skipped(run, result)
 
-        if "saved" in result.sums.wishes:
-            run.metrics.forget(run.checkpoint.saved_step)
-            run.checkpoint.forget()
-        if "fail" in result.sums.wishes:
-            raise SaveFailed(run.checkpoint.failure or "rank 0 could not save")
+        run.heed_saves(result.sums.wishes)
         wanted = "save" in result.sums.wishes
         if "stop" in result.sums.wishes:
+            ranks_agree(run)
             run.checkpoint.save("stop")
             run.checkpoint.settle()
             raise StopRequested(f"stopped on request after step {progress.step}; "

@@ -118,6 +118,11 @@ class Metrics:
         for line in lacking:
             self._show(line, {})
 
+    def rewind(self) -> None:
+        """The run goes back to a checkpoint: `open` follows, on rank 0."""
+        self.close()
+        self.recent.clear()
+
     @property
     def durable(self) -> bool:
         """Whether no line waits for space on this rank."""

@@ -48,6 +48,11 @@ class Sums:
     metrics: dict[str, tuple[float, float]]
     """Name → (sum, count), also of each named loss."""
 
+    @classmethod
+    def nothing(cls) -> Sums:
+        """Of a step in which nothing was computed."""
+        return cls(loss=0.0, count=0.0, samples=0, wishes=frozenset(), metrics={})
+
 
 class Objective(nn.Module):
     """The task's loss of the model's output, as one forward.
@@ -71,6 +76,9 @@ class Objective(nn.Module):
         self._loss = loss
         self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
         self._local: Tensor | None = None
+        self._totals: list[Tensor] = []
+        self.totals: list[Tensor] = []
+        """The loss of each of this rank's micro-batches in the last step, scalars on the device."""
         self.poisoned = False
         """Makes the next loss a NaN (fault injection)."""
         self.ride = (
@@ -88,6 +96,7 @@ class Objective(nn.Module):
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         total, vector = self._vector(outcome, samples, wishes)
+        self._totals.append(total.detach())
         loss = total.float() * self._factor
         if self.ride is not None:
             return loss + (self.ride * vector).sum()
@@ -100,6 +109,7 @@ class Objective(nn.Module):
         Args:
             scale: what the backward's loss was multiplied by (fp16), and the ride with it.
         """
+        self.totals, self._totals = self._totals, []
         if self.ride is not None:
             assert self.ride.grad is not None, "no synchronised backward has run"
             vector = self.ride.grad * (num_ranks / scale)
@@ -108,6 +118,12 @@ class Objective(nn.Module):
             assert self._local is not None, "no forward has run"
             vector, self._local = self._local, None
         return vector
+
+    def forget(self) -> None:
+        """Start anew, after forwards that belong to no step."""
+        self._local, self._totals = None, []
+        if self.ride is not None:
+            self.ride.grad = None
 
     def read_sums(self, vector: Tensor, grad_norm: Tensor) -> tuple[Sums, float]:
         """The sums and the gradient norm as numbers on the host, in one transfer."""

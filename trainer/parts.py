@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from trainer import faults
+from trainer.agreement import Agreement
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data.loader import Loader
-from trainer.errors import CheckpointBusy, StaleAttempt
+from trainer.errors import CheckpointBusy, NonFinite, SaveFailed, StaleAttempt
 from trainer.evaluate import Evaluator
 from trainer.folder import Identity
 from trainer.log import Log
@@ -45,6 +47,9 @@ class Parts:
     checkpoint: Checkpointer
     metrics: Metrics
     intervals: Intervals
+    agreement: Agreement
+    reopen: Callable[[Found], None]
+    """Opens the data and the record once more, at the place of a checkpoint."""
     found: Found | None
     card: dict[str, Any] = field(default_factory=dict)
     """What the run consists of, for people."""
@@ -58,6 +63,18 @@ class Parts:
         """What this rank wants to happen after the step: one for each of `parallel.WISHES`."""
         saved = self.checkpoint.committed and self.metrics.durable
         return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
+
+    def heed_saves(self, wishes: Collection[str]) -> None:
+        """What rank 0 tells of the last save, in the sums of a step: it is whole, or has failed.
+
+        Raises:
+            SaveFailed: it has, with --checkpoint.on-error stop.
+        """
+        if "saved" in wishes:
+            self.metrics.forget(self.checkpoint.saved_step)
+            self.checkpoint.forget()
+        if "fail" in wishes:
+            raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
 
     def close(self) -> None:
         """The orderly end: loader processes, the last save, the files.
@@ -85,7 +102,7 @@ class Parts:
         began = time.perf_counter()
         try:
             step = self.checkpoint.save_alone()
-        except (OSError, CheckpointBusy, StaleAttempt) as error:
+        except (OSError, CheckpointBusy, StaleAttempt, NonFinite) as error:
             self.log.warning(f"step {self.progress.step} could not be saved: {error}")
             return
         if step is not None:

@@ -31,6 +31,7 @@ class Intervals:
     evaluate: int
     checkpoint: int
     log: int
+    verify: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,6 +122,7 @@ def _plan(
         evaluate=config.eval.every.steps(epoch=epoch, total=total),
         checkpoint=config.checkpoint.every.steps(epoch=epoch, total=total),
         log=config.log.every.steps(epoch=epoch, total=total),
+        verify=config.parallel.verify_every.steps(epoch=epoch, total=total),
     )
 
 

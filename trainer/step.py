@@ -16,6 +16,7 @@ from trainer import rng
 from trainer.config import Clip
 from trainer.data.loader import Micro
 from trainer.faults import Faults
+from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip
 from trainer.parallel import COUNT, Objective, Sums, synchronised
 from trainer.progress import Progress
@@ -34,11 +35,16 @@ class StepResult:
     """Global norm of the mean gradient before clipping."""
     scale: float | None
     """fp16: the loss scale that this step used."""
-    skipped: bool
-    """Whether the update was left out, for a non-finite loss or gradient."""
+    fault: str
+    """Why the update was left out (see `health`), "" if it wasn't."""
     seconds: float
     device_s: float | None
     """CUDA: seconds from zero_grad to clip on the device's own time line."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out."""
+        return bool(self.fault)
 
     @property
     def loss(self) -> float | None:
@@ -133,6 +139,7 @@ class Step:
     nominal_count: float
     faults: Faults
     broadcast: Callable[[Sequence[Tensor], int], None]
+    health: Health
     moving: list[Tensor] = field(default_factory=list)
     """Buffers that the forward moves and that ranks don't share: the last rank's are taken."""
     before_update: Callable[[], None] = lambda: None
@@ -151,7 +158,8 @@ class Step:
     def __call__(
         self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
     ) -> StepResult | None:
-        """Consume the next global batch and, unless a value isn't finite, update the weights.
+        """Consume the next global batch and, unless something speaks against it, update the
+        weights.
 
         Collective.
 
@@ -163,6 +171,8 @@ class Step:
             None, on all ranks, if the window had fewer than `least_samples`: no step was made.
         """
         start, step, at = self.clock(), self.progress.step + 1, self.faults.at
+        if step in self.progress.left_out:
+            return self.leave_out(micro_batches, step)
         self.in_progress = True
         self.marks.first()
         self.buffers.keep()
@@ -181,26 +191,26 @@ class Step:
             self.leave_no_trace()
             return None
         lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-        # All three are reduced values, so all ranks decide alike.
-        finite = math.isfinite(norm) and math.isfinite(sums.loss) and sums.count > 0
+        # All are reduced values, so all ranks decide alike.
+        fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         if self.moving:
             # The last rank never has only empty micro-batches. No collective comes after it: a
             # rank that loses a peer in a step has either made its update, or has nothing of it.
             self.broadcast(self.moving, self.num_ranks - 1)
         at("optimizer", step=step, epoch=epoch)
-        if finite:
+        if not fault:
             self.before_update()
             self.scaler.step(self.optimizer)
             self.schedule.step()
         else:
             self.buffers.put_back()
-            self.progress.skipped += 1
+            self.progress.note_skipped(step, bad=fault in BAD)
         self.scaler.update()
         self.progress.step, self.in_progress = step, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
-            skipped=not finite, seconds=self.clock() - start, device_s=self.marks.between_s(),
+            fault=fault, seconds=self.clock() - start, device_s=self.marks.between_s(),
         )  # fmt: skip
 
     def forward_backward(
@@ -222,6 +232,20 @@ class Step:
                 loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else ())
             at("backward", step=slot.step, epoch=slot.epoch)
             self.scaler.scale(loss).backward()
+
+    def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult:
+        """Consume a global batch without computing anything with it."""
+        start = self.clock()
+        for micro in micro_batches:
+            epoch = micro.slot.epoch
+        self.progress.note_skipped(step)
+        self.progress.step = step
+        return StepResult(
+            step=step, epoch=epoch, sums=Sums.nothing(), fault=LEFT_OUT, grad_norm=math.nan,
+            lrs=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+            scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+            seconds=self.clock() - start, device_s=None,
+        )  # fmt: skip
 
     def leave_no_trace(self) -> None:
         """Undo a window that doesn't count: buffers, and what the scaler noted of its gradients."""

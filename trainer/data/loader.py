@@ -233,9 +233,12 @@ class Loader:
         self._faults = faults
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: Micro | None = None
+        self.read: list[Micro] = []
+        """What was read for the last window, on the host: to look at if it turns out bad."""
 
     def window(self) -> Iterator[Micro]:
         """The micro-batches of the next step; the last one has `slot.last`."""
+        del self.read[: len(self.read) - (self._ahead is not None)]
         while True:
             micro = self._take()
             self._arrive(micro)
@@ -261,6 +264,13 @@ class Loader:
         assert self._ahead is None, "only the rest of a window is read ahead"
         self._source.next_epoch()
 
+    def reopen(self, make: Callable[[], Source]) -> None:
+        """End the loader's processes, and read from another source: another place in the run."""
+        self.close()
+        self._ahead = None
+        self.read.clear()
+        self._source = make()
+
     def close(self) -> None:
         """End the loader's processes."""
         self._source.close()
@@ -274,6 +284,7 @@ class Loader:
         micro = next(self._source)
         self.waited_s += time.perf_counter() - start
         self._faults.at("data", step=micro.slot.step, epoch=micro.slot.epoch)
+        self.read.append(micro)
         if self._device.type == "cpu":
             return micro
         if self._stream is None:
