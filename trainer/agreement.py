@@ -19,12 +19,22 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
     """Of each tensor, the sum of its bits taken as whole numbers, modulo 2^64: int64 (n,).
 
-    One flipped bit always changes it; memory layout doesn't. On the tensors' own device.
+    One flipped bit always changes it. On the tensors' own device.
     """
-    sums = [t.detach().reshape(-1).view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64)
-            if t.is_contiguous() else
-            t.detach().view(_INTEGERS[t.element_size()]).sum(dtype=torch.int64) for t in tensors]
+    sums = [_integers(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack([s.to(sums[0].device) for s in sums])
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """The bits as whole numbers of 8 bytes where the memory can be cut so (a sum over them is
+    several times as fast), otherwise one for each element."""
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        tensor = tensor.permute(0, 2, 3, 1)
+    size = tensor.element_size()
+    whole = (tensor.nbytes % 8 == 0 and tensor.storage_offset() * size % 8 == 0)
+    if tensor.is_contiguous() and whole:
+        return tensor.reshape(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[size])
 
 
 @dataclass(frozen=True, kw_only=True)
