@@ -139,7 +139,8 @@ class Metrics:
 
     def forget(self, step: int) -> None:
         """A checkpoint of this step is whole: the lines up to it need not travel any more."""
-        self.recent[:] = [line for line in self.recent if line["step"] > step]
+        if self.recent and self.recent[0]["step"] <= step:  # rank 0 says so at every step
+            self.recent[:] = [line for line in self.recent if line["step"] > step]
 
     def step(self, result: StepResult, *, waited_s: float) -> None:
         """Record a training step.
