@@ -1,5 +1,5 @@
 """The trainer's own time in the main thread of a step: what isn't data, forward, backward, clip,
-update or schedule.
+update (zero_grad and step) or schedule.
 
     python -m benchmarks.overhead [--steps N] [--models mlp,cnn] [--json]
 
@@ -93,6 +93,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         objective, optimizer = parts.step.objective, parts.step.optimizer
         objective._loss = watch.around(objective._loss)
         optimizer.step = watch.around(optimizer.step)
+        optimizer.zero_grad = watch.around(optimizer.zero_grad)
         parts.step.schedule.step = watch.around(parts.step.schedule.step)
         before = torch.Tensor.backward, trainer.step.clip
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]

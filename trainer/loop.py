@@ -35,7 +35,6 @@ def train(run: Parts) -> dict[str, object]:
 
         run.log.phase = "train"
         result = run.step(run.loader.window(), wishes=run.wishes)
-        run.state.key_rng(run.world.rank)
         if result is None:
             run.loader.next_epoch()
             continue
