@@ -27,7 +27,7 @@ LAYERS = {
        "progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
     1: "device groups lock log manifest data.augment data.batch data.sampler",
-    2: "faults state store task world",
+    2: "faults state store task world data.reading",
     3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
        "tasks.image_models",
     # What the configuration sets.

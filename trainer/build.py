@@ -26,7 +26,8 @@ from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data import batch as batches
 from trainer.data.feed import Cut
-from trainer.data.loader import KeyedSamples, Loader, SampledSource, Source, in_memory
+from trainer.data.loader import Loader, SampledSource, Source
+from trainer.data.reading import KeyedSamples, in_memory
 from trainer.data.sampler import MicroBatchSampler
 from trainer.data.stream import Stream
 from trainer.evaluate import Evaluator

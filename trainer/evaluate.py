@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 from trainer import rng
 from trainer.data.batch import to_device
 from trainer.data.lanes import StreamBatches
-from trainer.data.loader import KeyedSamples, Micro, reading
+from trainer.data.loader import reading
+from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
 from trainer.faults import Faults
 from trainer.parallel import check_outcome

@@ -16,7 +16,7 @@ from torch.utils.data import IterableDataset
 from trainer import optim, precision, rng, sync_batchnorm, tensorfile
 from trainer.config import Config
 from trainer.data.feed import first_samples, known_length
-from trainer.data.loader import KeyedSamples
+from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import Plan
 from trainer.errors import ConfigError
 from trainer.length import Length

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.config import Clip
-from trainer.data.loader import Micro
+from trainer.data.reading import Micro
 from trainer.faults import Faults
 from trainer.optim import clip
 from trainer.parallel import COUNT, Objective, Sums, synchronised

@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer.data.batch import collate
 from trainer.data.feed import Cut
-from trainer.data.loader import SampleError
+from trainer.data.reading import SampleError
 from trainer.data.stream import Stream
 from trainer.errors import ConfigError
 

@@ -24,7 +24,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.data.loader import SampleError
+from trainer.data.reading import SampleError
 
 _OPEN = -1
 

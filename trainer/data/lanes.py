@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.feed import Cut, Feed, Mark, named
-from trainer.data.loader import Micro
+from trainer.data.reading import Micro
 from trainer.data.sampler import Slot, block
 from trainer.errors import ConfigError
 

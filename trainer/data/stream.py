@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader
 
 from trainer.data.feed import Cut, Mark
 from trainer.data.lanes import Collate, LaneReader, Part
-from trainer.data.loader import Micro, reading, shut_down
+from trainer.data.loader import reading, shut_down
+from trainer.data.reading import Micro
 from trainer.data.sampler import block, slots
 from trainer.errors import ConfigError
 
