@@ -35,7 +35,7 @@ from trainer.lock import RunLock
 from trainer.log import Log
 from trainer.metrics import Metrics, Sink, read_metrics, resumed_lines
 from trainer.parts import Parts
-from trainer.prepare import Work, prepare
+from trainer.prepare import REMEDY, Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
 from trainer.sinks import Console, TensorBoard
 from trainer.source import Found, find, find_at
@@ -137,7 +137,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         state.parts["stream"] = source
         if found is not None and "stream" in found.facts["parts"]:
             source.load_state_dict(found.facts["parts"]["stream"])
-    loader = Loader(source, device=world.device, faults=armed)
+    loader = Loader(source, device=world.device, faults=armed, log=log)
     evaluators = {
         split: None if work.data[split] is None else Evaluator(
             model=work.model, loss=work.task.loss, dataset=work.data[split], collate=collate,
@@ -212,8 +212,12 @@ def _source(
         shuffle=config.data.shuffle == "on", position=progress.step,
         total_steps=work.intervals.total,
     )  # fmt: skip
-    return SampledSource(KeyedSamples(data, seed=config.seed, collate=collate), sampler,
-                         workers=workers, prefetch=config.data.prefetch, device=world.device)
+    samples = KeyedSamples(
+        data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
+        rank=world.rank, advice=REMEDY,
+    )  # fmt: skip
+    return SampledSource(samples, sampler, workers=workers, prefetch=config.data.prefetch,
+                         device=world.device)
 
 
 def _find(config: Config[Any], store: Store, run: str, world: World, log: Log) -> Found | None:

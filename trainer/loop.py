@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.data.reading import refuse_copies
 from trainer.errors import SaveFailed, StopRequested
 from trainer.metrics import validation_line
 from trainer.parts import Parts
@@ -38,6 +39,7 @@ def train(run: Parts) -> dict[str, object]:
         if not result.skipped:
             run.state.meter.add(result.sums.loss, result.sums.count)
         run.metrics.step(result, waited_s=run.loader.waited_s)
+        refuse_copies(progress.replaced, progress.step * run.config.batch.global_size)
 
         if "saved" in result.sums.wishes:
             run.metrics.forget(run.checkpoint.saved_step)

@@ -18,13 +18,15 @@ class Progress:
     """How many of them gave no update; learning rate and Adam's count follow step - skipped."""
     validated: int = 0
     """The last step whose validation is done."""
+    replaced: int = 0
+    """Samples that took the place of bad ones."""
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
-        self.validated = int(state["validated"])
+        self.validated, self.replaced = int(state["validated"]), int(state["replaced"])
 
     @property
     def updates(self) -> int:

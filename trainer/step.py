@@ -196,6 +196,7 @@ class Step:
             self.buffers.put_back()
             self.progress.skipped += 1
         self.scaler.update()
+        self.progress.replaced += sums.replaced
         self.progress.step, self.in_progress = step, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
@@ -219,7 +220,8 @@ class Step:
         rng.key_generators(self.seed, rng.MICRO, slot.step, slot.number)
         with synchronised(self.wrapped, last=slot.last):
             with self.autocast():
-                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else ())
+                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else (),
+                                    len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             self.scaler.scale(loss).backward()
 

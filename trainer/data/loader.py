@@ -14,9 +14,10 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.data import batch as batches
-from trainer.data.reading import KeyedSamples, Micro
+from trainer.data.reading import KeyedSamples, Micro, received
 from trainer.data.sampler import MicroBatchSampler
 from trainer.faults import Faults
+from trainer.log import Log
 
 
 class Source(Protocol):
@@ -52,7 +53,7 @@ class SampledSource:
         )
 
     def __next__(self) -> Micro:
-        return next(self._iterator)
+        return received(next(self._iterator))
 
     def next_epoch(self) -> None:
         raise AssertionError("the sampler gives whole epochs only: each of its windows counts")
@@ -66,14 +67,17 @@ class Loader:
 
     Args:
         device: where the batches go; on CUDA they are copied by a stream of their own.
+        log: told once of each bad sample.
     """
 
-    def __init__(self, source: Source, *, device: torch.device, faults: Faults) -> None:
+    def __init__(self, source: Source, *, device: torch.device, faults: Faults, log: Log) -> None:
         self.waited_s = 0.0
         """Seconds spent waiting for data so far."""
         self._source = source
         self._device = device
         self._faults = faults
+        self._log = log
+        self._told: set[Any] = set()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: Micro | None = None
 
@@ -116,6 +120,7 @@ class Loader:
         start = time.perf_counter()
         micro = next(self._source)
         self.waited_s += time.perf_counter() - start
+        self._tell(micro)
         self._faults.at("data", step=micro.slot.step, epoch=micro.slot.epoch)
         if self._device.type == "cpu":
             return micro
@@ -123,6 +128,17 @@ class Loader:
             return dataclasses.replace(micro, batch=batches.to_device(micro.batch, self._device))
         with torch.cuda.stream(self._stream):
             return dataclasses.replace(micro, batch=batches.to_device(micro.batch, self._device))
+
+    def _tell(self, micro: Micro) -> None:
+        for bad in micro.replaced:
+            if bad.index in self._told:
+                continue
+            self._told.add(bad.index)
+            worker = "" if bad.worker is None else f", loader worker {bad.worker}"
+            self._log.warning(f"bad sample {bad.index} (epoch {bad.epoch}, rank {self._log.rank}"
+                              f"{worker}): {bad.why}; sample {bad.by} takes its place")
+            self._log.event("bad-sample", index=bad.index, epoch=bad.epoch, worker=bad.worker,
+                            exception=bad.why, replaced_by=bad.by, at_step=micro.slot.step)
 
     def _arrive(self, micro: Micro) -> None:
         """Let the computation's stream wait for the copy, and the allocator know of its use."""
