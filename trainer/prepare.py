@@ -22,7 +22,8 @@ from trainer.errors import ConfigError
 from trainer.length import Length
 from trainer.world import World
 
-REMEDY = "mend it, or go on with others in the place of such samples: --data.on-error skip"
+REMEDY = ("mend it, or go on with others in the place of such samples: --data.on-error skip (and "
+          "--accept data.on-error in a run that has begun)")
 """How to go on after a bad training sample."""
 
 

@@ -183,8 +183,10 @@ class KeyedSamples(Dataset[Micro]):
         used."""
         first: SampleError | None = None
         for attempt in range(1 + TRIES if self._skip else 1):
-            key = rng.mix(self._seed, rng.REPLACE, epoch, index, attempt)
-            candidate = key % len(self) if attempt else index
+            candidate = index
+            if attempt:
+                key = rng.mix(self._seed, rng.REPLACE, epoch, index, attempt)
+                candidate = key % len(self)
             try:
                 return candidate, use(candidate)
             except SampleError as error:
@@ -284,7 +286,7 @@ def hand_over(
     return told
 
 
-class _Elsewhere(Exception):
+class WorkerTraceback(Exception):
     """The traceback of an exception in another process, for people."""
 
     def __str__(self) -> str:
@@ -294,7 +296,7 @@ class _Elsewhere(Exception):
 def received(item: T | SampleError) -> T:
     """What a loader worker has read; raises the `SampleError` if it is one."""
     if isinstance(item, SampleError):
-        raise item from _Elsewhere(item.trace)
+        raise item from WorkerTraceback(item.trace)
     return item
 
 
