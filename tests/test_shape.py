@@ -26,7 +26,7 @@ LAYERS = {
     0: "errors append attributes durable handshake length network packing rng snapshot stop "
        "progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
-    1: "device groups lock log manifest data.augment data.batch data.sampler",
+    1: "device groups lock log manifest data.augment data.bad data.batch data.sampler",
     2: "faults state store task world data.reading",
     3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
        "tasks.image_models",

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
+from trainer.data.bad import received
 from trainer.data.batch import to_device
 from trainer.data.lanes import StreamBatches
 from trainer.data.loader import reading
-from trainer.data.reading import KeyedSamples, Micro, received
+from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
 from trainer.faults import Faults
 from trainer.parallel import check_outcome

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.data.reading import refuse_copies
+from trainer.data.bad import refuse_copies
 from trainer.errors import SaveFailed, StopRequested
 from trainer.metrics import validation_line
 from trainer.parts import Parts

@@ -31,8 +31,10 @@ def summary(folder: Path) -> dict:
 
 # --- stop
 
-@pytest.mark.parametrize(("size", "workers"), [(2, 0), (2, 2), (3, 2)])
-@pytest.mark.parametrize(("kind", "doing"), [("bad", "reading"), ("uncollatable", "collating")])
+@pytest.mark.parametrize(("size", "workers", "kind", "doing"), [
+    (2, 0, "uncollatable", "collating"), (2, 2, "bad", "reading"),
+    (3, 0, "bad", "reading"), (3, 2, "uncollatable", "collating"),
+])  # fmt: skip
 def test_all_ranks_end_within_seconds_and_the_sample_is_named(
     ranks, tmp_path, capfd, size, workers, kind, doing
 ):

@@ -14,8 +14,9 @@ from torch.utils.data import Subset
 from trainer import rng
 from trainer.config import Batch, Config, Data
 from trainer.data import batch as batches
+from trainer.data.bad import SampleError, refuse_copies
 from trainer.data.loader import SampledSource
-from trainer.data.reading import KeyedSamples, Micro, SampleError, refuse_copies
+from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import MicroBatchSampler, Plan, Slot
 from trainer.errors import ConfigError, TooManyBadSamples
 from trainer.prepare import prepare

@@ -23,7 +23,7 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.data.reading import named
+from trainer.data.bad import named
 
 _OPEN = -1
 

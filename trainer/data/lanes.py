@@ -12,8 +12,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer import rng
 from trainer.data import batch as batches
+from trainer.data.bad import handing_over, named, this_worker
 from trainer.data.feed import Cut, Feed, Mark
-from trainer.data.reading import Micro, handing_over, named
+from trainer.data.reading import Micro
 from trainer.data.sampler import Slot, block
 from trainer.errors import ConfigError
 
@@ -137,9 +138,7 @@ class StreamBatches(IterableDataset[Micro]):
         self._rank, self._num_ranks = rank, num_ranks
 
     def __iter__(self) -> Iterator[Micro]:
-        info = get_worker_info()
-        return handing_over(self._share(), rank=self._rank,
-                            worker=None if info is None else info.id)
+        return handing_over(self._share(), rank=self._rank, worker=this_worker())
 
     def _share(self) -> Iterator[Micro]:
         torch.utils.data._utils.worker._worker_info = None  # as in LaneReader

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from trainer.data import batch as batches
-from trainer.data.reading import KeyedSamples, Micro, received
+from trainer.data.bad import received
+from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import MicroBatchSampler
 from trainer.faults import Faults
 from trainer.log import Log

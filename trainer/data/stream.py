@@ -19,10 +19,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.data.bad import received
 from trainer.data.feed import Cut, Mark
 from trainer.data.lanes import Collate, LaneReader, Part
 from trainer.data.loader import reading, shut_down
-from trainer.data.reading import Micro, received
+from trainer.data.reading import Micro
 from trainer.data.sampler import block, slots
 from trainer.errors import ConfigError
 
