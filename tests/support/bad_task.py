@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from tape_task import Indexed, Tape
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset
 
 from trainer.data import batch as batches
 
@@ -44,15 +44,12 @@ class BadTape(Tape):
     uncollatable: str = ""
     bad_validation: str = ""
     batched: bool = False
-    part: bool = False
-    """Train on a subset: the samples from the last to the first."""
 
     def dataset(self, split: str) -> Dataset | None:
         if split != "train":
             return (Bad(self.validation, self.width, numbers(self.bad_validation))
                     if self.validation else None)
-        data = (BadAtOnce if self.batched else Bad)(self.samples, self.width, numbers(self.bad))
-        return Subset(data, range(self.samples - 1, -1, -1)) if self.part else data
+        return (BadAtOnce if self.batched else Bad)(self.samples, self.width, numbers(self.bad))
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         wrong = {sample["index"] for sample in samples} & numbers(self.uncollatable)
