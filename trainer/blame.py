@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from trainer.data import batch as batches
-from trainer.data.loader import Micro
+from trainer.data.reading import Micro
 from trainer.health import NONFINITE
 from trainer.step import Step
 from trainer.world import World

@@ -25,7 +25,8 @@ from trainer.agreement import Agreement
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data import batch as batches
-from trainer.data.loader import Loader, in_memory
+from trainer.data.loader import Loader
+from trainer.data.reading import in_memory
 from trainer.evaluate import Evaluator
 from trainer.health import Health
 from trainer.lock import RunLock
@@ -133,7 +134,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         # No sampler knows where its epochs end: the first window that isn't whole tells.
         whole = config.data.drop_last == "on"
         step.least_samples = config.batch.global_size if whole else 1
-    loader = Loader(at_place(found), device=world.device, faults=armed)
+    loader = Loader(at_place(found), device=world.device, faults=armed, log=log)
 
     def reopen(found: Found) -> None:
         state.progress.load_state_dict(found.facts["progress"])

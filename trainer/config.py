@@ -67,6 +67,8 @@ class Data:
     """Leave out the last window of an epoch if it is smaller than the global batch."""
     shuffle: OnOff = leaf("on", "refused")
     """Order each epoch anew, by (seed, epoch)."""
+    on_error: Literal["stop", "skip"] = leaf("stop", "free")
+    """A training sample that raises: stop the run, or skip the sample: another takes its place."""
 
     def __post_init__(self) -> None:
         _check(self.workers == "auto" or self.workers >= 0, "data.workers", self.workers,

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
+from trainer.data.bad import received
 from trainer.data.batch import to_device
 from trainer.data.lanes import StreamBatches
-from trainer.data.loader import KeyedSamples, Micro, reading
+from trainer.data.loader import reading
+from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
 from trainer.faults import Faults
 from trainer.parallel import check_outcome
 from trainer.task import Outcome
+
+REMEDY = ("mend it, or leave it out in dataset(): --data.on-error skip is for training samples "
+          "only, since scores over others would be other scores")
+"""How to go on after a bad sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,18 +123,21 @@ class Evaluator:
             share = StreamBatches(self.dataset, batch_size=self.batch_size, seed=self.seed,
                                   collate=self.collate, rank=self.rank, num_ranks=self.num_ranks)
             # More workers would each read the whole stream.
-            yield from DataLoader(share, **reading(min(1, self.workers), 2, self.device))
+            alone: DataLoader[Micro] = DataLoader(
+                share, **reading(min(1, self.workers), 2, self.device))
+            yield from map(received, alone)
             return
         slots = [
             Slot(0, 0, n, True, tuple(range(n * self.batch_size,
                                             min((n + 1) * self.batch_size, len(self.dataset)))))
             for n in numbers
         ]  # fmt: skip
-        samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False)
+        samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False,
+                               rank=self.rank, advice=REMEDY)
         loader: DataLoader[Micro] = DataLoader(
             samples, sampler=slots, **reading(self.workers, 2, self.device)
         )
-        yield from loader
+        yield from map(received, loader)
 
 
 def _pairs(table: Tensor) -> list[tuple[float, float]]:

@@ -83,7 +83,8 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     """The last lines of a finished run: the figures, and where things are."""
     best, test = summary["best"], summary["test"]
     lines = [f"finished at step {summary['step']}"
-             + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")]
+             + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")
+             + (f", {summary['replaced']} bad samples replaced" if summary["replaced"] else "")]
     if best["value"] is not None:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     if test is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trainer.data.bad import refuse_copies
 from trainer.errors import StopRequested
 from trainer.metrics import validation_line
 from trainer.parts import Parts
@@ -43,6 +44,7 @@ def train(run: Parts) -> dict[str, object]:
             run.state.meter.add(result.sums.loss, result.sums.count)
         run.metrics.step(result, waited_s=run.loader.waited_s)
         face_skipped(run, result)
+        refuse_copies(progress.replaced, progress.step * run.config.batch.global_size)
 
         run.heed_saves(result.sums.wishes)
         wanted = "save" in result.sums.wishes

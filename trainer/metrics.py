@@ -13,7 +13,8 @@ from trainer.evaluate import Scores
 from trainer.folder import replace_text
 from trainer.step import StepResult
 
-RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped")
+RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped",
+            "replaced")
 
 
 class Sink(Protocol):
@@ -51,6 +52,8 @@ def step_line(result: StepResult) -> dict[str, Any]:
         line["lrs"] = list(result.lrs)
     if result.scale is not None:
         line["scale"] = result.scale
+    if result.sums.replaced:
+        line["replaced"] = result.sums.replaced
     if result.skipped:
         line["skipped"] = True
         return line

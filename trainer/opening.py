@@ -12,12 +12,13 @@ from trainer import folder
 from trainer.config import Config
 from trainer.data import batch as batches
 from trainer.data.feed import Cut
-from trainer.data.loader import KeyedSamples, SampledSource, Source
+from trainer.data.loader import SampledSource, Source
+from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler
 from trainer.data.stream import Stream
 from trainer.log import Log
 from trainer.metrics import Metrics, Sink, read_metrics, resumed_lines
-from trainer.prepare import Work
+from trainer.prepare import REMEDY, Work
 from trainer.sinks import Console, TensorBoard
 from trainer.source import Found
 from trainer.state import TrainState
@@ -51,8 +52,12 @@ def open_source(
         shuffle=config.data.shuffle == "on", position=progress.step,
         total_steps=work.intervals.total,
     )  # fmt: skip
-    return SampledSource(KeyedSamples(data, seed=config.seed, collate=collate), sampler,
-                         workers=workers, prefetch=config.data.prefetch, device=world.device)
+    samples = KeyedSamples(
+        data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
+        rank=world.rank, advice=REMEDY,
+    )  # fmt: skip
+    return SampledSource(samples, sampler, workers=workers, prefetch=config.data.prefetch,
+                         device=world.device)
 
 
 def open_metrics(

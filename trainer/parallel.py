@@ -27,11 +27,12 @@ WISHES = ("stop", "save", "fail", "saved")
 metric lines that the last save holds, since it is whole."""
 
 RESERVED_METRICS = (
-    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "train_loss",
+    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
+    "train_loss",
 )  # fmt: skip
 """What a task's metric can't be called, since the run's record has them, and each `val_NAME`."""
 
-_FIXED = ("loss", "count", "samples", *WISHES)
+_FIXED = ("loss", "count", "samples", "replaced", *WISHES)
 COUNT = _FIXED.index("count")
 _NO_WISHES = (False,) * len(WISHES)
 
@@ -43,6 +44,8 @@ class Sums:
     loss: float
     count: float
     samples: int
+    replaced: int
+    """How many of the samples took the place of bad ones."""
     wishes: frozenset[str]
     """Those of `WISHES` that some rank has."""
     metrics: dict[str, tuple[float, float]]
@@ -51,7 +54,8 @@ class Sums:
     @classmethod
     def nothing(cls) -> Sums:
         """Of a step in which nothing was computed."""
-        return cls(loss=0.0, count=0.0, samples=0, wishes=frozenset(), metrics={})
+        return cls(loss=0.0, count=0.0, samples=0, replaced=0, wishes=frozenset(),
+                   metrics={})
 
 
 class Objective(nn.Module):
@@ -85,8 +89,13 @@ class Objective(nn.Module):
             nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
         )
 
-    def forward(self, batch: Any, samples: int, wishes: tuple[bool, ...] = ()) -> Tensor:
+    def forward(
+        self, batch: Any, samples: int, wishes: tuple[bool, ...] = (), replaced: int = 0
+    ) -> Tensor:
         """The scalar to call backward on.
+
+        Args:
+            replaced: how many of the samples took the place of bad ones.
 
         Raises:
             ConfigError: the task's loss breaks the protocol.
@@ -95,7 +104,7 @@ class Objective(nn.Module):
         if self.poisoned:
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
-        total, vector = self._vector(outcome, samples, wishes)
+        total, vector = self._vector(outcome, samples, wishes, replaced)
         self._totals.append(total.detach())
         loss = total.float() * self._factor
         if self.ride is not None:
@@ -132,14 +141,14 @@ class Objective(nn.Module):
         names = self.names or ()
         pairs = values[len(_FIXED) : len(_FIXED) + 2 * len(names)]
         sums = Sums(
-            loss=values[0], count=values[1], samples=round(values[2]),
-            wishes=frozenset(w for w, v in zip(WISHES, values[3:], strict=False) if v > 0),
+            loss=values[0], count=values[1], samples=round(values[2]), replaced=round(values[3]),
+            wishes=frozenset(w for w, v in zip(WISHES, values[4:], strict=False) if v > 0),
             metrics={n: (pairs[2 * i], pairs[2 * i + 1]) for i, n in enumerate(names)},
         )  # fmt: skip
         return sums, norm
 
     def _vector(
-        self, outcome: Outcome, samples: int, wishes: tuple[bool, ...]
+        self, outcome: Outcome, samples: int, wishes: tuple[bool, ...], replaced: int
     ) -> tuple[Tensor, Tensor]:
         total, metrics = check_outcome(outcome)
         if not total.requires_grad:
@@ -156,7 +165,8 @@ class Objective(nn.Module):
         elif names != self.names:
             raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
                               f"{list(names)} now; return the same for each micro-batch.")
-        numbers = [total, outcome.count, float(samples), *map(float, wishes or _NO_WISHES)]
+        numbers = [total, outcome.count, float(samples), float(replaced),
+                   *map(float, wishes or _NO_WISHES)]
         for pair in metrics.values():
             numbers.extend(pair)
         if self.ride is not None:

@@ -64,6 +64,7 @@ def finish(run: Parts) -> dict[str, Any]:
         "step": last,
         "updates": run.progress.updates,
         "skipped": run.progress.skipped,
+        "replaced": run.progress.replaced,
         "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
         "test": None if scores is None else {
             "loss": scores.loss, "samples": scores.samples, **scores.metrics},

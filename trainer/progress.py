@@ -22,14 +22,16 @@ class Progress:
     """Steps whose loss or gradient wasn't fit for an update: numbers of global batches."""
     left_out: list[int] = field(default_factory=list)
     """Global batches that are consumed without being computed, since a rollback."""
+    replaced: int = 0
+    """Samples that took the place of bad ones."""
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
-        self.validated = int(state["validated"])
         self.bad, self.left_out = list(state["bad"]), list(state["left_out"])
+        self.validated, self.replaced = int(state["validated"]), int(state["replaced"])
 
     @property
     def updates(self) -> int:

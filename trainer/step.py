@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.config import Clip
-from trainer.data.loader import Micro
+from trainer.data.reading import Micro
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip
@@ -206,6 +206,7 @@ class Step:
             self.buffers.put_back()
             self.progress.note_skipped(step, bad=fault in BAD)
         self.scaler.update()
+        self.progress.replaced += sums.replaced
         self.progress.step, self.in_progress = step, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
@@ -229,7 +230,8 @@ class Step:
         rng.key_generators(self.seed, rng.MICRO, slot.step, slot.number)
         with synchronised(self.wrapped, last=slot.last):
             with self.autocast():
-                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else ())
+                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else (),
+                                    len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             self.scaler.scale(loss).backward()
 

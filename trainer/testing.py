@@ -18,7 +18,7 @@ from trainer import optim, rng
 from trainer.attributes import differing, same, values
 from trainer.config import Clip, Nonfinite, Optim
 from trainer.data import batch as batches
-from trainer.data.loader import KeyedSamples, Micro
+from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot
 from trainer.faults import Faults
 from trainer.health import Health
