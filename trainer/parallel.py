@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ RESERVED_METRICS = (
     "train_loss",
 )  # fmt: skip
 """What a task's metric can't be called, since the run's record has them, and each `val_NAME`."""
+
+Vector = Tensor | list[float]
 
 _FIXED = ("loss", "count", "samples", "replaced", *WISHES)
 COUNT = _FIXED.index("count")
@@ -79,7 +82,8 @@ class Objective(nn.Module):
         self.names: tuple[str, ...] | None = None
         self._loss = loss
         self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
-        self._local: Tensor | None = None
+        self._local: Vector | None = None
+        self._on_host = num_ranks == 1 and device.type == "cpu"
         self._totals: list[Tensor] = []
         self.totals: list[Tensor] = []
         """The loss of each of this rank's micro-batches in the last step, scalars on the device."""
@@ -104,16 +108,23 @@ class Objective(nn.Module):
         if self.poisoned:
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
-        total, vector = self._vector(outcome, samples, wishes, replaced)
+        total, numbers = self._numbers(outcome, samples, wishes, replaced)
         self._totals.append(total.detach())
         loss = total.float() * self._factor
         if self.ride is not None:
-            return loss + (self.ride * vector).sum()
-        self._local = vector if self._local is None else self._local + vector
+            numbers.extend([0.0] * (CAPACITY - len(numbers)))
+            return loss + (self.ride * _stack(numbers, total.device)).sum()
+        own: Vector = _on_host(numbers) if self._on_host else _stack(numbers, total.device)
+        if isinstance(own, list) and isinstance(self._local, list):
+            own = list(map(add, self._local, own))
+        elif isinstance(own, Tensor) and isinstance(self._local, Tensor):
+            own = self._local + own
+        self._local = own
         return loss
 
-    def take_sums(self, num_ranks: int, scale: float = 1.0) -> Tensor:
-        """The vector of sums of the step that has just been reduced, on the device; starts anew.
+    def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
+        """The sums of the step that has just been reduced; starts anew. On the device, or, where
+        that takes no transfer and no collective, numbers on the host.
 
         Args:
             scale: what the backward's loss was multiplied by (fp16), and the ride with it.
@@ -123,10 +134,10 @@ class Objective(nn.Module):
             assert self.ride.grad is not None, "no synchronised backward has run"
             vector = self.ride.grad * (num_ranks / scale)
             self.ride.grad = None
-        else:
-            assert self._local is not None, "no forward has run"
-            vector, self._local = self._local, None
-        return vector
+            return vector
+        assert self._local is not None, "no forward has run"
+        sums, self._local = self._local, None
+        return sums
 
     def forget(self) -> None:
         """Start anew, after forwards that belong to no step."""
@@ -134,10 +145,13 @@ class Objective(nn.Module):
         if self.ride is not None:
             self.ride.grad = None
 
-    def read_sums(self, vector: Tensor, grad_norm: Tensor) -> tuple[Sums, float]:
+    def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[Sums, float]:
         """The sums and the gradient norm as numbers on the host, in one transfer."""
-        *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
-        values = [_snap(v) for v in numbers]
+        if isinstance(vector, list):
+            values, norm = vector, float(grad_norm)
+        else:
+            *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
+            values = [_snap(v) for v in numbers]
         names = self.names or ()
         pairs = values[len(_FIXED) : len(_FIXED) + 2 * len(names)]
         sums = Sums(
@@ -147,9 +161,9 @@ class Objective(nn.Module):
         )  # fmt: skip
         return sums, norm
 
-    def _vector(
+    def _numbers(
         self, outcome: Outcome, samples: int, wishes: tuple[bool, ...], replaced: int
-    ) -> tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, list[Tensor | float]]:
         total, metrics = check_outcome(outcome)
         if not total.requires_grad:
             raise ConfigError(
@@ -165,13 +179,11 @@ class Objective(nn.Module):
         elif names != self.names:
             raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
                               f"{list(names)} now; return the same for each micro-batch.")
-        numbers = [total, outcome.count, float(samples), float(replaced),
-                   *map(float, wishes or _NO_WISHES)]
+        numbers: list[Tensor | float] = [total, outcome.count, samples, replaced,
+                                         *(wishes or _NO_WISHES)]
         for pair in metrics.values():
             numbers.extend(pair)
-        if self.ride is not None:
-            numbers.extend([0.0] * (CAPACITY - len(numbers)))
-        return total, _stack(numbers, total.device)
+        return total, numbers
 
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
@@ -233,10 +245,14 @@ def synchronised(wrapped: nn.Module, *, last: bool) -> contextlib.AbstractContex
     return wrapped.no_sync()
 
 
+def _on_host(numbers: list[Tensor | float]) -> list[float]:
+    return [n.item() if isinstance(n, Tensor) else float(n) for n in numbers]
+
+
 def _stack(numbers: list[Tensor | float], device: torch.device) -> Tensor:
     """A float32 vector, detached, of scalars that partly live on the device already."""
     if device.type == "cpu":
-        return torch.tensor([n.item() if isinstance(n, Tensor) else float(n) for n in numbers])
+        return torch.tensor(_on_host(numbers))
     vector = torch.tensor([0.0 if isinstance(n, Tensor) else float(n) for n in numbers])
     vector = vector.to(device, non_blocking=True)
     places = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]

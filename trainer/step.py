@@ -256,10 +256,13 @@ class Step:
         self.scaler.update()
         self.scaler.load_state_dict(kept)
 
-    def to_mean(self, count: Tensor) -> None:
+    def to_mean(self, count: Tensor | float) -> None:
         """Make the gradients those of the mean over what was really counted."""
-        if count.device.type == "cpu" and count.item() == self.nominal_count:
+        on_device = isinstance(count, Tensor) and count.device.type != "cpu"
+        if not on_device and float(count) == self.nominal_count:
             return
+        if count == 0 and not on_device:
+            count = math.nan  # no number to divide by; the step is left out
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, self.nominal_count / count)
 
