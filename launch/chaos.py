@@ -32,6 +32,9 @@ POLL_S = 0.05
 LOOK_S = 1.0
 """How often it is looked at otherwise."""
 
+SETTLE_S = 5.0
+"""How long a signal may take to show, so that no process is struck twice for one strike."""
+
 DESCRIPTION = """\
 Strike the ranks that a run has on this host, at random times, until the run ends or Ctrl-C. Each
 strike is printed. The same bits come out as without it: python -m trainer compare."""
@@ -108,13 +111,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _drill(options: argparse.Namespace, draw: random.Random) -> None:
     began_s = seen_s = time.monotonic()
-    due_s, strikes = began_s + draw.expovariate(1 / options.mtbf), 0
-    kind = draw.choice(options.kinds)
+    after_s, kind = draw.expovariate(1 / options.mtbf), draw.choice(options.kinds)
+    due_s, strikes = float("inf"), 0  # the time of the first runs from when there is a rank
     while strikes != options.count:
         now_s = time.monotonic()
         ranks = ranks_here(options.run)
         if ranks:
-            seen_s = now_s
+            seen_s, due_s = now_s, min(due_s, now_s + after_s)
         elif _is_complete(options.run):
             return _say(began_s, f"the run is complete after {strikes} strikes")
         elif now_s - seen_s > options.wait_s:
@@ -125,7 +128,8 @@ def _drill(options: argparse.Namespace, draw: random.Random) -> None:
         elif targets := _targets(kind, ranks):
             _strike(kind, targets, options.run, draw, began_s)
             strikes += 1
-            due_s, kind = now_s + draw.expovariate(1 / options.mtbf), draw.choice(options.kinds)
+            after_s, kind = draw.expovariate(1 / options.mtbf), draw.choice(options.kinds)
+            due_s = now_s + after_s
         else:
             time.sleep(POLL_S)  # between two attempts
 
@@ -158,12 +162,21 @@ def _strike(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
             if _writes(pid, run / EVENTS):  # with the descriptor in hand: the pid is still its own
                 signal.pidfd_send_signal(pidfd, number)
             os.close(pidfd)
+    deadline_s = time.monotonic() + SETTLE_S
+    while not all(_shows(number, pid) for pid in ranks.values()) and time.monotonic() < deadline_s:
+        time.sleep(POLL_S / 10)
     progress = Progress()
     progress.update(str(run))
     who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items())
     if kind == "node":
         who += " and the launcher ({})".format(f"pid {extra[0]}" if extra else "there is none")
     _say(began_s, f"{kind}: {number.name} to {who} at step {progress.reached}")
+
+
+def _shows(number: signal.Signals, pid: int) -> bool:
+    """Whether a signal has had its effect; SIGTERM takes as long as the rank takes to save."""
+    return number == signal.SIGTERM or _state(pid) in (None, "Z", "X") or (
+        number == signal.SIGSTOP and _state(pid) == "T")
 
 
 def _say(began_s: float, text: str) -> None:
