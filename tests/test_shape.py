@@ -146,7 +146,7 @@ def test_the_trainer_does_not_know_the_launcher():
 
 
 @pytest.mark.parametrize("name", ["trainer.__main__", "trainer.store", "trainer.faults",
-                                  "launch.__main__"])
+                                  "launch.__main__", "launch.chaos"])
 def test_what_runs_before_or_without_torch_does_not_import_it(name):
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -113,7 +114,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     if position >= work.intervals.total or 0 < config.eval.patience <= waited:
         folder.refuse_finished(path, world, position)
     folder.enter(path, identity, lock, world, log)
-    log.event("start", world_size=world.size)
+    log.event("start", world_size=world.size, pid=os.getpid())
     armed.at("start", step=position)
 
     wrapped, objective = _wrap(config, work, world)
