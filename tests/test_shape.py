@@ -31,7 +31,7 @@ LAYERS = {
     3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
        "tasks.image_models",
     # What the configuration sets.
-    4: "cli data.feed optim precision restore resume schedules tasks.images",
+    4: "budget cli compile_cache data.feed optim precision restore resume schedules tasks.images",
     5: "checkpoint data.lanes prepare step",
     6: "data.stream evaluate testing",
     7: "metrics",

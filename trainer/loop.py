@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 from trainer.errors import SaveFailed, StopRequested
 from trainer.metrics import validation_line
 from trainer.parts import Parts
@@ -46,10 +48,7 @@ def train(run: Parts) -> dict[str, object]:
             raise SaveFailed(run.checkpoint.failure or "rank 0 could not save")
         wanted = "save" in result.sums.wishes
         if "stop" in result.sums.wishes:
-            run.checkpoint.save("stop")
-            run.checkpoint.settle()
-            raise StopRequested(f"stopped on request after step {progress.step}; "
-                                "the same command goes on from there")
+            stop(run)
 
 
 def validate(run: Parts) -> None:
@@ -59,12 +58,23 @@ def validate(run: Parts) -> None:
     run.log.phase = "evaluate"
     with run.world.patient():
         scores = run.validate()
+    if scores is None:
+        stop(run)  # it is done first when the run goes on
     step = run.progress.step
     line = validation_line(step, scores, run.state.meter.take_mean())
     run.metrics.validation(line)
     run.progress.validated = step
     if choose_best(run.config.eval.best, run.state.best, line, step):
         run.checkpoint.save("best")
+
+
+def stop(run: Parts) -> NoReturn:
+    """Collective. Save this step boundary, and end."""
+    run.log.phase = "stop"
+    run.checkpoint.save("stop")
+    run.checkpoint.settle()
+    raise StopRequested(f"stopped on request after step {run.progress.step}; "
+                        "the same command goes on from there")
 
 
 def is_due(step: int, interval: int, last: int) -> bool:

@@ -147,6 +147,8 @@ class Step:
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.in_progress = False
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        self.updating = False
+        """Whether parameters and optimizer state may be in the middle of an update."""
 
     def __call__(
         self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
@@ -190,13 +192,14 @@ class Step:
         at("optimizer", step=step, epoch=epoch)
         if finite:
             self.before_update()
+            self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
         else:
             self.buffers.put_back()
             self.progress.skipped += 1
         self.scaler.update()
-        self.progress.step, self.in_progress = step, False
+        self.progress.step, self.in_progress, self.updating = step, False, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
