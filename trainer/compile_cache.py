@@ -25,7 +25,11 @@ def use(folder: Path, world: World) -> None:
     earlier attempt has left tells of an end in the middle (a kill, a failed compile), after which
     files may be there that can't be loaded: then the cache is made anew. Before the first compile.
     """
-    if VARIABLE in os.environ:
+    # Here, since this takes seconds where nothing has imported it; and torch sets its own default.
+    from torch._dynamo.callback import callback_handler
+    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+    if os.environ.get(VARIABLE, default_cache_dir()) != default_cache_dir():
         return
     place = folder / f"{platform.node()}-torch{torch.__version__}"
     if world.local_rank == 0:
@@ -42,8 +46,6 @@ def use(folder: Path, world: World) -> None:
     def end(_: Any) -> None:
         if sys.exc_info()[1] is None:
             mark.unlink(missing_ok=True)
-
-    from torch._dynamo.callback import callback_handler  # seconds, where nothing has imported it
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)

@@ -38,12 +38,13 @@ def leave_launcher(
     agent, before = os.getppid(), num_told()
     if exit_code not in FINAL_EXIT_CODES or not _restarts_us(agent, launch):
         return
-    if exit_code == EXIT_STOPPED and before:
-        return
 
     def told() -> bool:
         return num_told() > before
 
+    # Whoever signals a rank to stop often signals torchrun as well.
+    if exit_code == EXIT_STOPPED and (before or _wait(told, agent, SIGNALLED_TIMEOUT_S)):
+        return
     if launch.local_rank == 0:
         _terminate(agent)
         _wait(told, agent, timeout_s)
