@@ -45,7 +45,8 @@ class Stop:
         when: a regular expression that a line of events.jsonl or of the output must match first;
             "": at once.
         after_s: seconds to wait from there.
-        who: "launcher", "rank 0", "rank 1", "ranks", "all" (each process there is).
+        who: "launcher", "rank 0", "rank 1", "ranks", "all" (each process there is), or "orphans":
+            the ranks, whose loader processes are killed as well.
     """
 
     when: str = ""
@@ -124,10 +125,13 @@ def strike(launcher: int, stop: Stop) -> None:
         return
     ranks = {name(pid): pid for server in children(launcher) for pid in children(server)}
     everybody = [launcher, *(q for p in ranks.values() for q in [p, *children(p)])]
-    pids = {"ranks": list(ranks.values()), "all": everybody}.get(stop.who) or [ranks[stop.who]]
-    for pid in pids:
+    among = {"ranks": list(ranks.values()), "orphans": list(ranks.values()), "all": everybody}
+    for pid in among.get(stop.who) or [ranks[stop.who]]:
         with contextlib.suppress(ProcessLookupError):  # told by another one, it has left
             os.kill(pid, stop.number)
+    if stop.who == "orphans":
+        for pid in children(ranks["rank 0"]):
+            os.kill(pid, signal.SIGKILL)
 
 
 def listens(pid: int) -> bool:
@@ -261,3 +265,16 @@ def test_a_signal_to_every_process_spares_the_loader_workers(warm, tmp_path):
     assert [end.code for end in ends] == [75], told(tmp_path / "run")
     assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
     assert "while stopping" not in told(tmp_path / "run")
+
+
+def test_an_error_that_comes_up_while_stopping_ends_as_the_stop(warm, tmp_path):
+    arguments = ["--steps=30", "--data.workers=2"]
+    finish(warm, tmp_path / "straight", 2, arguments)
+
+    ends = until_done(warm, tmp_path / "run", 2, arguments,
+                      [Stop(when="first-step", who="orphans")], TRAIN=0.3)
+
+    assert [end.code for end in ends] == [75], told(tmp_path / "run")
+    assert "warning: while stopping, step" in told(tmp_path / "run")
+    assert events(tmp_path / "run", "failure") == []
+    assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
