@@ -1,8 +1,9 @@
 """`python -m launch`: torch's elastic agent whose ranks are forked from a process that is warm.
 
 A rank is started by calling `main(argv) -> int` of the entry module (`trainer.__main__`) in a
-process forked from the fork server, which has imported it and torch before. The rank sees
-torchrun's environment and four more variables:
+process forked from the fork server, which has imported it and torch before. SIGTERM, SIGINT, SIGHUP
+and SIGUSR1 are blocked then: it unblocks them when it handles them. The rank sees torchrun's
+environment and four more variables:
 
 - `TRAINER_LAUNCH=1`: the launcher knows the trainer's exit codes; a rank just exits with them.
 - `TRAINER_LAUNCH_ID`: equal for all attempts of this launcher's life, and for no other launcher.

@@ -135,6 +135,7 @@ class HotAgent(SimpleElasticAgent):
         """Wait for the next event, or a moment; healthy while any rank lives."""
         self._exits += self._ranks.wait(POLL_S)
         self._pass_stop_on()
+        self._share_stop()
         self._hurry_survivors()
         if self._ranks.living:
             return RunResult(WorkerState.HEALTHY)
@@ -162,6 +163,13 @@ class HotAgent(SimpleElasticAgent):
             self._num_reminders += 1
             names = ", ".join(map(str, self._ranks.living))
             self._output.say(f"still waiting for rank {names} to save and leave ({waited_s:.0f} s)")
+
+    def _share_stop(self) -> None:
+        """A rank that was asked to stop, by somebody else, has left: so are the others."""
+        stopped = any(end.code == EXIT_STOPPED and not end.forced for end in self._exits)
+        if stopped and not self._stop_passed_on:
+            self._stop_passed_on = True
+            self._ranks.signal(signal.SIGTERM)
 
     def _hurry_survivors(self) -> None:
         """Ranks that don't leave by themselves after a failure: ask them, then kill them.

@@ -31,14 +31,15 @@ LAYERS = {
     3: "agreement config data.loader folder launcher parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models",
     # What the configuration sets.
-    4: "cli data.feed health optim precision restore resume schedules tasks.images",
+    4: "budget cli compile_cache data.feed health optim precision restore resume schedules "
+       "tasks.images",
     5: "checkpoint data.lanes prepare step",
     6: "blame data.stream evaluate testing",
     7: "metrics",
     8: "parts sinks",
     # The one that constructs, and what uses all of it.
     9: "opening product recovery",
-    10: "build start",
+    10: "boundary build start",
     11: "loop",
     12: "commands.*",
     13: "__main__ __init__",

@@ -15,6 +15,9 @@ COMMANDS = {
     "inspect": "what is in a run folder",
     "compare": "whether two runs have the same bits",
 }
+PREPARING = ("start", "join", "build", "warm-up", "restore")
+"""Phases in which there is nothing that isn't on disk already."""
+
 _PRELOADED: dict[tuple[str, ...], Any] = {}
 """Arguments → configuration, where a launcher's server has parsed them for its ranks (0.2 s)."""
 
@@ -31,6 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_module(f"trainer.commands.{arguments[0]}").main(arguments[1:])
     stop = StopRequest()
     stop.install()  # before anything heavy is imported
+    if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
+        stop.shield()  # torchrun signals whole process groups, and for more reasons than to stop
     return run(arguments, stop)
 
 
@@ -83,24 +88,32 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     from trainer.network import lost_peer
     from trainer.world import Launch, World
 
-    log, launch, code = Log(), Launch(), EXIT_FAILURE
+    log, launch, code, agent = Log(), Launch(), EXIT_FAILURE, os.getppid()
+
+    def leave() -> int:
+        return _leave(log, launch, stop, agent)
+
+    def late() -> int:
+        log.error(f"--stop.grace-s {config.stop.grace_s:g}: step {log.step} ({log.phase}) didn't "
+                  "end in that time; leaving without having saved it")
+        return EXIT_FAILURE
+
     try:
         launch = Launch.from_environment()
         log = Log(launch.rank)
         _watch_launcher(stop, launch)
+        stop.leave_when(lambda: log.phase in PREPARING, leave)
         commands = ", ".join(COMMANDS)
         config = _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
         log.set_level(config.log.level)
         _tell_launcher(str(config.run))
-        stop.limit(config.stop.grace_s, lambda: log.error(
-            f"--stop.grace-s {config.stop.grace_s:g}: step {log.step} ({log.phase}) didn't end "
-            "in that time; leaving without having saved it"))
+        stop.limit(config.stop.grace_s, late)
         threads = None if config.world.threads == "auto" else config.world.threads
         log.phase = "join"
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
-            code = _train(config, world, log, stop)
+            code = _train(config, world, log, stop, agent)
     except ConfigError as error:
         code = error.exit_code
         log.event("refused", why=str(error))
@@ -116,6 +129,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
             say = log.info if code in (EXIT_COMPLETE, EXIT_STOPPED) else log.error
             say(str(error))
     except Exception as error:
+        stop.leave_if_idle()
         echo = lost_peer(error)
         log.event("failure", why=f"{type(error).__name__}: {error}", echo=echo)
         if echo:  # the cause is another rank's, which tells it
@@ -124,13 +138,13 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
             traceback.print_exc()
             log.error(f"step {log.step}, {log.phase}: {type(error).__name__}: {error}")
     log.close()
-    leave_launcher(code, launch, signalled=stop.requested)
+    leave_launcher(code, launch, lambda: stop.senders[agent])
     return code
 
 
-def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
+def _train(config, world, log, stop, agent) -> int:  # type: ignore[no-untyped-def]
     from trainer.build import build
-    from trainer.errors import EXIT_COMPLETE, StopRequested
+    from trainer.errors import EXIT_COMPLETE, StopRequested, TrainerError
     from trainer.loop import train
     from trainer.network import lost_peer
 
@@ -141,12 +155,35 @@ def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
         parts.close()
         raise
     except BaseException as error:
-        if lost_peer(error):
-            parts.survive()
+        echo, asked = lost_peer(error), stop.requested
+        if echo and stop.only_from(agent):
+            asked = False  # torchrun's answer to the death of that peer
+        kept = (echo or asked) and parts.survive(lost=echo)
         parts.abandon()
-        raise
+        if not (asked and kept) or isinstance(error, TrainerError):
+            raise
+        stop.leave_if_idle()
+        log.warning(f"while stopping, step {log.step} ({log.phase}): "
+                    f"{type(error).__name__}: {error}")
+        raise StopRequested(f"stopped on request after step {log.step}; "
+                            "the same command goes on from there") from error
     parts.close()
     return EXIT_COMPLETE
+
+
+def _leave(log, launch, stop, agent) -> int:  # type: ignore[no-untyped-def]
+    """The last words of a stop that comes before the first step: nothing is to be saved."""
+    from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
+    from trainer.launcher import has_lost_rank, leave_launcher
+
+    if stop.only_from(agent) and has_lost_rank(launch):  # torchrun starts them all again
+        log.event("failure", why="the launcher ends the attempt: a rank is gone", echo=True)
+        return EXIT_FAILURE
+    why = f"stopped on request ({stop.reason}) before the first step of this start"
+    log.event("stop", why=why, exit_code=EXIT_STOPPED)
+    log.info(f"{why}; the same command goes on")
+    leave_launcher(EXIT_STOPPED, launch, lambda: stop.senders[agent])
+    return EXIT_STOPPED
 
 
 def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyped-def]

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 
 from trainer import (
     cli,
+    compile_cache,
     faults,
     folder,
     parallel,
@@ -117,6 +118,9 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     log.event("start", world_size=world.size, pid=os.getpid())
     armed.at("start", step=position)
 
+    if work.choice.compile:
+        stop.shield()  # compilers outlive a signal to the whole process group
+        compile_cache.use(path / folder.COMPILED, world)
     wrapped, objective = _wrap(config, work, world)
     armed.actions["nan"] = partial(setattr, objective, "poisoned", True)
     step = Step(
@@ -151,6 +155,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
             rank=world.rank, num_ranks=world.size, device=world.device, autocast=step.autocast,
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
+            stopped=lambda: stop.requested,
         )
         for split in ("validation", "test")
     }  # fmt: skip

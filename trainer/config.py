@@ -238,7 +238,7 @@ class Stop:
     """Stopping on request (SIGTERM, SIGINT, SIGHUP, SIGUSR1)."""
 
     grace_s: float = leaf(30.0, "free")
-    """Seconds within which the state is saved and the run has ended."""
+    """Seconds from the signal on within which the state is saved and the run has ended."""
 
     def __post_init__(self) -> None:
         _check(self.grace_s > 0, "stop.grace-s", self.grace_s, "use more than 0.")

@@ -27,6 +27,7 @@ SUMMARY, PRODUCT, METRICS, EVENTS = (
     "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
 )  # fmt: skip
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
+COMPILED = "compile-cache"
 
 
 @dataclass(frozen=True, kw_only=True)

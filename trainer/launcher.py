@@ -6,11 +6,11 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import PurePath
 
-from trainer.errors import FINAL_EXIT_CODES
+from trainer.errors import EXIT_STOPPED, FINAL_EXIT_CODES
 from trainer.world import Launch
 
 LEAVE_TIMEOUT_S = 5.0
@@ -19,41 +19,57 @@ _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
-    exit_code: int, launch: Launch, *, signalled: bool = False, timeout_s: float = LEAVE_TIMEOUT_S
-) -> None:
+    exit_code: int, launch: Launch, num_told: Callable[[], int],
+    timeout_s: float = LEAVE_TIMEOUT_S,
+) -> None:  # fmt: skip
     """Returns when this rank may exit with `exit_code`, so that torchrun doesn't start it again.
 
     torchrun restarts every exit but 0. So where the trainer itself ends the run, local rank 0 sends
     SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has reached it
     (a rank that left earlier would be taken for a failure), or `timeout_s` seconds have passed. If
     local rank 0 has not spoken by then, the others do, and wait another second. Nothing happens
-    with other exit codes, or under a launcher that knows them.
-
-    Main thread only. SIGTERM does nothing any more from here on.
+    with other exit codes, or under a launcher that knows them. Nor after a stop that torchrun has
+    asked for: it knows whether it is the end, or the answer to a rank's death or a new node.
 
     Args:
-        signalled: whether this rank has been asked to stop before. It may have been by torchrun's
-            SIGTERM, which then will not come again unless torchrun is told once more, soon.
+        num_told: how often torchrun has sent this rank a signal so far. Once it has, another one
+            will not come unless torchrun is told once more, soon.
     """
-    agent = os.getppid()
+    agent, before = os.getppid(), num_told()
     if exit_code not in FINAL_EXIT_CODES or not _restarts_us(agent, launch):
         return
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+
+    def told() -> bool:
+        return num_told() > before
+
+    # Whoever signals a rank to stop often signals torchrun as well.
+    if exit_code == EXIT_STOPPED and (before or _wait(told, agent, SIGNALLED_TIMEOUT_S)):
+        return
     if launch.local_rank == 0:
         _terminate(agent)
         _wait(told, agent, timeout_s)
-    elif not _wait(told, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if signalled else timeout_s):
+    elif not _wait(told, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if before else timeout_s):
         _terminate(agent)
         _wait(told, agent, 1.0)
 
 
-def _wait(told: threading.Event, agent: int, timeout_s: float) -> bool:
+def has_lost_rank(launch: Launch) -> bool:
+    """Whether torchrun, the parent, has fewer children than this host has ranks. Linux."""
+    agent = os.getppid()
+    try:
+        with open(f"/proc/{agent}/task/{agent}/children") as children:
+            return len(children.read().split()) < launch.local_size
+    except OSError:
+        return False
+
+
+def _wait(told: Callable[[], bool], agent: int, timeout_s: float) -> bool:
     """Whether torchrun has told this rank to leave, or is gone, within the time."""
     deadline = time.monotonic() + timeout_s
-    while not told.wait(0.05) and os.getppid() == agent:
+    while not told() and os.getppid() == agent:
         if time.monotonic() > deadline:
             return False
+        time.sleep(0.02)
     return True
 
 

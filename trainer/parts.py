@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer import faults
+from trainer import budget, faults
 from trainer.agreement import Agreement
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data.loader import Loader
 from trainer.errors import CheckpointBusy, NonFinite, SaveFailed, StaleAttempt
 from trainer.evaluate import Evaluator
-from trainer.folder import Identity
+from trainer.folder import EVENTS, Identity
 from trainer.log import Log
 from trainer.metrics import Metrics
 from trainer.prepare import Intervals
@@ -86,28 +86,51 @@ class Parts:
         self.checkpoint.close()
         self.metrics.close()
 
-    def survive(self) -> None:
-        """A peer is dead: let the others know at once, then save the boundary that this rank holds.
+    def survive(self, *, lost: bool = True) -> bool:
+        """Save the boundary that this rank holds, without the others; they are told at once.
 
         Before the update of a step nothing but buffers has moved; after it no collective follows.
         While the weights are not those of the run (warm-up, restore, the test of the best ones),
         there is nothing to save that isn't on disk.
+
+        Args:
+            lost: a peer is dead; otherwise an error has come up while a stop is asked for.
+
+        Returns:
+            Whether nothing is lost: the state is on disk.
         """
+        noticed_s = time.perf_counter()
         self.world.abandon()
-        self.log.event("lost-peer")
-        if self.log.phase not in ("train", "evaluate"):
-            return
+        if lost:
+            self.log.event("lost-peer")
+        if self.log.phase not in ("train", "evaluate", "stop"):
+            return True
+        if not lost and (self.log.phase == "stop" or not self._at_boundary()):
+            return False
         if self.step.in_progress:
             self.step.buffers.put_back()
-        began = time.perf_counter()
+        self.checkpoint.abandon()
+        step, began_s = self.progress.step, time.perf_counter()
+        if why := budget.why_not(
+            self.path / EVENTS, self.checkpoint.store, self.state, spent_s=began_s - noticed_s,
+            generation=self.checkpoint.generation, interval=self.intervals.checkpoint,
+        ):  # fmt: skip
+            self.log.warning(why)
+            self.log.event("save-left-out", at_step=step, why=why)
+            return False
         try:
-            step = self.checkpoint.save_alone()
+            saved = self.checkpoint.save_alone()
         except (OSError, CheckpointBusy, StaleAttempt, NonFinite) as error:
-            self.log.warning(f"step {self.progress.step} could not be saved: {error}")
-            return
-        if step is not None:
-            self.log.event("save", at_step=step, kind="survivor",
-                           seconds=round(time.perf_counter() - began, 6))
+            self.log.warning(f"step {step} could not be saved: {error}")
+            return False
+        if saved is not None:
+            self.log.event("save", at_step=saved, kind="survivor",
+                           seconds=round(time.perf_counter() - began_s, 6))
+        return True
+
+    def _at_boundary(self) -> bool:
+        """Whether an error of any kind has left the state of the last step whole."""
+        return self.log.phase == "evaluate" or (self.step.in_progress and not self.step.updating)
 
     def abandon(self) -> None:
         """The end after a failure, which it must not hide: keep what can be kept.

@@ -154,6 +154,8 @@ class Step:
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.in_progress = False
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        self.updating = False
+        """Whether parameters and optimizer state may be in the middle of an update."""
 
     def __call__(
         self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
@@ -200,6 +202,7 @@ class Step:
         at("optimizer", step=step, epoch=epoch)
         if not fault:
             self.before_update()
+            self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
         else:
@@ -207,7 +210,7 @@ class Step:
             self.progress.note_skipped(step, bad=fault in BAD)
         self.scaler.update()
         self.progress.replaced += sums.replaced
-        self.progress.step, self.in_progress = step, False
+        self.progress.step, self.in_progress, self.updating = step, False, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,

@@ -38,6 +38,7 @@ def preload(argv: list[str]) -> int:
 def main(argv: list[str]) -> int:
     rank = Rank(Path(argv[0]))
     signal.signal(signal.SIGTERM, lambda number, frame: rank.note("asked"))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     rank.note("started", sid=os.getsid(0), server=os.getppid(), env=dict(os.environ), argv=argv)
     if os.environ["WORLD_SIZE"] != str(len(rank.wait("started"))):
         raise AssertionError("somebody is missing")
