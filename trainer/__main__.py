@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -78,21 +79,24 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         ConfigError,
         TrainerError,
     )  # fmt: skip
-    from trainer.launcher import leave_launcher
+    from trainer.failure import Failure
+    from trainer.launcher import leave_launcher, tell
     from trainer.log import Log
-    from trainer.network import lost_peer
     from trainer.world import Launch, World
 
     log, launch, code = Log(), Launch(), EXIT_FAILURE
+    failure = Failure(log)
     try:
         launch = Launch.from_environment()
         log = Log(launch.rank)
+        failure = Failure(log)
         _watch_launcher(stop, launch)
         commands = ", ".join(COMMANDS)
         config = _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
         log.set_level(config.log.level)
-        _tell_launcher(str(config.run))
+        failure.config = config
+        tell("run", os.path.abspath(str(config.run)))
         stop.limit(config.stop.grace_s, lambda: log.error(
             f"--stop.grace-s {config.stop.grace_s:g}: step {log.step} ({log.phase}) didn't end "
             "in that time; leaving without having saved it"))
@@ -100,7 +104,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         log.phase = "join"
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
-            code = _train(config, world, log, stop)
+            code = _train(config, world, log, stop, failure)
     except ConfigError as error:
         code = error.exit_code
         log.event("refused", why=str(error))
@@ -111,26 +115,22 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
             log.error(str(error))
     except TrainerError as error:
         code = error.exit_code
-        log.event("stop", why=str(error), exit_code=code)
+        log.event("stop", why=str(error), exit_code=code, error=type(error).__name__)
         if launch.rank == 0:
             say = log.info if code in (EXIT_COMPLETE, EXIT_STOPPED) else log.error
             say(str(error))
     except Exception as error:
-        echo = lost_peer(error)
-        log.event("failure", why=f"{type(error).__name__}: {error}", echo=echo)
-        if echo:  # the cause is another rank's, which tells it
-            log.warning(f"lost a peer after step {log.step} ({log.phase}); leaving")
-        else:
-            traceback.print_exc()
-            log.error(f"step {log.step}, {log.phase}: {type(error).__name__}: {error}")
+        failure.note(error)
+        code = failure.explain()
+    _end_workers()
     log.close()
     leave_launcher(code, launch, signalled=stop.requested)
     return code
 
 
-def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
+def _train(config, world, log, stop, failure) -> int:  # type: ignore[no-untyped-def]
     from trainer.build import build
-    from trainer.errors import EXIT_COMPLETE, StopRequested
+    from trainer.errors import EXIT_COMPLETE, StopRequested, TrainerError
     from trainer.loop import train
     from trainer.network import lost_peer
 
@@ -141,12 +141,22 @@ def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
         parts.close()
         raise
     except BaseException as error:
-        if lost_peer(error):
-            parts.survive()
+        if not isinstance(error, TrainerError):
+            failure.note(error, step=parts.current_step)
+            parts.survive(own=not lost_peer(error))
         parts.abandon()
         raise
     parts.close()
     return EXIT_COMPLETE
+
+
+def _end_workers() -> None:
+    """Loader processes that still live after a failure. They are deaf to the SIGTERM with which
+    Python's own end would ask them, before it waits for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise here, at each one's end
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyped-def]
@@ -156,14 +166,6 @@ def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyp
         stop.watch(int(descriptor), "the launcher")
     elif launch.run_id is not None:
         stop.watch(process_descriptor(os.getppid()), "the launcher")
-
-
-def _tell_launcher(run: str) -> None:
-    """Let `python -m launch` know where to read how far the run has come."""
-    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
-    if descriptor is not None:
-        with contextlib.suppress(OSError):  # it is gone, and its watcher knows
-            os.write(int(descriptor), f"run {os.path.abspath(run)}\n".encode())
 
 
 def _show_cause(error: BaseException) -> None:

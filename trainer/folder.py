@@ -15,8 +15,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainer.attempts import read_attempts, repeated, sentence
 from trainer.durable import fsync_folder, make_folder, write_file
-from trainer.errors import AlreadyFinished, ConfigError
+from trainer.errors import AlreadyFinished, ConfigError, GaveUp
 from trainer.lock import RunLock
 from trainer.log import Log, read_events
 from trainer.store import Store
@@ -118,6 +119,33 @@ def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log)
     log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if note:
         log.warning(note)
+
+
+def begin(path: Path, identity: Identity, world: World, log: Log, *, position: int, version: str,
+          max_same_step: int) -> None:
+    """Collective. Note the start of this attempt, unless those before it make it pointless.
+
+    Args:
+        position: the step from which it goes on.
+        version: of its configuration and its task's code.
+        max_same_step: failures in a row at the same step that are enough.
+
+    Raises:
+        GaveUp: there have been so many.
+    """
+    error = None
+    if world.is_main and identity.attempt:
+        before = read_attempts(read_events(path / EVENTS))
+        row = repeated(before, position=position, version=version)
+        if len(row) >= max_same_step:
+            first = next((a.cause for a in row if a.cause is not None), None)
+            told = "not told; its process was killed" if first is None else sentence(first)
+            error = GaveUp(
+                f"gave up: step {row[0].failed_step} has failed {len(row)} times in a row "
+                f"(--restart.max-same-step {max_same_step}); once it is mended, the same command "
+                f"goes on from step {position}. First cause: {told}")
+    log.event("start", world_size=world.size, launch=_launch_id(world), version=version)
+    world.agree(error)
 
 
 def _launch_id(world: World) -> str | None:

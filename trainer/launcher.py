@@ -1,7 +1,10 @@
-"""How a run that is over for good tells a launcher that would start it again."""
+"""What a rank tells its launcher: that the run is over for good, and what failed first."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
 import signal
 import subprocess
@@ -9,6 +12,7 @@ import sys
 import threading
 import time
 from pathlib import PurePath
+from typing import Any
 
 from trainer.errors import FINAL_EXIT_CODES
 from trainer.world import Launch
@@ -46,6 +50,34 @@ def leave_launcher(
     elif not _wait(told, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if signalled else timeout_s):
         _terminate(agent)
         _wait(told, agent, 1.0)
+
+
+def tell(word: str, value: Any) -> None:
+    """A line for `python -m launch`, if it is there: `word`, and a value as JSON."""
+    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
+    if descriptor is not None:
+        with contextlib.suppress(OSError):  # it is gone, and its watcher knows
+            os.write(int(descriptor), f"{word} {json.dumps(value)}\n".encode())
+
+
+def record_failure(told: str, stack: str, *, echo: bool) -> None:
+    """Tell torchrun, in the file that it gives each rank, what it shows when it gives up.
+
+    It shows the failure with the earliest second as the root cause, and takes the second in which
+    it noticed an end for a rank that was killed. So an echo bears a somewhat later one.
+
+    Args:
+        told: the failure in one line.
+        stack: its traceback.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    at_s = math.ceil(time.time()) + 2 if echo else int(time.time())
+    message = {"message": told,
+               "extraInfo": {"py_callstack": f"{stack}{told}", "timestamp": str(at_s)}}
+    with contextlib.suppress(OSError), open(path, "w") as file:  # it is for people only
+        json.dump({"message": message}, file)
 
 
 def _wait(told: threading.Event, agent: int, timeout_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -54,6 +55,11 @@ class Parts:
         """Where the run is."""
         return self.state.progress
 
+    @property
+    def current_step(self) -> int:
+        """The step in the making, or else the last one made. The warm-up is the next one's."""
+        return self.progress.step + (self.step.in_progress or self.log.phase == "warm-up")
+
     def wishes(self) -> tuple[bool, ...]:
         """What this rank wants to happen after the step: one for each of `parallel.WISHES`."""
         saved = self.checkpoint.committed and self.metrics.durable
@@ -69,27 +75,38 @@ class Parts:
         self.checkpoint.close()
         self.metrics.close()
 
-    def survive(self) -> None:
-        """A peer is dead: let the others know at once, then save the boundary that this rank holds.
+    def survive(self, *, own: bool = False) -> None:
+        """A rank has failed: let the others know at once, then save the boundary that this one
+        holds.
 
         Before the update of a step nothing but buffers has moved; after it no collective follows.
         While the weights are not those of the run (warm-up, restore, the test of the best ones),
         there is nothing to save that isn't on disk.
+
+        Args:
+            own: this rank itself has failed, by an exception; otherwise a peer is dead. What an
+                exception in the update, or in what follows it, leaves behind is not saved.
         """
         self.world.abandon()
-        self.log.event("lost-peer")
-        if self.log.phase not in ("train", "evaluate"):
+        # From here on the death of a loader worker is no news; torch raises it, anywhere.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        step, phase = self.step, self.log.phase
+        if not own:
+            self.log.event("lost-peer", failed_step=self.current_step)
+        if phase not in ("train", "evaluate"):
             return
-        if self.step.in_progress:
-            self.step.buffers.put_back()
+        if own and (step.updating or (phase == "train" and not step.in_progress)):
+            return
+        if step.in_progress:
+            step.buffers.put_back()
         began = time.perf_counter()
         try:
-            step = self.checkpoint.save_alone()
+            saved = self.checkpoint.save_alone()
         except (OSError, CheckpointBusy, StaleAttempt) as error:
             self.log.warning(f"step {self.progress.step} could not be saved: {error}")
             return
-        if step is not None:
-            self.log.event("save", at_step=step, kind="survivor",
+        if saved is not None:
+            self.log.event("save", at_step=saved, kind="survivor",
                            seconds=round(time.perf_counter() - began, 6))
 
     def abandon(self) -> None:

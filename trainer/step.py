@@ -147,6 +147,8 @@ class Step:
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.in_progress = False
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        self.updating = False
+        """Whether parameters and optimizer state are just being moved."""
 
     def __call__(
         self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
@@ -188,6 +190,7 @@ class Step:
             # rank that loses a peer in a step has either made its update, or has nothing of it.
             self.broadcast(self.moving, self.num_ranks - 1)
         at("optimizer", step=step, epoch=epoch)
+        self.updating = True
         if finite:
             self.before_update()
             self.scaler.step(self.optimizer)
@@ -196,7 +199,7 @@ class Step:
             self.buffers.put_back()
             self.progress.skipped += 1
         self.scaler.update()
-        self.progress.step, self.in_progress = step, False
+        self.progress.step, self.in_progress, self.updating = step, False, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
