@@ -84,7 +84,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     from trainer.log import Log
     from trainer.world import Launch, World
 
-    log, launch, code = Log(), Launch(), EXIT_FAILURE
+    log, launch, code, last_words = Log(), Launch(), EXIT_FAILURE, ""
     failure = Failure(log)
     try:
         launch = Launch.from_environment()
@@ -112,19 +112,20 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         alone = log.phase not in ("start", "build") and error.teller is None
         if launch.rank == 0 or alone:
             _show_cause(error)
-            log.error(str(error))
+            log.error(last_words := str(error))
     except TrainerError as error:
         code = error.exit_code
         log.event("stop", why=str(error), exit_code=code, error=type(error).__name__)
         if launch.rank == 0:
-            say = log.info if code in (EXIT_COMPLETE, EXIT_STOPPED) else log.error
-            say(str(error))
+            failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
+            last_words = str(error) if failed else ""
+            (log.error if failed else log.info)(str(error))
     except Exception as error:
         failure.note(error)
-        code = failure.explain()
+        code, last_words = failure.explain()
     _end_workers()
     log.close()
-    leave_launcher(code, launch, signalled=stop.requested)
+    leave_launcher(code, launch, signalled=stop.requested, last_words=last_words)
     return code
 
 

@@ -68,7 +68,8 @@ def diagnose(error: BaseException) -> Diagnosis:
         frames = []  # torch raises it wherever the rank is just then
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
         "DefaultCPUAllocator" in text and "memory" in text)
-    if (exhausted and "DataLoader worker" in text) or (worker and "Killed" in text):
+    if (exhausted and "DataLoader worker" in text) or (
+            worker and ("Killed" in text or "unexpectedly" in text)):
         memory: str | None = "worker"
     else:
         memory = "rank" if exhausted else None

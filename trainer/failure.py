@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import traceback
 from typing import Any
 
@@ -31,9 +32,13 @@ class Failure:
     def note(self, error: BaseException, *, step: int | None = None) -> None:
         """Write the failure down, at once, since what follows may take a while; once.
 
+        Main thread only. From here on the death of a loader worker is no news: torch would raise
+        it, in the midst of anything.
+
         Args:
             step: in the making, or just made; default: the last one made.
         """
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         if error is self._error:
             return
         self._error, self._echo = error, lost_peer(error)
@@ -50,25 +55,26 @@ class Failure:
         stack = "".join(traceback.format_exception(error))
         record_failure(sentence(self._event), stack, echo=self._echo)
 
-    def explain(self) -> int:
-        """Say on the console what it was, the failure itself last; returns the exit code."""
+    def explain(self) -> tuple[int, str]:
+        """Say on the console what it was; returns the exit code, and the last line."""
         assert self._error is not None
         assert self._found is not None
         log, found = self._log, self._found
         if self._echo:  # the cause is another rank's, which tells it
             log.warning(f"lost a peer after step {log.step} ({log.phase}); leaving")
-            return EXIT_FAILURE
+            self._error = None
+            return EXIT_FAILURE, ""
         traceback.print_exception(self._error)
         self._error = None
         if found.memory and self.config is not None:
             log.error("\n".join(self._memory_lines(found.memory)))
         if found.is_import:
             log.error("code that can't be imported stays so: nothing is started again")
-        log.error(sentence(self._event))
-        return EXIT_CONFIG if found.is_import else EXIT_FAILURE
+        log.error(last := sentence(self._event))
+        return EXIT_CONFIG if found.is_import else EXIT_FAILURE, last
 
     def _memory_lines(self, memory: str) -> list[str]:
-        who = ("a loader worker was most likely killed for want of memory" if memory == "worker"
+        who = ("a loader worker died; most often that is for want of memory" if memory == "worker"
                else "out of memory")
         phase, size = self._event["failed_phase"], self.config.batch.micro_size
         lines = [f"{who}, in phase {phase}, with micro-batches of {size}. What helps, in this "

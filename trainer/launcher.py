@@ -23,7 +23,8 @@ _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
-    exit_code: int, launch: Launch, *, signalled: bool = False, timeout_s: float = LEAVE_TIMEOUT_S
+    exit_code: int, launch: Launch, *, signalled: bool = False, last_words: str = "",
+    timeout_s: float = LEAVE_TIMEOUT_S,
 ) -> None:
     """Returns when this rank may exit with `exit_code`, so that torchrun doesn't start it again.
 
@@ -38,10 +39,14 @@ def leave_launcher(
     Args:
         signalled: whether this rank has been asked to stop before. It may have been by torchrun's
             SIGTERM, which then will not come again unless torchrun is told once more, soon.
+        last_words: why the run is over, said once more below the traceback with which torchrun
+            reports that signal.
     """
     agent = os.getppid()
     if exit_code not in FINAL_EXIT_CODES or not _restarts_us(agent, launch):
         return
+    if last_words:
+        _say_after(agent, f"trainer: exit code {exit_code}: {last_words}\n")
     told = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: told.set())
     if launch.local_rank == 0:
@@ -87,6 +92,18 @@ def _wait(told: threading.Event, agent: int, timeout_s: float) -> bool:
         if time.monotonic() > deadline:
             return False
     return True
+
+
+def _say_after(agent: int, text: str) -> None:
+    """Let a process of its own write to stderr when the agent is gone."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    descriptor = os.pidfd_open(agent)
+    wait = ("import select, sys; select.select([int(sys.argv[1])], [], [], 10); "
+            "sys.stderr.write(sys.argv[2])")
+    subprocess.Popen([sys.executable, "-ISc", wait, str(descriptor), text], pass_fds=[descriptor],
+                     stdin=subprocess.DEVNULL, start_new_session=True)
+    os.close(descriptor)
 
 
 def _restarts_us(parent: int, launch: Launch) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,8 +87,6 @@ class Parts:
                 exception in the update, or in what follows it, leaves behind is not saved.
         """
         self.world.abandon()
-        # From here on the death of a loader worker is no news; torch raises it, anywhere.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         step, phase = self.step, self.log.phase
         if not own:
             self.log.event("lost-peer", failed_step=self.current_step)

@@ -6,6 +6,8 @@ import dataclasses
 import os
 import resource
 import signal
+import time
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,6 +53,8 @@ class Failing(Tape):
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
         outcome = super().loss(model, batch)
+        if self.how == "slow":
+            time.sleep(0.005)
         if model.training and self.at in batch["index"].tolist():
             match self.how:
                 case "raise":
@@ -61,9 +65,8 @@ class Failing(Tape):
                     os.kill(os.getpid(), signal.SIGKILL)
                 case "memory":
                     _, hard = resource.getrlimit(resource.RLIMIT_AS)
-                    size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+                    size = int(Path("/proc/self/statm").read_text().split()[0])
+                    size *= resource.getpagesize()
                     resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), hard))
                     torch.ones(1 << 28)
-                case "MemoryError":
-                    raise MemoryError
         return outcome
