@@ -139,9 +139,10 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
         row = repeated(before, position=position, version=version)
         if len(row) >= max_same_step:
             first = next((a.cause for a in row if a.cause is not None), None)
+            times = "1 time" if len(row) == 1 else f"{len(row)} times"
             told = "not told; its process was killed" if first is None else sentence(first)
             error = GaveUp(
-                f"gave up: step {row[0].failed_step} has failed {len(row)} times in a row "
+                f"gave up: step {row[0].failed_step} has failed {times} in a row "
                 f"(--restart.max-same-step {max_same_step}); once it is mended, the same command "
                 f"goes on from step {position}. First cause: {told}")
     log.event("start", world_size=world.size, launch=_launch_id(world), version=version)
