@@ -85,7 +85,8 @@ def first_failure(
     told = sorted(failures, key=lambda event: event["time"])
     own = [event for event in told if not event["echo"]]
     died_s = time.time() - time.monotonic() + cause.at_s
-    wordless = cause.code != EXIT_FAILURE or all(e["rank"] != cause.rank for e in told)
+    wordless = cause.code not in FINAL_EXIT_CODES and (
+        cause.code != EXIT_FAILURE or all(event["rank"] != cause.rank for event in told))
     if own and not (wordless and died_s < own[0]["time"]):
         return dict(own[0])
     if cause.code is None or not wordless or attempt is None:

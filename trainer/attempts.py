@@ -33,8 +33,8 @@ class Attempt:
     """The first failure, or an echo of it where none is told."""
     relaunched: bool = False
     """Whether its launcher has outlived it: it was no preemption, though nobody could tell."""
-    next_step: int | None = None
-    """Where the attempt after it began."""
+    reached: int | None = None
+    """The last step that metrics.jsonl had when the attempt after it began."""
 
     @property
     def failed(self) -> bool:
@@ -43,8 +43,10 @@ class Attempt:
 
     @property
     def failed_step(self) -> int | None:
-        """The step that it was in; where nobody could tell, the last one kept."""
-        return self.next_step if self.cause is None else failed_step(self.cause)
+        """The step that it was in; where nobody could tell, the one after the last that shows."""
+        if self.cause is not None:
+            return failed_step(self.cause)
+        return None if self.reached is None else self.reached + 1
 
 
 def read_attempts(events: Iterable[Event]) -> list[Attempt]:
@@ -54,9 +56,11 @@ def read_attempts(events: Iterable[Event]) -> list[Attempt]:
         events: in time's order.
     """
     attempts: dict[int, Attempt] = {}
+    reached: dict[int, int | None] = {}
     for event in events:
         number, name = event.get("attempt", -1), event.get("event")
         if name == "start" and event["rank"] == 0:
+            reached[number] = event.get("reached")
             attempts[number] = Attempt(
                 number=number, world_size=event["world_size"], start_step=event["step"],
                 end_step=event["step"], launch=event.get("launch"), version=event.get("version"),
@@ -65,7 +69,7 @@ def read_attempts(events: Iterable[Event]) -> list[Attempt]:
             _add(attempts[number], event)
     found = [attempts[number] for number in sorted(attempts)]
     for attempt, following in itertools.pairwise(found):
-        attempt.next_step = following.start_step
+        attempt.reached = reached[following.number]
         attempt.relaunched = attempt.launch is not None and attempt.launch == following.launch
     return found
 
@@ -100,15 +104,15 @@ def _end(event: Event) -> str | None:
     return None
 
 
-def repeated(attempts: Sequence[Attempt], *, position: int, version: str) -> list[Attempt]:
+def repeated(attempts: Sequence[Attempt], *, reached: int, version: str) -> list[Attempt]:
     """The newest attempts in a row that failed at the same step, the first one first.
 
     Those that were taken away count neither way. A failure at another step is progress, or another
     failure; a stop, or changed code or configuration, begins anew.
 
     Args:
-        position: the step from which the next attempt will go on.
-        version: of its configuration and task.
+        reached: the last step that metrics.jsonl has.
+        version: of the next attempt's configuration and task.
     """
     row: list[Attempt] = []
     for attempt in reversed(attempts):
@@ -116,8 +120,8 @@ def repeated(attempts: Sequence[Attempt], *, position: int, version: str) -> lis
             break
         if not attempt.failed:
             continue
-        if attempt.next_step is None:
-            attempt.next_step = position
+        if attempt.reached is None:
+            attempt.reached = reached
         if row and attempt.failed_step != row[-1].failed_step:
             break
         row.append(attempt)

@@ -17,6 +17,7 @@ _LAUNCH = os.path.join(os.path.dirname(_OURS[:-1]), "launch") + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 _WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
+_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _PLACES = (
     (os.path.join("trainer", "evaluate.py"), "", "evaluate"),
     (os.path.join("trainer", "checkpoint.py"), "", "save"),
@@ -64,12 +65,14 @@ def diagnose(error: BaseException) -> Diagnosis:
     elif (cause := _chain(error)[-1]) is not error:
         frames = _frames(cause)
     kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
-    if worker := bool(_WORKER_DIED.search(text)):
+    handing_over = isinstance(error, ConnectionError | EOFError) and any(
+        _DATALOADER in path for path, _, _ in frames)  # what a data set raises is a SampleError
+    if worker := handing_over or bool(_WORKER_DIED.search(text)):
         frames = []  # torch raises it wherever the rank is just then
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
         "DefaultCPUAllocator" in text and "memory" in text)
     if (exhausted and "DataLoader worker" in text) or (
-            worker and ("Killed" in text or "unexpectedly" in text)):
+            worker and (handing_over or "Killed" in text or "unexpectedly" in text)):
         memory: str | None = "worker"
     else:
         memory = "rank" if exhausted else None

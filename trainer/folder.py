@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -27,6 +28,7 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT, METRICS, EVENTS = (
     "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
 )  # fmt: skip
+TAIL_BYTES = 1 << 16
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
 
 
@@ -134,9 +136,10 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
         GaveUp: there have been so many.
     """
     error = None
+    reached = _last_step(path / METRICS) if world.is_main else 0
     if world.is_main and identity.attempt:
         before = read_attempts(read_events(path / EVENTS))
-        row = repeated(before, position=position, version=version)
+        row = repeated(before, reached=reached, version=version)
         if len(row) >= max_same_step:
             first = next((a.cause for a in row if a.cause is not None), None)
             times = "1 time" if len(row) == 1 else f"{len(row)} times"
@@ -145,8 +148,23 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
                 f"gave up: step {row[0].failed_step} has failed {times} in a row "
                 f"(--restart.max-same-step {max_same_step}); once it is mended, the same command "
                 f"goes on from step {position}. First cause: {told}")
-    log.event("start", world_size=world.size, launch=_launch_id(world), version=version)
+    log.event("start", world_size=world.size, launch=_launch_id(world), version=version,
+              reached=reached)
     world.agree(error)
+
+
+def _last_step(metrics: Path) -> int:
+    """The newest step in metrics.jsonl; 0 if there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def _launch_id(world: World) -> str | None:

@@ -14,8 +14,10 @@ def event(attempt: int, name: str, *, rank: int = 0, step: int = 0, **fields: An
             "phase": "train", "event": name, **fields}
 
 
-def start(attempt: int, *, step: int = 0, launch: str | None = "a", version: str = "v") -> dict:
-    return event(attempt, "start", step=step, world_size=2, launch=launch, version=version)
+def start(
+    attempt: int, *, reached: int = 0, launch: str | None = "a", version: str = "v"
+) -> dict:
+    return event(attempt, "start", world_size=2, launch=launch, version=version, reached=reached)
 
 
 def failure(attempt: int, failed_step: int, **fields: Any) -> dict:
@@ -23,8 +25,8 @@ def failure(attempt: int, failed_step: int, **fields: Any) -> dict:
                  **fields)
 
 
-def count(*events: dict, position: int = 11, version: str = "v") -> int:
-    return len(repeated(read_attempts(events), position=position, version=version))
+def count(*events: dict, reached: int = 11, version: str = "v") -> int:
+    return len(repeated(read_attempts(events), reached=reached, version=version))
 
 
 def test_failures_at_the_same_step_are_counted_from_the_newest() -> None:
@@ -53,10 +55,11 @@ def test_what_was_taken_away_with_its_launcher_counts_neither_way() -> None:
 
 
 def test_an_attempt_that_its_launcher_outlived_has_failed_though_nobody_could_tell() -> None:
-    events = [start(0), start(1, step=10), start(2, step=10), start(3, step=10)]
+    events = [start(0), start(1, reached=11), start(2, reached=11)]
 
-    assert count(*events, position=10) == 3
-    assert count(*events[:3], start(3, step=15), start(4, step=15), position=15) == 2
+    assert count(*events) == 2  # the newest may have been taken away
+    assert count(*events, start(3, reached=11)) == 3
+    assert count(*events, start(3, reached=17), start(4, reached=17), reached=17) == 2
 
 
 @pytest.mark.parametrize("end", [
