@@ -62,6 +62,7 @@ class Setting:
             "batch.global-size": size, "batch.micro-size": MICRO_SIZE,
             "data.workers": self.workers, "parallel.sync-bn": self.sync_bn,
             "checkpoint.every": CHECKPOINT_EVERY, "eval.every": EVAL_EVERY,
+            "restart.max-same-step": 1000,
         }  # fmt: skip
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 

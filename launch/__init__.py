@@ -9,8 +9,9 @@ environment and four more variables:
 - `TRAINER_LAUNCH_ID`: equal for all attempts of this launcher's life, and for no other launcher.
 - `TRAINER_LAUNCHER_FD`: a socket to the launcher, of this rank alone. It becomes readable (end of
   file) when the launcher has died: the rank then has 4 seconds to save and leave before it is
-  killed. A rank may write the line `run PATH` to it, the run folder's absolute path, from which the
-  launcher reads how far the run has come (see `launch.progress`).
+  killed. A rank may write lines to it, a word and a JSON value each: `run "PATH"`, the run folder's
+  absolute path, from which the launcher reads how far the run has come (see `launch.progress`);
+  `failure {…}`, the event with which it fails (see `launch.verdict`).
 - `TRAINER_LAUNCH_PHASES`: of a restart, what the launcher did and when it began, as JSON: `stop`
   (the first end was noticed), `rendezvous` (all ranks had ended) and `fork`, in seconds since the
   epoch.

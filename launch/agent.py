@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -18,11 +19,12 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from launch.output import Output
-from launch.progress import Progress
+from launch.progress import Progress, note
 from launch.ranks import Ranks
 from launch.signals import StopRequest
-from launch.verdict import Exit, Verdict, judge
-from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED
+from launch.verdict import Exit, Verdict, first_failure, judge
+from trainer.attempts import sentence
+from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED
 
 ROLE = "trainer"
 POLL_S = 0.5
@@ -80,6 +82,7 @@ class HotAgent(SimpleElasticAgent):
         self._attempt = 0
         self._exits: list[Exit] = []
         self._failed: Exit | None = None  # what the next start is the answer to
+        self._cause = ""  # of that, in words
         self._phases: dict[str, float] = {}  # of that: when each began, in seconds since the epoch
         self._stop_at_s: float | None = None
         self._stop_passed_on = False
@@ -197,23 +200,42 @@ class HotAgent(SimpleElasticAgent):
         self._progress.update(self._ranks.run_folder)
         if self._progress.take_advance():
             self._remaining_restarts = max_restarts
+        self._cause = self._find_cause(cause)
         if self.verdict.restart and self._remaining_restarts:
             self._failed = cause
             now_s, since_boot_s = time.time(), time.monotonic()
             first_at_s = min(end.at_s for end in self._exits)
             self._phases = {"stop": now_s - since_boot_s + first_at_s, "rendezvous": now_s}
         elif self.verdict.restart:
-            self._output.say(f"{cause}; giving up, {max_restarts} of {max_restarts} restarts used")
+            used = f"{max_restarts} of {max_restarts} restarts used"
+            self._output.say_last(f"{self._cause}; giving up, {used}")
         else:
             self._remaining_restarts = 0
             if self.verdict.code == EXIT_FAILURE:
-                self._output.say(f"{cause} instead of stopping as asked")
+                self._output.say(f"{self._cause} instead of stopping as asked")
+            elif self.verdict.code == EXIT_CONFIG and self._ranks.failures:
+                self._output.say_last(f"{self._cause}; that is not started again")
+
+    def _find_cause(self, cause: Exit) -> str:
+        """What failed first, in words. A death that nobody has told of becomes an event."""
+        folder = self._ranks.run_folder
+        launch_id = self._worker_group.spec.rdzv_handler.get_run_id()
+        event = first_failure(
+            cause, self._ranks.failures, reached=self._progress.reached,
+            attempt=self._progress.new_attempt(folder, launch_id),
+        )  # fmt: skip
+        if event is None:
+            return str(cause)
+        if event["event"] == "death" and folder is not None and self._stop_at_s is None:
+            with contextlib.suppress(OSError):  # a full disk
+                note(folder, event)
+        return f"failed first: {sentence(event)}"
 
     def _say_restarted(self, cause: Exit) -> None:
         used = self._worker_group.spec.max_restarts - self._remaining_restarts
         lost = self._progress.steps_lost
         self._output.say(
-            f"{cause}; restart {used} of {self._worker_group.spec.max_restarts}"
+            f"{self._cause}; restart {used} of {self._worker_group.spec.max_restarts}"
             + ("" if lost is None else f", {lost} step{'s' * (lost != 1)} lost")
             + f", ranks started again after {time.monotonic() - cause.at_s:.2f} s"
         )

@@ -23,15 +23,15 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes durable handshake length network packing rng snapshot stop "
-       "progress tensorfile data tasks commands recipes",
+    0: "errors append attributes diagnosis durable handshake length network packing rng snapshot "
+       "stop progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
-    1: "device groups lock log manifest data.augment data.bad data.batch data.sampler",
+    1: "attempts device groups lock log manifest data.augment data.bad data.batch data.sampler",
     2: "data.reading faults state store task world",
     3: "agreement config data.loader folder launcher parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models",
     # What the configuration sets.
-    4: "budget cli compile_cache data.feed health optim precision restore resume schedules "
+    4: "budget cli compile_cache data.feed failure health optim precision restore resume schedules "
        "tasks.images",
     5: "checkpoint data.lanes prepare step",
     6: "blame data.stream evaluate testing",

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -83,12 +84,13 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         ConfigError,
         TrainerError,
     )  # fmt: skip
-    from trainer.launcher import leave_launcher
+    from trainer.failure import Failure
+    from trainer.launcher import leave_launcher, tell
     from trainer.log import Log
-    from trainer.network import lost_peer
     from trainer.world import Launch, World
 
     log, launch, code, agent = Log(), Launch(), EXIT_FAILURE, os.getppid()
+    failure, last_words = Failure(log), ""
 
     def leave() -> int:
         return _leave(log, launch, stop, agent)
@@ -101,19 +103,21 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     try:
         launch = Launch.from_environment()
         log = Log(launch.rank)
+        failure = Failure(log)
         _watch_launcher(stop, launch)
         stop.leave_when(lambda: log.phase in PREPARING, leave)
         commands = ", ".join(COMMANDS)
         config = _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
         log.set_level(config.log.level)
-        _tell_launcher(str(config.run))
+        failure.config = config
+        tell("run", os.path.abspath(str(config.run)))
         stop.limit(config.stop.grace_s, late)
         threads = None if config.world.threads == "auto" else config.world.threads
         log.phase = "join"
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
-            code = _train(config, world, log, stop, agent)
+            code = _train(config, world, log, stop, agent, failure)
     except ConfigError as error:
         code = error.exit_code
         log.event("refused", why=str(error))
@@ -121,28 +125,25 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         alone = log.phase not in ("start", "build") and error.teller is None
         if launch.rank == 0 or alone:
             _show_cause(error)
-            log.error(str(error))
+            log.error(last_words := str(error))
     except TrainerError as error:
         code = error.exit_code
-        log.event("stop", why=str(error), exit_code=code)
+        log.event("stop", why=str(error), exit_code=code, error=type(error).__name__)
         if launch.rank == 0:
-            say = log.info if code in (EXIT_COMPLETE, EXIT_STOPPED) else log.error
-            say(str(error))
+            failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
+            last_words = str(error) if failed else ""
+            (log.error if failed else log.info)(str(error))
     except Exception as error:
         stop.leave_if_idle()
-        echo = lost_peer(error)
-        log.event("failure", why=f"{type(error).__name__}: {error}", echo=echo)
-        if echo:  # the cause is another rank's, which tells it
-            log.warning(f"lost a peer after step {log.step} ({log.phase}); leaving")
-        else:
-            traceback.print_exc()
-            log.error(f"step {log.step}, {log.phase}: {type(error).__name__}: {error}")
+        failure.note(error)
+        code, last_words = failure.explain()
+    _end_workers()
     log.close()
-    leave_launcher(code, launch, lambda: stop.senders[agent])
+    leave_launcher(code, launch, lambda: stop.senders[agent], last_words=last_words)
     return code
 
 
-def _train(config, world, log, stop, agent) -> int:  # type: ignore[no-untyped-def]
+def _train(config, world, log, stop, agent, failure) -> int:  # type: ignore[no-untyped-def]
     from trainer.build import build
     from trainer.errors import EXIT_COMPLETE, StopRequested, TrainerError
     from trainer.loop import train
@@ -155,12 +156,19 @@ def _train(config, world, log, stop, agent) -> int:  # type: ignore[no-untyped-d
         parts.close()
         raise
     except BaseException as error:
+        # The death of a loader worker is no news any more: torch would raise it, amid anything.
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if isinstance(error, TrainerError):
+            parts.abandon()
+            raise
         echo, asked = lost_peer(error), stop.requested
         if echo and stop.only_from(agent):
             asked = False  # torchrun's answer to the death of that peer
-        kept = (echo or asked) and parts.survive(lost=echo)
+        if not asked:
+            failure.note(error, step=parts.current_step)
+        kept = parts.survive(own=not echo)
         parts.abandon()
-        if not (asked and kept) or isinstance(error, TrainerError):
+        if not (asked and kept):
             raise
         stop.leave_if_idle()
         log.warning(f"while stopping, step {log.step} ({log.phase}): "
@@ -186,6 +194,15 @@ def _leave(log, launch, stop, agent) -> int:  # type: ignore[no-untyped-def]
     return EXIT_STOPPED
 
 
+def _end_workers() -> None:
+    """Loader processes that still live after a failure. They are deaf to the SIGTERM with which
+    Python's own end would ask them, before it waits for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise here, at each one's end
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
+
+
 def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyped-def]
     """Under an elastic agent: its death is a request to stop, and soon the end."""
     descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
@@ -193,14 +210,6 @@ def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyp
         stop.watch(int(descriptor), "the launcher")
     elif launch.run_id is not None:
         stop.watch(process_descriptor(os.getppid()), "the launcher")
-
-
-def _tell_launcher(run: str) -> None:
-    """Let `python -m launch` know where to read how far the run has come."""
-    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
-    if descriptor is not None:
-        with contextlib.suppress(OSError):  # it is gone, and its watcher knows
-            os.write(int(descriptor), f"run {os.path.abspath(run)}\n".encode())
 
 
 def _show_cause(error: BaseException) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.utils.data import IterableDataset
 
@@ -115,7 +117,8 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     if position >= work.intervals.total or 0 < config.eval.patience <= waited:
         folder.refuse_finished(path, world, position)
     folder.enter(path, identity, lock, world, log)
-    log.event("start", world_size=world.size, pid=os.getpid())
+    folder.begin(path, identity, world, log, position=position, version=_version(config),
+                 max_same_step=config.restart.max_same_step)
     armed.at("start", step=position)
 
     if work.choice.compile:
@@ -177,6 +180,15 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         intervals=work.intervals, found=found, card=card, reopen=reopen,
         agreement=Agreement(partial(_shared, state), world, position),
     )  # fmt: skip
+
+
+def _version(config: Config[Any]) -> str:
+    """Changes with the configuration and with the file that the task is written in: whether a
+    failure can be the one of the attempt before."""
+    hasher = xxhash.xxh3_64(cli.to_toml(config).encode())
+    with contextlib.suppress(OSError, TypeError):  # written where there is no file
+        hasher.update(Path(inspect.getfile(type(config.task))).read_bytes())
+    return hasher.hexdigest()
 
 
 def _agreed(world: World, make: Callable[[], Any]) -> Any:

@@ -265,6 +265,18 @@ class Nonfinite:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Restart:
+    """Failures that a launcher answers with another attempt."""
+
+    max_same_step: int = leaf(3, "free")
+    """Failures in a row at the same step after which the run gives up, with exit code 76."""
+
+    def __post_init__(self) -> None:
+        _check(self.max_same_step >= 1, "restart.max-same-step", self.max_same_step,
+               "use 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Numerics:
     """What the bits of the result depend on."""
 
@@ -317,6 +329,7 @@ class Config(Generic[TaskT]):
     eval: Eval = Eval()
     stop: Stop = Stop()
     nonfinite: Nonfinite = Nonfinite()
+    restart: Restart = Restart()
     numerics: Numerics = Numerics()
     log: Logging = Logging()
 

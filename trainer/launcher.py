@@ -1,7 +1,10 @@
-"""How a run that is over for good tells a launcher that would start it again."""
+"""What a rank tells its launcher: that the run is over for good, and what failed first."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
 import signal
 import subprocess
@@ -9,6 +12,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import PurePath
+from typing import Any
 
 from trainer.errors import EXIT_STOPPED, FINAL_EXIT_CODES
 from trainer.world import Launch
@@ -19,7 +23,7 @@ _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
-    exit_code: int, launch: Launch, num_told: Callable[[], int],
+    exit_code: int, launch: Launch, num_told: Callable[[], int], *, last_words: str = "",
     timeout_s: float = LEAVE_TIMEOUT_S,
 ) -> None:  # fmt: skip
     """Returns when this rank may exit with `exit_code`, so that torchrun doesn't start it again.
@@ -34,6 +38,8 @@ def leave_launcher(
     Args:
         num_told: how often torchrun has sent this rank a signal so far. Once it has, another one
             will not come unless torchrun is told once more, soon.
+        last_words: why the run is over, said once more below the traceback with which torchrun
+            reports that signal.
     """
     agent, before = os.getppid(), num_told()
     if exit_code not in FINAL_EXIT_CODES or not _restarts_us(agent, launch):
@@ -45,6 +51,8 @@ def leave_launcher(
     # Whoever signals a rank to stop often signals torchrun as well.
     if exit_code == EXIT_STOPPED and (before or _wait(told, agent, SIGNALLED_TIMEOUT_S)):
         return
+    if last_words:
+        _say_after(agent, f"trainer: exit code {exit_code}: {last_words}\n")
     if launch.local_rank == 0:
         _terminate(agent)
         _wait(told, agent, timeout_s)
@@ -63,6 +71,34 @@ def has_lost_rank(launch: Launch) -> bool:
         return False
 
 
+def tell(word: str, value: Any) -> None:
+    """A line for `python -m launch`, if it is there: `word`, and a value as JSON."""
+    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
+    if descriptor is not None:
+        with contextlib.suppress(OSError):  # it is gone, and its watcher knows
+            os.write(int(descriptor), f"{word} {json.dumps(value)}\n".encode())
+
+
+def record_failure(told: str, stack: str, *, echo: bool) -> None:
+    """Tell torchrun, in the file that it gives each rank, what it shows when it gives up.
+
+    It shows the failure with the earliest second as the root cause, and takes the second in which
+    it noticed an end for a rank that was killed. So an echo bears a somewhat later one.
+
+    Args:
+        told: the failure in one line.
+        stack: its traceback.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    at_s = math.ceil(time.time()) + 2 if echo else int(time.time())
+    message = {"message": told,
+               "extraInfo": {"py_callstack": f"{stack}{told}", "timestamp": str(at_s)}}
+    with contextlib.suppress(OSError), open(path, "w") as file:  # it is for people only
+        json.dump({"message": message}, file)
+
+
 def _wait(told: Callable[[], bool], agent: int, timeout_s: float) -> bool:
     """Whether torchrun has told this rank to leave, or is gone, within the time."""
     deadline = time.monotonic() + timeout_s
@@ -71,6 +107,18 @@ def _wait(told: Callable[[], bool], agent: int, timeout_s: float) -> bool:
             return False
         time.sleep(0.02)
     return True
+
+
+def _say_after(agent: int, text: str) -> None:
+    """Let a process of its own write to stderr when the agent is gone."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    descriptor = os.pidfd_open(agent)
+    wait = ("import select, sys; select.select([int(sys.argv[1])], [], [], 10); "
+            "sys.stderr.write(sys.argv[2])")
+    subprocess.Popen([sys.executable, "-ISc", wait, str(descriptor), text], pass_fds=[descriptor],
+                     stdin=subprocess.DEVNULL, start_new_session=True)
+    os.close(descriptor)
 
 
 def _restarts_us(parent: int, launch: Launch) -> bool:

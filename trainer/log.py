@@ -99,8 +99,8 @@ class Log:
             self._write_event({**line, "attempt": attempt, "nonce": nonce})
         self._early.clear()
 
-    def event(self, event: str, **fields: Any) -> None:
-        """Note an event, in one write."""
+    def event(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Note an event, in one write; returns it."""
         line = {
             "time": round(self._clock(), 6),
             "attempt": self.attempt,
@@ -116,6 +116,7 @@ class Log:
             self._early.append(line)
         else:
             self._write_event(line)
+        return line
 
     def close(self) -> None:
         """Close the file of events; those that a full disk still holds up are lost."""

@@ -59,6 +59,11 @@ class Parts:
         """Where the run is."""
         return self.state.progress
 
+    @property
+    def current_step(self) -> int:
+        """The step in the making, or else the last one made. The warm-up is the next one's."""
+        return self.progress.step + (self.step.in_progress or self.log.phase == "warm-up")
+
     def wishes(self) -> tuple[bool, ...]:
         """What this rank wants to happen after the step: one for each of `parallel.WISHES`."""
         saved = self.checkpoint.committed and self.metrics.durable
@@ -86,29 +91,34 @@ class Parts:
         self.checkpoint.close()
         self.metrics.close()
 
-    def survive(self, *, lost: bool = True) -> bool:
-        """Save the boundary that this rank holds, without the others; they are told at once.
+    def survive(self, *, own: bool = False) -> bool:
+        """A rank has failed: let the others know at once, then save the boundary that this one
+        holds.
 
         Before the update of a step nothing but buffers has moved; after it no collective follows.
         While the weights are not those of the run (warm-up, restore, the test of the best ones),
         there is nothing to save that isn't on disk.
 
         Args:
-            lost: a peer is dead; otherwise an error has come up while a stop is asked for.
+            own: this rank itself has failed, by an exception; otherwise a peer is dead. What an
+                exception in the update, or in what follows it, leaves behind is not saved.
 
         Returns:
             Whether nothing is lost: the state is on disk.
         """
         noticed_s = time.perf_counter()
         self.world.abandon()
-        if lost:
-            self.log.event("lost-peer")
+        if not own:
+            self.log.event("lost-peer", failed_step=self.current_step)
         if self.log.phase not in ("train", "evaluate", "stop"):
             return True
-        if not lost and (self.log.phase == "stop" or not self._at_boundary()):
+        if own and not self._at_boundary():
             return False
         if self.step.in_progress:
             self.step.buffers.put_back()
+        return self._save_alone(noticed_s)
+
+    def _save_alone(self, noticed_s: float) -> bool:
         self.checkpoint.abandon()
         step, began_s = self.progress.step, time.perf_counter()
         if why := budget.why_not(

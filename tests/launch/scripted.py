@@ -132,7 +132,7 @@ class Rank:
 
     def save(self, step: str) -> None:
         """Tell where the run folder is, save a step there, and fail 2 steps later."""
-        os.write(int(os.environ["TRAINER_LAUNCHER_FD"]), f"run {self.folder}\n".encode())
+        os.write(int(os.environ["TRAINER_LAUNCHER_FD"]), f'run "{self.folder}"\n'.encode())
         with (self.folder / "events.jsonl").open("a") as events:
             events.write(json.dumps({"event": "save", "at_step": int(step)}) + "\n")
         with (self.folder / "metrics.jsonl").open("a") as metrics:

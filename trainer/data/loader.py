@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import multiprocessing.connection
 import os
 import signal
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -193,6 +196,11 @@ def _start_worker(_: int) -> None:
     # A launcher signals the whole process group: the rank decides when its workers end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # The socket over which it hands tensors on: a name that ends with it, however it ends,
+        # in place of a folder in the temporary folder.
+        name = f"\0trainer-{uuid.uuid4()}"
+        multiprocessing.connection.arbitrary_address = lambda _: name  # type: ignore[attr-defined]
     parent = os.getppid()
     # It has inherited the rank's sockets: alive, it would hide the rank's death from the peers.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
