@@ -23,13 +23,14 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes durable handshake length network packing rng snapshot stop "
-       "progress tensorfile data tasks commands recipes",
+    0: "errors append attributes durable handshake hang length network packing processes rng "
+       "snapshot stop progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
-    1: "device groups lock log manifest data.augment data.batch data.sampler",
-    2: "faults state store task world",
+    1: "device groups heartbeats lock log manifest pulse stacks data.augment data.batch "
+       "data.sampler",
+    2: "faults pace state store task waiting world",
     3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
-       "tasks.image_models",
+       "tasks.image_models watchdog",
     # What the configuration sets.
     4: "cli data.feed optim precision restore resume schedules tasks.images",
     5: "checkpoint data.lanes prepare step",

@@ -133,19 +133,25 @@ def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
     from trainer.errors import EXIT_COMPLETE, StopRequested
     from trainer.loop import train
     from trainer.network import lost_peer
+    from trainer.watchdog import Watchdog
 
-    parts = build(config, world, log, stop)
-    try:
-        train(parts)
-    except StopRequested:
+    limit_s = None if config.watchdog.limit_s == "auto" else config.watchdog.limit_s
+    with Watchdog(world, log, limit_s=limit_s) as watchdog:
+        parts = build(config, world, log, stop, watchdog.pulse)
+        watchdog.rescue = parts.survive_beside
+        watchdog.in_flight = lambda: parts.checkpoint.in_flight
+        try:
+            train(parts)
+        except StopRequested:
+            parts.close()
+            raise
+        except BaseException as error:
+            watchdog.stop()  # what follows is what it would do
+            if lost_peer(error):
+                parts.survive()
+            parts.abandon()
+            raise
         parts.close()
-        raise
-    except BaseException as error:
-        if lost_peer(error):
-            parts.survive()
-        parts.abandon()
-        raise
-    parts.close()
     return EXIT_COMPLETE
 
 

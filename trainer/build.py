@@ -36,6 +36,7 @@ from trainer.metrics import Metrics, Sink, read_metrics, resumed_lines
 from trainer.parts import Parts
 from trainer.prepare import Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
+from trainer.pulse import Pulse
 from trainer.sinks import Console, TensorBoard
 from trainer.source import Found, find, find_at
 from trainer.state import MODEL, TrainState
@@ -45,7 +46,9 @@ from trainer.store import Store
 from trainer.world import World
 
 
-def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Parts:
+def build(
+    config: Config[Any], world: World, log: Log, stop: StopRequest, pulse: Pulse
+) -> Parts:
     """Collective. Construct the run, on every rank the same.
 
     Raises:
@@ -60,6 +63,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     armed = faults.Faults(
         [faults.parse(text) for text in config.inject], rank=world.rank,
         attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
+        pulse=pulse,
     )  # fmt: skip
 
     horizon = Horizon(epoch=work.plan.steps_per_epoch, total=work.intervals.total)

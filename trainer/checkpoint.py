@@ -93,6 +93,12 @@ class Checkpointer:
             self.failed is None if job is None else job.done and job.error is None)
 
     @property
+    def in_flight(self) -> int | None:
+        """The step that this rank's writer is at; None if it has nothing to do."""
+        writing, job = self._writing, self._job
+        return None if writing is None or job is None or writing.done() else job.step
+
+    @property
     def saved_step(self) -> int:
         """The step of the last save that was begun."""
         return self._saved[0]
@@ -195,10 +201,13 @@ class Checkpointer:
         if said is None:  # once, until a save succeeds again
             self._log.warning(f"{self.failed}. The run goes on and tries again at the next save.")
 
-    def save_alone(self) -> int | None:
+    def save_alone(self, kept: Mapping[int, Tensor] | None = None) -> int | None:
         """Save the state of this step boundary without the other ranks, one of which is dead.
 
         Every survivor tries; one writes, the others find its checkpoint whole.
+
+        Args:
+            kept: address → the tensor to save in place of the live one there.
 
         Returns:
             The step that is saved now; None where an equally new checkpoint was there already.
@@ -212,7 +221,11 @@ class Checkpointer:
         step = self._state.progress.step
         if self._is_saved(step):
             return None
-        self._write_alone(self._take("survivor", self._snapshot.take(self._state.tensors())))
+        tensors = self._state.tensors()
+        if kept:
+            tensors = {file: {name: kept.get(t.data_ptr(), t) for name, t in entries.items()}
+                       for file, entries in tensors.items()}
+        self._write_alone(self._take("survivor", self._snapshot.take(tensors)))
         return step
 
     def _write_alone(self, job: _Job) -> None:

@@ -240,6 +240,20 @@ class Stop:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Watch:
+    """The watchdog: a run that doesn't get on is ended, so that it is started again."""
+
+    limit_s: float | Literal["auto"] = leaf("auto", "free")
+    """Seconds without a sign of life inside a step after which a rank counts as stuck; auto: 10
+    times the longest recent pause, at least 30; inf: never. Twice that in validation and saving,
+    minutes at the start; a rank that computes or reads isn't stuck."""
+
+    def __post_init__(self) -> None:
+        _check(self.limit_s == "auto" or self.limit_s > 0, "watchdog.limit-s", self.limit_s,
+               "use auto or more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Numerics:
     """What the bits of the result depend on."""
 
@@ -291,6 +305,7 @@ class Config(Generic[TaskT]):
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     stop: Stop = Stop()
+    watchdog: Watch = Watch()
     numerics: Numerics = Numerics()
     log: Logging = Logging()
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from trainer import faults
 from trainer.checkpoint import Checkpointer
@@ -82,9 +85,30 @@ class Parts:
             return
         if self.step.in_progress:
             self.step.buffers.put_back()
+        self._save_alone()
+
+    def survive_beside(self) -> bool:
+        """As `survive`, in another thread: the main thread computes, or will never come back.
+
+        Inside a step before its update only, where nothing moves but buffers, of which there are
+        copies; from then on the main thread can't make its update. On a GPU this copies on a
+        stream of its own, beside a kernel that may never end.
+
+        Returns:
+            whether it could be tried.
+        """
+        if not self.checkpoint.overlap or not self.step.gate.acquire(blocking=False):
+            return False
+        self.log.event("lost-peer")
+        with self.step.beside():
+            kept = {live.data_ptr(): copy for live, copy in self.step.buffers.pairs()}
+            self._save_alone(kept)
+        return True
+
+    def _save_alone(self, kept: Mapping[int, Tensor] | None = None) -> None:
         began = time.perf_counter()
         try:
-            step = self.checkpoint.save_alone()
+            step = self.checkpoint.save_alone(kept)
         except (OSError, CheckpointBusy, StaleAttempt) as error:
             self.log.warning(f"step {self.progress.step} could not be saved: {error}")
             return

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Subset, TensorDataset
 
-from trainer import rng
+from trainer import rng, stacks
 from trainer.data import batch as batches
 from trainer.data.sampler import MicroBatchSampler, Slot
 from trainer.faults import Faults
@@ -233,6 +233,7 @@ class Loader:
         self._faults = faults
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._ahead: Micro | None = None
+        self._next_step: int | None = None
 
     def window(self) -> Iterator[Micro]:
         """The micro-batches of the next step; the last one has `slot.last`."""
@@ -271,7 +272,9 @@ class Loader:
 
     def _read(self) -> Micro:
         start = time.perf_counter()
+        self._faults.pulse.beat("reading", self._next_step)
         micro = next(self._source)
+        self._next_step = micro.slot.step + micro.slot.last
         self.waited_s += time.perf_counter() - start
         self._faults.at("data", step=micro.slot.step, epoch=micro.slot.epoch)
         if self._device.type == "cpu":
@@ -316,9 +319,10 @@ def _unchanged(micro: Any) -> Any:
     return micro
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(number: int) -> None:
     """In each loader process: one thread, deaf to stop signals, and gone with its rank."""
     torch.set_num_threads(1)
+    stacks.prepare_worker(number)
     # A launcher signals the whole process group: the rank decides when its workers end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
