@@ -30,9 +30,9 @@ LAYERS = {
        "data.sampler",
     2: "faults pace state store task waiting world",
     3: "config data.loader folder launcher parallel source sync_batchnorm tasks.fashion_mnist "
-       "tasks.image_models watchdog",
+       "tasks.image_models alarm",
     # What the configuration sets.
-    4: "cli data.feed optim precision restore resume schedules tasks.images",
+    4: "cli watchdog data.feed optim precision restore resume schedules tasks.images",
     5: "checkpoint data.lanes prepare step",
     6: "data.stream evaluate testing",
     7: "metrics",

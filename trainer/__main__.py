@@ -138,7 +138,7 @@ def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
     limit_s = None if config.watchdog.limit_s == "auto" else config.watchdog.limit_s
     with Watchdog(world, log, limit_s=limit_s) as watchdog:
         parts = build(config, world, log, stop, watchdog.pulse)
-        watchdog.rescue = parts.survive_beside
+        watchdog.rescue_with(parts.survive_beside)
         watchdog.in_flight = lambda: parts.checkpoint.in_flight
         try:
             train(parts)

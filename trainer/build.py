@@ -98,7 +98,7 @@ def build(
         describe={"settings": resume.settings(config), "circumstances": circumstances,
                   "inexact": inexact},
         on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
-        sync=metrics.sync,
+        sync=metrics.sync, rest=pulse.rest,
     )  # fmt: skip
     found = _find(config, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()

@@ -48,6 +48,7 @@ class Checkpointer:
         describe: what else a checkpoint remembers of this attempt (settings, circumstances).
         recent: the metric lines since the last committed checkpoint; travel in each save.
         sync: makes the lines written so far durable; called before a commit.
+        rest: called when the writer has nothing more to do.
         clock: seconds, monotonic.
     """
 
@@ -55,6 +56,7 @@ class Checkpointer:
         self, *, store: Store, state: TrainState, world: World, log: Log, run_id: str,
         describe: Mapping[str, Any], recent: list[Any], on_error: str,
         every_s: float = 0.0, sync: Callable[[], None] = lambda: None,
+        rest: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.store = store
@@ -77,7 +79,7 @@ class Checkpointer:
         self._job: _Job | None = None
         self._saved = (-1, -1)  # step, and the last validated step that it holds
         self._held: _Job | None = None  # the best weights, on every rank, until they are on disk
-        self._sync = sync
+        self._sync, self._rest = sync, rest
 
     @property
     def overdue(self) -> bool:
@@ -260,6 +262,7 @@ class Checkpointer:
     def _submit(self, job: _Job) -> None:
         job.error, self._job = None, job
         self._writing = self._writer.submit(self._write, job)
+        self._writing.add_done_callback(lambda _: self._rest())
 
     def _write(self, job: _Job) -> None:
         began = time.perf_counter()

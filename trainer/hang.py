@@ -60,6 +60,15 @@ def saving_patience(limit_s: float) -> Patience:
     return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s))
 
 
+def shown(phase: str, point: str) -> str:
+    """What to call the place of a main thread: by its point, in the phases that points tell apart.
+    """
+    if phase == "train" or (phase, point) in (("build", "start"), ("warm-up", "data"),
+                                              ("warm-up", "reading")):
+        return "data" if point == "reading" else point
+    return phase
+
+
 @dataclass(frozen=True, kw_only=True)
 class Report:
     """What a rank tells of itself, with each heartbeat."""
@@ -72,6 +81,8 @@ class Report:
     """For other ranks: in a collective."""
     over: bool
     """Whether that is longer than its phase allows."""
+    saving: str = ""
+    """Where the writer of a checkpoint is at the same time, if it is at work."""
     dumped: bool = False
     """Whether its stacks are written."""
 

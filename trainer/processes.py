@@ -39,6 +39,11 @@ def state(pid: int, thread: int | None = None) -> str:
     return "X" if fields is None else fields[0]
 
 
+def is_stopped(pid: int) -> bool:
+    """Whether a process is stopped, by a signal or a debugger."""
+    return state(pid) in "Tt"
+
+
 def name(pid: int) -> str:
     """What `ps` calls a process."""
     try:

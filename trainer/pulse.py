@@ -73,6 +73,10 @@ class Pulse:
         if self.lost and point in LEAVING:
             raise RuntimeError(f"connection closed by peer, seen at {point} of step {shared.step}")
 
+    def rest(self) -> None:
+        """The checkpoint's writer has nothing more to do."""
+        self._shared.writer_point = b""
+
     @property
     def main(self) -> Place:
         """Where the main thread is."""
@@ -80,7 +84,7 @@ class Pulse:
 
     @property
     def writer(self) -> Place:
-        """Where the checkpoint's writer is, or was when it last wrote."""
+        """Where the checkpoint's writer is; without a point it is nowhere."""
         return _places(self._shared)[1]
 
 

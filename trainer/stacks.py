@@ -53,7 +53,7 @@ def worker_stacks() -> tuple[str, list[str]]:
     """(the stacks of this process's loader workers, what to say of those that hold it up)."""
     told, blamed = [], []
     for pid, name in workers().items():
-        if processes.state(pid) in "Tt":
+        if processes.is_stopped(pid):
             blamed.append(f"its {name} (pid {pid}) is stopped")
             told.append(f"{name} (pid {pid}) is stopped\n{processes.describe(pid)}")
             continue

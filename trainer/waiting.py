@@ -76,7 +76,7 @@ class Writing:
         now = self._clock()
         if step != self._step:
             self._step, self._since_s, self._activity = step, now, None
-        place = told if told.at_s >= self._since_s and told.step == step else Place(
+        place = told if told.point and told.step == step else Place(
             "save-begin", step, self._since_s)
         if now - place.at_s > limit_s / 4:
             if self._activity is None:
