@@ -99,7 +99,8 @@ class Parts:
         """
         if not self.checkpoint.overlap or not self.step.gate.acquire(blocking=False):
             return False
-        self.log.event("lost-peer")
+        if self.world.size > 1:
+            self.log.event("lost-peer")
         with self.step.beside():
             kept = {live.data_ptr(): copy for live, copy in self.step.buffers.pairs()}
             self._save_alone(kept)

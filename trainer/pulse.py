@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
+import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,6 +14,12 @@ from trainer import processes
 NAME = "trainer-pulse"
 LEAVING = frozenset(("reading", "data", "forward", "backward", "evaluate"))
 """Points at which the main thread may leave: the state is that of the last boundary."""
+
+SAVING = frozenset(("save-begin", "save-mid", "save-end"))
+"""Points of the checkpoint's writer."""
+
+_PLACE = struct.Struct("=16sqd")
+_MAIN, _WRITER, _SIZE = 0, _PLACE.size, 2 * _PLACE.size
 
 
 @dataclass(frozen=True)
@@ -26,30 +32,22 @@ class Place:
     """When, on the monotonic clock of the host."""
 
 
-class _Shared(ctypes.Structure):
-    _fields_ = (
-        ("point", ctypes.c_char * 16), ("step", ctypes.c_longlong), ("at_s", ctypes.c_double),
-        ("writer_point", ctypes.c_char * 16), ("writer_step", ctypes.c_longlong),
-        ("writer_at_s", ctypes.c_double),
-    )  # fmt: skip
-
-
 class Pulse:
     """The last points that the main thread and the checkpoint's writer have passed.
 
-    A point costs a few attribute writes: no lock, no call into the system.
+    A point costs half a microsecond: no lock, no call into the system.
 
     Args:
         clock: seconds, monotonic, of the host.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        size, self.descriptor = ctypes.sizeof(_Shared), -1
+        descriptor = -1
         if hasattr(os, "memfd_create"):
-            self.descriptor = os.memfd_create(NAME)  # found in /proc/PID/fd by its name
-            os.ftruncate(self.descriptor, size)
-        self._shared = _Shared.from_buffer(mmap.mmap(self.descriptor, size))
-        self._clock = clock
+            descriptor = os.memfd_create(NAME)  # stays open: found in /proc/PID/fd by its name
+            os.ftruncate(descriptor, _SIZE)
+        self._memory = memoryview(mmap.mmap(descriptor, _SIZE))
+        self._clock, self._step, self._put = clock, 0, _PLACE.pack_into
         self.lost = False
         """Set by who sees that a peer is gone: the main thread is to leave at the next point."""
         self.beat("build", 0)
@@ -60,42 +58,38 @@ class Pulse:
         Raises:
             RuntimeError: a peer is gone, and the main thread may leave here.
         """
-        shared = self._shared
-        if point.startswith("save-"):
-            shared.writer_point = point.encode()
-            shared.writer_step = step or 0
-            shared.writer_at_s = self._clock()
+        if point in SAVING:
+            self._put(self._memory, _WRITER, point.encode(), step, self._clock())
             return
-        shared.point = point.encode()
         if step is not None:
-            shared.step = step
-        shared.at_s = self._clock()
+            self._step = step
+        self._put(self._memory, _MAIN, point.encode(), self._step, self._clock())
         if self.lost and point in LEAVING:
-            raise RuntimeError(f"connection closed by peer, seen at {point} of step {shared.step}")
+            raise RuntimeError(f"connection closed by peer, seen at {point} of step {self._step}")
 
     def rest(self) -> None:
         """The checkpoint's writer has nothing more to do."""
-        self._shared.writer_point = b""
+        self._put(self._memory, _WRITER, b"", 0, 0.0)
 
     @property
     def main(self) -> Place:
         """Where the main thread is."""
-        return _places(self._shared)[0]
+        return _places(self._memory)[0]
 
     @property
     def writer(self) -> Place:
         """Where the checkpoint's writer is; without a point it is nowhere."""
-        return _places(self._shared)[1]
+        return _places(self._memory)[1]
 
 
 def read(pid: int) -> tuple[Place, Place] | None:
     """Main thread's and writer's places of another process of this host, also of a stopped one."""
     data = processes.read_memory(pid, NAME)
-    if data is None or len(data) < ctypes.sizeof(_Shared):
-        return None
-    return _places(_Shared.from_buffer_copy(data))
+    return None if data is None or len(data) < _SIZE else _places(data)
 
 
-def _places(shared: _Shared) -> tuple[Place, Place]:
-    return (Place(shared.point.decode(), shared.step, shared.at_s),
-            Place(shared.writer_point.decode(), shared.writer_step, shared.writer_at_s))
+def _places(memory: bytes | memoryview) -> tuple[Place, Place]:
+    point, step, at_s = _PLACE.unpack_from(memory, _MAIN)
+    writer_point, writer_step, writer_at_s = _PLACE.unpack_from(memory, _WRITER)
+    return (Place(point.rstrip(b"\0").decode(), step, at_s),
+            Place(writer_point.rstrip(b"\0").decode(), writer_step, writer_at_s))
