@@ -33,6 +33,10 @@ POLL_S = 0.5
 TERM_S = 5.0
 """From the SIGTERM to the SIGKILL of a rank that didn't leave by itself."""
 
+STOPPED_LOOKS, LOOK_S = 120, 1.0
+"""A rank that is found stopped so many times, so many seconds apart, is killed. Its peers do that
+earlier, if there is one that runs."""
+
 REMIND_S = 10.0
 """How often the launcher says that it still waits for ranks that were asked to stop."""
 
@@ -89,6 +93,7 @@ class HotAgent(SimpleElasticAgent):
         self._num_reminders = 0
         self._hurry_at: list[tuple[float, signal.Signals]] = []
         self._num_hurried = 0
+        self._looked_s = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._exits = []
@@ -140,6 +145,7 @@ class HotAgent(SimpleElasticAgent):
         self._pass_stop_on()
         self._share_stop()
         self._hurry_survivors()
+        self._kill_stopped()
         if self._ranks.living:
             return RunResult(WorkerState.HEALTHY)
         self.verdict = judge(self._exits, stop_at_s=self._stop_at_s)
@@ -192,6 +198,13 @@ class HotAgent(SimpleElasticAgent):
                 self._num_hurried += 1
                 if number == signal.SIGKILL or not self._stop_passed_on:
                     self._ranks.signal(number, forced=True)
+
+    def _kill_stopped(self) -> None:
+        if time.monotonic() - self._looked_s >= LOOK_S:
+            self._looked_s = time.monotonic()
+            for rank in self._ranks.kill_stopped(STOPPED_LOOKS):
+                self._output.say(f"rank {rank} has been stopped for {STOPPED_LOOKS * LOOK_S:.0f} s"
+                                 " and nothing has continued it: killed")
 
     def _allow_restart(self, max_restarts: int) -> None:
         """Tell the superclass, by its counter, whether to restart."""

@@ -21,6 +21,7 @@ from launch import forkserver
 from launch.output import Output
 from launch.signals import StopRequest
 from launch.verdict import Exit
+from trainer import processes
 from trainer.errors import EXIT_FAILURE
 
 SERVER_EXIT_S = 2.0
@@ -36,6 +37,7 @@ class _Rank:
     channel: socket.socket
     told: bytes = b""
     forced: bool = False
+    looks_stopped: int = 0
 
 
 def fork_server(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
@@ -144,6 +146,20 @@ class Ranks:
             rank.forced |= forced
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, number)
+
+    def kill_stopped(self, looks: int) -> list[int]:
+        """Kill each rank that was found stopped (SIGSTOP) at so many calls in a row; these ranks.
+
+        Counted in calls and not in time, since the launcher may have been stopped with them.
+        """
+        killed = []
+        for pid, rank in self._living.items():
+            rank.looks_stopped = rank.looks_stopped + 1 if processes.state(pid) == "T" else 0
+            if rank.looks_stopped == looks:
+                killed.append(rank.rank)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+        return killed
 
     def kill_and_exit(self) -> NoReturn:
         """End everything at once, from a signal handler too."""

@@ -145,38 +145,55 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
 
 def _train(config, world, log, stop, agent, failure) -> int:  # type: ignore[no-untyped-def]
     from trainer.build import build
-    from trainer.errors import EXIT_COMPLETE, StopRequested, TrainerError
+    from trainer.errors import EXIT_COMPLETE, StopRequested
     from trainer.loop import train
+    from trainer.watchdog import Watchdog
+
+    limit_s = None if config.watchdog.limit_s == "auto" else config.watchdog.limit_s
+    with Watchdog(world, log, limit_s=limit_s) as watchdog:
+        parts = build(config, world, log, stop, watchdog.pulse)
+        watchdog.rescue_with(parts.survive_beside)
+        watchdog.in_flight = lambda: parts.checkpoint.in_flight
+        try:
+            train(parts)
+        except StopRequested:
+            parts.close()
+            raise
+        except BaseException as error:
+            watchdog.stop()  # what follows is what it would do
+            _survive(parts, error, stop, agent, failure)
+            raise
+        parts.close()
+    return EXIT_COMPLETE
+
+
+def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-untyped-def]
+    """Keep what can be kept after an error.
+
+    Raises:
+        StopRequested: it came up while a stop was asked for, and nothing is lost.
+    """
+    from trainer.errors import StopRequested, TrainerError
     from trainer.network import lost_peer
 
-    parts = build(config, world, log, stop)
-    try:
-        train(parts)
-    except StopRequested:
-        parts.close()
-        raise
-    except BaseException as error:
-        # The death of a loader worker is no news any more: torch would raise it, amid anything.
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        if isinstance(error, TrainerError):
-            parts.abandon()
-            raise
-        echo, asked = lost_peer(error), stop.requested
-        if echo and stop.only_from(agent):
-            asked = False  # torchrun's answer to the death of that peer
-        if not asked:
-            failure.note(error, step=parts.current_step)
-        kept = parts.survive(own=not echo)
+    # The death of a loader worker is no news any more: torch would raise it, amid anything.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if isinstance(error, TrainerError):
         parts.abandon()
-        if not (asked and kept):
-            raise
-        stop.leave_if_idle()
-        log.warning(f"while stopping, step {log.step} ({log.phase}): "
-                    f"{type(error).__name__}: {error}")
-        raise StopRequested(f"stopped on request after step {log.step}; "
-                            "the same command goes on from there") from error
-    parts.close()
-    return EXIT_COMPLETE
+        return
+    echo, asked, log = lost_peer(error), stop.requested, parts.log
+    if echo and stop.only_from(agent):
+        asked = False  # torchrun's answer to the death of that peer
+    if not asked:
+        failure.note(error, step=parts.current_step)
+    kept = parts.survive(own=not echo)
+    parts.abandon()
+    if not (asked and kept):
+        return
+    stop.leave_if_idle()
+    log.warning(f"while stopping, step {log.step} ({log.phase}): {type(error).__name__}: {error}")
+    raise StopRequested(f"stopped on request after step {log.step}; "
+                        "the same command goes on from there") from error
 
 
 def _leave(log, launch, stop, agent) -> int:  # type: ignore[no-untyped-def]

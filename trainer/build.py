@@ -40,6 +40,7 @@ from trainer.opening import open_metrics, open_source
 from trainer.parts import Parts
 from trainer.prepare import Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
+from trainer.pulse import Pulse
 from trainer.source import Found, find, find_at
 from trainer.state import MODEL, OPTIMIZER, TrainState
 from trainer.step import Step
@@ -48,7 +49,9 @@ from trainer.store import Store
 from trainer.world import World
 
 
-def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Parts:
+def build(
+    config: Config[Any], world: World, log: Log, stop: StopRequest, pulse: Pulse
+) -> Parts:
     """Collective. Construct the run, on every rank the same.
 
     Raises:
@@ -63,6 +66,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     armed = faults.Faults(
         [faults.parse(text) for text in config.inject], rank=world.rank,
         attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
+        pulse=pulse,
     )  # fmt: skip
 
     horizon = Horizon(epoch=work.plan.steps_per_epoch, total=work.intervals.total)
@@ -98,7 +102,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         describe={"settings": resume.settings(config), "circumstances": circumstances,
                   "inexact": inexact},
         on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
-        sync=metrics.sync,
+        sync=metrics.sync, rest=pulse.rest,
     )  # fmt: skip
     found = _find(config, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()

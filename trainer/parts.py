@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from trainer import budget, faults
 from trainer.agreement import Agreement
@@ -118,7 +120,29 @@ class Parts:
             self.step.buffers.put_back()
         return self._save_alone(noticed_s)
 
-    def _save_alone(self, noticed_s: float) -> bool:
+    def survive_beside(self) -> bool:
+        """As `survive`, in another thread: the main thread computes, or will never come back.
+
+        Inside a step before its update only, where nothing moves but buffers, of which there are
+        copies; from then on the main thread can't make its update. On a GPU this copies on a
+        stream of its own, beside a kernel that may never end.
+
+        Returns:
+            Whether it could be tried.
+        """
+        noticed_s = time.perf_counter()
+        if not self.checkpoint.overlap or not self.step.gate.acquire(blocking=False):
+            return False
+        if self.world.size > 1:
+            self.log.event("lost-peer", failed_step=self.current_step)
+        with self.step.beside():
+            kept = {live.data_ptr(): copy for live, copy in self.step.buffers.pairs()}
+            self._save_alone(noticed_s, kept)
+        return True
+
+    def _save_alone(
+        self, noticed_s: float, kept: Mapping[int, Tensor] | None = None
+    ) -> bool:
         self.checkpoint.abandon()
         step, began_s = self.progress.step, time.perf_counter()
         if why := budget.why_not(
@@ -129,7 +153,7 @@ class Parts:
             self.log.event("save-left-out", at_step=step, why=why)
             return False
         try:
-            saved = self.checkpoint.save_alone()
+            saved = self.checkpoint.save_alone(kept)
         except (OSError, CheckpointBusy, StaleAttempt, NonFinite) as error:
             self.log.warning(f"step {step} could not be saved: {error}")
             return False

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils.data import DataLoader
 
+from trainer import stacks
 from trainer.data import batch as batches
 from trainer.data.bad import received
 from trainer.data.reading import KeyedSamples, Micro
@@ -86,6 +87,7 @@ class Loader:
         self._ahead: Micro | None = None
         self.read: list[Micro] = []
         """What was read for the last window, on the host: to look at if it turns out bad."""
+        self._next_step: int | None = None
 
     def window(self) -> Iterator[Micro]:
         """The micro-batches of the next step; the last one has `slot.last`."""
@@ -118,7 +120,7 @@ class Loader:
     def reopen(self, make: Callable[[], Source]) -> None:
         """End the loader's processes, and read from another source: another place in the run."""
         self.close()
-        self._ahead = None
+        self._ahead = self._next_step = None
         self.read.clear()
         self._source = make()
 
@@ -132,7 +134,9 @@ class Loader:
 
     def _read(self) -> Micro:
         start = time.perf_counter()
+        self._faults.pulse.beat("reading", self._next_step)
         micro = next(self._source)
+        self._next_step = micro.slot.step + micro.slot.last
         self.waited_s += time.perf_counter() - start
         self._tell(micro)
         self._faults.at("data", step=micro.slot.step, epoch=micro.slot.epoch)
@@ -190,9 +194,10 @@ def _unchanged(micro: Any) -> Any:
     return micro
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(number: int) -> None:
     """In each loader process: one thread, deaf to stop signals, and gone with its rank."""
     torch.set_num_threads(1)
+    stacks.prepare_worker(number)
     # A launcher signals the whole process group: the rank decides when its workers end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
