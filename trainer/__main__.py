@@ -8,6 +8,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from trainer.stop import StopRequest, process_descriptor
@@ -90,12 +91,21 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     from trainer.world import Launch, World
 
     log, launch, code, agent = Log(), Launch(), EXIT_FAILURE, os.getppid()
-    failure, last_words = Failure(log), ""
+    failure, last_words, watched = Failure(log), "", dict[str, Any]()
 
     def leave() -> int:
         return _leave(log, launch, stop, agent)
 
     def late() -> int:
+        parts = watched.get("parts")
+        if parts is not None and parts.survive_beside(lost=False) and parts.kept_beside:
+            why = (f"stopped on request after step {log.step}, in the middle of the next one, which "
+                   f"didn't end within --stop.grace-s {config.stop.grace_s:g}; "
+                   "the same command goes on from there")
+            log.event("stop", why=why, exit_code=EXIT_STOPPED)
+            log.announce(why)
+            leave_launcher(EXIT_STOPPED, launch, lambda: stop.senders[agent])
+            return EXIT_STOPPED
         log.error(f"--stop.grace-s {config.stop.grace_s:g}: step {log.step} ({log.phase}) didn't "
                   "end in that time; leaving without having saved it")
         return EXIT_FAILURE
@@ -117,7 +127,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         log.phase = "join"
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
-            code = _train(config, world, log, stop, agent, failure)
+            code = _train(config, world, log, stop, agent, failure, watched)
     except ConfigError as error:
         code = error.exit_code
         log.event("refused", why=str(error))
@@ -143,15 +153,18 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     return code
 
 
-def _train(config, world, log, stop, agent, failure) -> int:  # type: ignore[no-untyped-def]
+def _train(  # type: ignore[no-untyped-def]
+    config, world, log, stop, agent, failure, watched
+) -> int:
     from trainer.build import build
     from trainer.errors import EXIT_COMPLETE, StopRequested
+    from trainer.launcher import tell
     from trainer.loop import train
     from trainer.watchdog import Watchdog
 
     limit_s = None if config.watchdog.limit_s == "auto" else config.watchdog.limit_s
-    with Watchdog(world, log, limit_s=limit_s) as watchdog:
-        parts = build(config, world, log, stop, watchdog.pulse)
+    with Watchdog(world, log, limit_s=limit_s, tell=partial(tell, "failure")) as watchdog:
+        parts = watched["parts"] = build(config, world, log, stop, watchdog.pulse)
         watchdog.rescue_with(parts.survive_beside)
         watchdog.in_flight = lambda: parts.checkpoint.in_flight
         try:

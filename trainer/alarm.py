@@ -35,6 +35,7 @@ class Alarm:
     Args:
         tick_s: between two heartbeats.
         clock: seconds, monotonic, of the host.
+        tell: is given the event that says who hangs.
 
     Attributes:
         beats: the heartbeats; None in a world of one.
@@ -45,8 +46,9 @@ class Alarm:
 
     def __init__(
         self, world: World, log: Log, pulse: Pulse, *, identity: Identity, tick_s: float,
-        clock: Callable[[], float],
+        clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
+        self._launcher_hears = tell
         self.beats: Heartbeats | None = None
         self.rescue: Callable[[], bool] = lambda: False
         self.stopped = False
@@ -117,13 +119,17 @@ class Alarm:
         for culprit, place in alarm["culprits"].items():
             phase, step, saving, idle_s = (
                 place[key] for key in ("phase", "step", "saving", "idle_s"))
-            self._log.event("hang", culprit=int(culprit), at_phase=phase, at_step=step,
-                            saving=saving, idle_s=idle_s, why=why, limit_s=limit_s)
+            self._note(why, int(culprit), at_phase=phase, at_step=step, failed_phase=phase,
+                       failed_step=step, saving=saving, idle_s=idle_s, limit_s=limit_s)
             self._log.error(f"hang: rank {culprit} {why}: {phase} of step {step}"
                             f"{f' and {saving}' if saving else ''}, for {idle_s:.1f} s {close}")
         if not alarm["culprits"]:
-            self._log.event("hang", culprit=None, why=why, limit_s=limit_s)
+            self._note(why, None, limit_s=limit_s)
             self._log.error(f"hang: {why} {close}")
+
+    def _note(self, why: str, culprit: int | None, **fields: Any) -> None:
+        event = self._log.event("hang", culprit=culprit, why=why, echo=False, **fields)
+        self._launcher_hears(event)
 
     def follow(self, alarm: dict[str, Any], own: Report) -> None:
         """There is an alarm: write the stacks, then do what is this rank's part."""

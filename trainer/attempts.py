@@ -142,4 +142,8 @@ def sentence(event: Event) -> str:
         return f"a peer of rank {event['rank']} was lost at {place}"
     told = event.get("why") or event["event"]
     where = event.get("where")
+    if event["event"] == "hang":  # of which another rank may tell
+        culprit = event.get("culprit")
+        who = "all ranks" if culprit is None else f"rank {culprit}"
+        return f"{who}, {place}: hang: {told}"
     return f"rank {event['rank']}, {place}: {told}" + (f" ({where})" if where else "")

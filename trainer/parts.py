@@ -53,6 +53,8 @@ class Parts:
     reopen: Callable[[Found], None]
     """Opens the data and the record once more, at the place of a checkpoint."""
     found: Found | None
+    kept_beside: bool = False
+    """Whether `survive_beside` has brought the state to disk."""
     card: dict[str, Any] = field(default_factory=dict)
     """What the run consists of, for people."""
 
@@ -120,24 +122,27 @@ class Parts:
             self.step.buffers.put_back()
         return self._save_alone(noticed_s)
 
-    def survive_beside(self) -> bool:
+    def survive_beside(self, *, lost: bool = True) -> bool:
         """As `survive`, in another thread: the main thread computes, or will never come back.
 
         Inside a step before its update only, where nothing moves but buffers, of which there are
         copies; from then on the main thread can't make its update. On a GPU this copies on a
         stream of its own, beside a kernel that may never end.
 
+        Args:
+            lost: a peer is gone; otherwise the time to stop is over.
+
         Returns:
-            Whether it could be tried.
+            Whether it could be tried; `kept_beside` tells what came of it.
         """
         noticed_s = time.perf_counter()
         if not self.checkpoint.overlap or not self.step.gate.acquire(blocking=False):
             return False
-        if self.world.size > 1:
+        if lost and self.world.size > 1:
             self.log.event("lost-peer", failed_step=self.current_step)
         with self.step.beside():
             kept = {live.data_ptr(): copy for live, copy in self.step.buffers.pairs()}
-            self._save_alone(noticed_s, kept)
+            self.kept_beside = self._save_alone(noticed_s, kept)
         return True
 
     def _save_alone(

@@ -19,6 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from typing import Any
 
 from trainer import processes, waiting
 from trainer.alarm import LATE_S, Alarm
@@ -43,6 +44,7 @@ class Watchdog:
     Args:
         limit_s: inside of steps; None: learnt.
         clock: seconds, monotonic, of the host.
+        tell: is given the event that says who hangs.
 
     Attributes:
         pulse: is to be told of each point that this rank passes.
@@ -52,6 +54,7 @@ class Watchdog:
     def __init__(
         self, world: World, log: Log, *, limit_s: float | None,
         clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
         self.pulse = Pulse(clock)
         self.in_flight: Callable[[], int | None] = lambda: None
@@ -60,7 +63,7 @@ class Watchdog:
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
         self._identity = own_identity(os.getpid())
         self._alarm = Alarm(world, log, self.pulse, identity=self._identity, tick_s=self._tick_s,
-                            clock=clock)
+                            clock=clock, tell=tell)
         self._woken, self._wake = os.pipe()
         self._resumed_s = -math.inf
         self._doing = waiting.Doing(threading.get_ident(), clock)
