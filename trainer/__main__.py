@@ -99,9 +99,8 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     def late() -> int:
         parts = watched.get("parts")
         if parts is not None and parts.survive_beside(lost=False) and parts.kept_beside:
-            why = (f"stopped on request after step {log.step}, in the middle of the next one, which "
-                   f"didn't end within --stop.grace-s {config.stop.grace_s:g}; "
-                   "the same command goes on from there")
+            why = (f"stopped on request after step {log.step}: the next one didn't end within "
+                   f"--stop.grace-s {config.stop.grace_s:g}; the same command goes on from there")
             log.event("stop", why=why, exit_code=EXIT_STOPPED)
             log.announce(why)
             leave_launcher(EXIT_STOPPED, launch, lambda: stop.senders[agent])
