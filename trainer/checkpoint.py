@@ -197,7 +197,8 @@ class Checkpointer:
         Every survivor tries; one writes, the others find its checkpoint whole.
 
         Args:
-            kept: address → the tensor to save in place of the live one there.
+            kept: address → the tensor to save in place of the live one there, where another
+                thread than the main one saves, beside whatever the device is at.
 
         Returns:
             The step that is saved now; None where an equally new checkpoint was there already.
@@ -215,7 +216,8 @@ class Checkpointer:
         if kept:
             tensors = {file: {name: kept.get(t.data_ptr(), t) for name, t in entries.items()}
                        for file, entries in tensors.items()}
-        self._write_alone(self._take("survivor", self._snapshot.take(tensors)))
+        copy = self._snapshot.take(tensors, pin=kept is None)
+        self._write_alone(self._take("survivor", copy))
         return step
 
     def _write_alone(self, job: Job) -> None:

@@ -89,6 +89,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         "busy": Run(folder / "busy.run", "--task.busy-at=30", f"--task.marks={folder / 'busy'}",
                     "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck"),
         "alone": Run(folder / "alone.run", "--inject=hang:step=12:phase=backward", size=1),
+        "straight alone": Run(folder / "straight-alone.run", size=1),
     }  # fmt: skip
     yield found
     for run in found.values():
@@ -195,6 +196,8 @@ def test_a_rank_that_hangs_alone_saves_its_last_boundary(runs: dict[str, Run]) -
     [hang] = run.events("hang")
     assert (hang["culprit"], hang["at_phase"], hang["at_step"]) == (0, "backward", 12)
     assert inspect(run.folder)["attempts"][1]["start_step"] == 11
+    runs["straight alone"].end()  # so what was saved had the buffers from before the forward
+    assert list(differences(runs["straight alone"].folder, run.folder)) == []
 
 
 @pytest.mark.long

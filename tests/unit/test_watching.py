@@ -99,7 +99,8 @@ def test_only_the_process_that_is_meant_is_killed(child):
 
 
 def test_a_process_that_computes_or_whose_child_does_is_active_and_a_sleeping_one_is_not(child):
-    busy = "import threading; threading.Thread(target=exec, args=('while True: pass',)).start()"
+    loop = "import os; p = os.getppid()\nwhile os.getppid() == p: pass"  # ends with its parent
+    busy = f"import threading; threading.Thread(target=exec, args=({loop!r},)).start()"
     nested = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {busy!r}])"
     looks = {name: processes.Activity(child(code))
              for name, code in (("busy", busy), ("nested", nested), ("asleep", ""))}
