@@ -35,10 +35,10 @@ class Progress:
         events = Path(run_folder, "events.jsonl")
         for line in self._new_lines(events):
             self._known = True
-            step = line.get("at_step", line.get("step"))
+            step = line.get("to_step", line.get("at_step", line.get("step")))
             if not isinstance(step, int):
                 continue
-            if line.get("event") == "restore":  # may go back, past damaged checkpoints
+            if line.get("event") in ("restore", "rollback"):  # may go back
                 self.reached = self.kept = step
             elif line.get("event") == "save":
                 self.kept = max(self.kept, step)
