@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import sys
+import contextlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import (
     cli,
+    compile_cache,
     faults,
     folder,
     parallel,
@@ -22,31 +25,34 @@ from trainer import (
     resume,
     schedules,
 )  # fmt: skip
+from trainer.agreement import Agreement
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data import batch as batches
-from trainer.data.feed import Cut
-from trainer.data.loader import KeyedSamples, Loader, SampledSource, Source, in_memory
-from trainer.data.sampler import MicroBatchSampler
-from trainer.data.stream import Stream
+from trainer.data.loader import Loader
+from trainer.data.reading import in_memory
 from trainer.evaluate import Evaluator
-from trainer.level import Lines, level
+from trainer.health import Health
+from trainer.level import level, record
 from trainer.lock import RunLock
 from trainer.log import Log
-from trainer.metrics import Metrics, Sink
+from trainer.metrics import Metrics
+from trainer.opening import open_metrics, open_source
 from trainer.parts import Parts
 from trainer.prepare import Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
-from trainer.sinks import Console, TensorBoard
+from trainer.pulse import Pulse
 from trainer.source import Found, find, find_at
-from trainer.state import MODEL, TrainState
+from trainer.state import MODEL, OPTIMIZER, TrainState
 from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.store import Store
 from trainer.world import World
 
 
-def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Parts:
+def build(
+    config: Config[Any], world: World, log: Log, stop: StopRequest, pulse: Pulse
+) -> Parts:
     """Collective. Construct the run, on every rank the same.
 
     Raises:
@@ -61,9 +67,11 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     armed = faults.Faults(
         [faults.parse(text) for text in config.inject], rank=world.rank,
         attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
+        pulse=pulse,
     )  # fmt: skip
 
     horizon = Horizon(epoch=work.plan.steps_per_epoch, total=work.intervals.total)
+    health = Health(config.nonfinite)
     state = TrainState(
         model=work.model,
         optimizer=work.optimizer,
@@ -74,7 +82,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         meter=LossMeter(),
         seed=config.seed,
         num_ranks=world.size,
-        parts={"horizon": horizon},
+        parts={"horizon": horizon, "health": health},
     )
     metrics = Metrics()
     circumstances = {
@@ -95,7 +103,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         describe={"settings": resume.settings(config), "circumstances": circumstances,
                   "inexact": inexact},
         on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
-        sync=metrics.sync,
+        sync=metrics.sync, rest=pulse.rest,
     )  # fmt: skip
     found = _find(config, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()
@@ -114,10 +122,14 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     if position >= work.intervals.total or 0 < config.eval.patience <= waited:
         folder.refuse_finished(path, world, position)
     folder.enter(path, identity, lock, world, log)
+    folder.begin(path, identity, world, log, position=position, version=_version(config),
+                 max_same_step=config.restart.max_same_step)
     lines = level(found, checkpoint.store, path / folder.METRICS, identity.run, world, log)
-    log.event("start", world_size=world.size)
     armed.at("start", step=position)
 
+    if work.choice.compile:
+        stop.shield()  # compilers outlive a signal to the whole process group
+        compile_cache.use(path / folder.COMPILED, world)
     wrapped, objective = _wrap(config, work, world)
     armed.actions["nan"] = partial(setattr, objective, "poisoned", True)
     step = Step(
@@ -126,19 +138,26 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         autocast=partial(precision.autocast, work.choice, world.device), clip=config.clip,
         progress=state.progress, seed=config.seed, num_ranks=world.size,
         nominal_count=config.batch.global_size, faults=armed, broadcast=world.broadcast,
+        health=health,
         before_update=checkpoint.finish_copy,
     )  # fmt: skip
     collate = getattr(work.task, "collate", batches.collate)
     workers = _workers(config, work.data["train"], world)
-    source = _source(config, work, world, state.progress, workers)
-    if isinstance(source, Stream):
+    at_place = partial(open_source, config, work, world, state, workers)
+    if isinstance(work.data["train"], IterableDataset):
         # No sampler knows where its epochs end: the first window that isn't whole tells.
         whole = config.data.drop_last == "on"
         step.least_samples = config.batch.global_size if whole else 1
-        state.parts["stream"] = source
-        if found is not None and "stream" in found.facts["parts"]:
-            source.load_state_dict(found.facts["parts"]["stream"])
-    loader = Loader(source, device=world.device, faults=armed)
+    loader = Loader(at_place(found), device=world.device, faults=armed, log=log)
+
+    def reopen(found: Found) -> None:
+        state.progress.load_state_dict(found.facts["progress"])
+        loader.reopen(partial(at_place, found))
+        metrics.rewind()
+        lines = record(found, path / folder.METRICS, world)
+        if world.keeps_folder:
+            open_metrics(metrics, path, log, lines, world, work, found.step)
+
     evaluators = {
         split: None if work.data[split] is None else Evaluator(
             model=work.model, loss=work.task.loss, dataset=work.data[split], collate=collate,
@@ -146,6 +165,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
             rank=world.rank, num_ranks=world.size, device=world.device, autocast=step.autocast,
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
+            stopped=lambda: stop.requested,
         )
         for split in ("validation", "test")
     }  # fmt: skip
@@ -158,14 +178,24 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         folder.replace_json(path / folder.ENVIRONMENT,
                             folder.environment(world, card, label=label, why=why))
         checkpoint.store.clean()
-        _open_metrics(metrics, path, log, lines, world, work, position)
+        open_metrics(metrics, path, log, lines, world, work, position)
         _announce(log, config, card, found, verdict, path)
     return Parts(
         config=config, path=path, identity=identity, world=world, log=log, stop=stop,
         faults=armed, lock=lock, state=state, step=step, loader=loader,
         validate=evaluators["validation"], test=evaluators["test"], checkpoint=checkpoint,
-        metrics=metrics, intervals=work.intervals, found=found, card=card,
+        metrics=metrics, intervals=work.intervals, found=found, card=card, reopen=reopen,
+        agreement=Agreement(partial(_shared, state), world, position),
     )  # fmt: skip
+
+
+def _version(config: Config[Any]) -> str:
+    """Changes with the configuration and with the file that the task is written in: whether a
+    failure can be the one of the attempt before."""
+    hasher = xxhash.xxh3_64(cli.to_toml(config).encode())
+    with contextlib.suppress(OSError, TypeError):  # written where there is no file
+        hasher.update(Path(inspect.getfile(type(config.task))).read_bytes())
+    return hasher.hexdigest()
 
 
 def _agreed(world: World, make: Callable[[], Any]) -> Any:
@@ -194,27 +224,10 @@ def _wrap(
     return wrapped, objective
 
 
-def _source(
-    config: Config[Any], work: Work, world: World, progress: Progress, workers: int
-) -> Source:
-    """Where the micro-batches come from: a map-style data set, or a stream."""
-    data = work.data["train"]
-    collate = getattr(work.task, "collate", batches.collate)
-    if isinstance(data, IterableDataset):
-        batch = config.batch
-        return Stream(
-            data, Cut.of(data, lanes=batch.micro_batches, micro_size=batch.micro_size),
-            seed=config.seed, collate=collate, rank=world.rank, num_ranks=world.size,
-            workers=workers, prefetch=config.data.prefetch, device=world.device,
-            step=lambda: progress.step, gather=world.gather_json,
-        )  # fmt: skip
-    sampler = MicroBatchSampler(
-        work.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
-        shuffle=config.data.shuffle == "on", position=progress.step,
-        total_steps=work.intervals.total,
-    )  # fmt: skip
-    return SampledSource(KeyedSamples(data, seed=config.seed, collate=collate), sampler,
-                         workers=workers, prefetch=config.data.prefetch, device=world.device)
+def _shared(state: TrainState) -> dict[str, torch.Tensor]:
+    """What has to be equal on all ranks: parameters and optimizer; buffers may differ."""
+    parameters = dict(state.model.named_parameters())
+    return parameters | state.tensors()[OPTIMIZER]
 
 
 def _find(config: Config[Any], store: Store, run: str, world: World, log: Log) -> Found | None:
@@ -254,26 +267,6 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
     armed.actions |= {"flip": flip, "corrupt": corrupt, "enospc": no_space}
 
 
-def _open_metrics(
-    metrics: Metrics, path: Path, log: Log, lines: Lines, world: World, work: Work, position: int
-) -> None:
-    """metrics.jsonl, cut to the step that is resumed and completed, and the sinks."""
-    kept, lacking = lines
-    total, every = work.intervals.total, work.intervals.log or work.intervals.total
-    first = min((line["step"] for line in lacking), default=position + 1)
-    if position >= total:  # the final figures are shown again
-        first = min(first, position)
-        lacking = [line for line in kept if line["step"] >= first]
-    sinks: list[Sink] = [
-        TensorBoard(path / folder.TENSORBOARD, every=every, purge_step=first if position else 0,
-                    images=_preview(work.task, position)),
-    ]  # fmt: skip
-    if world.is_main:
-        sinks.append(Console(log, total=total, every=every, start=position,
-                             bar=sys.stderr.isatty()))
-    metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking)
-
-
 def _workers(config: Config[Any], dataset: Any, world: World) -> int:
     if config.data.workers != "auto":
         return config.data.workers
@@ -283,10 +276,6 @@ def _workers(config: Config[Any], dataset: Any, world: World) -> int:
 def _evaluation_batch(config: Config[Any]) -> int:
     size = config.eval.batch_size
     return 2 * config.batch.micro_size if size == "auto" else size
-
-
-def _preview(task: Any, position: int) -> Any:
-    return task.preview(32) if position == 0 and hasattr(task, "preview") else None
 
 
 def _determinism(

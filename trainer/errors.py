@@ -58,6 +58,16 @@ class NonFinite(TrainerError):
     exit_code = EXIT_NONFINITE
 
 
+class RanksDiffer(TrainerError):
+    """Ranks hold different weights, and nothing from before is left to go back to."""
+
+
+class TooManyBadSamples(TrainerError):
+    """So many samples could not be read that the run would train on copies of the others."""
+
+    exit_code = EXIT_CONFIG
+
+
 class CheckpointDamaged(TrainerError):
     """A checkpoint folder is not what its manifest says; the message names what differs."""
 

@@ -12,13 +12,19 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
+from trainer.data.bad import received
 from trainer.data.batch import to_device
 from trainer.data.lanes import StreamBatches
-from trainer.data.loader import KeyedSamples, Micro, reading
+from trainer.data.loader import reading
+from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
 from trainer.faults import Faults
 from trainer.parallel import check_outcome
 from trainer.task import Outcome
+
+REMEDY = ("mend it, or leave it out in dataset(): --data.on-error skip is for training samples "
+          "only, since scores over others would be other scores")
+"""How to go on after a bad sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,11 +60,16 @@ class Evaluator:
     faults: Faults
     step: Callable[[], int]
     epoch: Callable[[], int] = lambda: 0
+    stopped: Callable[[], bool] = lambda: False
+    """Whether this rank wants to stop: looked at before each batch."""
 
-    def __call__(self) -> Scores:
+    def __call__(self) -> Scores | None:
         """Evaluate the whole data set in eval mode, and return to the mode it found.
 
         Collective. Draws nothing from the training's generators, and leaves no gradient.
+
+        Returns:
+            None, on all ranks, if some rank has stopped in the middle.
 
         Raises:
             ValueError: the data set is empty.
@@ -67,9 +78,12 @@ class Evaluator:
         self.model.eval()
         try:
             with rng.preserved():
-                names, table = self._table()
+                rows = self._table()
         finally:
             self.model.train(training)
+        if self.all_sum(torch.tensor([float(rows is None)])).item() or rows is None:
+            return None
+        names, table = rows
         # Each row belongs to one rank and the others add zeros: the same bits for any split.
         self.all_sum(table)
         totals = dict(zip(names, _pairs(table), strict=False))
@@ -80,8 +94,9 @@ class Evaluator:
             samples=round(float(table[:, -1].sum())),
         )
 
-    def _table(self) -> tuple[list[str], Tensor]:
-        """One row a batch: (sum, count) of the loss and of each metric, and the samples."""
+    def _table(self) -> tuple[list[str], Tensor] | None:
+        """One row a batch: (sum, count) of the loss and of each metric, and the samples. None if
+        this rank has stopped before the end."""
         stream = isinstance(self.dataset, IterableDataset)
         count = 0 if stream else -(-len(self.dataset) // self.batch_size)
         if not count and not stream:
@@ -91,6 +106,8 @@ class Evaluator:
         names: list[str] = []
         # A rank without a batch evaluates the first one too, for the form of the table.
         for micro in self._batches(mine or range(1)):
+            if self.stopped():
+                return None
             number = micro.slot.number
             self.faults.at("evaluate", step=self.step(), epoch=self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
@@ -117,18 +134,21 @@ class Evaluator:
             share = StreamBatches(self.dataset, batch_size=self.batch_size, seed=self.seed,
                                   collate=self.collate, rank=self.rank, num_ranks=self.num_ranks)
             # More workers would each read the whole stream.
-            yield from DataLoader(share, **reading(min(1, self.workers), 2, self.device))
+            alone: DataLoader[Micro] = DataLoader(
+                share, **reading(min(1, self.workers), 2, self.device))
+            yield from map(received, alone)
             return
         slots = [
             Slot(0, 0, n, True, tuple(range(n * self.batch_size,
                                             min((n + 1) * self.batch_size, len(self.dataset)))))
             for n in numbers
         ]  # fmt: skip
-        samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False)
+        samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False,
+                               rank=self.rank, advice=REMEDY)
         loader: DataLoader[Micro] = DataLoader(
             samples, sampler=slots, **reading(self.workers, 2, self.device)
         )
-        yield from loader
+        yield from map(received, loader)
 
 
 def _pairs(table: Tensor) -> list[tuple[float, float]]:

@@ -32,7 +32,7 @@ def level(
     Returns:
         what metrics.jsonl is to hold; the same lines on all ranks that keep a folder.
     """
-    lines = _lines(found, metrics, world)
+    lines = record(found, metrics, world)
     if found is None or not world.has_nodes or found.path is not None:
         return lines
     for step in sorted({found.step, found.facts["best"]["step"]} - {0}):
@@ -40,7 +40,9 @@ def level(
     return lines
 
 
-def _lines(found: Found | None, metrics: Path, world: World) -> Lines:
+def record(found: Found | None, metrics: Path, world: World) -> Lines:
+    """Collective. What metrics.jsonl is to hold at a checkpoint: the same lines on all ranks that
+    keep a folder."""
     saved = [] if found is None else found.facts["lines"]
     at: dict[str, int] = {"step": 0, "validated": 0}
     if found is not None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from trainer.errors import SaveFailed, StopRequested
-from trainer.metrics import validation_line
+from trainer.boundary import is_due, stop, validate
+from trainer.data.bad import refuse_copies
 from trainer.parts import Parts
-from trainer.product import choose_best, finish
+from trainer.product import finish
+from trainer.recovery import face_skipped, ranks_agree
 from trainer.start import start
 
 
@@ -19,18 +20,21 @@ def train(run: Parts) -> dict[str, object]:
     progress, last, wanted = run.progress, run.intervals.total, False
     while True:
         step, every = progress.step, run.intervals
-        if is_due(step, every.evaluate, last) and progress.validated < step:
+        owed = is_due(step, every.evaluate, last) and progress.validated < step
+        save = wanted or is_due(step, every.checkpoint, last)
+        if (owed or save or is_due(step, every.verify, last)) and not ranks_agree(run):
+            continue  # with the state of an older step, at which they did
+        if owed:
             validate(run)  # also the one that an earlier attempt owed
         if run.state.best.has_waited(run.config.eval.patience):
             last = step
-        if wanted or is_due(step, every.checkpoint, last):
+        if save or step >= last:
             run.checkpoint.save("periodic")
         if step >= last:
             return finish(run)
 
         run.log.phase = "train"
         result = run.step(run.loader.window(), wishes=run.wishes)
-        run.state.key_rng(run.world.rank)
         if result is None:
             run.loader.next_epoch()
             continue
@@ -38,35 +42,10 @@ def train(run: Parts) -> dict[str, object]:
         if not result.skipped:
             run.state.meter.add(result.sums.loss, result.sums.count)
         run.metrics.step(result, waited_s=run.loader.waited_s)
+        face_skipped(run, result)
+        refuse_copies(progress.replaced, progress.step * run.config.batch.global_size)
 
-        if "saved" in result.sums.wishes:
-            run.metrics.forget(run.checkpoint.saved_step)
-            run.checkpoint.forget()
-        if "fail" in result.sums.wishes:
-            raise SaveFailed(run.checkpoint.failure or "rank 0 could not save")
+        run.heed_saves(result.sums.wishes)
         wanted = "save" in result.sums.wishes
         if "stop" in result.sums.wishes:
-            run.checkpoint.save("stop")
-            run.checkpoint.settle()
-            raise StopRequested(f"stopped on request after step {progress.step}; "
-                                "the same command goes on from there")
-
-
-def validate(run: Parts) -> None:
-    """Collective. Validate, and save where the weights are the best so far."""
-    if run.validate is None:
-        return
-    run.log.phase = "evaluate"
-    with run.world.patient():
-        scores = run.validate()
-    step = run.progress.step
-    line = validation_line(step, scores, run.state.meter.take_mean())
-    run.metrics.validation(line)
-    run.progress.validated = step
-    if choose_best(run.config.eval.best, run.state.best, line, step):
-        run.checkpoint.save("best")
-
-
-def is_due(step: int, interval: int, last: int) -> bool:
-    """Whether work of this interval (0: off) falls on the step; all of it falls on the last."""
-    return step > 0 and (step >= last or (interval > 0 and step % interval == 0))
+            stop(run)

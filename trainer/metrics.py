@@ -13,7 +13,11 @@ from trainer.evaluate import Scores
 from trainer.folder import replace_text
 from trainer.step import StepResult
 
-RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped")
+RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped",
+            "replaced")
+
+
+_ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 class Sink(Protocol):
@@ -51,6 +55,8 @@ def step_line(result: StepResult) -> dict[str, Any]:
         line["lrs"] = list(result.lrs)
     if result.scale is not None:
         line["scale"] = result.scale
+    if result.sums.replaced:
+        line["replaced"] = result.sums.replaced
     if result.skipped:
         line["skipped"] = True
         return line
@@ -72,7 +78,7 @@ def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict
 
 def encode(line: dict[str, Any]) -> str:
     """The line as text, floats in their shortest exact form."""
-    return json.dumps(line, allow_nan=False)
+    return _ENCODER.encode(line)
 
 
 def order_of(line: dict[str, Any]) -> tuple[int, bool]:
@@ -118,6 +124,11 @@ class Metrics:
         for line in lacking:
             self._show(line, {})
 
+    def rewind(self) -> None:
+        """The run goes back to a checkpoint: `open` follows, on rank 0."""
+        self.close()
+        self.recent.clear()
+
     @property
     def durable(self) -> bool:
         """Whether no line waits for space on this rank."""
@@ -134,7 +145,8 @@ class Metrics:
 
     def forget(self, step: int) -> None:
         """A checkpoint of this step is whole: the lines up to it need not travel any more."""
-        self.recent[:] = [line for line in self.recent if line["step"] > step]
+        if self.recent and self.recent[0]["step"] <= step:  # rank 0 says so at every step
+            self.recent[:] = [line for line in self.recent if line["step"] > step]
 
     def step(self, result: StepResult, *, waited_s: float) -> None:
         """Record a training step.

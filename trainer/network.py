@@ -50,10 +50,31 @@ def shut_down(inodes: Collection[int]) -> int:
     return count
 
 
+def duplicates(inodes: Collection[int]) -> list[int]:
+    """File descriptors of these connections, to watch them; to be closed by the caller.
+
+    No socket objects: those would make the connections blocking ones for their owners too.
+    """
+    return [os.dup(found.fileno()) for made, found in _open_connections() if made.inode in inodes]
+
+
 def loopback() -> str | None:
     """The name of the loopback interface, or None where there is none."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
+
+
+def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
+    """Let gloo and NCCL talk through the loopback, or the interface that leads to `host`, unless
+    the user chose one; its name, None: left to torch.
+
+    Between hosts, gloo would announce the address of the host's name, often 127.0.0.1.
+    """
+    name = loopback() if on_one_host else interface_towards(host, port)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
+    return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
 def interface_towards(host: str, port: int) -> str | None:

@@ -64,12 +64,15 @@ def clip(parameters: list[Tensor], config: Clip) -> Tensor:
 
     Returns:
         The global L2 norm before clipping, a scalar tensor. A non-finite norm is returned as it
-        is and must be looked at: clipping turns one NaN into NaN everywhere and raises nothing.
+        is and must be looked at; the gradients are then not clipped by it.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     norm = torch.nn.utils.get_total_norm(gradients)
     if config.value > 0:
         torch.nn.utils.clip_grad_value_(parameters, config.value)
     elif config.norm > 0:
-        torch.nn.utils.clip_grads_with_norm_(parameters, config.norm, norm)
+        # By a norm of 0 where it isn't finite, which changes nothing: else one NaN would hide in
+        # which gradients there were any.
+        safe = norm.nan_to_num(0.0, 0.0, 0.0)
+        torch.nn.utils.clip_grads_with_norm_(parameters, config.norm, safe)
     return norm

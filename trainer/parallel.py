@@ -9,6 +9,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from operator import add
 from typing import Any
 
 import torch
@@ -27,11 +28,14 @@ WISHES = ("stop", "save", "fail", "saved")
 metric lines that the last save holds, since it is whole."""
 
 RESERVED_METRICS = (
-    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "train_loss",
+    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
+    "train_loss",
 )  # fmt: skip
 """What a task's metric can't be called, since the run's record has them, and each `val_NAME`."""
 
-_FIXED = ("loss", "count", "samples", *WISHES)
+Vector = Tensor | list[float]
+
+_FIXED = ("loss", "count", "samples", "replaced", *WISHES)
 COUNT = _FIXED.index("count")
 _NO_WISHES = (False,) * len(WISHES)
 
@@ -43,10 +47,18 @@ class Sums:
     loss: float
     count: float
     samples: int
+    replaced: int
+    """How many of the samples took the place of bad ones."""
     wishes: frozenset[str]
     """Those of `WISHES` that some rank has."""
     metrics: dict[str, tuple[float, float]]
     """Name → (sum, count), also of each named loss."""
+
+    @classmethod
+    def nothing(cls) -> Sums:
+        """Of a step in which nothing was computed."""
+        return cls(loss=0.0, count=0.0, samples=0, replaced=0, wishes=frozenset(),
+                   metrics={})
 
 
 class Objective(nn.Module):
@@ -70,15 +82,24 @@ class Objective(nn.Module):
         self.names: tuple[str, ...] | None = None
         self._loss = loss
         self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
-        self._local: Tensor | None = None
+        self._local: Vector | None = None
+        self._on_host = num_ranks == 1 and device.type == "cpu"
+        self._totals: list[Tensor] = []
+        self.totals: list[Tensor] = []
+        """The loss of each of this rank's micro-batches in the last step, scalars on the device."""
         self.poisoned = False
         """Makes the next loss a NaN (fault injection)."""
         self.ride = (
             nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
         )
 
-    def forward(self, batch: Any, samples: int, wishes: tuple[bool, ...] = ()) -> Tensor:
+    def forward(
+        self, batch: Any, samples: int, wishes: tuple[bool, ...] = (), replaced: int = 0
+    ) -> Tensor:
         """The scalar to call backward on.
+
+        Args:
+            replaced: how many of the samples took the place of bad ones.
 
         Raises:
             ConfigError: the task's loss breaks the protocol.
@@ -87,44 +108,62 @@ class Objective(nn.Module):
         if self.poisoned:
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
-        total, vector = self._vector(outcome, samples, wishes)
+        total, numbers = self._numbers(outcome, samples, wishes, replaced)
+        self._totals.append(total.detach())
         loss = total.float() * self._factor
         if self.ride is not None:
-            return loss + (self.ride * vector).sum()
-        self._local = vector if self._local is None else self._local + vector
+            numbers.extend([0.0] * (CAPACITY - len(numbers)))
+            return loss + (self.ride * _stack(numbers, total.device)).sum()
+        own: Vector = _on_host(numbers) if self._on_host else _stack(numbers, total.device)
+        if isinstance(own, list) and isinstance(self._local, list):
+            own = list(map(add, self._local, own))
+        elif isinstance(own, Tensor) and isinstance(self._local, Tensor):
+            own = self._local + own
+        self._local = own
         return loss
 
-    def take_sums(self, num_ranks: int, scale: float = 1.0) -> Tensor:
-        """The vector of sums of the step that has just been reduced, on the device; starts anew.
+    def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
+        """The sums of the step that has just been reduced; starts anew. On the device, or, where
+        that takes no transfer and no collective, numbers on the host.
 
         Args:
             scale: what the backward's loss was multiplied by (fp16), and the ride with it.
         """
+        self.totals, self._totals = self._totals, []
         if self.ride is not None:
             assert self.ride.grad is not None, "no synchronised backward has run"
             vector = self.ride.grad * (num_ranks / scale)
             self.ride.grad = None
-        else:
-            assert self._local is not None, "no forward has run"
-            vector, self._local = self._local, None
-        return vector
+            return vector
+        assert self._local is not None, "no forward has run"
+        sums, self._local = self._local, None
+        return sums
 
-    def read_sums(self, vector: Tensor, grad_norm: Tensor) -> tuple[Sums, float]:
+    def forget(self) -> None:
+        """Start anew, after forwards that belong to no step."""
+        self._local, self._totals = None, []
+        if self.ride is not None:
+            self.ride.grad = None
+
+    def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[Sums, float]:
         """The sums and the gradient norm as numbers on the host, in one transfer."""
-        *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
-        values = [_snap(v) for v in numbers]
+        if isinstance(vector, list):
+            values, norm = vector, float(grad_norm)
+        else:
+            *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
+            values = [_snap(v) for v in numbers]
         names = self.names or ()
         pairs = values[len(_FIXED) : len(_FIXED) + 2 * len(names)]
         sums = Sums(
-            loss=values[0], count=values[1], samples=round(values[2]),
-            wishes=frozenset(w for w, v in zip(WISHES, values[3:], strict=False) if v > 0),
+            loss=values[0], count=values[1], samples=round(values[2]), replaced=round(values[3]),
+            wishes=frozenset(w for w, v in zip(WISHES, values[4:], strict=False) if v > 0),
             metrics={n: (pairs[2 * i], pairs[2 * i + 1]) for i, n in enumerate(names)},
         )  # fmt: skip
         return sums, norm
 
-    def _vector(
-        self, outcome: Outcome, samples: int, wishes: tuple[bool, ...]
-    ) -> tuple[Tensor, Tensor]:
+    def _numbers(
+        self, outcome: Outcome, samples: int, wishes: tuple[bool, ...], replaced: int
+    ) -> tuple[Tensor, list[Tensor | float]]:
         total, metrics = check_outcome(outcome)
         if not total.requires_grad:
             raise ConfigError(
@@ -140,12 +179,11 @@ class Objective(nn.Module):
         elif names != self.names:
             raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
                               f"{list(names)} now; return the same for each micro-batch.")
-        numbers = [total, outcome.count, float(samples), *map(float, wishes or _NO_WISHES)]
+        numbers: list[Tensor | float] = [total, outcome.count, samples, replaced,
+                                         *(wishes or _NO_WISHES)]
         for pair in metrics.values():
             numbers.extend(pair)
-        if self.ride is not None:
-            numbers.extend([0.0] * (CAPACITY - len(numbers)))
-        return total, _stack(numbers, total.device)
+        return total, numbers
 
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
@@ -207,10 +245,14 @@ def synchronised(wrapped: nn.Module, *, last: bool) -> contextlib.AbstractContex
     return wrapped.no_sync()
 
 
+def _on_host(numbers: list[Tensor | float]) -> list[float]:
+    return [n.item() if isinstance(n, Tensor) else float(n) for n in numbers]
+
+
 def _stack(numbers: list[Tensor | float], device: torch.device) -> Tensor:
     """A float32 vector, detached, of scalars that partly live on the device already."""
     if device.type == "cpu":
-        return torch.tensor([n.item() if isinstance(n, Tensor) else float(n) for n in numbers])
+        return torch.tensor(_on_host(numbers))
     vector = torch.tensor([0.0 if isinstance(n, Tensor) else float(n) for n in numbers])
     vector = vector.to(device, non_blocking=True)
     places = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]

@@ -16,11 +16,14 @@ from torch.utils.data import IterableDataset
 from trainer import optim, precision, rng, sync_batchnorm, tensorfile
 from trainer.config import Config
 from trainer.data.feed import first_samples, known_length
-from trainer.data.loader import KeyedSamples
+from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import Plan
 from trainer.errors import ConfigError
 from trainer.length import Length
 from trainer.world import World
+
+REMEDY = ("mend it, or go on with others in the place of such samples: --data.on-error skip")
+"""How to go on after a bad training sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,7 @@ class Intervals:
     evaluate: int
     checkpoint: int
     log: int
+    verify: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,6 +66,11 @@ def prepare(config: Config[Any], world: World) -> Work:
         data[split] = task.dataset(split)
         if split != "train" and data[split] is not None and known_length(data[split]) == 0:
             data[split] = None
+    if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
+        raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "
+                          "that has raised is at its end, with no sample to take instead; let the "
+                          "data set's own __iter__ or lane() pass over bad samples, and use "
+                          "--data.on-error stop.")
     plan, intervals = _plan(config, data, world)
     rng.key_generators(config.seed, rng.MODEL)
     model = task.model()
@@ -86,8 +95,8 @@ def prepare(config: Config[Any], world: World) -> Work:
         "synchronised_batch_norms": synced,
     }
     return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
-                 intervals=intervals, fingerprint=_fingerprint(task, data["train"], config),
-                 card=card)
+                 intervals=intervals, card=card,
+                 fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 
 def _plan(
@@ -121,6 +130,7 @@ def _plan(
         evaluate=config.eval.every.steps(epoch=epoch, total=total),
         checkpoint=config.checkpoint.every.steps(epoch=epoch, total=total),
         log=config.log.every.steps(epoch=epoch, total=total),
+        verify=config.parallel.verify_every.steps(epoch=epoch, total=total),
     )
 
 
@@ -139,7 +149,7 @@ def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
     return config.steps
 
 
-def _fingerprint(task: Any, dataset: Any, config: Config[Any]) -> str:
+def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str:
     """What tells one data set from another: the task's word, or length and 16 keyed samples (the
     first ones of a stream)."""
     if hasattr(task, "fingerprint"):
@@ -152,7 +162,8 @@ def _fingerprint(task: Any, dataset: Any, config: Config[Any]) -> str:
                                 seed=config.seed)
     else:
         assert count is not None, "only a stream may not know its length"
-        reader = KeyedSamples(dataset, seed=config.seed, augment=False)
+        reader = KeyedSamples(dataset, seed=config.seed, augment=False, rank=rank,
+                              skip=config.data.on_error == "skip", advice=REMEDY)
         samples = [reader.sample(rng.mix(rng.DATA, place) % count)
                    for place in range(min(16, count))]
     digest = hashlib.blake2b(digest_size=8)

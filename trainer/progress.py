@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -18,18 +18,41 @@ class Progress:
     """How many of them gave no update; learning rate and Adam's count follow step - skipped."""
     validated: int = 0
     """The last step whose validation is done."""
+    bad: list[int] = field(default_factory=list)
+    """Steps whose loss or gradient wasn't fit for an update: numbers of global batches."""
+    left_out: list[int] = field(default_factory=list)
+    """Global batches that are consumed without being computed, since a rollback."""
+    replaced: int = 0
+    """Samples that took the place of bad ones."""
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
-        self.validated = int(state["validated"])
+        self.bad, self.left_out = list(state["bad"]), list(state["left_out"])
+        self.validated, self.replaced = int(state["validated"]), int(state["replaced"])
 
     @property
     def updates(self) -> int:
         """Optimizer updates made."""
         return self.step - self.skipped
+
+    def note_skipped(self, step: int, *, bad: bool = False) -> None:
+        """A global batch gave no update; `bad`: because of what it computed."""
+        self.skipped += 1
+        if bad and step not in self.bad:
+            self.bad.append(step)
+
+    @property
+    def bad_row(self) -> list[int]:
+        """The bad steps in a row that end at this one; batches that are left out don't count."""
+        row, step = [], self.step
+        while step in self.bad or step in self.left_out:
+            if step not in self.left_out:
+                row.append(step)
+            step -= 1
+        return row[::-1]
 
 
 @dataclass

@@ -18,7 +18,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 # One purpose, one number: keys of different purposes never meet.
-MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR = range(1, 9)
+MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR, REPLACE = range(1, 10)
 
 
 def mix(*parts: int) -> int:

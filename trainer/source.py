@@ -30,11 +30,16 @@ class Found:
     """Its folder, where it isn't one of this run's own."""
 
 
-def find(store: Store, world: World, run_id: str) -> Found | None:
+def find(
+    store: Store, world: World, run_id: str, *, newest: int | None = None
+) -> Found | None:
     """Collective. The newest whole checkpoint that any rank can see; None if there is none.
 
     One whose best weights, kept in a checkpoint of their own, are damaged gives way to the newest
     one from before them, if there is one: from there they will be made again.
+
+    Args:
+        newest: a step; later ones don't count.
 
     Raises:
         ConfigError: there are some and none is whole; nothing is touched.
@@ -44,7 +49,8 @@ def find(store: Store, world: World, run_id: str) -> Found | None:
     bad: set[tuple[int, int]] = set()
     while True:
         mine = [[i.generation, i.step] for i in store.checkpoints() if i.why is None
-                and (i.generation, i.step) not in bad and i.run == run_id]
+                and (i.generation, i.step) not in bad and i.run == run_id
+                and (newest is None or i.step <= newest)]
         broken = [i.why for i in store.checkpoints() if i.why is not None]
         seen = world.gather_json({"good": mine, "broken": broken})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
@@ -52,21 +58,21 @@ def find(store: Store, world: World, run_id: str) -> Found | None:
         if not every:
             if without_best is not None:
                 return without_best
-            if skipped:
+            if skipped and newest is None:
                 raise ConfigError(
                     "no whole checkpoint is left; nothing was touched. "
                     + " · ".join(skipped)
                     + " · Restore one from a copy, or start anew in another --run."
                 )
             return None
-        newest = max(every)
-        holder = next(r for r, view in enumerate(seen) if list(newest) in view["good"])
+        latest = max(every)
+        holder = next(r for r, view in enumerate(seen) if list(latest) in view["good"])
         report: dict[str, Any] = {}
         if holder == world.rank:
-            report = _read_facts(store, newest[1])
+            report = _read_facts(store, latest[1])
         report = world.broadcast_json(report, holder)
         if "facts" in report:
-            found = Found(newest[1], newest[0], holder, report["facts"], tuple(skipped))
+            found = Found(latest[1], latest[0], holder, report["facts"], tuple(skipped))
             if without_best is None:
                 best = found.facts["best"]["step"]
                 if best in (0, found.step) or holder_of(best, store, world) is not None:
@@ -77,7 +83,7 @@ def find(store: Store, world: World, run_id: str) -> Found | None:
             report["why"] = (f"step-{found.step:08d}: the best weights so far, of step {best}, "
                              "are damaged")
         skipped.append(report["why"])
-        bad.add(newest)
+        bad.add(latest)
 
 
 def holder_of(step: int, store: Store, world: World) -> int | None:

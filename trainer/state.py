@@ -125,6 +125,11 @@ class TrainState:
         """
         _copy_into(dict(_model_tensors(self.model)), tensors, "model")
 
+    def sick(self, tensors: dict[str, Tensor]) -> list[str]:
+        """The trainable parameters, of a copy of the model's tensors, that aren't finite."""
+        trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        return [n for n, t in tensors.items() if n in trainable and not torch.isfinite(t).all()]
+
     def names(self) -> dict[Tensor, str]:
         """Parameter → its plain name."""
         return {p: n for n, p in self.model.named_parameters()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +15,9 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.config import Clip
-from trainer.data.loader import Micro
+from trainer.data.reading import Micro
 from trainer.faults import Faults
+from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip
 from trainer.parallel import COUNT, Objective, Sums, synchronised
 from trainer.progress import Progress
@@ -34,11 +36,16 @@ class StepResult:
     """Global norm of the mean gradient before clipping."""
     scale: float | None
     """fp16: the loss scale that this step used."""
-    skipped: bool
-    """Whether the update was left out, for a non-finite loss or gradient."""
+    fault: str
+    """Why the update was left out (see `health`), "" if it wasn't."""
     seconds: float
     device_s: float | None
     """CUDA: seconds from zero_grad to clip on the device's own time line."""
+
+    @property
+    def skipped(self) -> bool:
+        """Whether the update was left out."""
+        return bool(self.fault)
 
     @property
     def loss(self) -> float | None:
@@ -133,6 +140,7 @@ class Step:
     nominal_count: float
     faults: Faults
     broadcast: Callable[[Sequence[Tensor], int], None]
+    health: Health
     moving: list[Tensor] = field(default_factory=list)
     """Buffers that the forward moves and that ranks don't share: the last rank's are taken."""
     before_update: Callable[[], None] = lambda: None
@@ -147,11 +155,20 @@ class Step:
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.in_progress = False
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        self.updating = False
+        """Whether parameters and optimizer state may be in the middle of an update."""
+        self.gate = threading.Lock()
+        """Open from a step's beginning to its update: parameters, optimizer and all facts are
+        those of the last boundary, and the buffers' copies too."""
+        self.gate.acquire()
+        self.boundary = torch.cuda.Event() if self.parameters[0].is_cuda else None
+        """When the device has come to the last boundary."""
 
     def __call__(
         self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
     ) -> StepResult | None:
-        """Consume the next global batch and, unless a value isn't finite, update the weights.
+        """Consume the next global batch and, unless something speaks against it, update the
+        weights.
 
         Collective.
 
@@ -163,9 +180,15 @@ class Step:
             None, on all ranks, if the window had fewer than `least_samples`: no step was made.
         """
         start, step, at = self.clock(), self.progress.step + 1, self.faults.at
+        if step in self.progress.left_out:
+            return self.leave_out(micro_batches, step)
         self.in_progress = True
         self.marks.first()
         self.buffers.keep()
+        if self.boundary is not None:
+            self.boundary.record()
+        if self.gate.locked():
+            self.gate.release()
         self.optimizer.zero_grad(set_to_none=True)
         for micro in micro_batches:
             epoch = micro.slot.epoch
@@ -178,29 +201,33 @@ class Step:
         self.marks.second()
         sums, norm = self.objective.read_sums(vector, grad_norm)  # waits for the device
         if sums.samples < self.least_samples:
+            self.gate.acquire()
             self.leave_no_trace()
             return None
         lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
-        # All three are reduced values, so all ranks decide alike.
-        finite = math.isfinite(norm) and math.isfinite(sums.loss) and sums.count > 0
+        # All are reduced values, so all ranks decide alike.
+        fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         if self.moving:
             # The last rank never has only empty micro-batches. No collective comes after it: a
             # rank that loses a peer in a step has either made its update, or has nothing of it.
             self.broadcast(self.moving, self.num_ranks - 1)
+        self.gate.acquire()
         at("optimizer", step=step, epoch=epoch)
-        if finite:
+        if not fault:
             self.before_update()
+            self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
         else:
             self.buffers.put_back()
-            self.progress.skipped += 1
+            self.progress.note_skipped(step, bad=fault in BAD)
         self.scaler.update()
-        self.progress.step, self.in_progress = step, False
+        self.progress.replaced += sums.replaced
+        self.progress.step, self.in_progress, self.updating = step, False, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
-            skipped=not finite, seconds=self.clock() - start, device_s=self.marks.between_s(),
+            fault=fault, seconds=self.clock() - start, device_s=self.marks.between_s(),
         )  # fmt: skip
 
     def forward_backward(
@@ -214,14 +241,38 @@ class Step:
             rehearsal: not part of a step; no fault is injected.
         """
         slot = micro.slot
-        at = self.faults.at if not rehearsal else _nothing
+        at = self.faults.at if not rehearsal else self.faults.rehearse
         at("forward", step=slot.step, epoch=slot.epoch)
         rng.key_generators(self.seed, rng.MICRO, slot.step, slot.number)
         with synchronised(self.wrapped, last=slot.last):
             with self.autocast():
-                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else ())
+                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else (),
+                                    len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             self.scaler.scale(loss).backward()
+
+    def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult:
+        """Consume a global batch without computing anything with it."""
+        start = self.clock()
+        for micro in micro_batches:
+            epoch = micro.slot.epoch
+        self.progress.note_skipped(step)
+        self.progress.step = step
+        return StepResult(
+            step=step, epoch=epoch, sums=Sums.nothing(), fault=LEFT_OUT, grad_norm=math.nan,
+            lrs=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
+            scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+            seconds=self.clock() - start, device_s=None,
+        )  # fmt: skip
+
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Where another thread may read the state of the last boundary while the gate is open: on
+        a GPU a stream of its own, which waits for that boundary alone."""
+        if self.boundary is None:
+            return contextlib.nullcontext()
+        stream = torch.cuda.Stream(self.parameters[0].device)
+        stream.wait_event(self.boundary)
+        return torch.cuda.stream(stream)
 
     def leave_no_trace(self) -> None:
         """Undo a window that doesn't count: buffers, and what the scaler noted of its gradients."""
@@ -230,13 +281,12 @@ class Step:
         self.scaler.update()
         self.scaler.load_state_dict(kept)
 
-    def to_mean(self, count: Tensor) -> None:
+    def to_mean(self, count: Tensor | float) -> None:
         """Make the gradients those of the mean over what was really counted."""
-        if count.device.type == "cpu" and count.item() == self.nominal_count:
+        on_device = isinstance(count, Tensor) and count.device.type != "cpu"
+        if not on_device and float(count) == self.nominal_count:
             return
+        if count == 0 and not on_device:
+            count = math.nan  # no number to divide by; the step is left out
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, self.nominal_count / count)
-
-
-def _nothing(phase: str, *, step: int, epoch: int) -> None:
-    """No fault."""

@@ -16,11 +16,12 @@ from torch.utils.data import IterableDataset
 
 from trainer import optim, rng
 from trainer.attributes import differing, same, values
-from trainer.config import Clip, Optim
+from trainer.config import Clip, Nonfinite, Optim
 from trainer.data import batch as batches
-from trainer.data.loader import KeyedSamples, Micro
+from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot
 from trainer.faults import Faults
+from trainer.health import Health
 from trainer.parallel import Objective, check_outcome
 from trainer.progress import Progress
 from trainer.step import Step
@@ -276,7 +277,7 @@ def _check_step(case: _Case) -> Iterator[str]:
         schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
         clip=Clip(), progress=Progress(), seed=_SEED, num_ranks=1, nominal_count=case.size,
-        faults=Faults(), broadcast=lambda tensors, source: None,
+        faults=Faults(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
     )  # fmt: skip
     full = Micro(Slot(1, 0, 0, False, tuple(range(case.size))), case.whole)
     nothing = Micro(Slot(1, 0, -1, True, ()), batches.empty(case.whole))

@@ -39,6 +39,8 @@ class Launch:
     max_restarts: int = 0
     knows_exit_codes: bool = False
     """Whether the launcher is `python -m launch`, which knows this trainer's exit codes."""
+    hosts_store: bool = True
+    """Whether rank 0 hosts the store, and not torch's elastic agent."""
     launch_id: str | None = None
     """Of `python -m launch`: equal in all attempts of the launcher's life, and in no other's."""
 
@@ -78,6 +80,7 @@ class Launch:
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0, most, "0"),
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, most, "0"),
             knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
+            hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             launch_id=env.get("TRAINER_LAUNCH_ID"),
         )
 
@@ -150,7 +153,8 @@ class World:
         return world
 
     def _join(self, join_timeout_s: float) -> None:
-        self.interface = _choose_interface(self.launch)
+        self.interface = network.use_interface(
+            self.launch.master_address, self.launch.master_port, on_one_host=not self.has_nodes)
         # torchrun sets 1: then torch's own thread would abort NCCL, upon which kernels that are
         # already queued run on garbage, before anybody could save what the device still holds.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
@@ -304,6 +308,10 @@ class World:
             if self._groups is not None:
                 self._groups.cut()
 
+    def connections(self) -> list[int]:
+        """Descriptors of the connections to the other ranks, so that their ends can be watched."""
+        return [] if self._groups is None else self._groups.connections()
+
     def __enter__(self) -> World:
         return self
 
@@ -321,7 +329,9 @@ class World:
     @contextlib.contextmanager
     def _collective(self, name: str) -> Iterator[Groups | None]:
         if self._ended:
-            raise RuntimeError(f"World.{name}: the process group of this attempt is {self._ended}")
+            why = ": connection closed by peer" if self._ended == "abandoned" else ""
+            raise RuntimeError(
+                f"World.{name}: the process group of this attempt is {self._ended}{why}")
         try:
             yield self._groups
         except RuntimeError as error:
@@ -333,13 +343,3 @@ class World:
         if self._groups is not None and not self._ended:
             set_timeout(self._groups.gradients, timeout_s)
             set_timeout(self._groups.figures, timeout_s)
-
-
-def _choose_interface(launch: Launch) -> str | None:
-    """Between hosts, gloo would announce the address of the host's name, often 127.0.0.1."""
-    name = (network.loopback() if launch.local_size == launch.size
-            else network.interface_towards(launch.master_address, launch.master_port))
-    if name is not None:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
-    return os.environ.get("GLOO_SOCKET_IFNAME")

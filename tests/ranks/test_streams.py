@@ -210,3 +210,20 @@ def test_an_epoch_without_a_global_batch_is_an_error_and_no_endless_run(
 ):
     run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--steps=4", "--data.workers=0",
         f"--data.drop-last={drop_last}", code=2, kind="lanes", sizes=sizes)  # fmt: skip
+
+
+@pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 2)])
+def test_after_a_rollback_a_stream_is_read_from_the_older_place(ranks, tmp_path, size, workers):
+    bad = [f"--inject=nan:step={step}" for step in (8, 9, 10)]
+    common = ("--steps=14", "--checkpoint.every=5", f"--data.workers={workers}", *bad)
+    for name, row in (("back", 3), ("on", 0)):
+        run(ranks, size, tmp_path / name, tmp_path / f"tape-{name}", *common,
+            f"--nonfinite.max-in-row={row}", samples=48)
+
+    assert [line["step"] for line in steps(tmp_path / "back")] == list(range(1, 15))
+    went = windows(tmp_path / "tape-back", size, 4), windows(tmp_path / "tape-on", size, 4)
+    back, on = (whole(found) for found in went)
+    # Steps 6 and 7, between which an epoch ends, are made twice; the bad ones are not.
+    assert back == [*on[:10], *on[5:7], *on[10:]]
+    back, on = (weights(tmp_path / name, 14) for name in ("back", "on"))
+    assert all(torch.equal(back[name], on[name]) for name in on)

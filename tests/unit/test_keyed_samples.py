@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, random_split
 
-from trainer.data.loader import KeyedSamples, in_memory
+from trainer.data.reading import KeyedSamples, in_memory
 from trainer.data.sampler import Slot
 
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
+from trainer.data.bad import SampleError
 from trainer.data.batch import collate
 from trainer.data.feed import Cut
-from trainer.data.loader import SampleError
 from trainer.data.stream import Stream
 from trainer.errors import ConfigError
 

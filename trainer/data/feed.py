@@ -15,16 +15,15 @@ otherwise it reads through the samples before it, which is as exact and takes as
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.data.loader import SampleError
+from trainer.data.bad import named
 
 _OPEN = -1
 
@@ -148,20 +147,9 @@ class Feed:
         if self._generators:
             rng.key_object(self._generators, *self._keys, *place)
 
-    @contextlib.contextmanager
-    def _named(self, doing: str) -> Iterator[None]:
+    def _named(self, doing: str) -> named:
         lane = f" of lane {self.number}" if self._cut.own else ""
-        with named(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the stream"):
-            yield
-
-
-@contextlib.contextmanager
-def named(doing: str) -> Iterator[None]:
-    """Errors inside say what was being done."""
-    try:
-        yield
-    except Exception as error:
-        raise SampleError(f"{doing} raised {type(error).__name__}: {error}") from error
+        return named(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the stream")
 
 
 def known_length(dataset: Any) -> int | None:

@@ -12,8 +12,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer import rng
 from trainer.data import batch as batches
-from trainer.data.feed import Cut, Feed, Mark, named
-from trainer.data.loader import Micro
+from trainer.data.bad import handing_over, named, this_worker
+from trainer.data.feed import Cut, Feed, Mark
+from trainer.data.reading import Micro
 from trainer.data.sampler import Slot, block
 from trainer.errors import ConfigError
 
@@ -43,22 +44,25 @@ class LaneReader(IterableDataset[Part]):
         lanes: this rank's.
         empty_slots: empty micro-batches at the end of each window.
         epoch, windows, marks: where the first iteration begins.
+        rank: told in errors.
     """
 
     def __init__(
         self, dataset: Any, cut: Cut, *, lanes: Sequence[int], empty_slots: int, seed: int,
-        collate: Collate, epoch: int, windows: int, marks: Mapping[int, Mark],
+        collate: Collate, epoch: int, windows: int, marks: Mapping[int, Mark], rank: int = 0,
     ) -> None:  # fmt: skip
         self._dataset, self._cut, self._seed, self._collate = dataset, cut, seed, collate
         self._lanes, self._empty_slots = lanes, empty_slots
         self._first = (epoch, windows, dict(marks))
         self._iterations = 0
+        self._rank = rank
+        self._worker: int | None = None
         self._form: Any = None
 
     def __iter__(self) -> Iterator[Part]:
         info = get_worker_info()
         if info is not None:
-            count = len(self._lanes)
+            count, self._worker = len(self._lanes), info.id
             self._lanes = [self._lanes[i] for i in block(count, info.id, info.num_workers)]
             self._empty_slots *= info.id == info.num_workers - 1
             # A data set that divides itself by worker would leave out what is not its part, and a
@@ -68,7 +72,8 @@ class LaneReader(IterableDataset[Part]):
         if self._iterations:
             epoch, windows, marks = epoch + self._iterations, 0, {}
         self._iterations += 1
-        return self._parts(epoch, windows, marks)
+        parts = self._parts(epoch, windows, marks)
+        return handing_over(parts, rank=self._rank, worker=self._worker)
 
     def _parts(self, epoch: int, windows: int, marks: dict[int, Mark]) -> Iterator[Part]:
         if hasattr(self._dataset, "set_epoch"):
@@ -133,13 +138,18 @@ class StreamBatches(IterableDataset[Micro]):
         self._rank, self._num_ranks = rank, num_ranks
 
     def __iter__(self) -> Iterator[Micro]:
+        return handing_over(self._share(), rank=self._rank, worker=this_worker())
+
+    def _share(self) -> Iterator[Micro]:
         torch.utils.data._utils.worker._worker_info = None  # as in LaneReader
         feed = Feed(self._dataset, self._cut, number=0, seed=self._seed, epoch=0)
         number = 0
         while taken := feed.take():
             if number % self._num_ranks == self._rank:
                 slot = Slot(0, 0, number, True, tuple(place for place, _ in taken))
-                yield Micro(slot, self._collate([sample for _, sample in taken]))
+                with named(f"collating batch {number} of the stream"):
+                    batch = self._collate([sample for _, sample in taken])
+                yield Micro(slot, batch)
             number += 1
         if number:
             slot = Slot(0, 0, number, True, ())

@@ -19,9 +19,11 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from trainer.data.bad import received
 from trainer.data.feed import Cut, Mark
 from trainer.data.lanes import Collate, LaneReader, Part
-from trainer.data.loader import Micro, reading, shut_down
+from trainer.data.loader import reading, shut_down
+from trainer.data.reading import Micro
 from trainer.data.sampler import block, slots
 from trainer.errors import ConfigError
 
@@ -45,7 +47,7 @@ class Stream:
         gather: Callable[[Any], list[Any]],
     ) -> None:  # fmt: skip
         self._dataset, self._cut, self._seed, self._collate = dataset, cut, seed, collate
-        self._lanes = block(cut.lanes, rank, num_ranks)
+        self._rank, self._lanes = rank, block(cut.lanes, rank, num_ranks)
         self._slots = slots(cut.lanes, num_ranks)
         self._step, self._gather = step, gather
         self._workers = min(workers, len(self._lanes) if cut.own else 1)
@@ -147,6 +149,7 @@ class Stream:
             self._dataset, self._cut, lanes=self._lanes,
             empty_slots=self._slots - len(self._lanes), seed=self._seed, collate=self._collate,
             epoch=self._epoch, windows=self._step() - self._start, marks=self._marks,
+            rank=self._rank,
         )  # fmt: skip
         self._loader = DataLoader(reader, **self._reading)
         self._iterate()
@@ -161,7 +164,7 @@ class Stream:
     def _fill(self) -> None:
         """Take what the next worker has read, which is a window or a part of one."""
         assert self._iterator is not None
-        part = next(self._iterator)
+        part = received(next(self._iterator))
         window = self._count // self._slots
         for micro in part.micros:
             self._count += 1

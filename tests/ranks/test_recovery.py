@@ -1,0 +1,183 @@
+"""Bad steps: skipped by all ranks, named, left out after a rollback; ranks that differ."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import metrics, steps, train, weights
+
+from trainer.commands.compare import differences
+from trainer.commands.inspect import inspect
+
+TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
+        "--batch.micro-size=2", "--task.norm=batch", "--task.samples=160",
+        "--data.shuffle=off"]  # fmt: skip
+# Unshuffled, step n of an epoch has the samples from 8 (n - 1) up to 8 n.
+
+
+def run(ranks, size: int, folder: Path, *arguments: str) -> list[int]:
+    return ranks(size, train, *TASK, *arguments, f"--run={folder}", group=False, timeout_s=60)
+
+
+def events(folder: Path, kind: str) -> list[dict[str, Any]]:
+    """Rank 0's events of a kind."""
+    found = [json.loads(t) for t in (folder / "events.jsonl").read_text().splitlines()]
+    return [e for e in found if e["event"] == kind and e["rank"] == 0]
+
+
+def state(folder: Path, step: int) -> dict[str, Any]:
+    return json.loads((folder / f"checkpoints/step-{step:08d}/state.json").read_text())
+
+
+@pytest.mark.parametrize(("way", "norm"), [("input", "batch"), ("input", "group"),
+                                           ("loss", "group"), ("gradient", "group")])
+def test_one_sick_sample_is_skipped_alike_whatever_the_number_of_ranks(ranks, tmp_path, way, norm):
+    # Sample 44 is in step 6, in the third of its four micro-batches: rank 1's first of W = 2.
+    sick = ["--task.first=44", "--task.end=45", f"--task.way={way}", "--steps=8",
+            f"--task.norm={norm}"]
+    folders = {size: tmp_path / str(size) for size in (1, 2, 4)}
+
+    for size, folder in folders.items():
+        assert run(ranks, size, folder, *sick) == [0] * size
+
+    for size, folder in folders.items():
+        assert [line["step"] for line in steps(folder) if line.get("skipped")] == [6]
+        (event,) = events(folder, "skipped")
+        (cause,) = event["causes"]
+        assert (cause["rank"], cause["micro_batch"]) == (2 * size // 4, 2)
+        assert cause["samples"] == [44, 45]
+        assert cause["input"] == ([44] if way == "input" else [])
+        assert event["parameters"]
+        assert all(torch.isfinite(t).all() for t in weights(folder, 8).values())
+        if norm == "group":
+            one = weights(folders[1], 8)
+            assert all(torch.allclose(one[n], t, atol=1e-5)
+                       for n, t in weights(folder, 8).items())
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_bad_steps_in_a_row_lead_back_and_their_batches_are_left_out(ranks, tmp_path, size, capfd):
+    # Steps 6, 7, 8 of each epoch of 20 are bad: the first epoch's are met one by one, and the
+    # second epoch's too.
+    arguments = ["--task.first=40", "--task.end=64", "--task.way=loss", "--epochs=2",
+                 "--checkpoint.every=4", "--checkpoint.keep=1"]
+    folder = tmp_path / "run"
+
+    assert run(ranks, size, folder, *arguments) == [0] * size
+
+    lines = steps(folder)
+    assert [line["step"] for line in lines] == list(range(1, 41))
+    assert [line["step"] for line in lines if line.get("skipped")] == [6, 7, 8, 26, 27, 28]
+    back = events(folder, "rollback")
+    assert [(e["at_step"], e["to_step"], e["left_out"], e["generation"]) for e in back] == [
+        (8, 4, [6, 7, 8], 1), (28, 24, [6, 7, 8, 26, 27, 28], 2)]
+    assert "back at step 4" in capfd.readouterr().out
+    progress = state(folder, 40)["progress"]
+    assert progress["bad"] == progress["left_out"] == [6, 7, 8, 26, 27, 28]
+    assert progress["skipped"] == 6
+    # As if the batches had been skipped and no rollback had been: it is the same computation.
+    plain = tmp_path / "plain"
+    assert run(ranks, size, plain, *arguments, "--nonfinite.max-in-row=0") == [0] * size
+    assert all(torch.equal(weights(plain, 40)[n], t) for n, t in weights(folder, 40).items())
+
+
+@pytest.mark.parametrize("deaths", [["kill:step=9:rank=1:phase=backward"],
+                                    ["term:step=5"], ["term:step=7:rank=1", "term:step=8"]])
+def test_a_stop_or_death_around_a_rollback_changes_no_bit(ranks, tmp_path, deaths):
+    arguments = ["--task.first=40", "--task.end=64", "--task.way=loss", "--steps=24",
+                 "--checkpoint.every=4", "--task.dropout=0.2", "--data.workers=1"]
+    straight, killed = tmp_path / "straight", tmp_path / "killed"
+    faults = [f"--inject={text}" for text in deaths]
+
+    assert run(ranks, 2, straight, *arguments) == [0, 0]
+    for death in deaths:
+        outcomes = ranks.outcomes(2, train, *TASK, *arguments, *faults, f"--run={killed}",
+                                  group=False, timeout_s=60)
+        if death.startswith("kill"):
+            assert outcomes[1].signal == 9
+        else:
+            assert [outcome.value for outcome in outcomes] == [75, 75]
+    assert run(ranks, 2, killed, *arguments, *faults) == [0, 0]
+
+    assert not list(differences(straight, killed))
+    assert metrics(straight) == metrics(killed)
+    assert state(killed, 24)["generation"] >= 1
+
+
+def test_what_is_abandoned_is_not_resumed_from(ranks, tmp_path):
+    arguments = ["--task.first=40", "--task.end=64", "--task.way=loss", "--steps=24",
+                 "--checkpoint.every=1", "--checkpoint.keep=9"]
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert run(ranks, 2, whole, *arguments) == [0, 0]
+    assert run(ranks, 2, cut, *arguments, "--inject=term:step=9:phase=data") == [75, 75]
+
+    # Step 9 follows the rollback from step 8 to 5: whatever lay there is of the new generation.
+    kept = inspect(cut)["checkpoints"]
+    assert {c["generation"] for c in kept if c["step"] > 5} == {1}
+    shutil.rmtree(cut / "checkpoints/step-00000009")
+    assert run(ranks, 2, cut, *arguments) == [0, 0]
+    assert not list(differences(whole, cut))
+
+
+def test_too_many_bad_steps_end_the_run_with_77_and_healthy_checkpoints(ranks, tmp_path, capfd):
+    arguments = ["--inject=nan:rank=1:always", "--steps=40", "--checkpoint.every=1",
+                 "--checkpoint.keep=1", "--nonfinite.max-total=7"]
+
+    assert run(ranks, 2, tmp_path / "run", *arguments) == [77, 77]
+
+    output = capfd.readouterr().out
+    assert output.count("error: ") == 1
+    assert "--nonfinite.max-total is 7" in output
+    kept = inspect(tmp_path / "run")["checkpoints"]
+    assert kept
+    assert all(c["valid"] for c in kept)
+    for c in kept:
+        assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run", c["step"]).values())
+
+
+def test_weights_that_an_update_made_infinite_are_never_kept(ranks, tmp_path, capfd):
+    # The gradients are finite and the rate isn't: the update itself breaks the weights.
+    arguments = ["--optim.lr=1e38", "--optim.name=sgd", "--schedule.warmup=off", "--clip.norm=0",
+                 "--steps=12", "--checkpoint.every=1", "--checkpoint.keep=1",
+                 "--nonfinite.max-total=5"]
+
+    assert run(ranks, 2, tmp_path / "run", *arguments) == [77, 77]
+
+    for c in inspect(tmp_path / "run")["checkpoints"]:
+        assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run", c["step"]).values())
+
+
+def test_a_loss_spike_is_left_out_too_where_that_is_asked_for(ranks, tmp_path):
+    arguments = ["--task.first=144", "--task.end=160", "--task.way=spike", "--steps=20"]
+
+    assert run(ranks, 2, tmp_path / "on", *arguments, "--nonfinite.spike-z=30",
+               "--nonfinite.max-in-row=2", "--checkpoint.every=5") == [0, 0]
+    assert run(ranks, 2, tmp_path / "off", *arguments) == [0, 0]
+
+    assert [e["why"] for e in events(tmp_path / "on", "skipped")] == ["spike", "spike"]
+    assert [e["left_out"] for e in events(tmp_path / "on", "rollback")] == [[19, 20]]
+    assert not events(tmp_path / "off", "skipped")
+
+
+@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 1), (3, 0)])
+def test_a_flipped_bit_is_found_named_and_undone(ranks, tmp_path, size, rank):
+    arguments = ["--steps=30", "--checkpoint.every=5", "--parallel.verify-every=3"]
+    straight, flipped = tmp_path / "straight", tmp_path / "flipped"
+    flip = f"--inject=flip:rank={rank}:step=10:phase=step-end"
+
+    assert run(ranks, size, straight, *arguments) == [0] * size
+    assert run(ranks, size, flipped, *arguments, flip) == [0] * size
+
+    (event,) = events(flipped, "divergence")
+    assert event["at_step"] - 10 <= 3
+    if size == 2:
+        assert event["ranks"] == [0, 1]
+        assert [e["culprit"] for e in events(flipped, "divergence-explained")] == [rank]
+    else:
+        assert event["ranks"] == [rank]
+    assert not list(differences(straight, flipped))

@@ -1,0 +1,149 @@
+"""Training on data with bad samples: all ranks end at once, or go on with the same others."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from runs import steps, train, weights
+from stream_task import windows
+
+from trainer.commands.compare import differences
+from trainer.log import read_events
+
+TASK = ["--task=bad_task:BadTape", "--device=cpu", "--clip.norm=0", "--batch.global-size=12",
+        "--batch.micro-size=2", "--task.norm=batch", "--task.dropout=0.3"]  # fmt: skip
+SKIP = [*TASK, "--task.samples=72", "--task.bad=5,40", "--task.uncollatable=11", "--epochs=3",
+        "--data.on-error=skip"]  # fmt: skip
+BAD = {5, 11, 40}
+
+
+def run(ranks, size: int, folder: Path, *arguments: str, code: int = 0) -> Path:
+    codes = ranks(size, train, *arguments, f"--run={folder}", group=False, timeout_s=60)
+    assert codes == [code] * size
+    return folder
+
+
+def summary(folder: Path) -> dict:
+    return json.loads((folder / "summary.json").read_text())
+
+
+# --- stop
+
+@pytest.mark.parametrize(("size", "workers", "kind", "doing"), [
+    (2, 0, "uncollatable", "collating"), (2, 2, "bad", "reading"),
+    (3, 0, "bad", "reading"), (3, 2, "uncollatable", "collating"),
+])  # fmt: skip
+def test_all_ranks_end_within_seconds_and_the_sample_is_named(
+    ranks, tmp_path, capfd, size, workers, kind, doing
+):
+    # The window of step 3 holds the samples 24 to 35. The one that is bad belongs to the middle
+    # micro-batch of rank 1 of 2, and to the first of the last rank of 3: others wait for theirs.
+    arguments = [*TASK, "--task.samples=48", "--epochs=2", "--data.shuffle=off",
+                 f"--task.{kind}=32", f"--data.workers={workers}"]
+
+    # A peer that waited for the collective's own time limit would come a minute too late.
+    outcomes = ranks.outcomes(size, train, *arguments, f"--run={tmp_path / 'run'}",
+                              group=False, timeout_s=30)
+
+    assert [outcome.value for outcome in outcomes] == [1] * size
+    ends = [outcome.at for outcome in outcomes]
+    assert max(ends) - min(ends) < 10
+    output = {outcome.rank: outcome.output for outcome in outcomes}
+    told = output[size - 1]
+    place = f"rank {size - 1}" + (", loader worker " if workers else ")")
+    assert f"SampleError: {doing} sample 32 of epoch 0 raised ValueError: no " in told
+    assert place in told
+    assert "--data.on-error skip" in told
+    line = "# the user's line" if kind == "bad" else 'raise ValueError(f"no shape for'
+    assert line in told
+    assert all("sample 32" not in text for rank, text in output.items() if rank != size - 1)
+    [failure] = [e for e in read_events(tmp_path / "run/events.jsonl")
+                 if e["event"] == "failure" and not e["echo"]]
+    assert failure["rank"] == size - 1
+    saved = sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step-*"))
+    assert saved == ["step-00000002"], "a survivor's"
+
+
+def test_a_bad_sample_of_the_validation_is_never_replaced(ranks, tmp_path, capfd):
+    arguments = [*TASK, "--task.samples=48", "--epochs=1", "--task.validation=9",
+                 "--task.bad-validation=7", "--data.on-error=skip"]
+
+    run(ranks, 2, tmp_path / "run", *arguments, code=1)
+
+    output = capfd.readouterr().out
+    assert "reading sample 7 of epoch 0 raised ValueError: no picture in 7 (rank 1" in output
+    assert "--data.on-error skip is for training samples only" in output
+
+
+# --- skip
+
+def test_a_killed_run_replaces_the_same_samples_and_counts_each_once(ranks, tmp_path, capfd):
+    straight = run(ranks, 2, tmp_path / "straight", *SKIP, "--data.workers=0")
+    faults = ["--inject=kill:step=3:rank=1:phase=backward", "--inject=kill:step=11:rank=0"]
+    killed = [*SKIP, "--data.workers=2", *faults, f"--run={tmp_path / 'killed'}"]
+
+    for _ in faults:
+        outcomes = ranks.outcomes(2, train, *killed, group=False, timeout_s=60)
+        assert 9 in [outcome.signal for outcome in outcomes]
+    run(ranks, 2, tmp_path / "killed", *killed)
+
+    assert not list(differences(straight, tmp_path / "killed"))
+    for folder in (straight, tmp_path / "killed"):
+        counts = [line["replaced"] for line in steps(folder) if "replaced" in line]
+        assert all(counts)
+        assert sum(counts) == summary(folder)["replaced"] == 3 * len(BAD)
+    events = [e for e in read_events(straight / "events.jsonl") if e["event"] == "bad-sample"]
+    told = {(e["rank"], e["index"]) for e in events}
+    assert len(told) == len(events), "once by each rank"
+    assert {index for _, index in told} == BAD
+    assert {e["exception"] for e in events} == {
+        "ValueError: no picture in 5", "ValueError: no picture in 40", "ValueError: no shape for "
+        "{11}"}  # fmt: skip
+    assert all(e["replaced_by"] not in BAD for e in events)
+    assert "9 bad samples replaced" in capfd.readouterr().out
+
+
+def test_any_number_of_ranks_and_workers_trains_on_the_same_samples(ranks, tmp_path):
+    found, counts = [], []
+    for size, workers in ((1, 0), (2, 2), (3, 0)):
+        tape = tmp_path / f"tape-{size}"
+        folder = run(ranks, size, tmp_path / f"run-{size}", *SKIP, "--task.batched", "--epochs=2",
+                     f"--task.tape={tape}", f"--data.workers={workers}")
+        found.append(windows(tape, size, 6))
+        counts.append([line.get("replaced", 0) for line in steps(folder)])
+
+    assert found[0] == found[1] == found[2]
+    assert counts[0] == counts[1] == counts[2]
+    assert sum(counts[0]) == 2 * len(BAD)
+    assert not BAD & {index for window in found[0] for _, index, _ in window}
+
+
+def test_data_that_are_mostly_bad_end_the_run_on_all_ranks(ranks, tmp_path, capfd):
+    bad = ",".join(str(number) for number in range(1, 240, 2))
+
+    run(ranks, 2, tmp_path / "run", *TASK, "--task.samples=240", f"--task.bad={bad}",
+        "--data.on-error=skip", "--checkpoint.every=1", "--epochs=3", code=2)
+
+    output = capfd.readouterr().out
+    assert output.count("--data.on-error skip: ") == 1
+    lines = steps(tmp_path / "run")
+    replaced = [sum(line.get("replaced", 0) for line in lines[:n]) for n in range(len(lines) + 1)]
+    assert replaced[-1] > 100 >= replaced[-2]
+    assert weights(tmp_path / "run", len(lines) - 1)
+
+
+def test_a_run_that_has_stopped_goes_on_as_if_it_had_skipped_from_the_start(
+    ranks, tmp_path, capfd
+):
+    arguments = [*TASK, "--task.samples=48", "--epochs=2", "--data.shuffle=off", "--task.bad=32"]
+    straight = run(ranks, 2, tmp_path / "straight", *arguments, "--data.on-error=skip")
+    stopped = run(ranks, 2, tmp_path / "stopped", *arguments, code=1)
+
+    run(ranks, 2, stopped, *arguments, "--data.on-error=skip", code=2)
+    output = capfd.readouterr().out
+    run(ranks, 2, stopped, *arguments, "--data.on-error=skip", "--accept=data.on-error")
+
+    assert "--data.on-error was 'stop' and is 'skip'" in output
+    assert not list(differences(straight, stopped))

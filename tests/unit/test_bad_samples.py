@@ -1,0 +1,241 @@
+"""Bad samples: named as the user knows them, or replaced as a function of (seed, epoch, index)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from bad_task import Bad, BadAtOnce, BadTape
+from stream_task import StreamTape
+from torch.utils.data import Subset
+
+from trainer import rng
+from trainer.config import Batch, Config, Data
+from trainer.data import batch as batches
+from trainer.data.bad import SampleError, refuse_copies
+from trainer.data.loader import SampledSource
+from trainer.data.reading import KeyedSamples, Micro
+from trainer.data.sampler import MicroBatchSampler, Plan, Slot
+from trainer.errors import ConfigError, TooManyBadSamples
+from trainer.prepare import prepare
+from trainer.world import Launch, World
+
+BAD = {3, 7, 8, 20}
+COUNT, SEED, EPOCH = 24, 5, 2
+CPU = torch.device("cpu")
+
+
+def reader(kind: Callable[..., Any] = Bad, bad: set[int] = BAD, **arguments: Any) -> KeyedSamples:
+    return KeyedSamples(kind(COUNT, 3, bad), seed=SEED, **{"skip": True, **arguments})
+
+
+def read(samples: KeyedSamples, *indices: int) -> Micro:
+    return samples[Slot(1, EPOCH, 0, True, indices)]
+
+
+def fussy(samples: list[dict[str, Any]]) -> Any:
+    """A collate that can do nothing with the bad samples."""
+    wrong = {sample["index"] for sample in samples} & BAD
+    if wrong:
+        raise ValueError(f"no shape for {min(wrong)}")
+    return batches.collate(samples)
+
+
+def in_place_of(index: int, bad: set[int] = BAD) -> int:
+    """What the documentation says."""
+    choices = [rng.mix(SEED, rng.REPLACE, EPOCH, index, i) % COUNT for i in range(1, 11)]
+    return next(choice for choice in choices if choice not in bad)
+
+
+def same(left: Any, right: Any) -> bool:
+    return all(torch.equal(a, b) for a, b in
+               zip(batches.tensors(left), batches.tensors(right), strict=True))
+
+
+READERS = {
+    "one by one": lambda: reader(Bad),
+    "at once": lambda: reader(BadAtOnce),
+    "collated": lambda: reader(Bad, set(), collate=fussy),
+    "at once and collated": lambda: reader(BadAtOnce, set(), collate=fussy),
+    "unreadable and collated": lambda: reader(Bad, {3, 20}, collate=fussy),
+}
+
+
+# --- the choice
+
+@pytest.mark.parametrize("kind", READERS)
+@pytest.mark.parametrize("indices", [(3,), (3, 1), (0, 3, 7, 8), (5, 20, 3), (8, 7, 20)])
+def test_a_bad_sample_gives_way_to_the_documented_choice(kind, indices):
+    micro = read(READERS[kind](), *indices)
+
+    bad = [index for index in indices if index in BAD]
+    assert [(r.index, r.by) for r in micro.replaced] == [(i, in_place_of(i)) for i in bad]
+    chosen = [in_place_of(index) if index in BAD else index for index in indices]
+    clean = reader(BadAtOnce if "at once" in kind else Bad, set(), skip=False)
+    assert micro.batch["index"].tolist() == chosen
+    assert same(micro.batch, read(clean, *chosen).batch), "draws and all"
+    assert micro.slot.indices == indices
+    assert {r.epoch for r in micro.replaced} == {EPOCH}
+
+
+def test_another_seed_and_another_epoch_choose_otherwise():
+    def choices(seed: int, epoch: int) -> list[int]:
+        samples = KeyedSamples(Bad(COUNT, 3, BAD), seed=seed, skip=True)
+        return [r.by for r in samples[Slot(1, epoch, 0, True, tuple(BAD))].replaced]
+
+    assert len({tuple(choices(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
+
+
+def test_a_choice_that_is_bad_as_well_is_passed_over():
+    first = rng.mix(SEED, rng.REPLACE, EPOCH, 3, 1) % COUNT
+    bad = {3, first}
+
+    assert read(reader(bad=bad), 3).replaced[0].by == in_place_of(3, bad) != first
+
+
+@pytest.mark.parametrize("kind", [Bad, BadAtOnce])
+@pytest.mark.parametrize(("num_ranks", "workers"), [(1, 2), (2, 0), (3, 2)])
+def test_neither_ranks_nor_workers_move_a_choice(kind, num_ranks, workers):
+    def run(num_ranks: int, workers: int) -> dict[tuple[int, int], Micro]:
+        found = {}
+        plan = Plan(samples=COUNT, global_size=8, micro_size=2, drop_last=True)
+        for rank in range(num_ranks):
+            sampler = MicroBatchSampler(plan, rank=rank, num_ranks=num_ranks, seed=SEED,
+                                        shuffle=True, position=0, total_steps=6)
+            source = SampledSource(reader(kind), sampler, workers=workers, prefetch=2,
+                                   device=CPU)
+            micros = [next(source) for _ in range(len(sampler))]
+            source.close()
+            found |= {(m.slot.step, m.slot.number): m for m in micros if m.slot.number >= 0}
+            assert not any(m.replaced for m in micros if m.slot.number < 0)
+        return found
+
+    expected, found = run(1, 0), run(num_ranks, workers)
+
+    assert found.keys() == expected.keys()
+    for key, micro in found.items():
+        assert same(micro.batch, expected[key].batch)
+        pairs = [[(r.index, r.by, r.why) for r in m.replaced] for m in (micro, expected[key])]
+        assert pairs[0] == pairs[1]
+    assert sum(len(m.replaced) for m in found.values()) == 2 * len(BAD)
+
+
+def test_an_empty_micro_batch_has_its_form_without_sample_0_and_counts_nothing():
+    micro = read(reader(bad={0}))
+
+    assert micro.batch["x"].shape == (0, 3)
+    assert micro.replaced == ()
+
+
+# --- what is no bad sample
+
+def test_where_all_choices_are_bad_too_the_first_error_is_raised():
+    with pytest.raises(SampleError, match=r"reading sample 3 of epoch 2 raised ValueError: no "
+                       r"picture in 3, and so did the 10 samples") as caught:
+        read(reader(bad=set(range(COUNT))), 3)
+
+    assert str(caught.value.__cause__) == "no picture in 3"
+
+
+@pytest.mark.parametrize("kind", [Bad, BadAtOnce])
+def test_memory_that_is_short_says_nothing_of_the_sample(kind):
+    samples = KeyedSamples(kind(COUNT, 3, BAD, "MemoryError"), seed=SEED, skip=True, advice="skip")
+
+    with pytest.raises(SampleError, match="MemoryError") as caught:
+        read(samples, 1, 3)
+
+    assert "skip" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", [Bad, BadAtOnce])
+def test_an_interrupt_passes_through(kind):
+    samples = KeyedSamples(kind(COUNT, 3, BAD, "KeyboardInterrupt"), seed=SEED, skip=True)
+
+    with pytest.raises(KeyboardInterrupt):
+        read(samples, 1, 3)
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_samples_that_only_together_make_no_batch_are_named(skip):
+    def picky(samples: list[Any]) -> Any:
+        if len(samples) > 1:
+            raise ValueError("no two of them fit")
+        return batches.collate(samples)
+
+    with pytest.raises(SampleError, match=r"collating samples \[4, 5\] of epoch 2 raised ValueError"
+                       r": no two of them fit \(rank 0\)$"):
+        read(reader(bad=set(), collate=picky, skip=skip, advice="skip"), 4, 5)
+
+
+# --- the name of a bad sample
+
+@pytest.mark.parametrize(("kind", "collate", "doing"), [
+    (Bad, batches.collate, "reading sample 7 "), (BadAtOnce, batches.collate, "reading sample 7 "),
+    (Bad, fussy, "collating sample 7 "),
+])  # fmt: skip
+def test_the_one_that_is_bad_is_named_among_many(kind, collate, doing):
+    bad = {7} if collate is batches.collate else set()
+
+    with pytest.raises(SampleError) as caught:
+        read(reader(kind, bad, collate=collate, skip=False, rank=2, advice="mend it"), 5, 7, 1)
+
+    text = str(caught.value)
+    assert text.startswith(f"{doing}of epoch 2 raised ValueError: no ")
+    assert text.endswith(" (rank 2); mend it")
+
+
+def test_a_subsets_sample_is_named_as_in_the_data_set_and_with_its_place():
+    subset = Subset(Subset(Bad(COUNT, 3, BAD), range(10)), [9, 8, 7])
+
+    with pytest.raises(SampleError, match=r"sample 8 \(in the subset: 1\) of epoch 2 raised"):
+        read(KeyedSamples(subset, seed=SEED), 0, 1)
+    replaced, = read(KeyedSamples(subset, seed=SEED, skip=True), 0, 1).replaced
+    assert (replaced.index, replaced.by) == (8, 9), "the only good one in it"
+
+
+def test_an_error_in_a_loader_worker_names_it_and_shows_the_users_line():
+    plan = Plan(samples=COUNT, global_size=2, micro_size=2, drop_last=True)
+    sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=SEED, shuffle=False, position=0,
+                                total_steps=3)
+    source = SampledSource(reader(skip=False, rank=1), sampler, workers=2, prefetch=2, device=CPU)
+
+    next(source)
+
+    with pytest.raises(SampleError, match=r"sample 3 .* \(rank 1, loader worker 1\)$") as caught:
+        next(source)
+
+    source.close()
+    assert "# the user's line" in str(caught.value.__cause__)
+    assert "\n" not in str(caught.value)
+
+
+# --- limits
+
+def test_a_tenth_of_the_samples_is_the_most_and_a_hundred_are_free():
+    refuse_copies(100, 100)
+    refuse_copies(1000, 10_000)
+    for replaced, consumed in ((101, 101), (1001, 10_000)):
+        with pytest.raises(TooManyBadSamples, match=r"--data\.on-error skip: .* more than 10%"):
+            refuse_copies(replaced, consumed)
+
+
+def test_a_stream_can_not_skip_and_says_so_before_anything_starts():
+    config = Config(task=StreamTape(), data=Data(on_error="skip"), steps=2,
+                    batch=Batch(global_size=4, micro_size=2))
+
+    with pytest.raises(ConfigError, match=r"--data\.on-error skip: .* stream"):
+        prepare(config, World(Launch(), CPU, threads=torch.get_num_threads()))
+
+
+def test_the_datas_fingerprint_passes_over_bad_samples_where_the_run_does():
+    task = BadTape(samples=8, bad="0,1,2")
+    skip, stop = (Config(task=task, data=Data(on_error=on_error), steps=2,
+                         batch=Batch(global_size=4, micro_size=2)) for on_error in ("skip", "stop"))
+
+    world = World(Launch(), CPU, threads=torch.get_num_threads())
+
+    assert prepare(skip, world).fingerprint == prepare(skip, world).fingerprint
+    with pytest.raises(SampleError, match=r"no picture in .*--data\.on-error skip"):
+        prepare(stop, world)

@@ -1,0 +1,115 @@
+"""What a bad step came from: the rank, the samples, the parameters, the input; and what to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from trainer.data import batch as batches
+from trainer.data.reading import Micro
+from trainer.health import NONFINITE
+from trainer.step import Step
+from trainer.world import World
+
+SHOWN = 8
+
+
+def find_causes(step: Step, window: Sequence[Micro], world: World) -> list[dict[str, Any]]:
+    """Collective. The micro-batches that made the last step bad: those whose loss wasn't finite,
+    or, if all were, those whose gradients aren't when they are computed once more.
+
+    Args:
+        window: what this rank has read for the step, on the host.
+
+    Returns:
+        Of each, from all ranks: "rank", "micro_batch", "samples" (their indices), "loss" (as text,
+        since it may be no number of JSON), "input" (those samples whose own values aren't finite).
+        Empty if the same computation is finite now: then the hardware is to blame, or a drill.
+    """
+    losses = [float(total) for total in step.objective.totals]
+    bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+    if not any(world.gather_json(bool(bad))):
+        bad = _with_bad_gradients(step, window)
+    mine = [
+        {"rank": world.rank, "micro_batch": window[i].slot.number,
+         "samples": list(window[i].slot.indices), "loss": str(losses[i]),
+         "input": _not_finite(window[i])}
+        for i in bad
+    ]  # fmt: skip
+    causes = [cause for causes in world.gather_json(mine) for cause in causes]
+    # Synchronised batch norm carries a sick input to all ranks: then the others are echoes.
+    return [cause for cause in causes if cause["input"]] or causes
+
+
+def bad_parameters(step: Step) -> list[str]:
+    """The parameters whose reduced gradients aren't finite, equal on all ranks."""
+    return [name for name, parameter in step.model.named_parameters()
+            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())]
+
+
+def told(fault: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
+         trainable: int) -> str:
+    """A sentence for people: what it was, and what to try."""
+    if fault != NONFINITE:
+        return "the loss is far above the recent ones (--nonfinite.spike-z)"
+    parts = []
+    for cause in causes[:SHOWN]:
+        place = (f"micro-batch {cause['micro_batch']} (samples {_listed(cause['samples'])})"
+                 if cause["samples"] else "an empty micro-batch: the loss of 0 samples has to be 0")
+        what = ("the gradient isn't finite" if math.isfinite(float(cause["loss"]))
+                else f"loss {cause['loss']}")
+        parts.append(f"{what} on rank {cause['rank']}, {place}")
+        if cause["input"]:
+            parts.append(f"the input was already non-finite: samples {_listed(cause['input'])}")
+    if not causes:
+        parts.append("the same computation is finite now, so neither data nor weights are to blame")
+    which = "all" if len(parameters) == trainable else str(len(parameters))
+    some = "" if len(parameters) == trainable else f": {_listed(parameters)}"
+    parts.append(f"gradients not finite: {which} of {trainable} parameters{some}")
+    if any(cause["input"] for cause in causes):
+        parts.append("mend these samples, or make the data set leave them out")
+    elif causes:
+        parts.append("try a lower --optim.lr or --clip.norm, --precision.dtype fp32, and a loss "
+                     "that is defined everywhere (log of 0, sqrt at 0, division by 0)")
+    return "; ".join(parts)
+
+
+def _with_bad_gradients(step: Step, window: Sequence[Micro]) -> list[int]:
+    """Which micro-batches give non-finite gradients by themselves. Every rank computes all of its
+    own, so that collectives within a forward pair up."""
+    parameters, bad = step.parameters, []
+    reduced = [p.grad for p in parameters]
+    step.buffers.keep()
+    for i, micro in enumerate(window):
+        for parameter in parameters:
+            parameter.grad = None
+        batch = batches.to_device(micro.batch, parameters[0].device)
+        slot = dataclasses.replace(micro.slot, last=False)
+        step.forward_backward(Micro(slot, batch), rehearsal=True)
+        if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
+            bad.append(i)
+    step.buffers.put_back()
+    step.objective.forget()
+    for parameter, gradient in zip(parameters, reduced, strict=True):
+        parameter.grad = gradient
+    return bad
+
+
+def _not_finite(micro: Micro) -> list[int]:
+    """The samples that have a value in the batch that isn't finite."""
+    indices = micro.slot.indices
+    found = set()
+    for tensor in batches.tensors(micro.batch):
+        per_sample = tensor.dim() > 0 and len(tensor) == len(indices) > 0
+        if tensor.is_floating_point() and per_sample:
+            fine = torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)
+            found |= {indices[i] for i in (~fine).nonzero().flatten().tolist()}
+    return sorted(found)
+
+
+def _listed(names: Sequence[Any]) -> str:
+    return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")

@@ -1,0 +1,252 @@
+"""Reading a map-style data set: the samples of a slot, each under its own random keys, collated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, Subset, TensorDataset
+
+from trainer import rng
+from trainer.data import batch as batches
+from trainer.data.bad import Replaced, SampleError, brief, hand_over, named, this_worker
+from trainer.data.sampler import Slot
+
+T = TypeVar("T")
+
+TRIES = 10
+"""How many samples are tried in the place of a bad one."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch, ready: its slot, its batch, and the samples in it."""
+
+    slot: Slot
+    batch: Any
+    replaced: tuple[Replaced, ...] = ()
+    """Which of the slot's samples gave way to others."""
+
+    @property
+    def samples(self) -> int:
+        """How many samples it holds; 0 for an empty one."""
+        return len(self.slot.indices)
+
+    def pin_memory(self) -> Micro:
+        """Called by the DataLoader's pinning."""
+        pinned = batches.map_tensors(lambda t: t.pin_memory(), self.batch)
+        return dataclasses.replace(self, batch=pinned)
+
+
+class SampleIndices(list[int]):
+    """What a data set's `__getitems__` gets: indices that know their epoch and random keys."""
+
+    def __init__(self, indices: Iterable[int], epoch: int, keys: np.ndarray) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+        self.keys = keys
+
+
+class KeyedSamples(Dataset[Micro]):
+    """A map-style data set, read slot by slot with every random draw keyed by its sample.
+
+    Through a `Subset` the data set inside is read itself: the subset would ask it for many samples
+    at once, without their keys. They stay those of the samples' places in the subset.
+
+    A sample is bad if reading it raises, or collating it alone where its micro-batch can't be
+    collated. What is read in its place is a function of (seed, epoch, sample), and is read as it
+    would be in its own place: the batch is the one of a sampler that had chosen so.
+
+    Args:
+        augment: whether `__getitems__` is given keys; without them it augments nothing.
+        skip: replace bad samples; otherwise they raise a `SampleError` (in a loader worker: are
+            one, see `received`).
+        rank: told in errors, and after them `advice`.
+    """
+
+    def __init__(
+        self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] = batches.collate,
+        augment: bool = True, skip: bool = False, rank: int = 0, advice: str = "",
+    ) -> None:  # fmt: skip
+        self._dataset = dataset
+        self._inner, self._maps = _inside(dataset)
+        self._batched = hasattr(self._inner, "__getitems__")
+        self._seed = seed
+        self._collate = collate
+        self._augment = augment
+        self._skip, self._rank, self._advice = skip, rank, advice
+        self._epoch: int | None = None
+        self._generators: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, slot: Slot) -> Micro:
+        if slot.epoch != self._epoch:
+            self._epoch = slot.epoch
+            for dataset in _nested(self._dataset):
+                if hasattr(dataset, "set_epoch"):
+                    dataset.set_epoch(slot.epoch)
+        why: dict[int, str] = {}
+        worker = this_worker()
+        try:
+            batch, chosen = self._read(slot.indices or (0,), slot.epoch, why)
+        except SampleError as error:
+            return hand_over(error, rank=self._rank, worker=worker,  # type: ignore[return-value]
+                             advice=self._advice)
+        if not slot.indices:
+            return Micro(slot, batches.empty(batch))
+        return Micro(slot, batch, tuple(
+            Replaced(index=self._place(index), by=self._place(by), epoch=slot.epoch,
+                     why=why[index], worker=worker)
+            for index, by in zip(slot.indices, chosen, strict=True) if index != by))
+
+    def sample(self, index: int) -> Any:
+        """One sample of epoch 0, as the data set gives it."""
+        try:
+            return self._choose(index, 0, lambda i: self._one(i, 0), {})[1]
+        except SampleError as error:
+            return hand_over(error, rank=self._rank, worker=None, advice=self._advice)
+
+    def _read(
+        self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
+    ) -> tuple[Any, tuple[int, ...]]:
+        """The batch of these samples, and the samples that it really holds; `why` is told what
+        the others raised."""
+        chosen, samples = self._samples(indices, epoch, why)
+        if not isinstance(samples, list):
+            return samples, chosen  # `__getitems__` made the batch
+        try:
+            return self._collated(samples, chosen, epoch), chosen
+        except SampleError:
+            def fits(index: int) -> None:
+                self._collated(self._exactly((index,), epoch), (index,), epoch)
+
+            fitting = self._choose_each(indices, epoch, fits, why)
+            if fitting == chosen:
+                raise
+        return self._collated(self._exactly(fitting, epoch), fitting, epoch), fitting
+
+    def _samples(
+        self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
+    ) -> tuple[tuple[int, ...], Any]:
+        """The samples that can be read, and what the data set gives for them."""
+        if not self._batched:
+            read = [self._choose(i, epoch, lambda i: self._one(i, epoch), why) for i in indices]
+            return tuple(index for index, _ in read), [sample for _, sample in read]
+        try:
+            return indices, self._exactly(indices, epoch)
+        except SampleError:
+            chosen = self._choose_each(indices, epoch, lambda i: self._exactly((i,), epoch), why)
+            if chosen == indices:
+                raise
+        return chosen, self._exactly(chosen, epoch)
+
+    def _choose_each(
+        self, indices: tuple[int, ...], epoch: int, use: Callable[[int], Any], why: dict[int, str]
+    ) -> tuple[int, ...]:
+        return tuple(self._choose(index, epoch, use, why)[0] for index in indices)
+
+    def _choose(
+        self, index: int, epoch: int, use: Callable[[int], T], why: dict[int, str]
+    ) -> tuple[int, T]:
+        """A sample and what `use` makes of it; where that raises, the first other one that can be
+        used."""
+        first: SampleError | None = None
+        for attempt in range(1 + TRIES if self._skip else 1):
+            candidate = index
+            if attempt:
+                key = rng.mix(self._seed, rng.REPLACE, epoch, index, attempt)
+                candidate = key % len(self)
+            try:
+                return candidate, use(candidate)
+            except SampleError as error:
+                if isinstance(error.__cause__, MemoryError):
+                    raise  # it says nothing of the sample
+                if first is None:
+                    first = error
+                    why[index] = brief(error.__cause__)
+        assert first is not None
+        if self._skip:
+            raise SampleError(f"{first}, and so did the {TRIES} samples that were tried in its "
+                              "place") from first.__cause__
+        first.single = True
+        raise first
+
+    def _one(self, index: int, epoch: int) -> Any:
+        self._key(epoch, index)
+        with self._named((index,), epoch):
+            return self._inner[self._place(index)]
+
+    def _exactly(self, indices: tuple[int, ...], epoch: int) -> Any:
+        """What the data set gives for these samples and no others."""
+        if not self._batched:
+            return [self._one(index, epoch) for index in indices]
+        base = rng.mix(self._seed, rng.SAMPLE, epoch)
+        keys = rng.mix_array(base, np.asarray(indices, dtype=np.int64))
+        self._key(epoch, indices[0])
+        with self._named(indices, epoch):
+            wanted = [self._place(index) for index in indices]
+            if self._augment:
+                wanted = SampleIndices(wanted, epoch, keys)
+            return self._inner.__getitems__(wanted)
+
+    def _place(self, index: int) -> Any:
+        """Of a sample of the whole, its index in the data set that is read."""
+        place: Any = index
+        for indices in self._maps:
+            place = indices[place]
+        return place.item() if isinstance(place, torch.Tensor | np.generic) else place
+
+    def _collated(self, samples: list[Any], indices: tuple[int, ...], epoch: int) -> Any:
+        with self._named(indices, epoch, "collating"):
+            return self._collate(samples)
+
+    def _key(self, epoch: int, index: int) -> None:
+        if self._generators is None:
+            self._generators = rng.own_generators(self._dataset)
+        rng.key_generators(self._seed, rng.SAMPLE, epoch, index, devices=False)
+        if self._generators:
+            rng.key_object(self._generators, self._seed, rng.SAMPLE, epoch, index)
+
+    def _named(self, indices: tuple[int, ...], epoch: int, doing: str = "reading") -> named:
+        def what() -> str:
+            places = [self._place(index) for index in indices]
+            which = f"sample {places[0]}" if len(places) == 1 else f"samples {places}"
+            if self._maps:
+                own = indices[0] if len(indices) == 1 else list(indices)
+                which += f" (in the subset: {own})"
+            return f"{doing} {which} of epoch {epoch}"
+
+        return named(what)
+
+
+def _nested(dataset: Any) -> Iterator[Any]:
+    """A data set, and those inside of it where it is a `Subset`."""
+    yield dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+        yield dataset
+
+
+def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
+    """The data set within plain `Subset`s, and the indices of each, the outermost first."""
+    maps = []
+    for layer in _nested(dataset):
+        kind = type(layer)
+        if not isinstance(layer, Subset) or (kind.__getitem__, kind.__getitems__) != (
+                Subset.__getitem__, Subset.__getitems__):  # it does more than to choose
+            break
+        maps.append(layer.indices)
+        dataset = layer.dataset
+    return dataset, maps
+
+
+def in_memory(dataset: Any) -> bool:
+    """Whether reading is so cheap that loader processes only add the cost of handing over."""
+    *_, dataset = _nested(dataset)
+    return hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset)
