@@ -146,7 +146,8 @@ class Chaos:
                 f"{len(self.results)} runs: same bits")
 
     def _reference(self, run: Run) -> tuple[Path, float]:
-        """The undisturbed run's folder, and its seconds. Loader workers don't move bits, so it is made without."""
+        """The undisturbed run's folder, and its seconds. Loader workers don't move bits, so it is
+        made without."""
         key = dataclasses.replace(run.setting, workers=0), run.lasting
         if key not in self._references:
             path = self._folder / f"reference-{len(self._references)}"
