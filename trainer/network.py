@@ -63,6 +63,19 @@ def loopback() -> str | None:
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
+def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
+    """Let gloo and NCCL talk through the loopback, or the interface that leads to `host`, unless
+    the user chose one; its name, None: left to torch.
+
+    Between hosts, gloo would announce the address of the host's name, often 127.0.0.1.
+    """
+    name = loopback() if on_one_host else interface_towards(host, port)
+    if name is not None:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
+    return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
 def interface_towards(host: str, port: int) -> str | None:
     """The name of the interface from which packets to `host` leave, or None if that can't be told.
 

@@ -157,6 +157,9 @@ class Step:
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
         self.updating = False
         """Whether parameters and optimizer state may be in the middle of an update."""
+        self.moves_parameters = False
+        """Whether the forward of some rank moves parameters: then only at a boundary are they the
+        boundary's."""
         self.gate = threading.Lock()
         """Open from a step's beginning to its update: parameters, optimizer and all facts are
         those of the last boundary, and the buffers' copies too."""
@@ -218,8 +221,10 @@ class Step:
             self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
+            self.health.remember(loss=sums.loss, count=sums.count)
         else:
             self.buffers.put_back()
+            self.updating = True
             self.progress.note_skipped(step, bad=fault in BAD)
         self.scaler.update()
         self.progress.replaced += sums.replaced
