@@ -123,7 +123,8 @@ class Parts:
                 self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
                                  "moves parameters, and one had begun")
                 return False
-            if not self.step.gate.acquire(timeout=self.world.launch.grace_s):
+            if not self.step.shut and not self.step.gate.acquire(
+                    timeout=self.world.launch.grace_s):
                 return False  # another thread is at it, and ends the process
             self.step.buffers.put_back()
         return self._save_alone(noticed_s)
