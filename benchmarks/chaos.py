@@ -80,7 +80,8 @@ class Chaos:
         self.results: list[tuple[Run, Result, list[str]]] = []
         """Each run, its result, and what is wrong with it."""
         self._folder, self._launcher, self._keep = folder, launcher, keep
-        self._references: dict[tuple[Setting, tuple[Fault, ...]], Path] = {}
+        self._references: dict[tuple[Setting, tuple[Fault, ...]], tuple[Path, float]] = {}
+        self._undisturbed_s = 0.0
         self._missed: list[Card] = []
         self._began_s = time.monotonic()
 
@@ -101,7 +102,8 @@ class Chaos:
 
     def disturb(self, run: Run) -> None:
         """Make one run and its reference, compare them, and print what became of it."""
-        reference = self._reference(run)
+        reference, wall_s = self._reference(run)
+        self._undisturbed_s += wall_s
         path = self._folder / f"run-{run.number}"
         result = self._train(run, path)
         wrong = [result.problem] if result.problem else in_child(lambda: _unlike(reference, path))
@@ -129,6 +131,10 @@ class Chaos:
         for what, counts in (("kinds", kinds), ("phases", phases), ("runs by ranks", runs)):
             print(f"{what}: " + ", ".join(f"{name} {n}" for name, n in sorted(counts.items())))
         starts = sum(result.starts for _, result, _ in self.results)
+        disturbed_s = sum(result.wall_s for _, result, _ in self.results)
+        print(f"goodput: undisturbed, these runs take {self._undisturbed_s:.0f} s; they took "
+              f"{disturbed_s:.0f} s: {self._undisturbed_s / disturbed_s:.0%}, at a fault every "
+              f"{disturbed_s / max(1, len(self.fired)):.1f} s")
         print(f"{len(self.fired)} of {wanted} faults happened; {starts} starts, "
               f"{len(self._references)} reference runs, {time.monotonic() - self._began_s:.0f} s")
 
@@ -139,8 +145,9 @@ class Chaos:
         return (f"{faults} of {max(wanted, len(self.fired))} faults, {len(good)} of "
                 f"{len(self.results)} runs: same bits")
 
-    def _reference(self, run: Run) -> Path:
-        """The undisturbed run's folder. Loader workers don't move bits, so it is made without."""
+    def _reference(self, run: Run) -> tuple[Path, float]:
+        """The undisturbed run's folder, and its seconds. Loader workers don't move bits, so it is
+        made without."""
         key = dataclasses.replace(run.setting, workers=0), run.lasting
         if key not in self._references:
             path = self._folder / f"reference-{len(self._references)}"
@@ -148,7 +155,7 @@ class Chaos:
             if result.problem or result.starts != 1:
                 raise SystemExit(f"{key[0]}, undisturbed: {result.problem or 'started twice'}; "
                                  f"see {path.with_suffix('.log')}")
-            self._references[key] = path
+            self._references[key] = path, result.wall_s
         return self._references[key]
 
     def _train(self, run: Run, path: Path) -> Result:

@@ -3,7 +3,7 @@
 A rank is started by calling `main(argv) -> int` of the entry module (`trainer.__main__`) in a
 process forked from the fork server, which has imported it and torch before. SIGTERM, SIGINT, SIGHUP
 and SIGUSR1 are blocked then: it unblocks them when it handles them. The rank sees torchrun's
-environment and four more variables:
+environment and five more variables:
 
 - `TRAINER_LAUNCH=1`: the launcher knows the trainer's exit codes; a rank just exits with them.
 - `TRAINER_LAUNCH_ID`: equal for all attempts of this launcher's life, and for no other launcher.
@@ -14,6 +14,7 @@ environment and four more variables:
   `failure {…}`, the event with which it fails (see `launch.verdict`). The launcher may write words
   to it: `lost` where a node is gone (the rank leaves as if a peer had died), `stale` where a newer
   attempt has begun without this node (it leaves without saving).
+- `TRAINER_GRACE_S`: after a rank has died, what the others have to save and leave (`--grace-s`).
 - `TRAINER_LAUNCH_PHASES`: of a restart, what the launcher did and when it began, as JSON: `stop`
   (the first end was noticed), `rendezvous` (all ranks had ended) and `fork`, in seconds since the
   epoch.

@@ -124,6 +124,7 @@ class HotAgent(SimpleElasticAgent):
             "TORCHELASTIC_RUN_ID": handler.get_run_id(),
             "TORCHELASTIC_USE_AGENT_STORE": str(handler.use_agent_store),
             "TRAINER_LAUNCH": "1",
+            "TRAINER_GRACE_S": str(self._grace_s),
             "TRAINER_LAUNCH_ID": handler.get_run_id(),
             "TRAINER_LAUNCH_PHASES": json.dumps(self._phases),
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -100,8 +101,10 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
 
     def late() -> int:
         parts = watched.get("parts")
-        if parts is not None and parts.survive_beside(lost=False) and parts.kept_beside:
-            why = (f"stopped on request after step {log.step}: the next one didn't end within "
+        saved = parts is not None and log.phase == "finish"  # the last step, before the test
+        if saved or (parts and parts.survive_beside(lost=False) and parts.kept_beside):
+            what = "the test of the best weights" if saved else "the next one"
+            why = (f"stopped on request after step {log.step}: {what} didn't end within "
                    f"--stop.grace-s {config.stop.grace_s:g}; the same command goes on from there")
             log.event("stop", why=why, exit_code=EXIT_STOPPED)
             log.announce(why)
@@ -172,11 +175,15 @@ def _train(  # type: ignore[no-untyped-def]
         try:
             train(parts)
         except StopRequested:
-            parts.close()
+            stop.disarm()
+            with contextlib.suppress(OSError):  # lines of metrics.jsonl, which the checkpoint has
+                parts.close()
             raise
         except BaseException as error:
             watchdog.stop()  # what follows is what it would do
             _survive(parts, error, stop, agent, failure)
+            if isinstance(error, SystemExit):
+                raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
             raise
         parts.close()
     return EXIT_COMPLETE

@@ -64,6 +64,9 @@ class Agreement:
     world: World
     step: int = 0
     """The last step at which all ranks are known to agree."""
+    rounds: int = 0
+    """How often in a row ranks have come to differ before they got further than the last time."""
+    _differed: int = -1
     _evidence: dict[str, Any] = field(default_factory=dict)
 
     def check(self, step: int) -> Disagreement | None:
@@ -76,7 +79,9 @@ class Agreement:
         self.world.all_sum(totals)
         if bool((totals == totals[0]).all()):
             self.step = step
+            self.rounds = 0 if step > self._differed else self.rounds
             return None
+        self.rounds, self._differed = self.rounds + 1, max(step, self._differed)
         rows = self.world.gather_json(own.tolist())
         names = [name for i, name in enumerate(tensors) if len({row[i] for row in rows}) > 1]
         common, votes = Counter(totals.tolist()).most_common(1)[0]

@@ -21,9 +21,8 @@ from trainer.log import Log
 from trainer.pulse import Place, Pulse, read
 from trainer.world import World
 
-LATE_S = 25.0
-"""How long a rank without its peers may take until it leaves without having saved; launchers give
-30 in all."""
+LATE_S = 5.0
+"""So much before the launcher would kill it a rank without its peers leaves, saved or not."""
 
 DUMP_S = 5.0
 """How long writing stacks may take: the disk may be what hangs."""
@@ -56,6 +55,7 @@ class Alarm:
         self._given_up = False
         self._world, self._log, self._pulse, self._clock = world, log, pulse, clock
         self._identity, self._tick_s = identity, tick_s
+        self.late_s = max(0.0, world.launch.grace_s - LATE_S)
         self._leaving = threading.Lock()
         self._dumped = False
 
@@ -84,7 +84,9 @@ class Alarm:
         alarm = {"by": rank, "why": why, "run": verdict.run, "limit_s": limit_s,
                  "culprits": {name: dataclasses.asdict(r) for name, r in places.items()}}
         if self.beats is None or self.beats.raise_alarm(alarm, 3 * self._tick_s + 1):
-            self._tell(alarm)
+            teller = threading.Thread(target=self._tell, args=(alarm,), name="hang", daemon=True)
+            teller.start()
+            teller.join(DUMP_S)  # the disk may be what hangs
         else:
             alarm = self.beats.alarm or alarm
         self.follow(alarm, own)
@@ -237,7 +239,7 @@ class Alarm:
 
         thread = threading.Thread(target=rescue, name="rescue", daemon=True)
         thread.start()
-        thread.join(LATE_S)
+        thread.join(self.late_s)
         return not tried or tried[0]
 
     def _exit(self) -> None:

@@ -82,20 +82,19 @@ def _with_bad_gradients(step: Step, window: Sequence[Micro]) -> list[int]:
     """Which micro-batches give non-finite gradients by themselves. Every rank computes all of its
     own, so that collectives within a forward pair up."""
     parameters, bad = step.parameters, []
-    reduced = [p.grad for p in parameters]
     step.buffers.keep()
-    for i, micro in enumerate(window):
-        for parameter in parameters:
-            parameter.grad = None
-        batch = batches.to_device(micro.batch, parameters[0].device)
-        slot = dataclasses.replace(micro.slot, last=False)
-        step.forward_backward(Micro(slot, batch), rehearsal=True)
-        if not all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None):
-            bad.append(i)
-    step.buffers.put_back()
-    step.objective.forget()
-    for parameter, gradient in zip(parameters, reduced, strict=True):
-        parameter.grad = gradient
+    try:
+        for i, micro in enumerate(window):
+            step.optimizer.zero_grad(set_to_none=True)  # no second set of gradients beside them
+            batch = batches.to_device(micro.batch, parameters[0].device)
+            slot = dataclasses.replace(micro.slot, last=False)
+            step.forward_backward(Micro(slot, batch), rehearsal=True)
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
+                bad.append(i)
+    finally:  # a peer may die meanwhile, and this boundary be saved
+        step.buffers.put_back()
+        step.objective.forget()
     return bad
 
 

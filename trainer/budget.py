@@ -9,13 +9,10 @@ from trainer.log import read_events
 from trainer.state import TrainState
 from trainer.store import Store
 
-LAUNCHERS_GRACE_S = 30.0
-"""After a rank has died, what launchers give the others before they kill them."""
-
 
 def why_not(
     events: Path, store: Store, state: TrainState, *, generation: int, interval: int,
-    spent_s: float,
+    left_s: float,
 ) -> str | None:  # fmt: skip
     """Why a save of this step boundary is better not begun; None where it is to be tried.
 
@@ -25,7 +22,7 @@ def why_not(
     Args:
         events: the run's `events.jsonl`.
         interval: of checkpoints, in steps; 0: there is none.
-        spent_s: seconds since the loss of the peer was noticed.
+        left_s: seconds until the launcher kills this rank.
     """
     step = state.progress.step
     kept = max((info.step for info in store.checkpoints() if info.why is None
@@ -33,7 +30,6 @@ def why_not(
     if kept is None or kept <= step - interval:
         return None
     needed_s = seconds_needed(events, sum(tensorfile.size(t) for t in state.tensors().values()))
-    left_s = LAUNCHERS_GRACE_S - spent_s
     if needed_s is None or needed_s <= left_s:
         return None
     return (f"step {step} isn't saved: that would take {needed_s:.0f} s, as the last save has "

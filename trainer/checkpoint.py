@@ -23,8 +23,8 @@ from trainer.state import MODEL, OPTIMIZER, TrainState
 from trainer.store import Store
 from trainer.world import World
 
-SURVIVORS_WAIT_S = 20.0
-"""Seconds that a survivor waits for another one's save; launchers give 30 in all."""
+SURVIVORS_WAIT = 2 / 3
+"""The part of what the launcher gives that a survivor waits for another one's save."""
 
 
 class Checkpointer:
@@ -120,6 +120,8 @@ class Checkpointer:
         if boundary == self._saved:
             return
         self.finish_pending()
+        self._saved = boundary
+        self._state.share()
         best, keeps = kind == "best", self._world.keeps_folder
         if keeps and self._held is not None and not best:
             # Best weights whose save has failed; their copy is what the next one would overwrite.
@@ -127,8 +129,6 @@ class Checkpointer:
             self.finish_pending()
             if self._held is not None:
                 return
-        self._saved = boundary
-        self._state.share()
         if keeps or best:
             live = self._state.tensors()
             later = self._still(live) if self.overlap and keeps else ()
@@ -225,7 +225,7 @@ class Checkpointer:
 
     def _write_alone(self, job: Job) -> None:
         with self.store.stage(
-            job.step, generation=self.generation, wait_s=SURVIVORS_WAIT_S
+            job.step, generation=self.generation, wait_s=SURVIVORS_WAIT * self._world.launch.grace_s
         ) as stage:
             if not self._is_saved(job.step):
                 self._fill(stage, job)
@@ -308,6 +308,7 @@ class Checkpointer:
         self.generation = abandon_newer(found, self.store, self._world, self._log)
         progress = self._state.progress
         self._saved = (-1, -1) if found.path else (progress.step, progress.validated)
+        self._healthy = -1 if progress.bad_row else progress.step
 
     def go_back(self, found: Found) -> None:
         """Collective. Bring back an older checkpoint's state in mid-run, and abandon what is

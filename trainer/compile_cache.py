@@ -29,13 +29,14 @@ def use(folder: Path, world: World) -> None:
     from torch._dynamo.callback import callback_handler
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-    if os.environ.get(VARIABLE, default_cache_dir()) != default_cache_dir():
-        return
+    chosen = os.environ.get(VARIABLE, default_cache_dir()) != default_cache_dir()
     place = folder / f"{platform.node()}-torch{torch.__version__}"
-    if world.local_rank == 0:
+    if world.local_rank == 0 and not chosen:
         make_folder(folder)
         _remove_doubtful(place)
     world.barrier()
+    if chosen:
+        return
     os.environ[VARIABLE] = str(place.absolute())
     mark = folder / f"{place.name}.compiling-{world.rank}"
 

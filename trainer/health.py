@@ -41,11 +41,11 @@ class Health:
             # A scaler finds its scale by overflows: as long as it can fall, nothing is wrong.
             finding = scale is not None and scale > 1 and math.isfinite(loss)
             return OVERFLOW if finding else NONFINITE
-        mean = loss / count
-        if self._threshold and self._is_spike(mean):
-            return SPIKE
-        self._losses.append(mean)
-        return ""
+        return SPIKE if self._threshold and self._is_spike(loss / count) else ""
+
+    def remember(self, *, loss: float, count: float) -> None:
+        """A step is made: its loss is what later ones are measured against."""
+        self._losses.append(loss / count)
 
     def _is_spike(self, mean: float) -> bool:
         """By the modified z-score, 0.6745 · (x - median) / MAD (Iglewicz and Hoaglin, "How to

@@ -127,6 +127,7 @@ class Metrics:
     def rewind(self) -> None:
         """The run goes back to a checkpoint: `open` follows, on rank 0."""
         self.close()
+        self._file, self._sinks = None, []
         self.recent.clear()
 
     @property

@@ -16,7 +16,7 @@ from trainer.agreement import Agreement
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data.loader import Loader
-from trainer.errors import CheckpointBusy, NonFinite, SaveFailed, StaleAttempt
+from trainer.errors import SaveFailed, TrainerError
 from trainer.evaluate import Evaluator
 from trainer.folder import EVENTS, Identity
 from trainer.lock import RunLock
@@ -128,7 +128,14 @@ class Parts:
             return False
         if own and not self._at_boundary():
             return False
-        if self.step.in_progress:
+        if self.step.in_progress and not self.step.updating:
+            if self.step.moves_parameters:
+                self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
+                                 "moves parameters, and one had begun")
+                return False
+            if not self.step.shut and not self.step.gate.acquire(
+                    timeout=self.world.launch.grace_s):
+                return False  # another thread is at it, and ends the process
             self.step.buffers.put_back()
         return self._save_alone(noticed_s)
 
@@ -160,16 +167,17 @@ class Parts:
     ) -> bool:
         self.checkpoint.abandon()
         step, began_s = self.progress.step, time.perf_counter()
-        if why := budget.why_not(
-            self.path / EVENTS, self.checkpoint.store, self.state, spent_s=began_s - noticed_s,
-            generation=self.checkpoint.generation, interval=self.intervals.checkpoint,
-        ):  # fmt: skip
-            self.log.warning(why)
-            self.log.event("save-left-out", at_step=step, why=why)
-            return False
         try:
+            if why := budget.why_not(
+                self.path / EVENTS, self.checkpoint.store, self.state,
+                left_s=self.world.launch.grace_s - (began_s - noticed_s),
+                generation=self.checkpoint.generation, interval=self.intervals.checkpoint,
+            ):  # fmt: skip
+                self.log.warning(why)
+                self.log.event("save-left-out", at_step=step, why=why)
+                return False
             saved = self.checkpoint.save_alone(kept)
-        except (OSError, CheckpointBusy, StaleAttempt, NonFinite) as error:
+        except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first one
             self.log.warning(f"step {step} could not be saved: {error}")
             return False
         if saved is not None:

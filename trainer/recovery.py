@@ -11,6 +11,9 @@ from trainer.parts import Parts
 from trainer.source import find
 from trainer.step import StepResult
 
+MOST_ROUNDS = 4
+"""Ranks that differ again and again in the same steps are more than a passing fault."""
+
 
 def face_skipped(run: Parts, result: StepResult) -> None:
     """Collective. After a step without an update: say why, and go back if there were too many in
@@ -50,7 +53,7 @@ def ranks_agree(run: Parts) -> bool:
         RanksDiffer: there is no such checkpoint.
     """
     agreement, step = run.agreement, run.progress.step
-    if run.world.size == 1 or agreement.step == step:
+    if run.world.size == 1 or agreement.step == step or not run.intervals.verify:
         return True
     found = agreement.check(step)
     if found is None:
@@ -69,6 +72,11 @@ def ranks_agree(run: Parts) -> bool:
                      + (f"rank {ranks} differs from the others" if run.world.size > 2
                         and len(found.ranks) == 1 else f"ranks {ranks} differ")
                      + f" in {names}; they last agreed at step {agreement.step}")
+    if agreement.rounds >= MOST_ROUNDS:
+        raise RanksDiffer(
+            f"step {step}: ranks {ranks} have come to differ {agreement.rounds} times in a row, "
+            "however often the steps were computed anew: look for what differs between ranks "
+            "(memory, a device, a model or an optimizer that draws random numbers of its own)")
     if not _go_back(run, newest=agreement.step):
         raise RanksDiffer(
             f"step {step}: ranks {ranks} differ and there is no checkpoint of step "
@@ -81,7 +89,7 @@ def _leave_out(run: Parts, row: Sequence[int]) -> None:
     progress, at = run.progress, run.progress.step
     # From before the row, if there is one: what is saved since has the same weights, and if these
     # are to blame, so are those.
-    went_back = _go_back(run, left_out=row, newest=row[0] - 1) or _go_back(run, left_out=row)
+    went_back = any(_go_back(run, left_out=row, newest=step) for step in (row[0] - 1, at))
     if not went_back:  # their updates were left out, so the weights are those from before
         progress.left_out = sorted({*progress.left_out, *row})
     batches = ", ".join(map(str, row))

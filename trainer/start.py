@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-import xxhash
 from torch import nn
 
+from trainer.agreement import checksums
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError
 from trainer.parts import Parts
@@ -22,9 +22,9 @@ def start(run: Parts) -> None:
     if run.progress.step < run.intervals.total:
         run.log.phase = "warm-up"
         with run.world.patient():
-            moved = warm_up(run.step, run.loader, run.world,
-                            find_unused=run.config.parallel.find_unused == "on")
-        run.checkpoint.overlap = not moved
+            warm_up(run.step, run.loader, run.world,
+                    find_unused=run.config.parallel.find_unused == "on")
+        run.checkpoint.overlap = not run.step.moves_parameters
         metrics = [f"val_{name}" for name in run.step.objective.names or ()]
         best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
     if run.found is not None:
@@ -34,18 +34,18 @@ def start(run: Parts) -> None:
     run.state.key_rng(run.world.rank)
 
 
-def warm_up(step: Step, loader: Loader, world: World, *, find_unused: bool = False) -> bool:
+def warm_up(step: Step, loader: Loader, world: World, *, find_unused: bool = False) -> None:
     """Collective. One synchronised forward and backward of the first real micro-batch.
 
     DDP reorders its buckets after the first backward, which moves the bits of sums over three or
     more ranks; compilers and allocators settle too. A resumed attempt that did this in its first
     step would differ from one that went straight on. Buffers and gradients are put back.
 
-    Returns:
-        Whether the model's own forward has moved its parameters on this rank, as few do.
+    It also tells whether the model's own forward moves its parameters, as few do
+    (`step.moves_parameters`).
     """
     step.buffers.keep()
-    before = digest(step.model)
+    before = checksums(step.model.parameters())
     micro = loader.peek()
     slot = dataclasses.replace(micro.slot, last=True)
     step.forward_backward(dataclasses.replace(micro, slot=slot), rehearsal=True)
@@ -55,17 +55,8 @@ def warm_up(step: Step, loader: Loader, world: World, *, find_unused: bool = Fal
     step.moving = moving_buffers(step, world)
     step.buffers.put_back()
     step.optimizer.zero_grad(set_to_none=True)
-    return digest(step.model) != before
-
-
-def digest(model: nn.Module) -> str:
-    """A hash of the bytes of the parameters on the CPU; those on a device are copied at once."""
-    hasher = xxhash.xxh3_128()
-    for parameter in model.parameters():
-        if parameter.device.type == "cpu" and parameter.numel():
-            flat = parameter.detach().contiguous().reshape(-1)
-            hasher.update(flat.view(torch.uint8).numpy().data)
-    return hasher.hexdigest()
+    moved = (checksums(step.model.parameters()) != before).any().double().cpu()
+    step.moves_parameters = bool(world.all_sum(moved))
 
 
 def refuse_unused(step: Step, world: World) -> None:

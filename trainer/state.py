@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -128,7 +129,7 @@ class TrainState:
     def sick(self, tensors: dict[str, Tensor]) -> list[str]:
         """The trainable parameters, of a copy of the model's tensors, that aren't finite."""
         trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
-        return [n for n, t in tensors.items() if n in trainable and not torch.isfinite(t).all()]
+        return [n for n, t in tensors.items() if n in trainable and not _is_finite(t)]
 
     def names(self) -> dict[Tensor, str]:
         """Parameter → its plain name."""
@@ -241,6 +242,14 @@ def _entry(facts: dict[str, Any], name: str) -> Any:
     if name not in facts:
         raise CheckpointDamaged(f"state.json has no entry {name!r}")
     return facts[name]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """By numpy where it knows the type: called in a writer's thread, in which torch would start
+    threads of its own beside those that train."""
+    if tensor.dtype in (torch.float32, torch.float64, torch.float16):
+        return bool(np.isfinite(tensor.numpy()).all())
+    return bool(torch.isfinite(tensor).all())
 
 
 def _is_plain(value: Any) -> bool:

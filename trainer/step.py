@@ -157,10 +157,15 @@ class Step:
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
         self.updating = False
         """Whether parameters and optimizer state may be in the middle of an update."""
+        self.moves_parameters = False
+        """Whether the forward of some rank moves parameters: then only at a boundary are they the
+        boundary's."""
         self.gate = threading.Lock()
         """Open from a step's beginning to its update: parameters, optimizer and all facts are
         those of the last boundary, and the buffers' copies too."""
         self.gate.acquire()
+        self.shut = True
+        """Whether the main thread itself holds the gate."""
         self.boundary = torch.cuda.Event() if self.parameters[0].is_cuda else None
         """When the device has come to the last boundary."""
 
@@ -187,7 +192,8 @@ class Step:
         self.buffers.keep()
         if self.boundary is not None:
             self.boundary.record()
-        if self.gate.locked():
+        if self.shut:
+            self.shut = False
             self.gate.release()
         self.optimizer.zero_grad(set_to_none=True)
         for micro in micro_batches:
@@ -201,7 +207,7 @@ class Step:
         self.marks.second()
         sums, norm = self.objective.read_sums(vector, grad_norm)  # waits for the device
         if sums.samples < self.least_samples:
-            self.gate.acquire()
+            self.shut = self.gate.acquire()
             self.leave_no_trace()
             return None
         lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
@@ -211,15 +217,17 @@ class Step:
             # The last rank never has only empty micro-batches. No collective comes after it: a
             # rank that loses a peer in a step has either made its update, or has nothing of it.
             self.broadcast(self.moving, self.num_ranks - 1)
-        self.gate.acquire()
+        self.shut = self.gate.acquire()
         at("optimizer", step=step, epoch=epoch)
         if not fault:
             self.before_update()
             self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
+            self.health.remember(loss=sums.loss, count=sums.count)
         else:
             self.buffers.put_back()
+            self.updating = True
             self.progress.note_skipped(step, bad=fault in BAD)
         self.scaler.update()
         self.progress.replaced += sums.replaced

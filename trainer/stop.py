@@ -9,12 +9,16 @@ import select
 import signal
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+LAST_S = 60.0
+"""Seconds that the last words of a stop may take: there may be a state to save."""
+
 ORPHAN_LIMIT_S = 4.0
 """Seconds that a rank lives on without its launcher, to save."""
 
@@ -41,6 +45,7 @@ class StopRequest:
         self._clock = clock
         self._numbers: set[signal.Signals] = set()
         self._shielded = False
+        self._interrupts = 0
         self._told, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
         self._grace_s = math.inf
@@ -104,6 +109,11 @@ class StopRequest:
         self._idle, self._leave = idle, leave
         self._wake()
 
+    def disarm(self) -> None:
+        """The state is saved: there is no limit any more to what is left to do."""
+        self._grace_s = math.inf
+        self._wake()
+
     def leave_if_idle(self) -> None:
         """Don't return if a stop is asked for and there is nothing to save."""
         if self.requested and self._idle():
@@ -135,7 +145,6 @@ class StopRequest:
             self._wake(info.si_signo)
 
     def _attend(self) -> None:
-        interrupts = 0
         while True:
             left_s = self.since_s + self._grace_s - self._clock() if self.requested else math.inf
             timeout_s = None if left_s == math.inf else max(0.0, left_s)
@@ -143,8 +152,8 @@ class StopRequest:
                 for number in os.read(self._told, 512):
                     if number not in self._numbers:  # 0, or one that is none of ours (SIGCHLD)
                         continue
-                    interrupts += number == signal.SIGINT
-                    if interrupts > 1:
+                    self._interrupts += number == signal.SIGINT
+                    if self._interrupts > 1:
                         os._exit(128 + signal.SIGINT)
                     self.request(signal.Signals(number).name)
             elif self.requested and self._clock() - self.since_s >= self._grace_s:
@@ -157,7 +166,23 @@ class StopRequest:
 
     def _end(self, last: Callable[[], int]) -> NoReturn:
         with self._leaving:  # for good: a second thread that comes here waits for the end
-            os._exit(last())
+            codes: list[int] = []
+
+            def run() -> None:
+                try:
+                    codes.append(last())
+                except BaseException:
+                    traceback.print_exc()
+
+            thread = threading.Thread(target=run, name="stop-last", daemon=True)
+            thread.start()
+            deadline_s = self._clock() + LAST_S
+            while thread.is_alive() and self._clock() < deadline_s:
+                if select.select([self._told], [], [], 0.05)[0]:
+                    self._interrupts += os.read(self._told, 512).count(signal.SIGINT)
+                    if self._interrupts > 1:
+                        os._exit(128 + signal.SIGINT)
+            os._exit(codes[0] if codes else 1)
 
 
 def process_descriptor(pid: int) -> int:

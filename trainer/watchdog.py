@@ -22,7 +22,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer import processes, waiting
-from trainer.alarm import LATE_S, Alarm
+from trainer.alarm import Alarm
 from trainer.hang import Patience, Peer, Report, judge, patience, saving_patience, shown
 from trainer.heartbeats import Heartbeats, own_identity
 from trainer.log import Log
@@ -132,7 +132,7 @@ class Watchdog:
             select.select([self._woken], [], [], min(LEAVE_S, max(0.2, self._tick_s)))
             waited_s = self._clock() - lost_s
             if waited_s >= LEAVE_S:
-                self._alarm.leave(late=waited_s > LATE_S)
+                self._alarm.leave(late=waited_s > self._alarm.late_s)
 
     def _tick(self, now: float) -> None:
         own, limit_s = self._look(now), self._pace.limit_s

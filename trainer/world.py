@@ -41,6 +41,8 @@ class Launch:
     """Whether the launcher is `python -m launch`, which knows this trainer's exit codes."""
     hosts_store: bool = True
     """Whether rank 0 hosts the store, and not torch's elastic agent."""
+    grace_s: float = 30.0
+    """What the launcher gives the others after a rank's death before it kills them."""
     launch_id: str | None = None
     """Of `python -m launch`: equal in all attempts of the launcher's life, and in no other's."""
 
@@ -81,6 +83,7 @@ class Launch:
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, most, "0"),
             knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
             hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            grace_s=float(env.get("TRAINER_GRACE_S", "30")),
             launch_id=env.get("TRAINER_LAUNCH_ID"),
         )
 
@@ -155,8 +158,8 @@ class World:
     def _join(self, join_timeout_s: float) -> None:
         self.interface = network.use_interface(
             self.launch.master_address, self.launch.master_port, on_one_host=not self.has_nodes)
-        # torchrun sets 1: then torch's own thread would abort NCCL, upon which kernels that are
-        # already queued run on garbage, before anybody could save what the device still holds.
+        # torchrun sets 1: then torch's own thread would abort NCCL, and queued kernels run on
+        # garbage before anybody could save what the device still holds.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self.nonce, self.store = meet(self.rank, self.size, join_timeout_s)
         self._groups = Groups(

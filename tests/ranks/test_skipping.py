@@ -141,9 +141,8 @@ def test_a_run_that_has_stopped_goes_on_as_if_it_had_skipped_from_the_start(
     straight = run(ranks, 2, tmp_path / "straight", *arguments, "--data.on-error=skip")
     stopped = run(ranks, 2, tmp_path / "stopped", *arguments, code=1)
 
-    run(ranks, 2, stopped, *arguments, "--data.on-error=skip", code=2)
-    output = capfd.readouterr().out
-    run(ranks, 2, stopped, *arguments, "--data.on-error=skip", "--accept=data.on-error")
+    capfd.readouterr()
+    run(ranks, 2, stopped, *arguments, "--data.on-error=skip")
 
-    assert "--data.on-error was 'stop' and is 'skip'" in output
+    assert "equivalent" not in capfd.readouterr().out
     assert not list(differences(straight, stopped))

@@ -55,7 +55,7 @@ def test_a_save_is_left_out_where_it_would_be_cut_off_and_little_is_lost(
     store = saved(tmp_path, step, seconds=seconds)
 
     why = why_not(tmp_path / "events.jsonl", store, state, generation=0, interval=interval,
-                  spent_s=spent_s)
+                  left_s=30 - spent_s)
 
     assert (why is None) == begun
     if why is not None:

@@ -9,12 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 from trainer import tensorfile
 from trainer.checkpoint import Checkpointer
-from trainer.start import digest
 
 LIMIT_S = 30.0
 
@@ -102,16 +101,6 @@ def test_a_forward_that_changes_parameters_costs_one_save_and_the_next_is_exact(
     assert [info.step for info in checkpoint.store.checkpoints()] == [2]
     assert _same(_saved(checkpoint, 2), expected)
     assert "a forward changed parameters" in capsys.readouterr().err
-
-
-def test_the_digest_of_parameters_tells_the_smallest_change() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Linear(3, 2)).to(memory_format=torch.channels_last)
-    before = digest(model)
-
-    with torch.no_grad():
-        model[1].bias[1] = torch.nextafter(model[1].bias[1], torch.tensor(9.0))
-
-    assert digest(model) != before
 
 
 def _copy(subject: Subject) -> dict[str, dict[str, Tensor]]:

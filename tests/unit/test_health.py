@@ -15,8 +15,12 @@ NAN, INF = float("nan"), float("inf")
 
 
 def judge(health: Health | None = None, loss=8.0, count=8.0, norm=1.0, scale=None) -> str:
+    """The verdict on a step, which is made where nothing speaks against it."""
     health = health or Health(Nonfinite())
-    return health.judge(loss=loss, count=count, norm=norm, scale=scale)
+    verdict = health.judge(loss=loss, count=count, norm=norm, scale=scale)
+    if not verdict:
+        health.remember(loss=loss, count=count)
+    return verdict
 
 
 @pytest.mark.parametrize(("values", "verdict"), [
