@@ -59,8 +59,9 @@ def read_attempts(events: Iterable[Event]) -> list[Attempt]:
     reached: dict[int, int | None] = {}
     for event in events:
         number, name = event.get("attempt", -1), event.get("event")
-        if name == "start" and event["rank"] == 0:
-            reached[number] = event.get("reached")
+        if name == "start" and (event["rank"] == 0 or number not in attempts):
+            # Rank 0's, or, in the folder of a node without it, the first.
+            reached[number] = event.get("reached") if event["rank"] == 0 else None
             attempts[number] = Attempt(
                 number=number, world_size=event["world_size"], start_step=event["step"],
                 end_step=event["step"], launch=event.get("launch"), version=event.get("version"),
