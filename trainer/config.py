@@ -7,28 +7,17 @@ Each leaf says how it may change when a run is resumed: `refused` (the run would
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
 from trainer import faults
-from trainer.errors import ConfigError
+from trainer.hyperparameters import Clip, Optim, Schedule
+from trainer.leaf import Change, OnOff, leaf
+from trainer.leaf import check as _check
 from trainer.length import Length
 
 TaskT = TypeVar("TaskT")
-OnOff = Literal["on", "off"]
-Change = Literal["refused", "announced", "free"]
-
-
-def leaf(default: Any, change: Change) -> Any:
-    """A configuration field with its default and how it may change on resume."""
-    return dataclasses.field(default=default, metadata={"change": change})
-
-
-def _check(condition: bool, flag: str, value: object, remedy: str) -> None:
-    if not condition:
-        raise ConfigError(f"--{flag} {value}: {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,69 +66,6 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optim:
-    """The optimizer."""
-
-    name: str = leaf("adamw", "refused")
-    """adamw (fused), sgd, or your own as module:Class (called with groups, lr, weight_decay)."""
-    lr: float = leaf(3e-3, "announced")
-    """Peak learning rate."""
-    weight_decay: float = leaf(0.01, "announced")
-    """Decay of weights; biases and norms (parameters of fewer than 2 dimensions) have none."""
-    betas: tuple[float, float] = leaf((0.9, 0.999), "announced")
-    """AdamW: decay rates of the two moments."""
-    eps: float = leaf(1e-8, "announced")
-    """AdamW: added to the denominator."""
-    momentum: float = leaf(0.9, "announced")
-    """SGD: momentum."""
-    nesterov: OnOff = leaf("off", "announced")
-    """SGD: Nesterov's momentum."""
-
-    def __post_init__(self) -> None:
-        _check(self.name in ("adamw", "sgd") or ":" in self.name, "optim.name", self.name,
-               "use adamw, sgd, or your own as module:Class.")
-        _check(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "use a rate above 0.")
-        _check(self.weight_decay >= 0, "optim.weight-decay", self.weight_decay, "use 0 or more.")
-        _check(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas,
-               "each lies from 0 up to, not including, 1.")
-        _check(self.eps > 0, "optim.eps", self.eps, "use a number above 0.")
-        _check(0 <= self.momentum < 1, "optim.momentum", self.momentum,
-               "it lies from 0 up to, not including, 1.")
-        _check(self.nesterov == "off" or self.momentum > 0, "optim.nesterov", self.nesterov,
-               "it needs --optim.momentum above 0.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Schedule:
-    """The learning rate over the optimizer steps."""
-
-    name: Literal["cosine", "constant"] = leaf("cosine", "announced")
-    """After the warm-up: cosine down to min-ratio, or constant."""
-    warmup: Length = leaf(Length(5, "percent"), "announced")
-    """Linear rise to the peak, the first update at peak / warm-up steps (never zero)."""
-    min_ratio: float = leaf(0.1, "announced")
-    """Cosine: the last update's rate as a part of the peak."""
-
-    def __post_init__(self) -> None:
-        _check(0 <= self.min_ratio <= 1, "schedule.min-ratio", self.min_ratio,
-               "it lies from 0 to 1.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Clip:
-    """Gradient clipping, once per optimizer step, on the mean gradient of the global batch."""
-
-    norm: float = leaf(1.0, "announced")
-    """Largest global norm; 0 is off."""
-    value: float = leaf(0.0, "announced")
-    """Largest absolute value of an element; 0 is off. Used instead of the norm."""
-
-    def __post_init__(self) -> None:
-        _check(self.norm >= 0, "clip.norm", self.norm, "use 0 (off) or more.")
-        _check(self.value >= 0, "clip.value", self.value, "use 0 (off) or more.")
-
-
-@dataclass(frozen=True, kw_only=True)
 class Precision:
     """Number formats, compilation, memory layout."""
 
@@ -151,8 +77,13 @@ class Precision:
     """Memory layout of conv nets; auto: on where the model has 2-D convolutions."""
     loss_scale: float = leaf(65536.0, "announced")
     """fp16: initial scale of the loss."""
+    recompute_every: int = leaf(0, "announced")
+    """Activation checkpointing: of every n-th block the backward computes the activations anew
+    instead of keeping them in memory; 0 is off."""
 
     def __post_init__(self) -> None:
+        _check(self.recompute_every >= 0, "precision.recompute-every", self.recompute_every,
+               "use 0 (off), 1 (each block) or more.")
         _check(self.loss_scale > 0, "precision.loss-scale", self.loss_scale, "use more than 0.")
 
 
@@ -224,9 +155,12 @@ class Eval:
     val_accuracy:max where the task reports accuracy, else val_loss:min."""
     patience: int = leaf(0, "announced")
     """End the run after so many validations in a row without a better one; 0 is off."""
+    min_delta: float = leaf(0.0, "announced")
+    """How much better it has to be for that, in the figure's own unit."""
 
     def __post_init__(self) -> None:
         _check(self.patience >= 0, "eval.patience", self.patience, "use 0 (off) or more.")
+        _check(self.min_delta >= 0, "eval.min-delta", self.min_delta, "use 0 or more.")
         _check(self.batch_size == "auto" or self.batch_size >= 1, "eval.batch-size",
                self.batch_size, "use auto, 1 or more.")
         _check(self.best == "auto" or self.best.endswith((":max", ":min")), "eval.best", self.best,
@@ -270,6 +204,11 @@ class Numerics:
 
     deterministic: OnOff = leaf("on", "announced")
     """Deterministic kernels: exact restarts on CUDA; off buys speed there."""
+    tf32: OnOff = leaf("off", "announced")
+    """CUDA: products of fp32 numbers in TF32, with 10 bits of mantissa, several times as fast."""
+    anomaly: OnOff = leaf("off", "announced")
+    """Look at the result of every operation and name the module and the operation that first make
+    a NaN; many times slower, never compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -301,6 +240,14 @@ class Config(Generic[TaskT]):
     resume: str = leaf("auto", "free")
     """auto: continue what the run folder holds; never: refuse a used folder; or the PATH of a
     checkpoint to start from."""
+    init: str | None = leaf(None, "refused")
+    """Weights to begin with: a safetensors file, a torch checkpoint, or a folder with a
+    model.safetensors; a head of another size is left as the model makes it."""
+    init_strict: OnOff = leaf("on", "refused")
+    """Refuse weights whose names or sizes don't fit; off: take what fits and name the rest."""
+    freeze: tuple[str, ...] = leaf((), "refused")
+    """PATTERN: parameters whose names match aren't trained, nor their batch norms' statistics;
+    !PATTERN takes some out again, the last match counts (such as * and !fc.*)."""
     accept: tuple[str, ...] = leaf((), "free")
     """Changed keys (batch.global-size, data, …) that a resumed run is to accept all the same."""
     inject: tuple[str, ...] = leaf((), "free")

@@ -1,0 +1,22 @@
+"""A leaf of the configuration: its default, how it may change on resume, and a check of it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+from trainer.errors import ConfigError
+
+OnOff = Literal["on", "off"]
+Change = Literal["refused", "announced", "free"]
+
+
+def leaf(default: Any, change: Change) -> Any:
+    """A configuration field with its default and how it may change on resume."""
+    return dataclasses.field(default=default, metadata={"change": change})
+
+
+def check(condition: bool, flag: str, value: object, remedy: str) -> None:
+    """Raises: ConfigError: the condition doesn't hold; names the flag, its value and the remedy."""
+    if not condition:
+        raise ConfigError(f"--{flag} {value}: {remedy}")
