@@ -26,8 +26,8 @@ LAYERS = {
     0: "errors append attributes durable handshake length network packing rng snapshot stop "
        "progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
-    1: "anomaly device ema groups leaf lock log manifest pretrained recompute data.augment data.bad "
-       "data.batch data.sampler",
+    1: "anomaly device ema groups leaf lock log manifest pretrained recompute data.augment "
+       "data.bad data.batch data.sampler",
     2: "data.reading faults hyperparameters state store task world",
     3: "agreement config data.loader folder launcher parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models",

@@ -31,8 +31,8 @@ def recompute(model: nn.Module, every: int) -> list[str]:
         return []
     found = blocks(model)
     if not found:
-        raise ConfigError(f"--precision.recompute-every {every}: the model has no blocks, modules "
-                          "of several layers in an nn.Sequential or nn.ModuleList; use 0.")
+        raise ConfigError(f"--precision.recompute-every {every}: the model has no blocks, several "
+                          "modules of layers in one nn.Sequential or nn.ModuleList; use 0.")
     chosen = dict(list(found.items())[every - 1 :: every])
     for module in chosen.values():
         module.forward = partial(_forward, module, module.forward)
@@ -40,16 +40,19 @@ def recompute(model: nn.Module, every: int) -> list[str]:
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Name → entry of a Sequential or ModuleList that has layers of its own; outermost ones."""
+    """Name → block: of several modules with layers of their own in one nn.Sequential or
+    nn.ModuleList; the innermost such, so of stages of blocks the blocks."""
     found: dict[str, nn.Module] = {}
 
     def look(module: nn.Module, path: str) -> None:
-        listed = isinstance(module, nn.Sequential | nn.ModuleList)
+        layered = [child for child in module.children() if any(child.children())]
+        listed = isinstance(module, nn.Sequential | nn.ModuleList) and len(layered) > 1
         for name, child in module.named_children():
-            if listed and not isinstance(child, nn.ModuleList) and any(child.children()):
+            before = len(found)
+            look(child, f"{path}{name}.")
+            inner = len(found) > before or isinstance(child, nn.ModuleList | nn.ModuleDict)
+            if listed and child in layered and not inner:
                 found[path + name] = child
-            else:
-                look(child, f"{path}{name}.")
 
     look(model, "")
     return found

@@ -115,7 +115,7 @@ class Scheduler:
         config, lengths = self._config, self._lengths
         if ":" not in config.name:
             return lambda update: factor(config, update, epoch=lengths.epoch, total=lengths.total)
-        own, first = load_object(config.name, flag="--schedule.name"), self._first
+        own, first = load_object(config.name, flag="--schedule.name"), warmup - 1
         try:
             float(own(first))
         except Exception as error:
