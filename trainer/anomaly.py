@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-UNWRITTEN = ("empty", "resize")
-"""Operations that return memory of any content."""
+NOT_MAKERS = ("empty", "resize", "c10d")
+"""In the names of operations that return memory of any content, or what other ranks have made."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class _Looking(TorchDispatchMode):
         kwargs = kwargs or {}
         clean = not _has_nan((args, kwargs))
         out = func(*args, **kwargs)
-        if clean and not any(word in str(func) for word in UNWRITTEN) and _has_nan(out):
+        if clean and not any(word in str(func) for word in NOT_MAKERS) and _has_nan(out):
             self._found(str(func))
         return out
 

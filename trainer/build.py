@@ -120,8 +120,6 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         strict = config.init_strict == "on"
         work.card["init"] = _agreed(world, partial(
             pretrained.begin_with, work.model, Path(config.init), strict=strict))
-    if config.optim.ema:
-        state.ema = Ema(work.model, config.optim.ema, before=checkpoint.finish_copy)
     position = log.step = state.progress.step
     _arm(armed, checkpoint, state)
     waited = found is not None and found.facts["best"]["waited"]
@@ -132,6 +130,8 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     armed.at("start", step=position)
 
     wrapped, objective = _wrap(config, work, world)
+    if config.optim.ema:
+        state.ema = Ema(work.model, config.optim.ema, before=checkpoint.finish_copy)
     armed.actions["nan"] = partial(setattr, objective, "poisoned", True)
     step = Step(
         objective=objective, wrapped=wrapped, model=work.model, optimizer=work.optimizer,
@@ -228,7 +228,7 @@ def _shared(state: TrainState) -> dict[str, torch.Tensor]:
 
 def _tell_origin(log: Log, slot: Slot, origin: anomaly.Origin) -> None:
     log.event("anomaly", at_step=slot.step, micro_batch=slot.number, **vars(origin))
-    log.announce(f"step {slot.step}, micro-batch {slot.number}: a NaN is made by {origin}")
+    log.warning(f"step {slot.step}, micro-batch {slot.number}: a NaN is made by {origin}")
 
 
 def _find(config: Config[Any], store: Store, run: str, world: World, log: Log) -> Found | None:

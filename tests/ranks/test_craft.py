@@ -98,7 +98,7 @@ def test_recomputed_activations_change_no_bit(ranks, tmp_path):
     assert not list(differences(tmp_path / "0", tmp_path / "2"))
 
 
-def test_the_operation_that_makes_a_nan_is_named(ranks, tmp_path):
+def test_the_operation_that_makes_a_nan_is_named_by_its_rank(ranks, tmp_path):
     ended = ranks(2, train, "--task=sick_task:Sick", *TASK[1:], "--task.way=gradient",
                   "--task.first=44", "--task.end=45", "--data.shuffle=off", "--task.norm=group",
                   "--steps=8", "--numerics.anomaly=on", f"--run={tmp_path / 'run'}", group=False,
