@@ -75,7 +75,8 @@ def finish(run: Parts) -> dict[str, Any]:
         "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
         "test": None if scores is None else {
             "loss": scores.loss, "samples": scores.samples, **scores.metrics},
-        "model.safetensors": f"the weights of step {chosen}"
+        "model.safetensors": f"the {'averaged ' * (run.state.ema is not None)}weights of step "
+        f"{chosen}"
         + (f", which have the best {best.metric}" if is_best else ", the last step"),
         "final_weights": f"{folder.CHECKPOINTS}/step-{last:08d}/{MODEL}",
         "attempts": run.identity.attempt + 1,
