@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import collections
 import dataclasses
+import functools
 import itertools
 import random
 import shlex
@@ -39,8 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
     draw = random.Random(options.seed)
     cards, left = plans.deck(draw, soak=options.soak), list[Card]()
-    runs = [plans.plan(number, count, cards, left, draw, seed=options.seed)
-            for number, count in enumerate(plans.sizes(options.faults))]
+    deal = functools.partial(plans.plan, cards=cards, left=left, draw=draw, seed=options.seed,
+                             soak=options.soak)
+    runs = [deal(number, count) for number, count in enumerate(plans.sizes(options.faults))]
     if options.only is not None:
         runs = [run for run in runs if run.number == options.only]
     wanted = sum(len(run.faults) for run in runs)
@@ -56,8 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         # What could not happen, since its place never came, is dealt again.
         left += chaos.take_missed()
         first = len(chaos.results)
-        runs = [plans.plan(first + place, count, cards, left, draw, seed=options.seed)
-                for place, count in enumerate(plans.sizes(missing))]
+        runs = [deal(first + place, count) for place, count in enumerate(plans.sizes(missing))]
     chaos.summarize(wanted)
     if not options.keep and chaos.all_same:
         shutil.rmtree(folder)
@@ -79,7 +80,7 @@ class Chaos:
         self.results: list[tuple[Run, Result, list[str]]] = []
         """Each run, its result, and what is wrong with it."""
         self._folder, self._launcher, self._keep = folder, launcher, keep
-        self._references: dict[Setting, Path] = {}
+        self._references: dict[tuple[Setting, tuple[Fault, ...]], Path] = {}
         self._missed: list[Card] = []
         self._began_s = time.monotonic()
 
@@ -100,7 +101,7 @@ class Chaos:
 
     def disturb(self, run: Run) -> None:
         """Make one run and its reference, compare them, and print what became of it."""
-        reference = self._reference(run.setting)
+        reference = self._reference(run)
         path = self._folder / f"run-{run.number}"
         result = self._train(run, path)
         wrong = [result.problem] if result.problem else in_child(lambda: _unlike(reference, path))
@@ -138,14 +139,14 @@ class Chaos:
         return (f"{faults} of {max(wanted, len(self.fired))} faults, {len(good)} of "
                 f"{len(self.results)} runs: same bits")
 
-    def _reference(self, setting: Setting) -> Path:
+    def _reference(self, run: Run) -> Path:
         """The undisturbed run's folder. Loader workers don't move bits, so it is made without."""
-        key = dataclasses.replace(setting, workers=0)
+        key = dataclasses.replace(run.setting, workers=0), run.lasting
         if key not in self._references:
             path = self._folder / f"reference-{len(self._references)}"
-            result = self._train(Run(number=0, setting=key, faults=()), path)
+            result = self._train(Run(number=0, setting=key[0], faults=key[1]), path)
             if result.problem or result.starts != 1:
-                raise SystemExit(f"{key}, undisturbed: {result.problem or 'started twice'}; "
+                raise SystemExit(f"{key[0]}, undisturbed: {result.problem or 'started twice'}; "
                                  f"see {path.with_suffix('.log')}")
             self._references[key] = path
         return self._references[key]
@@ -168,7 +169,8 @@ def _unlike(reference: Path, run: Path) -> list[str]:
 
 
 def _card(fault: Fault) -> Card:
-    return Card(fault.kind, None if fault.kind == "corrupt" else fault.phase)
+    anywhere = ("corrupt", "flip", *plans.LASTING)
+    return Card(fault.kind, None if fault.kind in anywhere else fault.phase)
 
 
 def _command(run: Run, path: Path) -> str:

@@ -24,16 +24,21 @@ ELSEWHERE = ("ranks", "launcher", "corrupt")
 """All ranks or the launcher killed by SIGKILL from outside, and the newest checkpoint damaged by
 a rank that dies then: once a round each."""
 
-SOAK_AT_PHASES = (*AT_PHASES, "slow")
-SOAK_ELSEWHERE = (*ELSEWHERE, "server")
-"""A slow rank, and the fork server killed (only `python -m launch` has one), under --soak."""
+SOAK_AT_PHASES = (*AT_PHASES, "slow", "hang", "kill", "stop", "enospc")
+SOAK_ELSEWHERE = (*ELSEWHERE, "server", "nan", "flip")
+"""Under --soak also a rank that is slow, hangs or is stopped, a full disk, the fork server killed
+(only `python -m launch` has one), a NaN in the loss, a bit flipped in one rank's weights."""
+
+LASTING = ("nan",)
+"""What moves the bits of the result, and so happens in the undisturbed run too, whenever the step
+is computed."""
 
 OUTSIDE = ("ranks", "launcher", "server")
 """Done to the run from outside; all other kinds are injected by the trainer itself."""
 
 IN_STEP = ("data", "forward", "backward", "optimizer", "step-end")
 ONE_A_RUN = ("start", "restore")
-SLOW_S = 0.2
+SLOW_S, HANG_S = 0.2, 3.0
 ENOUGH_SAVED = 4 * CHECKPOINT_EVERY + 1
 """From this step on there are two whole checkpoints, even if a save has failed."""
 
@@ -47,6 +52,7 @@ class Setting:
     sync_bn: str
     workers: int
     seed: int
+    soak: bool = False
 
     def __str__(self) -> str:
         return (f"W={self.ranks} M={self.micro_batches} sync-bn={self.sync_bn} "
@@ -62,7 +68,11 @@ class Setting:
             "batch.global-size": size, "batch.micro-size": MICRO_SIZE,
             "data.workers": self.workers, "parallel.sync-bn": self.sync_bn,
             "checkpoint.every": CHECKPOINT_EVERY, "eval.every": EVAL_EVERY,
+            "restart.max-same-step": 1000,
         }  # fmt: skip
+        if self.soak:
+            values |= {"watchdog.limit-s": HANG_S, "parallel.verify-every": 1,
+                       "nonfinite.max-in-row": 1 if self.sync_bn == "auto" else 3}
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
@@ -87,6 +97,8 @@ class Fault:
                               if (value := getattr(self, name)) is not None)]
         if self.kind == "slow":
             parts.append(f"seconds={SLOW_S}")
+        if self.kind in LASTING:
+            parts.append("always")
         return ":".join(parts) + (f" + {self.delay_s:.3f} s" if self.delay_s else "")
 
 
@@ -97,6 +109,11 @@ class Run:
     number: int
     setting: Setting
     faults: tuple[Fault, ...]
+
+    @property
+    def lasting(self) -> tuple[Fault, ...]:
+        """Those that happen in the undisturbed run too."""
+        return tuple(fault for fault in self.faults if fault.kind in LASTING)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +127,9 @@ class Card:
     def restarts(self) -> bool:
         """Whether the attempt surely ends with it."""
         in_writer = self.phase is not None and self.phase.startswith("save-")
-        return self.kind != "slow" and not (self.kind == "raise" and in_writer)
+        if self.kind in ("slow", "flip", *LASTING):
+            return False
+        return not (self.kind in ("raise", "enospc") and in_writer)
 
 
 def deck(draw: random.Random, *, soak: bool) -> Iterator[Card]:
@@ -130,20 +149,20 @@ def sizes(faults: int) -> list[int]:
     return [faults // runs + (number < faults % runs) for number in range(runs)]
 
 
-def setting(number: int, seed: int) -> Setting:
+def setting(number: int, seed: int, *, soak: bool = False) -> Setting:
     """The setting of a run: all combinations come within four laps over the shapes."""
     lap, place = divmod(number, len(SHAPES))
     ranks, micro_batches = SHAPES[place]
     return Setting(
-        ranks=ranks, micro_batches=micro_batches, seed=seed,
+        ranks=ranks, micro_batches=micro_batches, seed=seed, soak=soak,
         sync_bn=("auto", "off")[(place + lap) % 2], workers=(0, 2)[(place // 2 + lap // 2) % 2],
     )  # fmt: skip
 
 
 def plan(number: int, count: int, cards: Iterator[Card], left: list[Card],
-         draw: random.Random, *, seed: int) -> Run:
+         draw: random.Random, *, seed: int, soak: bool = False) -> Run:
     """The next run, with `count` faults from `left` (what is taken is removed), then `cards`."""
-    chosen = setting(number, seed)
+    chosen = setting(number, seed, soak=soak)
     hand: list[Card] = []
     passed: list[Card] = []
     while len(hand) < count:
@@ -175,6 +194,12 @@ def _place(card: Card, hand: Sequence[Card], ranks: int, taken: set[int],
            draw: random.Random) -> Fault:
     free = [step for step in _steps(card) if step not in taken]
     rank = draw.choice((0, ranks - 1))
+    if card.kind == "flip":
+        # One rank alone has nobody to compare with.
+        return Fault(kind="flip" if ranks > 1 else "kill", rank=rank, step=draw.choice(free),
+                     phase="step-end")
+    if card.kind in LASTING:
+        return Fault(kind=card.kind, rank=rank, step=draw.choice(free), phase="forward")
     if card.kind in OUTSIDE:
         if draw.random() < 0.3:  # while the ranks start
             return Fault(kind=card.kind, attempt=_early(card, hand, draw),

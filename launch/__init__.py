@@ -1,15 +1,17 @@
 """`python -m launch`: torch's elastic agent whose ranks are forked from a process that is warm.
 
 A rank is started by calling `main(argv) -> int` of the entry module (`trainer.__main__`) in a
-process forked from the fork server, which has imported it and torch before. The rank sees
-torchrun's environment and four more variables:
+process forked from the fork server, which has imported it and torch before. SIGTERM, SIGINT, SIGHUP
+and SIGUSR1 are blocked then: it unblocks them when it handles them. The rank sees torchrun's
+environment and four more variables:
 
 - `TRAINER_LAUNCH=1`: the launcher knows the trainer's exit codes; a rank just exits with them.
 - `TRAINER_LAUNCH_ID`: equal for all attempts of this launcher's life, and for no other launcher.
 - `TRAINER_LAUNCHER_FD`: a socket to the launcher, of this rank alone. It becomes readable (end of
   file) when the launcher has died: the rank then has 4 seconds to save and leave before it is
-  killed. A rank may write the line `run PATH` to it, the run folder's absolute path, from which the
-  launcher reads how far the run has come (see `launch.progress`).
+  killed. A rank may write lines to it, a word and a JSON value each: `run "PATH"`, the run folder's
+  absolute path, from which the launcher reads how far the run has come (see `launch.progress`);
+  `failure {…}`, the event with which it fails (see `launch.verdict`).
 - `TRAINER_LAUNCH_PHASES`: of a restart, what the launcher did and when it began, as JSON: `stop`
   (the first end was noticed), `rendezvous` (all ranks had ended) and `fork`, in seconds since the
   epoch.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import signal
 import time
@@ -18,11 +19,12 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from launch.output import Output
-from launch.progress import Progress
+from launch.progress import Progress, note
 from launch.ranks import Ranks
 from launch.signals import StopRequest
-from launch.verdict import Exit, Verdict, judge
-from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED
+from launch.verdict import Exit, Verdict, first_failure, judge
+from trainer.attempts import sentence
+from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED
 
 ROLE = "trainer"
 POLL_S = 0.5
@@ -30,6 +32,10 @@ POLL_S = 0.5
 
 TERM_S = 5.0
 """From the SIGTERM to the SIGKILL of a rank that didn't leave by itself."""
+
+STOPPED_LOOKS, LOOK_S = 120, 1.0
+"""A rank that is found stopped so many times, so many seconds apart, is killed. Its peers do that
+earlier, if there is one that runs."""
 
 REMIND_S = 10.0
 """How often the launcher says that it still waits for ranks that were asked to stop."""
@@ -80,12 +86,14 @@ class HotAgent(SimpleElasticAgent):
         self._attempt = 0
         self._exits: list[Exit] = []
         self._failed: Exit | None = None  # what the next start is the answer to
+        self._cause = ""  # of that, in words
         self._phases: dict[str, float] = {}  # of that: when each began, in seconds since the epoch
         self._stop_at_s: float | None = None
         self._stop_passed_on = False
         self._num_reminders = 0
         self._hurry_at: list[tuple[float, signal.Signals]] = []
         self._num_hurried = 0
+        self._looked_s = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._exits = []
@@ -135,7 +143,9 @@ class HotAgent(SimpleElasticAgent):
         """Wait for the next event, or a moment; healthy while any rank lives."""
         self._exits += self._ranks.wait(POLL_S)
         self._pass_stop_on()
+        self._share_stop()
         self._hurry_survivors()
+        self._kill_stopped()
         if self._ranks.living:
             return RunResult(WorkerState.HEALTHY)
         self.verdict = judge(self._exits, stop_at_s=self._stop_at_s)
@@ -163,6 +173,13 @@ class HotAgent(SimpleElasticAgent):
             names = ", ".join(map(str, self._ranks.living))
             self._output.say(f"still waiting for rank {names} to save and leave ({waited_s:.0f} s)")
 
+    def _share_stop(self) -> None:
+        """A rank that was asked to stop, by somebody else, has left: so are the others."""
+        stopped = any(end.code == EXIT_STOPPED and not end.forced for end in self._exits)
+        if stopped and not self._stop_passed_on:
+            self._stop_passed_on = True
+            self._ranks.signal(signal.SIGTERM)
+
     def _hurry_survivors(self) -> None:
         """Ranks that don't leave by themselves after a failure: ask them, then kill them.
 
@@ -182,6 +199,13 @@ class HotAgent(SimpleElasticAgent):
                 if number == signal.SIGKILL or not self._stop_passed_on:
                     self._ranks.signal(number, forced=True)
 
+    def _kill_stopped(self) -> None:
+        if time.monotonic() - self._looked_s >= LOOK_S:
+            self._looked_s = time.monotonic()
+            for rank in self._ranks.kill_stopped(STOPPED_LOOKS):
+                self._output.say(f"rank {rank} has been stopped for {STOPPED_LOOKS * LOOK_S:.0f} s"
+                                 " and nothing has continued it: killed")
+
     def _allow_restart(self, max_restarts: int) -> None:
         """Tell the superclass, by its counter, whether to restart."""
         cause = self.verdict.cause
@@ -189,23 +213,42 @@ class HotAgent(SimpleElasticAgent):
         self._progress.update(self._ranks.run_folder)
         if self._progress.take_advance():
             self._remaining_restarts = max_restarts
+        self._cause = self._find_cause(cause)
         if self.verdict.restart and self._remaining_restarts:
             self._failed = cause
             now_s, since_boot_s = time.time(), time.monotonic()
             first_at_s = min(end.at_s for end in self._exits)
             self._phases = {"stop": now_s - since_boot_s + first_at_s, "rendezvous": now_s}
         elif self.verdict.restart:
-            self._output.say(f"{cause}; giving up, {max_restarts} of {max_restarts} restarts used")
+            used = f"{max_restarts} of {max_restarts} restarts used"
+            self._output.say_last(f"{self._cause}; giving up, {used}")
         else:
             self._remaining_restarts = 0
             if self.verdict.code == EXIT_FAILURE:
-                self._output.say(f"{cause} instead of stopping as asked")
+                self._output.say(f"{self._cause} instead of stopping as asked")
+            elif self.verdict.code == EXIT_CONFIG and self._ranks.failures:
+                self._output.say_last(f"{self._cause}; that is not started again")
+
+    def _find_cause(self, cause: Exit) -> str:
+        """What failed first, in words. A death that nobody has told of becomes an event."""
+        folder = self._ranks.run_folder
+        launch_id = self._worker_group.spec.rdzv_handler.get_run_id()
+        event = first_failure(
+            cause, self._ranks.failures, reached=self._progress.reached,
+            attempt=self._progress.new_attempt(folder, launch_id),
+        )  # fmt: skip
+        if event is None:
+            return str(cause)
+        if event["event"] == "death" and folder is not None and self._stop_at_s is None:
+            with contextlib.suppress(OSError):  # a full disk
+                note(folder, event)
+        return f"failed first: {sentence(event)}"
 
     def _say_restarted(self, cause: Exit) -> None:
         used = self._worker_group.spec.max_restarts - self._remaining_restarts
         lost = self._progress.steps_lost
         self._output.say(
-            f"{cause}; restart {used} of {self._worker_group.spec.max_restarts}"
+            f"{self._cause}; restart {used} of {self._worker_group.spec.max_restarts}"
             + ("" if lost is None else f", {lost} step{'s' * (lost != 1)} lost")
             + f", ranks started again after {time.monotonic() - cause.at_s:.2f} s"
         )

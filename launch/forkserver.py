@@ -107,7 +107,8 @@ class _Server:
         # and its pages stay shared.
         gc.collect()
         gc.freeze()
-        send(self._control, {"ready": True})
+        with contextlib.suppress(OSError):  # a launcher that has left: noticed when the loop reads
+            send(self._control, {"ready": True})
         while True:
             readable, _, _ = select.select([self._control.fileno(), self._wakeup_fd], [], [])
             self._drain()

@@ -21,10 +21,15 @@ class Output:
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
+        self._last: str | None = None
 
     def say(self, text: str) -> None:
         """A line of the launcher itself, on stderr."""
         self._write(sys.stderr.fileno(), f"launch: {text}\n".encode())
+
+    def say_last(self, text: str) -> None:
+        """The last line of all, once the ranks' output is copied."""
+        self._last = text
 
     def follow(self, fd: int, *, tag: str, to_fd: int) -> None:
         """Copy what comes out of `fd` to `to_fd`, `tag` before each line; close it at its end."""
@@ -38,6 +43,9 @@ class Output:
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
+        if self._last is not None:
+            self.say(self._last)
+            self._last = None
 
     def _copy(self, fd: int, tag: bytes, to_fd: int) -> None:
         rest = b""

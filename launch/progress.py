@@ -7,7 +7,9 @@ line of `metrics.jsonl` tells the newest finished step.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,7 @@ class Progress:
         self._known = False
         self._offset = 0
         self._kept_before = 0
+        self._attempt: int | None = None
 
     def update(self, run_folder: str | None) -> None:
         """Read what is new. A folder or file that isn't there (yet) tells nothing."""
@@ -32,10 +35,10 @@ class Progress:
         events = Path(run_folder, "events.jsonl")
         for line in self._new_lines(events):
             self._known = True
-            step = line.get("at_step", line.get("step"))
+            step = line.get("to_step", line.get("at_step", line.get("step")))
             if not isinstance(step, int):
                 continue
-            if line.get("event") == "restore":  # may go back, past damaged checkpoints
+            if line.get("event") in ("restore", "rollback"):  # may go back
                 self.reached = self.kept = step
             elif line.get("event") == "save":
                 self.kept = max(self.kept, step)
@@ -52,6 +55,18 @@ class Progress:
         """Steps to be done again; None if unknown."""
         return max(0, self.reached - self.kept) if self._known else None
 
+    def new_attempt(self, run_folder: str | None, launch_id: str) -> int | None:
+        """The number of the attempt of this launch that has begun since the last call, if one has:
+        ranks that die earlier than that are no attempt of the run."""
+        if run_folder is None:
+            return None
+        with contextlib.suppress(OSError, ValueError):
+            run = json.loads(Path(run_folder, "run.json").read_bytes())
+            if run["launch"] == launch_id and run["attempt"] != self._attempt:
+                self._attempt = run["attempt"]
+                return self._attempt
+        return None
+
     def _new_lines(self, path: Path) -> Iterator[dict[str, Any]]:
         try:
             with path.open("rb") as file:
@@ -62,6 +77,15 @@ class Progress:
         complete, _, _ = data.rpartition(b"\n")
         self._offset += len(complete)
         yield from _parse(complete)
+
+
+def note(run_folder: str, event: dict[str, Any]) -> None:
+    """Append an event to those of the run, in one write. Raises: OSError."""
+    descriptor = os.open(Path(run_folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
+    try:
+        os.write(descriptor, (json.dumps(event) + "\n").encode())
+    finally:
+        os.close(descriptor)
 
 
 def _last_step(path: Path) -> int:

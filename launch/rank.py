@@ -34,6 +34,8 @@ def be_rank(
 ) -> NoReturn:
     """Turn this fresh fork into a rank, call `main(argv)` and exit with what it returns.
 
+    The stop signals stay blocked until `main` handles and unblocks them, so that none is missed.
+
     Args:
         main: the entry function.
         argv: the trainer's arguments.
@@ -57,7 +59,6 @@ def be_rank(
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
             name.write(f"rank {env['RANK']}")  # what `ps` and `top` show
         threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         code = _call(main, list(argv))
         _finish()
         os._exit(code)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 import select
 import selectors
@@ -14,12 +15,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from launch import forkserver
 from launch.output import Output
 from launch.signals import StopRequest
 from launch.verdict import Exit
+from trainer import processes
 from trainer.errors import EXIT_FAILURE
 
 SERVER_EXIT_S = 2.0
@@ -33,7 +35,9 @@ class _Rank:
     rank: int
     pidfd: int
     channel: socket.socket
+    told: bytes = b""
     forced: bool = False
+    looks_stopped: int = 0
 
 
 def fork_server(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
@@ -64,6 +68,7 @@ class Ranks:
     Attributes:
         server_lives: whether the fork server is there.
         run_folder: where the run's files are, once a rank has told; None before.
+        failures: what the ranks of this attempt have told of their own, as events.
     """
 
     def __init__(
@@ -76,6 +81,7 @@ class Ranks:
         output: Output,
     ) -> None:
         self.run_folder: str | None = None
+        self.failures: list[dict[str, Any]] = []
         self._entry = entry
         self._argv = list(argv)
         self._stop = stop
@@ -110,7 +116,7 @@ class Ranks:
         A server that was killed is replaced first, which takes as long as importing torch. A rank
         that can't be started is one that has ended, for `wait` to tell.
         """
-        self._pids = {}
+        self._pids, self.failures = {}, []
         self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         if not self.server_lives:
             self._adopt(spawn_server(self._entry, self._argv))
@@ -140,6 +146,20 @@ class Ranks:
             rank.forced |= forced
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, number)
+
+    def kill_stopped(self, looks: int) -> list[int]:
+        """Kill each rank that was found stopped (SIGSTOP) at so many calls in a row; these ranks.
+
+        Counted in calls and not in time, since the launcher may have been stopped with them.
+        """
+        killed = []
+        for pid, rank in self._living.items():
+            rank.looks_stopped = rank.looks_stopped + 1 if processes.state(pid) == "T" else 0
+            if rank.looks_stopped == looks:
+                killed.append(rank.rank)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+        return killed
 
     def kill_and_exit(self) -> NoReturn:
         """End everything at once, from a signal handler too."""
@@ -172,7 +192,7 @@ class Ranks:
         self._code: int | None = None  # where it has found that there is nothing to start
         self._watch(self._control.fileno(), self._on_message)
 
-    def _watch(self, fd: int, on_readable: Callable[[], None]) -> None:
+    def _watch(self, fd: int, on_readable: Callable[[], object]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, on_readable)
 
     def _forget(self, fd: int) -> None:
@@ -205,23 +225,35 @@ class Ranks:
         )
         self._living[pid] = rank
         self._pids[local_rank] = pid
-        self._watch(channel_fd, lambda: self._on_channel(rank))
+        self._watch(channel_fd, functools.partial(self._on_channel, rank))
         streams = (sys.stdout.fileno(), sys.stderr.fileno())
         for fd, to_fd in zip(output, streams, strict=False):
             self._output.follow(fd, tag=f"[rank {rank.rank}] ", to_fd=to_fd)
 
-    def _on_channel(self, rank: _Rank) -> None:
-        data = rank.channel.recv(4096)
+    def _on_channel(self, rank: _Rank) -> bool:
+        """Read what a rank has told; whether there may be more."""
+        try:
+            data = rank.channel.recv(1 << 16, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
         if not data:
             self._forget(rank.channel.fileno())
-        for line in data.decode(errors="replace").splitlines():
-            if line.startswith("run "):
-                self.run_folder = line.removeprefix("run ")
+        *lines, rank.told = (rank.told + data).split(b"\n")
+        for line in lines:
+            word, _, value = line.decode(errors="replace").partition(" ")
+            with contextlib.suppress(ValueError):
+                if word == "run":
+                    self.run_folder = json.loads(value)
+                elif word == "failure":
+                    self.failures.append(json.loads(value))
+        return bool(data)
 
     def _remove(self, pid: int, code: int | None) -> None:
         if pid not in self._living:
             return
         rank = self._living.pop(pid)
+        while self._on_channel(rank):
+            pass  # its last words
         self._forget(rank.channel.fileno())
         self._forget(rank.pidfd)
         rank.channel.close()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import signal
-from collections.abc import Sequence
+import socket
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED, FINAL_EXIT_CODES
 
@@ -65,6 +68,36 @@ def judge(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> Verdict:
     if cause.code in FINAL_EXIT_CODES:
         return Verdict(code=cause.code, restart=False, cause=cause)
     return Verdict(code=EXIT_FAILURE, restart=True, cause=cause)
+
+
+def first_failure(
+    cause: Exit, failures: Sequence[Mapping[str, Any]], *, attempt: int | None, reached: int
+) -> dict[str, Any] | None:
+    """What failed first in an attempt: the event with which a rank has told it, or, for a rank that
+    died without a word, a new one. None if neither can be said.
+
+    Args:
+        cause: the verdict's.
+        failures: the events that ranks have told.
+        attempt: the run's count; None if the ranks had not come so far.
+        reached: the last step that was finished.
+    """
+    told = sorted(failures, key=lambda event: event["time"])
+    own = [event for event in told if not event["echo"]]
+    died_s = time.time() - time.monotonic() + cause.at_s
+    wordless = cause.code not in FINAL_EXIT_CODES and (
+        cause.code != EXIT_FAILURE or all(event["rank"] != cause.rank for event in told))
+    if own and not (wordless and died_s < own[0]["time"]):
+        return dict(own[0])
+    if cause.code is None or not wordless or attempt is None:
+        return None
+    how = f"exited with code {cause.code}" if cause.code >= 0 else (
+        f"was killed by {signal_name(-cause.code)}")
+    echo = told[0] if told else {}  # its peers know where they were
+    return {"time": round(died_s, 6), "attempt": attempt, "nonce": echo.get("nonce", ""),
+            "node": socket.gethostname(), "rank": cause.rank, "step": echo.get("step", reached),
+            "phase": echo.get("phase", "train"), "event": "death", "why": how,
+            "failed_step": echo.get("failed_step", reached + 1)}  # fmt: skip
 
 
 def signal_name(number: int) -> str:

@@ -23,23 +23,24 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes durable handshake length network packing rng snapshot stop "
-       "progress tensorfile data tasks commands recipes",
+    0: "errors append attributes diagnosis durable handshake hang job length network packing "
+       "processes rng snapshot stop progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
-    1: "anomaly device ema groups leaf lock log manifest pretrained recompute data.augment "
-       "data.bad data.batch data.sampler",
-    2: "data.reading faults hyperparameters state store task world",
-    3: "agreement config data.loader folder launcher parallel source sync_batchnorm "
+    1: "anomaly attempts device ema groups heartbeats leaf lock log manifest pretrained pulse "
+       "recompute stacks data.augment data.bad data.batch data.sampler",
+    2: "config_run config_training data.reading faults pace state store task waiting world",
+    3: "agreement alarm config data.loader folder launcher parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models",
     # What the configuration sets.
-    4: "cli data.feed health optim precision restore resume schedules tasks.images",
+    4: "budget cli compile_cache data.feed failure health optim precision restore resume schedules "
+       "tasks.images watchdog",
     5: "checkpoint data.lanes prepare step",
     6: "blame data.stream evaluate testing",
     7: "metrics",
     8: "parts sinks",
     # The one that constructs, and what uses all of it.
     9: "opening product recovery",
-    10: "build start",
+    10: "boundary build start",
     11: "loop",
     12: "commands.*",
     13: "__main__ __init__",
@@ -147,7 +148,7 @@ def test_the_trainer_does_not_know_the_launcher():
 
 
 @pytest.mark.parametrize("name", ["trainer.__main__", "trainer.store", "trainer.faults",
-                                  "launch.__main__"])
+                                  "launch.__main__", "launch.chaos"])
 def test_what_runs_before_or_without_torch_does_not_import_it(name):
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
 
@@ -206,6 +207,9 @@ def leaves(cls: type = config.Config, section: str = "") -> Iterator[tuple[str, 
             yield section, field.name, cls
 
 
+CONFIG = ("config", "config_run", "config_training")
+
+
 def attributes(node: ast.AST) -> set[tuple[str, str]]:
     """(what is before the dot, name) of each attribute that is read."""
     return {
@@ -218,8 +222,9 @@ def attributes(node: ast.AST) -> set[tuple[str, str]]:
 def reads() -> set[tuple[str, str]]:
     """The attributes read outside `config`, and by methods of `config` that are used there."""
     outside = set().union(*(attributes(tree(path)) for name, path in modules().items()
-                            if name != "config"))
-    methods = [n for n in ast.walk(tree(modules()["config"])) if isinstance(n, ast.FunctionDef)]
+                            if name not in CONFIG))
+    methods = [n for name in CONFIG for n in ast.walk(tree(modules()[name]))
+               if isinstance(n, ast.FunctionDef)]
     through = set().union(*(attributes(method) for method in methods
                             if method.name in {name for _, name in outside}))
     return outside | {("config", name) for before, name in through if before == "self"}

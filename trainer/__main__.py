@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
+import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from trainer.stop import StopRequest, process_descriptor
@@ -15,6 +17,9 @@ COMMANDS = {
     "inspect": "what is in a run folder",
     "compare": "whether two runs have the same bits",
 }
+PREPARING = ("start", "join", "build", "warm-up", "restore")
+"""Phases in which there is nothing that isn't on disk already."""
+
 _PRELOADED: dict[tuple[str, ...], Any] = {}
 """Arguments → configuration, where a launcher's server has parsed them for its ranks (0.2 s)."""
 
@@ -31,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return import_module(f"trainer.commands.{arguments[0]}").main(arguments[1:])
     stop = StopRequest()
     stop.install()  # before anything heavy is imported
+    if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
+        stop.shield()  # torchrun signals whole process groups, and for more reasons than to stop
     return run(arguments, stop)
 
 
@@ -78,29 +85,48 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         ConfigError,
         TrainerError,
     )  # fmt: skip
-    from trainer.launcher import leave_launcher
+    from trainer.failure import Failure
+    from trainer.launcher import leave_launcher, tell
     from trainer.log import Log
-    from trainer.network import lost_peer
     from trainer.world import Launch, World
 
-    log, launch, code = Log(), Launch(), EXIT_FAILURE
+    log, launch, code, agent = Log(), Launch(), EXIT_FAILURE, os.getppid()
+    failure, last_words, watched = Failure(log), "", dict[str, Any]()
+
+    def leave() -> int:
+        return _leave(log, launch, stop, agent)
+
+    def late() -> int:
+        parts = watched.get("parts")
+        if parts is not None and parts.survive_beside(lost=False) and parts.kept_beside:
+            why = (f"stopped on request after step {log.step}: the next one didn't end within "
+                   f"--stop.grace-s {config.stop.grace_s:g}; the same command goes on from there")
+            log.event("stop", why=why, exit_code=EXIT_STOPPED)
+            log.announce(why)
+            leave_launcher(EXIT_STOPPED, launch, lambda: stop.senders[agent])
+            return EXIT_STOPPED
+        log.error(f"--stop.grace-s {config.stop.grace_s:g}: step {log.step} ({log.phase}) didn't "
+                  "end in that time; leaving without having saved it")
+        return EXIT_FAILURE
+
     try:
         launch = Launch.from_environment()
         log = Log(launch.rank)
+        failure = Failure(log)
         _watch_launcher(stop, launch)
+        stop.leave_when(lambda: log.phase in PREPARING, leave)
         commands = ", ".join(COMMANDS)
         config = _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
         log.set_level(config.log.level)
-        _tell_launcher(str(config.run))
-        stop.limit(config.stop.grace_s, lambda: log.error(
-            f"--stop.grace-s {config.stop.grace_s:g}: step {log.step} ({log.phase}) didn't end "
-            "in that time; leaving without having saved it"))
+        failure.config = config
+        tell("run", os.path.abspath(str(config.run)))
+        stop.limit(config.stop.grace_s, late)
         threads = None if config.world.threads == "auto" else config.world.threads
         log.phase = "join"
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
-            code = _train(config, world, log, stop)
+            code = _train(config, world, log, stop, agent, failure, watched)
     except ConfigError as error:
         code = error.exit_code
         log.event("refused", why=str(error))
@@ -108,45 +134,102 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         alone = log.phase not in ("start", "build") and error.teller is None
         if launch.rank == 0 or alone:
             _show_cause(error)
-            log.error(str(error))
+            log.error(last_words := str(error))
     except TrainerError as error:
         code = error.exit_code
-        log.event("stop", why=str(error), exit_code=code)
+        log.event("stop", why=str(error), exit_code=code, error=type(error).__name__)
         if launch.rank == 0:
-            say = log.info if code in (EXIT_COMPLETE, EXIT_STOPPED) else log.error
-            say(str(error))
+            failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
+            last_words = str(error) if failed else ""
+            (log.error if failed else log.info)(str(error))
     except Exception as error:
-        echo = lost_peer(error)
-        log.event("failure", why=f"{type(error).__name__}: {error}", echo=echo)
-        if echo:  # the cause is another rank's, which tells it
-            log.warning(f"lost a peer after step {log.step} ({log.phase}); leaving")
-        else:
-            traceback.print_exc()
-            log.error(f"step {log.step}, {log.phase}: {type(error).__name__}: {error}")
+        stop.leave_if_idle()
+        failure.note(error)
+        code, last_words = failure.explain()
+    _end_workers()
     log.close()
-    leave_launcher(code, launch, signalled=stop.requested)
+    leave_launcher(code, launch, lambda: stop.senders[agent], last_words=last_words)
     return code
 
 
-def _train(config, world, log, stop) -> int:  # type: ignore[no-untyped-def]
+def _train(  # type: ignore[no-untyped-def]
+    config, world, log, stop, agent, failure, watched
+) -> int:
     from trainer.build import build
     from trainer.errors import EXIT_COMPLETE, StopRequested
+    from trainer.launcher import tell
     from trainer.loop import train
+    from trainer.watchdog import Watchdog
+
+    limit_s = None if config.watchdog.limit_s == "auto" else config.watchdog.limit_s
+    with Watchdog(world, log, limit_s=limit_s, tell=partial(tell, "failure")) as watchdog:
+        parts = watched["parts"] = build(config, world, log, stop, watchdog.pulse)
+        watchdog.rescue_with(parts.survive_beside)
+        watchdog.in_flight = lambda: parts.checkpoint.in_flight
+        try:
+            train(parts)
+        except StopRequested:
+            parts.close()
+            raise
+        except BaseException as error:
+            watchdog.stop()  # what follows is what it would do
+            _survive(parts, error, stop, agent, failure)
+            raise
+        parts.close()
+    return EXIT_COMPLETE
+
+
+def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-untyped-def]
+    """Keep what can be kept after an error.
+
+    Raises:
+        StopRequested: it came up while a stop was asked for, and nothing is lost.
+    """
+    from trainer.errors import StopRequested, TrainerError
     from trainer.network import lost_peer
 
-    parts = build(config, world, log, stop)
-    try:
-        train(parts)
-    except StopRequested:
-        parts.close()
-        raise
-    except BaseException as error:
-        if lost_peer(error):
-            parts.survive()
+    # The death of a loader worker is no news any more: torch would raise it, amid anything.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    if isinstance(error, TrainerError):
         parts.abandon()
-        raise
-    parts.close()
-    return EXIT_COMPLETE
+        return
+    echo, asked, log = lost_peer(error), stop.requested, parts.log
+    if echo and stop.only_from(agent):
+        asked = False  # torchrun's answer to the death of that peer
+    if not asked:
+        failure.note(error, step=parts.current_step)
+    kept = parts.survive(own=not echo)
+    parts.abandon()
+    if not (asked and kept):
+        return
+    stop.leave_if_idle()
+    log.warning(f"while stopping, step {log.step} ({log.phase}): {type(error).__name__}: {error}")
+    raise StopRequested(f"stopped on request after step {log.step}; "
+                        "the same command goes on from there") from error
+
+
+def _leave(log, launch, stop, agent) -> int:  # type: ignore[no-untyped-def]
+    """The last words of a stop that comes before the first step: nothing is to be saved."""
+    from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
+    from trainer.launcher import has_lost_rank, leave_launcher
+
+    if stop.only_from(agent) and has_lost_rank(launch):  # torchrun starts them all again
+        log.event("failure", why="the launcher ends the attempt: a rank is gone", echo=True)
+        return EXIT_FAILURE
+    why = f"stopped on request ({stop.reason}) before the first step of this start"
+    log.event("stop", why=why, exit_code=EXIT_STOPPED)
+    log.info(f"{why}; the same command goes on")
+    leave_launcher(EXIT_STOPPED, launch, lambda: stop.senders[agent])
+    return EXIT_STOPPED
+
+
+def _end_workers() -> None:
+    """Loader processes that still live after a failure. They are deaf to the SIGTERM with which
+    Python's own end would ask them, before it waits for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch would raise here, at each one's end
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()
 
 
 def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyped-def]
@@ -156,14 +239,6 @@ def _watch_launcher(stop: StopRequest, launch) -> None:  # type: ignore[no-untyp
         stop.watch(int(descriptor), "the launcher")
     elif launch.run_id is not None:
         stop.watch(process_descriptor(os.getppid()), "the launcher")
-
-
-def _tell_launcher(run: str) -> None:
-    """Let `python -m launch` know where to read how far the run has come."""
-    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
-    if descriptor is not None:
-        with contextlib.suppress(OSError):  # it is gone, and its watcher knows
-            os.write(int(descriptor), f"run {os.path.abspath(run)}\n".encode())
 
 
 def _show_cause(error: BaseException) -> None:

@@ -58,11 +58,11 @@ def told(fault: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str]
         return "the loss is far above the recent ones (--nonfinite.spike-z)"
     parts = []
     for cause in causes[:SHOWN]:
-        samples = _listed(cause["samples"])
+        place = (f"micro-batch {cause['micro_batch']} (samples {_listed(cause['samples'])})"
+                 if cause["samples"] else "an empty micro-batch: the loss of 0 samples has to be 0")
         what = ("the gradient isn't finite" if math.isfinite(float(cause["loss"]))
                 else f"loss {cause['loss']}")
-        parts.append(f"{what} on rank {cause['rank']}, micro-batch {cause['micro_batch']}"
-                     f" (samples {samples})")
+        parts.append(f"{what} on rank {cause['rank']}, {place}")
         if cause["input"]:
             parts.append(f"the input was already non-finite: samples {_listed(cause['input'])}")
     if not causes:
@@ -104,7 +104,8 @@ def _not_finite(micro: Micro) -> list[int]:
     indices = micro.slot.indices
     found = set()
     for tensor in batches.tensors(micro.batch):
-        if tensor.is_floating_point() and tensor.dim() and len(tensor) == len(indices):
+        per_sample = tensor.dim() > 0 and len(tensor) == len(indices) > 0
+        if tensor.is_floating_point() and per_sample:
             fine = torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)
             found |= {indices[i] for i in (~fine).nonzero().flatten().tolist()}
     return sorted(found)

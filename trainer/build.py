@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import (
     anomaly,
     cli,
+    compile_cache,
     faults,
     folder,
     parallel,
@@ -42,6 +45,7 @@ from trainer.opening import open_metrics, open_source
 from trainer.parts import Parts
 from trainer.prepare import Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
+from trainer.pulse import Pulse
 from trainer.source import Found, find, find_at
 from trainer.state import EMA, MODEL, OPTIMIZER, TrainState
 from trainer.step import Step
@@ -50,7 +54,9 @@ from trainer.store import Store
 from trainer.world import World
 
 
-def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Parts:
+def build(
+    config: Config[Any], world: World, log: Log, stop: StopRequest, pulse: Pulse
+) -> Parts:
     """Collective. Construct the run, on every rank the same.
 
     Raises:
@@ -65,6 +71,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     armed = faults.Faults(
         [faults.parse(text) for text in config.inject], rank=world.rank,
         attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
+        pulse=pulse,
     )  # fmt: skip
 
     horizon = Horizon(epoch=work.plan.steps_per_epoch, total=work.intervals.total)
@@ -103,7 +110,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         describe={"settings": resume.settings(config), "circumstances": circumstances,
                   "inexact": inexact},
         on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
-        sync=metrics.sync,
+        sync=metrics.sync, rest=pulse.rest,
     )  # fmt: skip
     found = _find(config, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()
@@ -126,9 +133,13 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
     if position >= work.intervals.total or 0 < config.eval.patience <= waited:
         folder.refuse_finished(path, world, position)
     folder.enter(path, identity, lock, world, log)
-    log.event("start", world_size=world.size)
+    folder.begin(path, identity, world, log, position=position, version=_version(config),
+                 max_same_step=config.restart.max_same_step)
     armed.at("start", step=position)
 
+    if work.choice.compile:
+        stop.shield()  # compilers outlive a signal to the whole process group
+        compile_cache.use(path / folder.COMPILED, world)
     wrapped, objective = _wrap(config, work, world)
     if config.optim.ema:
         state.ema = Ema(work.model, config.optim.ema, before=checkpoint.finish_copy)
@@ -168,6 +179,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
             weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
+            stopped=lambda: stop.requested,
         )
         for split in ("validation", "test")
     }  # fmt: skip
@@ -189,6 +201,15 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         intervals=work.intervals, found=found, card=card, reopen=reopen,
         agreement=Agreement(partial(_shared, state), world, position),
     )  # fmt: skip
+
+
+def _version(config: Config[Any]) -> str:
+    """Changes with the configuration and with the file that the task is written in: whether a
+    failure can be the one of the attempt before."""
+    hasher = xxhash.xxh3_64(cli.to_toml(config).encode())
+    with contextlib.suppress(OSError, TypeError):  # written where there is no file
+        hasher.update(Path(inspect.getfile(type(config.task))).read_bytes())
+    return hasher.hexdigest()
 
 
 def _agreed(world: World, make: Callable[[], Any]) -> Any:

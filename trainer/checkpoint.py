@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import json
-import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor
 
 from trainer import tensorfile
 from trainer.errors import CheckpointDamaged, NonFinite, TrainerError
+from trainer.job import Job
 from trainer.log import Log
 from trainer.manifest import Stage
 from trainer.restore import abandon_newer, restore, restore_model
@@ -28,20 +27,6 @@ SURVIVORS_WAIT_S = 20.0
 """Seconds that a survivor waits for another one's save; launchers give 30 in all."""
 
 
-@dataclass
-class _Job:
-    step: int
-    kind: str
-    tensors: dict[str, dict[str, Tensor]]
-    facts: dict[str, Any]
-    protect: set[int]
-    """Steps whose checkpoints stay, whatever their age."""
-    copied: threading.Event = field(default_factory=threading.Event)
-    """Set when parameters and optimizer state may change again."""
-    error: BaseException | None = None
-    done: bool = False
-
-
 class Checkpointer:
     """Saves at step boundaries: a copy in memory, then written by a thread of its own on rank 0.
 
@@ -49,6 +34,7 @@ class Checkpointer:
         describe: what else a checkpoint remembers of this attempt (settings, circumstances).
         recent: the metric lines since the last committed checkpoint; travel in each save.
         sync: makes the lines written so far durable; called before a commit.
+        rest: called when the writer has nothing more to do.
         clock: seconds, monotonic.
     """
 
@@ -56,6 +42,7 @@ class Checkpointer:
         self, *, store: Store, state: TrainState, world: World, log: Log, run_id: str,
         describe: Mapping[str, Any], recent: list[Any], on_error: str,
         every_s: float = 0.0, sync: Callable[[], None] = lambda: None,
+        rest: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.store = store
@@ -75,11 +62,11 @@ class Checkpointer:
         # One thread for all saves: to wake it costs the training 10 µs, to start it 100-200.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
-        self._job: _Job | None = None
+        self._job: Job | None = None
         self._saved = (-1, -1)  # step, and the last validated step that it holds
         self._healthy = -1  # the newest save that no bad step came directly before
-        self._held: _Job | None = None  # the best weights, on every rank, until they are on disk
-        self._sync = sync
+        self._held: Job | None = None  # the best weights, on every rank, until they are on disk
+        self._sync, self._rest = sync, rest
 
     @property
     def overdue(self) -> bool:
@@ -95,6 +82,12 @@ class Checkpointer:
             self.failed is None if job is None else job.done and job.error is None)
 
     @property
+    def in_flight(self) -> int | None:
+        """The step that this rank's writer is at; None if it has nothing to do."""
+        writing, job = self._writing, self._job
+        return None if writing is None or job is None or writing.done() else job.step
+
+    @property
     def saved_step(self) -> int:
         """The step of the last save that was begun."""
         return self._saved[0]
@@ -108,7 +101,7 @@ class Checkpointer:
     def failure(self) -> str | None:
         """Why the last save of this rank failed, if it did."""
         job = self._job
-        return self.failed if job is None or job.error is None else _told(job)
+        return self.failed if job is None or job.error is None else job.told
 
     def save(self, kind: str) -> None:
         """Collective. Save the state of this step boundary; several triggers on one step make one.
@@ -191,17 +184,21 @@ class Checkpointer:
         kept_on = (CheckpointDamaged,) if must else (CheckpointDamaged, NonFinite)
         if isinstance(job.error, TrainerError) and not isinstance(job.error, kept_on):
             raise job.error
-        said, self.failed = self.failed, _told(job)
+        said, self.failed = self.failed, job.told
         self._log.event("save-failed", at_step=job.step, why=str(job.error))
         if must or self._on_error == "stop":
             raise OSError(self.failed) from job.error
         if said is None:  # once, until a save succeeds again
             self._log.warning(f"{self.failed}. The run goes on and tries again at the next save.")
 
-    def save_alone(self) -> int | None:
+    def save_alone(self, kept: Mapping[int, Tensor] | None = None) -> int | None:
         """Save the state of this step boundary without the other ranks, one of which is dead.
 
         Every survivor tries; one writes, the others find its checkpoint whole.
+
+        Args:
+            kept: address → the tensor to save in place of the live one there, where another
+                thread than the main one saves, beside whatever the device is at.
 
         Returns:
             The step that is saved now; None where an equally new checkpoint was there already.
@@ -215,10 +212,15 @@ class Checkpointer:
         step = self._state.progress.step
         if self._is_saved(step):
             return None
-        self._write_alone(self._take("survivor", self._snapshot.take(self._state.tensors())))
+        tensors = self._state.tensors()
+        if kept:
+            tensors = {file: {name: kept.get(t.data_ptr(), t) for name, t in entries.items()}
+                       for file, entries in tensors.items()}
+        copy = self._snapshot.take(tensors, pin=kept is None)
+        self._write_alone(self._take("survivor", copy))
         return step
 
-    def _write_alone(self, job: _Job) -> None:
+    def _write_alone(self, job: Job) -> None:
         with self.store.stage(
             job.step, generation=self.generation, wait_s=SURVIVORS_WAIT_S
         ) as stage:
@@ -239,7 +241,7 @@ class Checkpointer:
         others = [t for name in tensors if name != MODEL for t in tensors[name].values()]
         return parameters | {t.data_ptr() for t in others}
 
-    def _take(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> _Job:
+    def _take(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> Job:
         """What a checkpoint of this step boundary is to hold."""
         step = self._state.progress.step
         facts = {
@@ -248,13 +250,14 @@ class Checkpointer:
         }
         if not self._state.progress.bad_row:
             self._healthy = step
-        return _Job(step, kind, tensors, facts, {self._state.best.step, self._healthy})
+        return Job(step, kind, tensors, facts, {self._state.best.step, self._healthy})
 
-    def _submit(self, job: _Job) -> None:
+    def _submit(self, job: Job) -> None:
         job.error, self._job = None, job
         self._writing = self._writer.submit(self._write, job)
+        self._writing.add_done_callback(lambda _: self._rest())
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: Job) -> None:
         began = time.perf_counter()
         try:
             self._finish_snapshot(job)
@@ -276,7 +279,7 @@ class Checkpointer:
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
 
-    def _finish_snapshot(self, job: _Job) -> None:
+    def _finish_snapshot(self, job: Job) -> None:
         try:
             if not self._snapshot.finish():
                 self.overlap = False
@@ -287,7 +290,7 @@ class Checkpointer:
         finally:
             job.copied.set()
 
-    def _fill(self, stage: Stage, job: _Job) -> None:
+    def _fill(self, stage: Stage, job: Job) -> None:
         if sick := self._state.sick(job.tensors[MODEL]):
             raise NonFinite(f"step {job.step} has weights that aren't finite ({', '.join(sick)}): "
                             "such a checkpoint is never kept")
@@ -334,7 +337,3 @@ class Checkpointer:
         """After a failure: let the save in flight come to its end; it may be whole."""
         if self._writing is not None:
             self._writing.result()
-
-
-def _told(job: _Job) -> str:
-    return f"step {job.step} was not saved: {job.error}"

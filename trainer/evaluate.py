@@ -62,11 +62,16 @@ class Evaluator:
     step: Callable[[], int]
     epoch: Callable[[], int] = lambda: 0
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    stopped: Callable[[], bool] = lambda: False
+    """Whether this rank wants to stop: looked at before each batch."""
 
-    def __call__(self) -> Scores:
+    def __call__(self) -> Scores | None:
         """Evaluate the whole data set in eval mode, and return to the mode it found.
 
         Collective. Draws nothing from the training's generators, and leaves no gradient.
+
+        Returns:
+            None, on all ranks, if some rank has stopped in the middle.
 
         Raises:
             ValueError: the data set is empty.
@@ -75,9 +80,12 @@ class Evaluator:
         self.model.eval()
         try:
             with rng.preserved(), self.weights():
-                names, table = self._table()
+                rows = self._table()
         finally:
             self.model.train(training)
+        if self.all_sum(torch.tensor([float(rows is None)])).item() or rows is None:
+            return None
+        names, table = rows
         # Each row belongs to one rank and the others add zeros: the same bits for any split.
         self.all_sum(table)
         totals = dict(zip(names, _pairs(table), strict=False))
@@ -88,8 +96,9 @@ class Evaluator:
             samples=round(float(table[:, -1].sum())),
         )
 
-    def _table(self) -> tuple[list[str], Tensor]:
-        """One row a batch: (sum, count) of the loss and of each metric, and the samples."""
+    def _table(self) -> tuple[list[str], Tensor] | None:
+        """One row a batch: (sum, count) of the loss and of each metric, and the samples. None if
+        this rank has stopped before the end."""
         stream = isinstance(self.dataset, IterableDataset)
         count = 0 if stream else -(-len(self.dataset) // self.batch_size)
         if not count and not stream:
@@ -99,6 +108,8 @@ class Evaluator:
         names: list[str] = []
         # A rank without a batch evaluates the first one too, for the form of the table.
         for micro in self._batches(mine or range(1)):
+            if self.stopped():
+                return None
             number = micro.slot.number
             self.faults.at("evaluate", step=self.step(), epoch=self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)

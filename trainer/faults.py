@@ -14,6 +14,7 @@ from pathlib import Path
 
 from trainer.errors import ConfigError
 from trainer.log import Log
+from trainer.pulse import Pulse
 
 KINDS = (
     "kill", "exit", "raise", "hang", "stop", "term", "nan", "flip", "corrupt", "enospc", "slow",
@@ -95,9 +96,11 @@ class Faults:
 
     def __init__(
         self, faults: Sequence[Fault] = (), *, rank: int = 0, attempt: int = 0,
-        marks: Path | None = None, log: Log | None = None,
+        marks: Path | None = None, log: Log | None = None, pulse: Pulse | None = None,
     ) -> None:
         self.actions: dict[str, Callable[[], None]] = {}
+        self.pulse = pulse or Pulse()
+        """Told of each point, also when no fault is armed."""
         self._faults = [
             fault for number, fault in enumerate(faults) if fault.rank == rank
             and not (marks is not None and _mark(marks, number, fault).exists())
@@ -108,13 +111,22 @@ class Faults:
         self._lock = threading.Lock()
 
     def at(self, phase: str, *, step: int, epoch: int = 0) -> None:
-        """Called at each named point; does nothing unless a fault is armed for it."""
+        """Called at each named point: notes it, and fails if a fault is armed for it.
+
+        Raises:
+            RuntimeError: a peer is gone, and this rank may leave here.
+        """
+        self.pulse.beat(phase, step)
         if not self._faults:
             return
         for fault in list(self._faults):
             if fault.fits(rank=self._rank, step=step, epoch=epoch, phase=phase,
                           attempt=self._attempt):
                 self._fire(fault, phase, step)
+
+    def rehearse(self, phase: str, *, step: int, epoch: int = 0) -> None:
+        """A point that is passed to warm up: no fault fires."""
+        self.pulse.beat("warm-up", step)
 
     def _fire(self, fault: Fault, phase: str, step: int) -> None:
         with self._lock:

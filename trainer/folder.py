@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -15,8 +16,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainer.attempts import read_attempts, repeated, sentence
 from trainer.durable import fsync_folder, make_folder, write_file
-from trainer.errors import AlreadyFinished, ConfigError
+from trainer.errors import AlreadyFinished, ConfigError, GaveUp
 from trainer.lock import RunLock
 from trainer.log import Log, read_events
 from trainer.store import Store
@@ -26,7 +28,9 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT, METRICS, EVENTS = (
     "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
 )  # fmt: skip
+TAIL_BYTES = 1 << 16
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
+COMPILED = "compile-cache"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,6 +123,50 @@ def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log)
     log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if note:
         log.warning(note)
+
+
+def begin(path: Path, identity: Identity, world: World, log: Log, *, position: int, version: str,
+          max_same_step: int) -> None:
+    """Collective. Note the start of this attempt, unless those before it make it pointless.
+
+    Args:
+        position: the step from which it goes on.
+        version: of its configuration and its task's code.
+        max_same_step: failures in a row at the same step that are enough.
+
+    Raises:
+        GaveUp: there have been so many.
+    """
+    error = None
+    reached = _last_step(path / METRICS) if world.is_main else 0
+    if world.is_main and identity.attempt:
+        before = read_attempts(read_events(path / EVENTS))
+        row = repeated(before, reached=reached, version=version)
+        if len(row) >= max_same_step:
+            first = next((a.cause for a in row if a.cause is not None), None)
+            times = "1 time" if len(row) == 1 else f"{len(row)} times"
+            told = "not told; its process was killed" if first is None else sentence(first)
+            error = GaveUp(
+                f"gave up: step {row[0].failed_step} has failed {times} in a row "
+                f"(--restart.max-same-step {max_same_step}); once it is mended, the same command "
+                f"goes on from step {position}. First cause: {told}")
+    log.event("start", world_size=world.size, pid=os.getpid(), launch=_launch_id(world),
+              version=version, reached=reached)
+    world.agree(error)
+
+
+def _last_step(metrics: Path) -> int:
+    """The newest step in metrics.jsonl; 0 if there is none."""
+    try:
+        with metrics.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            lines = file.read().splitlines()
+    except FileNotFoundError:
+        return 0
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
+            return int(json.loads(line)["step"])
+    return 0
 
 
 def _launch_id(world: World) -> str | None:

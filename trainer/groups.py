@@ -50,6 +50,10 @@ class Groups:
             if inode not in before and store_port not in (found.local_port, found.peer_port)
         )
 
+    def connections(self) -> list[int]:
+        """Descriptors of the groups' connections, duplicated: to see the end of a peer."""
+        return network.duplicates(self._made)
+
     def cut(self) -> None:
         """End all connections of the groups at once; nothing can be sent through them any more.
 

@@ -1,16 +1,20 @@
-"""How a run that is over for good tells a launcher that would start it again."""
+"""What a rank tells its launcher: that the run is over for good, and what failed first."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
+from collections.abc import Callable
 from pathlib import PurePath
+from typing import Any
 
-from trainer.errors import FINAL_EXIT_CODES
+from trainer.errors import EXIT_STOPPED, FINAL_EXIT_CODES
 from trainer.world import Launch
 
 LEAVE_TIMEOUT_S = 5.0
@@ -19,42 +23,102 @@ _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
-    exit_code: int, launch: Launch, *, signalled: bool = False, timeout_s: float = LEAVE_TIMEOUT_S
-) -> None:
+    exit_code: int, launch: Launch, num_told: Callable[[], int], *, last_words: str = "",
+    timeout_s: float = LEAVE_TIMEOUT_S,
+) -> None:  # fmt: skip
     """Returns when this rank may exit with `exit_code`, so that torchrun doesn't start it again.
 
     torchrun restarts every exit but 0. So where the trainer itself ends the run, local rank 0 sends
     SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has reached it
     (a rank that left earlier would be taken for a failure), or `timeout_s` seconds have passed. If
     local rank 0 has not spoken by then, the others do, and wait another second. Nothing happens
-    with other exit codes, or under a launcher that knows them.
-
-    Main thread only. SIGTERM does nothing any more from here on.
+    with other exit codes, or under a launcher that knows them. Nor after a stop that torchrun has
+    asked for: it knows whether it is the end, or the answer to a rank's death or a new node.
 
     Args:
-        signalled: whether this rank has been asked to stop before. It may have been by torchrun's
-            SIGTERM, which then will not come again unless torchrun is told once more, soon.
+        num_told: how often torchrun has sent this rank a signal so far. Once it has, another one
+            will not come unless torchrun is told once more, soon.
+        last_words: why the run is over, said once more below the traceback with which torchrun
+            reports that signal.
     """
-    agent = os.getppid()
+    agent, before = os.getppid(), num_told()
     if exit_code not in FINAL_EXIT_CODES or not _restarts_us(agent, launch):
         return
-    told = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: told.set())
+
+    def told() -> bool:
+        return num_told() > before
+
+    # Whoever signals a rank to stop often signals torchrun as well.
+    if exit_code == EXIT_STOPPED and (before or _wait(told, agent, SIGNALLED_TIMEOUT_S)):
+        return
+    if last_words:
+        _say_after(agent, f"trainer: exit code {exit_code}: {last_words}\n")
     if launch.local_rank == 0:
         _terminate(agent)
         _wait(told, agent, timeout_s)
-    elif not _wait(told, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if signalled else timeout_s):
+    elif not _wait(told, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if before else timeout_s):
         _terminate(agent)
         _wait(told, agent, 1.0)
 
 
-def _wait(told: threading.Event, agent: int, timeout_s: float) -> bool:
+def has_lost_rank(launch: Launch) -> bool:
+    """Whether torchrun, the parent, has fewer children than this host has ranks. Linux."""
+    agent = os.getppid()
+    try:
+        with open(f"/proc/{agent}/task/{agent}/children") as children:
+            return len(children.read().split()) < launch.local_size
+    except OSError:
+        return False
+
+
+def tell(word: str, value: Any) -> None:
+    """A line for `python -m launch`, if it is there: `word`, and a value as JSON."""
+    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
+    if descriptor is not None:
+        with contextlib.suppress(OSError):  # it is gone, and its watcher knows
+            os.write(int(descriptor), f"{word} {json.dumps(value)}\n".encode())
+
+
+def record_failure(told: str, stack: str, *, echo: bool) -> None:
+    """Tell torchrun, in the file that it gives each rank, what it shows when it gives up.
+
+    It shows the failure with the earliest second as the root cause, and takes the second in which
+    it noticed an end for a rank that was killed. So an echo bears a somewhat later one.
+
+    Args:
+        told: the failure in one line.
+        stack: its traceback.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    at_s = math.ceil(time.time()) + 2 if echo else int(time.time())
+    message = {"message": told,
+               "extraInfo": {"py_callstack": f"{stack}{told}", "timestamp": str(at_s)}}
+    with contextlib.suppress(OSError), open(path, "w") as file:  # it is for people only
+        json.dump({"message": message}, file)
+
+
+def _wait(told: Callable[[], bool], agent: int, timeout_s: float) -> bool:
     """Whether torchrun has told this rank to leave, or is gone, within the time."""
     deadline = time.monotonic() + timeout_s
-    while not told.wait(0.05) and os.getppid() == agent:
+    while not told() and os.getppid() == agent:
         if time.monotonic() > deadline:
             return False
+        time.sleep(0.02)
     return True
+
+
+def _say_after(agent: int, text: str) -> None:
+    """Let a process of its own write to stderr when the agent is gone."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    descriptor = os.pidfd_open(agent)
+    wait = ("import select, sys; select.select([int(sys.argv[1])], [], [], 10); "
+            "sys.stderr.write(sys.argv[2])")
+    subprocess.Popen([sys.executable, "-ISc", wait, str(descriptor), text], pass_fds=[descriptor],
+                     stdin=subprocess.DEVNULL, start_new_session=True)
+    os.close(descriptor)
 
 
 def _restarts_us(parent: int, launch: Launch) -> bool:

@@ -1,4 +1,4 @@
-"""A leaf of the configuration: its default, how it may change on resume, and a check of it."""
+"""A leaf of the configuration: its default, how it may change on resume, and its check."""
 
 from __future__ import annotations
 
@@ -17,6 +17,6 @@ def leaf(default: Any, change: Change) -> Any:
 
 
 def check(condition: bool, flag: str, value: object, remedy: str) -> None:
-    """Raises: ConfigError: the condition doesn't hold; names the flag, its value and the remedy."""
+    """Raises `ConfigError`, with flag, value and remedy, unless the condition holds."""
     if not condition:
         raise ConfigError(f"--{flag} {value}: {remedy}")

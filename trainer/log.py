@@ -37,6 +37,7 @@ class Log:
         self.rank = rank
         self.attempt = 0
         self.nonce = ""
+        self.folder: Path | None = None  # the run's, once it is entered
         self.step = 0
         self.echo: Callable[[str], None] | None = None  # set while a progress bar owns the line
         self._stream = stream
@@ -92,15 +93,15 @@ class Log:
     def open_events(self, path: Path, *, attempt: int, nonce: str) -> None:
         """Append events to `path` from now on; those noted before are written first."""
         self.attempt, self.nonce = attempt, nonce
-        self._events = AppendFile(path)
+        self._events, self.folder = AppendFile(path), path.parent
         if _is_torn(path):
             self._events.append(b"\n")
         for line in self._early:
             self._write_event({**line, "attempt": attempt, "nonce": nonce})
         self._early.clear()
 
-    def event(self, event: str, **fields: Any) -> None:
-        """Note an event, in one write."""
+    def event(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Note an event, in one write; returns it."""
         line = {
             "time": round(self._clock(), 6),
             "attempt": self.attempt,
@@ -116,6 +117,7 @@ class Log:
             self._early.append(line)
         else:
             self._write_event(line)
+        return line
 
     def close(self) -> None:
         """Close the file of events; those that a full disk still holds up are lost."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from trainer.boundary import is_due, stop, validate
 from trainer.data.bad import refuse_copies
-from trainer.errors import StopRequested
-from trainer.metrics import validation_line
 from trainer.parts import Parts
-from trainer.product import choose_best, finish
+from trainer.product import finish
 from trainer.recovery import face_skipped, ranks_agree
 from trainer.start import start
 
@@ -49,29 +48,4 @@ def train(run: Parts) -> dict[str, object]:
         run.heed_saves(result.sums.wishes)
         wanted = "save" in result.sums.wishes
         if "stop" in result.sums.wishes:
-            ranks_agree(run)
-            run.checkpoint.save("stop")
-            run.checkpoint.settle()
-            raise StopRequested(f"stopped on request after step {progress.step}; "
-                                "the same command goes on from there")
-
-
-def validate(run: Parts) -> None:
-    """Collective. Validate, and save where the weights are the best so far."""
-    if run.validate is None:
-        return
-    run.log.phase = "evaluate"
-    with run.world.patient():
-        scores = run.validate()
-    step = run.progress.step
-    line = validation_line(step, scores, run.state.meter.take_mean())
-    run.metrics.validation(line)
-    run.progress.validated = step
-    run.state.schedule.validated(line)
-    if choose_best(run.config.eval.best, run.state.best, line, step, run.config.eval.min_delta):
-        run.checkpoint.save("best")
-
-
-def is_due(step: int, interval: int, last: int) -> bool:
-    """Whether work of this interval (0: off) falls on the step; all of it falls on the last."""
-    return step > 0 and (step >= last or (interval > 0 and step % interval == 0))
+            stop(run)

@@ -17,6 +17,9 @@ RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale
             "replaced")
 
 
+_ENCODER = json.JSONEncoder(allow_nan=False)
+
+
 class Sink(Protocol):
     """Something that shows the run; on rank 0 only."""
 
@@ -75,7 +78,7 @@ def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict
 
 def encode(line: dict[str, Any]) -> str:
     """The line as text, floats in their shortest exact form."""
-    return json.dumps(line, allow_nan=False)
+    return _ENCODER.encode(line)
 
 
 def order_of(line: dict[str, Any]) -> tuple[int, bool]:

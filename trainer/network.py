@@ -49,6 +49,14 @@ def shut_down(inodes: Collection[int]) -> int:
     return count
 
 
+def duplicates(inodes: Collection[int]) -> list[int]:
+    """File descriptors of these connections, to watch them; to be closed by the caller.
+
+    No socket objects: those would make the connections blocking ones for their owners too.
+    """
+    return [os.dup(found.fileno()) for made, found in _open_connections() if made.inode in inodes]
+
+
 def loopback() -> str | None:
     """The name of the loopback interface, or None where there is none."""
     names = [name for _, name in socket.if_nameindex()]

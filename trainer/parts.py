@@ -4,19 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer import faults
+from torch import Tensor
+
+from trainer import budget, faults
 from trainer.agreement import Agreement
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data.loader import Loader
 from trainer.errors import CheckpointBusy, NonFinite, SaveFailed, StaleAttempt
 from trainer.evaluate import Evaluator
-from trainer.folder import Identity
+from trainer.folder import EVENTS, Identity
 from trainer.log import Log
 from trainer.metrics import Metrics
 from trainer.prepare import Intervals
@@ -51,6 +53,8 @@ class Parts:
     reopen: Callable[[Found], None]
     """Opens the data and the record once more, at the place of a checkpoint."""
     found: Found | None
+    kept_beside: bool = False
+    """Whether `survive_beside` has brought the state to disk."""
     card: dict[str, Any] = field(default_factory=dict)
     """What the run consists of, for people."""
 
@@ -58,6 +62,11 @@ class Parts:
     def progress(self) -> Progress:
         """Where the run is."""
         return self.state.progress
+
+    @property
+    def current_step(self) -> int:
+        """The step in the making, or else the last one made. The warm-up is the next one's."""
+        return self.progress.step + (self.step.in_progress or self.log.phase == "warm-up")
 
     def wishes(self) -> tuple[bool, ...]:
         """What this rank wants to happen after the step: one for each of `parallel.WISHES`."""
@@ -86,28 +95,81 @@ class Parts:
         self.checkpoint.close()
         self.metrics.close()
 
-    def survive(self) -> None:
-        """A peer is dead: let the others know at once, then save the boundary that this rank holds.
+    def survive(self, *, own: bool = False) -> bool:
+        """A rank has failed: let the others know at once, then save the boundary that this one
+        holds.
 
         Before the update of a step nothing but buffers has moved; after it no collective follows.
         While the weights are not those of the run (warm-up, restore, the test of the best ones),
         there is nothing to save that isn't on disk.
+
+        Args:
+            own: this rank itself has failed, by an exception; otherwise a peer is dead. What an
+                exception in the update, or in what follows it, leaves behind is not saved.
+
+        Returns:
+            Whether nothing is lost: the state is on disk.
         """
+        noticed_s = time.perf_counter()
         self.world.abandon()
-        self.log.event("lost-peer")
-        if self.log.phase not in ("train", "evaluate"):
-            return
+        if not own:
+            self.log.event("lost-peer", failed_step=self.current_step)
+        if self.log.phase not in ("train", "evaluate", "stop"):
+            return True
+        if own and not self._at_boundary():
+            return False
         if self.step.in_progress:
             self.step.buffers.put_back()
-        began = time.perf_counter()
+        return self._save_alone(noticed_s)
+
+    def survive_beside(self, *, lost: bool = True) -> bool:
+        """As `survive`, in another thread: the main thread computes, or will never come back.
+
+        Inside a step before its update only, where nothing moves but buffers, of which there are
+        copies; from then on the main thread can't make its update. On a GPU this copies on a
+        stream of its own, beside a kernel that may never end.
+
+        Args:
+            lost: a peer is gone; otherwise the time to stop is over.
+
+        Returns:
+            Whether it could be tried; `kept_beside` tells what came of it.
+        """
+        noticed_s = time.perf_counter()
+        if not self.checkpoint.overlap or not self.step.gate.acquire(blocking=False):
+            return False
+        if lost and self.world.size > 1:
+            self.log.event("lost-peer", failed_step=self.current_step)
+        with self.step.beside():
+            kept = {live.data_ptr(): copy for live, copy in self.step.buffers.pairs()}
+            self.kept_beside = self._save_alone(noticed_s, kept)
+        return True
+
+    def _save_alone(
+        self, noticed_s: float, kept: Mapping[int, Tensor] | None = None
+    ) -> bool:
+        self.checkpoint.abandon()
+        step, began_s = self.progress.step, time.perf_counter()
+        if why := budget.why_not(
+            self.path / EVENTS, self.checkpoint.store, self.state, spent_s=began_s - noticed_s,
+            generation=self.checkpoint.generation, interval=self.intervals.checkpoint,
+        ):  # fmt: skip
+            self.log.warning(why)
+            self.log.event("save-left-out", at_step=step, why=why)
+            return False
         try:
-            step = self.checkpoint.save_alone()
+            saved = self.checkpoint.save_alone(kept)
         except (OSError, CheckpointBusy, StaleAttempt, NonFinite) as error:
-            self.log.warning(f"step {self.progress.step} could not be saved: {error}")
-            return
-        if step is not None:
-            self.log.event("save", at_step=step, kind="survivor",
-                           seconds=round(time.perf_counter() - began, 6))
+            self.log.warning(f"step {step} could not be saved: {error}")
+            return False
+        if saved is not None:
+            self.log.event("save", at_step=saved, kind="survivor",
+                           seconds=round(time.perf_counter() - began_s, 6))
+        return True
+
+    def _at_boundary(self) -> bool:
+        """Whether an error of any kind has left the state of the last step whole."""
+        return self.log.phase == "evaluate" or (self.step.in_progress and not self.step.updating)
 
     def abandon(self) -> None:
         """The end after a failure, which it must not hide: keep what can be kept.

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from trainer import folder, tensorfile
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, StopRequested
 from trainer.parts import Parts
 from trainer.progress import Best
 from trainer.resume import settings
@@ -67,6 +67,9 @@ def finish(run: Parts) -> dict[str, Any]:
     if run.test is not None:
         with run.world.patient():
             scores = run.test()
+        if scores is None:
+            raise StopRequested(f"stopped on request in the test of the best weights; all {last} "
+                                "steps are saved, and the same command finishes the run")
     summary: dict[str, Any] = {
         "step": last,
         "updates": run.progress.updates,

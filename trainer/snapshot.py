@@ -23,7 +23,8 @@ class Snapshot:
         self._left: list[tuple[Tensor, Tensor, int]] = []
 
     def take(
-        self, live: Mapping[str, Mapping[str, Tensor]], *, later: Container[int] = ()
+        self, live: Mapping[str, Mapping[str, Tensor]], *, later: Container[int] = (),
+        pin: bool = True,
     ) -> dict[str, dict[str, Tensor]]:
         """Copy the tensors as they are now; on CUDA the copies are complete on return.
 
@@ -31,6 +32,8 @@ class Snapshot:
             live: file name → tensor name → tensor.
             later: addresses (`data_ptr`) of tensors that stay as they are for a while. Large ones
                 on the CPU may be left for `finish`.
+            pin: whether new buffers for a GPU's tensors are pinned; to make such memory may wait
+                for all that the GPU is at.
         """
         assert not self._left, "the copy before was not finished"
         sources: list[Tensor] = []
@@ -41,7 +44,7 @@ class Snapshot:
                 del kept[gone]
             for name, tensor in tensors.items():
                 if name not in kept or not _fits(kept[name], tensor):
-                    kept[name] = _buffer_for(tensor)
+                    kept[name] = _buffer_for(tensor, pin)
                 source, target = tensor.detach(), kept[name]
                 if tensor.data_ptr() in later and _is_plain_memory(source, target):
                     self._left.append((source, target, source._version))
@@ -71,8 +74,8 @@ def _fits(buffer: Tensor, tensor: Tensor) -> bool:
     return buffer.shape == tensor.shape and buffer.dtype == tensor.dtype
 
 
-def _buffer_for(tensor: Tensor) -> Tensor:
-    if tensor.device.type == "cuda":
+def _buffer_for(tensor: Tensor, pin: bool) -> Tensor:
+    if pin and tensor.device.type == "cuda":
         return torch.empty_like(tensor, device="cpu", pin_memory=True)
     return torch.empty_like(tensor, device="cpu")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -160,6 +161,14 @@ class Step:
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.in_progress = False
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        self.updating = False
+        """Whether parameters and optimizer state may be in the middle of an update."""
+        self.gate = threading.Lock()
+        """Open from a step's beginning to its update: parameters, optimizer and all facts are
+        those of the last boundary, and the buffers' copies too."""
+        self.gate.acquire()
+        self.boundary = torch.cuda.Event() if self.parameters[0].is_cuda else None
+        """When the device has come to the last boundary."""
 
     def __call__(
         self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
@@ -182,6 +191,10 @@ class Step:
         self.in_progress = True
         self.marks.first()
         self.buffers.keep()
+        if self.boundary is not None:
+            self.boundary.record()
+        if self.gate.locked():
+            self.gate.release()
         self.optimizer.zero_grad(set_to_none=True)
         for micro in micro_batches:
             epoch = micro.slot.epoch
@@ -194,6 +207,7 @@ class Step:
         self.marks.second()
         sums, norm = self.objective.read_sums(vector, grad_norm)  # waits for the device
         if sums.samples < self.least_samples:
+            self.gate.acquire()
             self.leave_no_trace()
             return None
         lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
@@ -203,9 +217,11 @@ class Step:
             # The last rank never has only empty micro-batches. No collective comes after it: a
             # rank that loses a peer in a step has either made its update, or has nothing of it.
             self.broadcast(self.moving, self.num_ranks - 1)
+        self.gate.acquire()
         at("optimizer", step=step, epoch=epoch)
         if not fault:
             self.before_update()
+            self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
             if self.ema is not None:
@@ -215,7 +231,7 @@ class Step:
             self.progress.note_skipped(step, bad=fault in BAD)
         self.scaler.update()
         self.progress.replaced += sums.replaced
-        self.progress.step, self.in_progress = step, False
+        self.progress.step, self.in_progress, self.updating = step, False, False
         at("step-end", step=step, epoch=epoch)
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
@@ -233,7 +249,7 @@ class Step:
             rehearsal: not part of a step; no fault is injected.
         """
         slot = micro.slot
-        at = self.faults.at if not rehearsal else _nothing
+        at = self.faults.at if not rehearsal else self.faults.rehearse
         at("forward", step=slot.step, epoch=slot.epoch)
         rng.key_generators(self.seed, rng.MICRO, slot.step, slot.number)
         hunt = contextlib.nullcontext() if rehearsal else self.hunt(slot)
@@ -258,6 +274,15 @@ class Step:
             seconds=self.clock() - start, device_s=None,
         )  # fmt: skip
 
+    def beside(self) -> contextlib.AbstractContextManager[Any]:
+        """Where another thread may read the state of the last boundary while the gate is open: on
+        a GPU a stream of its own, which waits for that boundary alone."""
+        if self.boundary is None:
+            return contextlib.nullcontext()
+        stream = torch.cuda.Stream(self.parameters[0].device)
+        stream.wait_event(self.boundary)
+        return torch.cuda.stream(stream)
+
     def leave_no_trace(self) -> None:
         """Undo a window that doesn't count: buffers, and what the scaler noted of its gradients."""
         self.buffers.put_back()
@@ -274,7 +299,3 @@ class Step:
             count = math.nan  # no number to divide by; the step is left out
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, self.nominal_count / count)
-
-
-def _nothing(phase: str, *, step: int, epoch: int) -> None:
-    """No fault."""

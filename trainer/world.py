@@ -39,6 +39,8 @@ class Launch:
     max_restarts: int = 0
     knows_exit_codes: bool = False
     """Whether the launcher is `python -m launch`, which knows this trainer's exit codes."""
+    hosts_store: bool = True
+    """Whether rank 0 hosts the store, and not torch's elastic agent."""
     launch_id: str | None = None
     """Of `python -m launch`: equal in all attempts of the launcher's life, and in no other's."""
 
@@ -78,6 +80,7 @@ class Launch:
             restart_count=number("TORCHELASTIC_RESTART_COUNT", 0, most, "0"),
             max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, most, "0"),
             knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
+            hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             launch_id=env.get("TRAINER_LAUNCH_ID"),
         )
 
@@ -299,6 +302,10 @@ class World:
             if self._groups is not None:
                 self._groups.cut()
 
+    def connections(self) -> list[int]:
+        """Descriptors of the connections to the other ranks, so that their ends can be watched."""
+        return [] if self._groups is None else self._groups.connections()
+
     def __enter__(self) -> World:
         return self
 
@@ -316,7 +323,9 @@ class World:
     @contextlib.contextmanager
     def _collective(self, name: str) -> Iterator[Groups | None]:
         if self._ended:
-            raise RuntimeError(f"World.{name}: the process group of this attempt is {self._ended}")
+            why = ": connection closed by peer" if self._ended == "abandoned" else ""
+            raise RuntimeError(
+                f"World.{name}: the process group of this attempt is {self._ended}{why}")
         try:
             yield self._groups
         except RuntimeError as error:

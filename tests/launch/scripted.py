@@ -38,6 +38,7 @@ def preload(argv: list[str]) -> int:
 def main(argv: list[str]) -> int:
     rank = Rank(Path(argv[0]))
     signal.signal(signal.SIGTERM, lambda number, frame: rank.note("asked"))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     rank.note("started", sid=os.getsid(0), server=os.getppid(), env=dict(os.environ), argv=argv)
     if os.environ["WORLD_SIZE"] != str(len(rank.wait("started"))):
         raise AssertionError("somebody is missing")
@@ -131,7 +132,7 @@ class Rank:
 
     def save(self, step: str) -> None:
         """Tell where the run folder is, save a step there, and fail 2 steps later."""
-        os.write(int(os.environ["TRAINER_LAUNCHER_FD"]), f"run {self.folder}\n".encode())
+        os.write(int(os.environ["TRAINER_LAUNCHER_FD"]), f'run "{self.folder}"\n'.encode())
         with (self.folder / "events.jsonl").open("a") as events:
             events.write(json.dumps({"event": "save", "at_step": int(step)}) + "\n")
         with (self.folder / "metrics.jsonl").open("a") as metrics:

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 
@@ -17,10 +22,24 @@ from launch.signals import StopRequest
 def test_ends_of_ranks_that_come_together_with_their_closed_channels_are_ends(
     num_ranks: int,
 ) -> None:
+    with served() as (ranks, server):
+        check_ends(ranks, server, num_ranks)
+
+
+@contextmanager
+def served() -> Iterator[tuple[Ranks, socket.socket]]:
+    """Ranks, and the server's end of their connection."""
     control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stop = StopRequest()
     stop.wakeup_fd, write_fd = os.pipe()
-    ranks = Ranks((0, control), entry="", argv=[], stop=stop, output=Output())
+    yield Ranks((0, control), entry="", argv=[], stop=stop, output=Output()), server
+    for fd in (stop.wakeup_fd, write_fd):
+        os.close(fd)
+    control.close()
+    server.close()
+
+
+def check_ends(ranks: Ranks, server: socket.socket, num_ranks: int) -> None:
     channels = [socket.socketpair() for _ in range(num_ranks)]
     for rank, (ours, _) in enumerate(channels):
         started = {"started": rank, "pid": 1000 + rank}
@@ -37,7 +56,31 @@ def test_ends_of_ranks_that_come_together_with_their_closed_channels_are_ends(
 
     assert [(end.rank, end.code) for end in exits] == [(rank, rank) for rank in range(num_ranks)]
     assert ranks.living == []
-    for fd in (stop.wakeup_fd, write_fd):
-        os.close(fd)
-    control.close()
-    server.close()
+
+
+def test_only_a_rank_that_stays_stopped_is_killed() -> None:
+    with served() as (ranks, server):
+        processes = [subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+                     for _ in range(2)]  # fmt: skip
+        channels = [socket.socketpair() for _ in processes]
+        for rank, process in enumerate(processes):
+            started = {"started": rank, "pid": process.pid}
+            forkserver.send(server, started,
+                            [os.pidfd_open(process.pid), channels[rank][0].fileno()])
+        ranks.start({rank: {"RANK": str(rank)} for rank in range(2)})
+
+        os.kill(processes[1].pid, signal.SIGSTOP)
+        os.waitid(os.P_PID, processes[1].pid, os.WSTOPPED | os.WNOWAIT)
+        killed = [ranks.kill_stopped(looks=2) for _ in range(3)]
+
+        assert killed == [[], [1], []]
+        assert processes[1].wait(10) == -signal.SIGKILL
+        assert processes[0].poll() is None
+        processes[0].kill()
+        processes[0].wait()
+        for process, (ours, theirs) in zip(processes, channels, strict=True):
+            forkserver.send(server, {"exited": process.pid, "code": -9})
+            ours.close()
+            theirs.close()
+        while ranks.living:
+            ranks.wait(10.0)

@@ -49,3 +49,20 @@ def test_the_next_attempt_starts_from_the_last_boundary(tmp_path, size, sync_bn)
         told = [e for e in events if e["event"] == "lost-peer" and e["attempt"] == fault["attempt"]]
         assert len(told) == size - 1, f"rank {rank} at step {step}"
         assert all(e["time"] - fault["time"] < 0.5 for e in told)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_save_that_launchers_would_cut_off_is_not_begun(tmp_path):
+    arguments = ["--steps=40", "--checkpoint.every=20"]
+    # The save of step 20 takes 40 s, for which step 25 waits; what dies in step 30 loses 10 steps.
+    faults = ["--inject=slow:phase=save-mid:step=20:seconds=40", "--inject=slow:step=25:seconds=45",
+              "--inject=kill:rank=1:step=30"]
+
+    straight = launch(2, tmp_path / "straight", *arguments)
+    killed = launch(2, tmp_path / "killed", *arguments, *faults)
+
+    assert (straight.returncode, killed.returncode) == (0, 0), killed.stderr
+    assert "step 29 isn't saved: that would take 40 s" in killed.stderr
+    assert [a["start_step"] for a in inspect(tmp_path / "killed")["attempts"]] == [0, 20]
+    assert not list(differences(tmp_path / "straight", tmp_path / "killed"))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
-from launch.verdict import Exit, judge
+from launch.verdict import Exit, first_failure, judge
 
 KILL, TERM = -9, -15
 
@@ -86,3 +88,48 @@ def test_a_failure_just_before_the_stop_request_would_have_been_restarted() -> N
 )
 def test_an_end_is_told_in_words(code: int, text: str) -> None:
     assert str(ends(code)[0]) == text
+
+
+def told(rank: int, age_s: float, *, echo: bool = False) -> dict:
+    place = {"attempt": 4, "rank": rank, "step": 11, "phase": "train", "failed_step": 12}
+    return {**place, "time": time.time() - age_s, "event": "failure", "echo": echo,
+            "why": "ValueError: x"}  # fmt: skip
+
+
+def died(rank: int, age_s: float, code: int | None) -> Exit:
+    return Exit(rank=rank, code=code, at_s=time.monotonic() - age_s)
+
+
+@pytest.mark.parametrize(("events", "rank"), [
+    ([told(0, 3), told(1, 5), told(2, 9, echo=True)], 1), ([told(0, 3)], 0)])
+def test_the_first_failure_is_the_earliest_that_a_rank_has_told(events: list, rank: int) -> None:
+    found = first_failure(died(0, 2, 1), events, attempt=4, reached=11)
+
+    assert found is not None
+    assert found["rank"] == rank
+
+
+def test_a_death_without_a_word_becomes_an_event_with_the_place_that_peers_tell() -> None:
+    found = first_failure(died(1, 2, KILL), [told(0, 1, echo=True)], attempt=4, reached=3)
+
+    assert found is not None
+    assert (found["event"], found["rank"], found["failed_step"]) == ("death", 1, 12)
+    assert found["why"] == "was killed by SIGKILL"
+
+
+def test_an_exception_before_a_death_is_the_cause_and_after_it_is_not() -> None:
+    before = first_failure(died(1, 2, KILL), [told(0, 5)], attempt=4, reached=3)
+    after = first_failure(died(1, 2, KILL), [told(0, 1)], attempt=4, reached=3)
+
+    assert before is not None
+    assert after is not None
+    assert (before["rank"], after["rank"]) == (0, 1)
+
+
+@pytest.mark.parametrize("code", [None, 2, 75, 76, 77])
+def test_an_end_that_the_trainer_has_told_itself_is_no_death(code: int | None) -> None:
+    assert first_failure(died(0, 2, code), [], attempt=4, reached=3) is None
+
+
+def test_ranks_that_die_before_the_run_knows_its_attempt_leave_no_event() -> None:
+    assert first_failure(died(0, 2, KILL), [], attempt=None, reached=0) is None

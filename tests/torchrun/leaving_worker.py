@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-import signal
+import os
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from trainer.launcher import leave_launcher
+from trainer.stop import StopRequest
 from trainer.world import Launch
 
 
 def main(folder: Path, code: int, scene: str) -> int:
     """Scenes: `all` come to the end by themselves; `asked`: by a signal; `alone`: local rank 0
-    never does; `late`: the others only after torchrun's SIGTERM, which finds another handler."""
+    never does; `late`: the others only after torchrun's SIGTERM."""
+    stop, agent = StopRequest(), os.getppid()
+    stop.install()
+    stop.shield()
     launch = Launch.from_environment()
-    asked: list[int] = []
-    if scene in ("asked", "late"):
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: asked.append(number))
     _note(folder, f"started {launch.restart_count} {launch.rank}")
     if scene == "late" and launch.local_rank == 0:
         _until(lambda: len((folder / "notes").read_text().splitlines()) == launch.local_size)
     elif scene in ("asked", "late"):
-        _until(lambda: bool(asked))
+        _until(lambda: stop.requested)
     elif scene == "alone" and launch.local_rank == 0:
         _until(lambda: False)
     begun = time.monotonic()
-    leave_launcher(code, launch, signalled=bool(asked))
+    leave_launcher(code, launch, lambda: stop.senders[agent])
     slow = "late" if time.monotonic() - begun > 4 else "soon"
     _note(folder, f"left {launch.restart_count} {launch.rank} {slow}")
     return code

@@ -1,4 +1,4 @@
-"""Which signals ask a rank to stop."""
+"""Which signals ask a rank to stop, and what a request does while the main thread is busy."""
 
 from __future__ import annotations
 
@@ -27,3 +27,54 @@ def test_a_hangup_asks_for_a_stop_unless_nohup_has_it_ignored(before, number, to
                           capture_output=True, text=True, timeout=60, check=True)
 
     assert done.stdout == f"{told}\n"
+
+
+BUSY = """\
+import hashlib, os, signal, sys, threading
+from trainer.stop import StopRequest
+stop = StopRequest()
+stop.install()
+{before}
+threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # minutes in C, where no handler of Python runs
+"""
+
+
+@pytest.mark.parametrize(("before", "code"), [
+    ("stop.limit(0.2, lambda: 3)", 3),
+    ("stop.limit(1e9, lambda: 3); stop.leave_when(lambda: True, lambda: 75)", 75),
+    ("stop.shield(); stop.leave_when(lambda: stop.only_from(os.getpid()), lambda: 75)", 75),
+    ("os.kill(os.getpid(), signal.SIGTERM); stop.leave_when(lambda: True, lambda: 75)", 75),
+])  # fmt: skip
+def test_a_request_counts_though_the_main_thread_is_in_c(before, code):
+    done = subprocess.run([sys.executable, "-c", BUSY.format(before=before)], timeout=60,
+                          check=False)
+
+    assert done.returncode == code
+
+
+SHIELDED = """\
+import os, signal, subprocess, sys
+from trainer.stop import StopRequest
+stop = StopRequest()
+stop.install()
+os.setpgid(0, 0)
+{before}
+child = subprocess.Popen([sys.executable, "-c", "print('up', flush=True); input()"],
+                         stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+child.stdout.readline()
+os.killpg(0, signal.SIGTERM)
+child.communicate(b"end")
+while not stop.requested: pass
+print(child.returncode, stop.only_from(os.getpid()))
+"""
+
+
+@pytest.mark.parametrize(("before", "told"), [
+    ("", "-15 False\n"), ("stop.shield()", "0 True\n"),
+])  # fmt: skip
+def test_what_a_shielded_process_starts_outlives_a_signal_to_its_group(before, told):
+    done = subprocess.run([sys.executable, "-c", SHIELDED.format(before=before)], timeout=60,
+                          capture_output=True, text=True, check=True)
+
+    assert done.stdout == told

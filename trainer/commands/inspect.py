@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer import folder
+from trainer.attempts import read_attempts, sentence
 from trainer.errors import CheckpointDamaged
 from trainer.log import read_events
 from trainer.store import Store
-
-ENDS = ("end", "stop", "failure")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,22 +68,12 @@ def _checkpoints(run: Path) -> list[dict[str, Any]]:
 
 
 def _attempts(run: Path) -> list[dict[str, Any]]:
-    """From rank 0's starts and what every rank noted after them."""
-    attempts: dict[int, dict[str, Any]] = {}
-    for event in read_events(run / folder.EVENTS):
-        number = event["attempt"]
-        if event["event"] == "start" and event["rank"] == 0:
-            attempts[number] = {
-                "attempt": number, "world_size": event["world_size"],
-                "start_step": event["step"], "end_step": event["step"], "end": "died",
-            }  # fmt: skip
-        elif number in attempts:
-            attempt = attempts[number]
-            attempt["end_step"] = max(attempt["end_step"], event["step"])
-            if event["event"] in ENDS and attempt["end"] in ("died", "failure"):
-                attempt["end"] = {"end": "finished", "stop": "stopped"}.get(event["event"],
-                                                                          event["event"])
-    return [attempts[number] for number in sorted(attempts)]
+    return [
+        {"attempt": a.number, "world_size": a.world_size, "start_step": a.start_step,
+         "end_step": a.end_step, "end": a.end,
+         "cause": None if a.cause is None else sentence(a.cause)}
+        for a in read_attempts(read_events(run / folder.EVENTS))
+    ]  # fmt: skip
 
 
 def _table(report: dict[str, Any], run: Path) -> str:
@@ -93,7 +82,7 @@ def _table(report: dict[str, Any], run: Path) -> str:
              f"the next start: {report['next']}" + (f" ({report['why']})" * bool(report["why"])),
              "", "attempt  ranks  from  to    ended"]  # fmt: skip
     lines += [f"{a['attempt']:<8} {a['world_size']:<6} {a['start_step']:<5} {a['end_step']:<5} "
-              f"{a['end']}" for a in report["attempts"]]
+              f"{a['end']}" + f": {a['cause']}" * bool(a["cause"]) for a in report["attempts"]]
     lines += ["", "checkpoint  generation  kind      state"]
     lines += [f"{c['step']:<11} {c['generation'] if c['generation'] is not None else '-':<11} "
               f"{c['kind'] or '-':<9} {'whole' if c['valid'] else c['why']}"

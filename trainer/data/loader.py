@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import multiprocessing.connection
 import os
 import signal
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch.utils.data import DataLoader
 
+from trainer import stacks
 from trainer.data import batch as batches
 from trainer.data.bad import received
 from trainer.data.reading import KeyedSamples, Micro
@@ -83,6 +87,7 @@ class Loader:
         self._ahead: Micro | None = None
         self.read: list[Micro] = []
         """What was read for the last window, on the host: to look at if it turns out bad."""
+        self._next_step: int | None = None
 
     def window(self) -> Iterator[Micro]:
         """The micro-batches of the next step; the last one has `slot.last`."""
@@ -115,7 +120,7 @@ class Loader:
     def reopen(self, make: Callable[[], Source]) -> None:
         """End the loader's processes, and read from another source: another place in the run."""
         self.close()
-        self._ahead = None
+        self._ahead = self._next_step = None
         self.read.clear()
         self._source = make()
 
@@ -129,7 +134,9 @@ class Loader:
 
     def _read(self) -> Micro:
         start = time.perf_counter()
+        self._faults.pulse.beat("reading", self._next_step)
         micro = next(self._source)
+        self._next_step = micro.slot.step + micro.slot.last
         self.waited_s += time.perf_counter() - start
         self._tell(micro)
         self._faults.at("data", step=micro.slot.step, epoch=micro.slot.epoch)
@@ -187,12 +194,18 @@ def _unchanged(micro: Any) -> Any:
     return micro
 
 
-def _start_worker(_: int) -> None:
+def _start_worker(number: int) -> None:
     """In each loader process: one thread, deaf to stop signals, and gone with its rank."""
     torch.set_num_threads(1)
+    stacks.prepare_worker(number)
     # A launcher signals the whole process group: the rank decides when its workers end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
+    if sys.platform == "linux":
+        # The socket over which it hands tensors on: a name that ends with it, however it ends,
+        # in place of a folder in the temporary folder.
+        name = f"\0trainer-{uuid.uuid4()}"
+        multiprocessing.connection.arbitrary_address = lambda _: name  # type: ignore[attr-defined]
     parent = os.getppid()
     # It has inherited the rank's sockets: alive, it would hide the rank's death from the peers.
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG

@@ -1,0 +1,161 @@
+"""`python -m launch.chaos` strikes ranks of the run and nothing else; the bits stay the same."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from launching import alive, wait_gone
+from scripted import wait_for
+
+from launch import chaos
+
+ROOT = Path(__file__).parents[2]
+CHAOS = [sys.executable, "-m", "launch.chaos"]
+
+RANK = """\
+import json, os, socket, sys, time
+from trainer.append import AppendFile
+rank, attempt, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+events = AppendFile(path)
+start = {"time": time.time(), "event": "start", "attempt": attempt, "rank": rank,
+         "node": socket.gethostname(), "step": 0, "pid": os.getpid()}
+events.append((json.dumps(start) + "\\n").encode())
+sys.stdin.read()
+"""
+
+
+class Processes(contextlib.ExitStack):
+    """Processes that end with the test."""
+
+    def start(self, *command: str, **options: object) -> subprocess.Popen:
+        process = self.enter_context(subprocess.Popen(
+            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options))
+        self.callback(process.kill)
+        return process
+
+    def rank(self, run: Path, rank: int, attempt: int = 0) -> subprocess.Popen:
+        """A process that is to the drill what a rank is; ends with the test."""
+        process = self.start(sys.executable, "-c", RANK, str(rank), str(attempt),
+                             str(run / "events.jsonl"), stdin=subprocess.PIPE)
+        wait_for(lambda: [e for e in chaos.read_events(run / "events.jsonl")
+                          if e["pid"] == process.pid])  # fmt: skip
+        return process
+
+
+@pytest.fixture
+def processes():
+    with Processes() as stack:
+        yield stack
+
+
+def drill(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([*CHAOS, str(run), *options], cwd=ROOT, capture_output=True, text=True,
+                          timeout=100, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
+
+
+def arguments(run: Path) -> list[str]:
+    return ["-m", "launch", "--nproc-per-node=2", "--max-restarts=20", "--", "--run", str(run),
+            "--task", "benchmarks.chaos_task:Chaos", "--steps=400", "--device=cpu",
+            "--world.threads=1", "--log.level=warning", "--batch.global-size=8",
+            "--batch.micro-size=2", "--checkpoint.every=20", "--eval.every=100", "--seed=3"]
+
+
+@pytest.mark.timeout(240)
+def test_a_run_whose_ranks_and_whole_node_are_struck_ends_with_the_same_bits(tmp_path, processes):
+    straight, struck = tmp_path / "straight", tmp_path / "struck"
+    reference = processes.start(sys.executable, *arguments(straight))
+    disturbed = processes.start(sys.executable, *arguments(struck))
+
+    ranks = drill(struck, "--mtbf=0.2", "--kinds=kill", "--count=3", "--seed=1")
+    node = drill(struck, "--mtbf=0.1", "--kinds=node", "--count=1")
+
+    assert (ranks.returncode, node.returncode) == (0, 0), ranks.stderr + node.stderr
+    kill = r"\d\d:\d\d:\d\d \+[\d.]+ s  kill: SIGKILL to rank [01] \(pid \d+\) at step \d+"
+    assert [bool(re.fullmatch(kill, line)) for line in ranks.stdout.splitlines()] == [True] * 3
+    assert f"and the launcher (pid {disturbed.pid})" in node.stdout
+    assert disturbed.wait(60) == -signal.SIGKILL
+    again = processes.start(sys.executable, *arguments(struck))
+    assert again.wait(100) == reference.wait(100) == 0
+    compared = subprocess.run([sys.executable, "-m", "trainer", "compare", straight, struck],
+                              cwd=ROOT, capture_output=True, text=True, check=False)
+    assert compared.returncode == 0, compared.stdout
+    attempts = {e["attempt"] for e in chaos.read_events(struck / "events.jsonl")}
+    assert len(attempts) > 2
+    assert "the run is complete" in drill(struck, "--mtbf=60").stdout
+
+
+def test_each_kind_sends_its_signal_to_a_rank_of_the_newest_attempt_only(tmp_path, processes):
+    old = processes.rank(tmp_path, 0, attempt=0)
+    new = {r: processes.rank(tmp_path, r, attempt=1) for r in range(3)}
+
+    stop = drill(tmp_path, "--mtbf=0.01", "--kinds=stop", "--count=1")
+    held = int(re.search(r"rank (\d)", stop.stdout)[1])
+    ranks = chaos.ranks_here(tmp_path)
+    assert [r for r, pid in ranks.items() if chaos._state(pid) == "T"] == [held]
+    assert chaos._targets("stop", ranks) == {}  # the others have to notice this one first
+    assert chaos._targets("term", ranks) == {r: new[r].pid for r in new if r != held}
+    assert chaos._targets("kill", ranks) == ranks
+    new[held].send_signal(signal.SIGCONT)
+    term = drill(tmp_path, "--mtbf=0.01", "--kinds=term", "--count=1")
+    first = int(re.search(r"rank (\d)", term.stdout)[1])
+    assert new.pop(first).wait(60) == -signal.SIGTERM
+    drill(tmp_path, "--mtbf=0.01", "--kinds=kill", "--count=1")
+    assert wait_for(lambda: [p.poll() for p in new.values() if p.poll()]) == [-signal.SIGKILL]
+    node = drill(tmp_path, "--mtbf=0.01", "--kinds=node", "--count=1")
+
+    assert "the launcher (there is none)" in node.stdout  # only this test's own process
+    assert wait_gone({process.pid for process in new.values()}, 60) == set()
+    assert alive(old.pid)
+
+
+def test_a_process_that_has_not_the_runs_events_open_for_writing_is_left_alone(tmp_path, processes):
+    events = tmp_path / "events.jsonl"
+    rank = processes.rank(tmp_path, 0)
+    with events.open("rb") as reading:
+        reader = processes.start(sys.executable, "-c", "import sys; sys.stdin.read()",
+                                 stdin=subprocess.PIPE, pass_fds=[reading.fileno()])  # fmt: skip
+    for number, (node, pid) in enumerate([(socket.gethostname(), reader.pid),
+                                          (socket.gethostname(), os.getpid()),
+                                          ("elsewhere", rank.pid)], start=1):  # fmt: skip
+        line = {"event": "start", "attempt": 0, "rank": number, "node": node, "pid": pid}
+        with events.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    assert chaos.ranks_here(tmp_path) == {0: rank.pid}
+    rank.kill()
+    rank.wait()
+    assert chaos.ranks_here(tmp_path) == {}
+    ended = drill(tmp_path, "--mtbf=0.01", "--wait-s=0.2")
+    assert "after 0 strikes: the run has ended" in ended.stdout
+    assert reader.poll() is None
+
+
+def test_ctrl_c_ends_a_drill_quietly(tmp_path, processes):
+    processes.rank(tmp_path, 0)
+    tool = processes.start(*CHAOS, str(tmp_path), "--mtbf=0.01", "--kinds=stop",
+                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
+    assert b"SIGSTOP to rank 0" in tool.stdout.readline()
+
+    tool.send_signal(signal.SIGINT)
+
+    assert tool.wait(60) == 0
+    assert tool.stdout.read() == b""
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--mtbf=0"], "--mtbf is 0"), (["--mtbf=1", "--kinds=kill,maim"], "'maim'"),
+    (["--mtbf=1", "--count=0"], "--count is 0"), (["--mtbf=1", "--wait-s=-1"], "--wait-s is -1"),
+    ([], "--mtbf"),
+])  # fmt: skip
+def test_arguments_that_cannot_be_right_are_refused(arguments, told, tmp_path, capsys):
+    assert chaos.main([str(tmp_path), *arguments]) == 2
+    assert told in capsys.readouterr().err

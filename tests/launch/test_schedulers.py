@@ -1,0 +1,268 @@
+"""The files for schedulers, as far as they can be tried without one: scripts run, schemas fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import wait_for
+
+from launch import options
+from trainer.config import Stop
+from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED, FINAL_EXIT_CODES
+
+ROOT = Path(__file__).parents[2]
+LAUNCH = ROOT / "launch"
+GRACE_S = Stop().grace_s
+NEVER_AGAIN = sorted(set(FINAL_EXIT_CODES) - {EXIT_COMPLETE, EXIT_STOPPED})
+
+SRUN = """\
+#!/bin/bash
+trap 'echo "srun: SIGUSR1" >> "$CALLS"; exit "$CODE"' USR1
+echo "srun $*" >> "$CALLS"
+while [[ $HOLD ]]; do sleep 0.05; done
+exit "$CODE"
+"""
+SCONTROL = """\
+#!/bin/bash
+echo "scontrol $*" >> "$CALLS"
+[[ $1 != show ]] || case $2 in
+    hostnames) printf 'n07\\nn08\\n' ;;
+    job) echo "   JobState=$STATE Reason=None" ;;
+esac
+"""
+
+
+class Batch:
+    """`train.sbatch` as Slurm runs it, with an srun and a scontrol that write down their calls."""
+
+    def __init__(self, folder: Path, *arguments: str, code: int, nodes: int = 1, hold: bool = False,
+                 state: str = "RUNNING", srun: str = SRUN, **more: str) -> None:  # fmt: skip
+        for name, text in (("srun", srun), ("scontrol", SCONTROL)):
+            (folder / name).write_text(text)
+            (folder / name).chmod(0o755)
+        self.log = folder / "calls"
+        env = {
+            **os.environ, "PATH": f"{folder}{os.pathsep}{os.environ['PATH']}",
+            "CALLS": str(self.log), "CODE": str(code), "HOLD": "1" * hold, "STATE": state,
+            "SLURM_JOB_ID": "10123", "SLURM_JOB_NUM_NODES": str(nodes),
+            "SLURM_JOB_NODELIST": "n[07-08]", **more,
+        }  # fmt: skip
+        self.process = subprocess.Popen(
+            ["bash", str(LAUNCH / "slurm/train.sbatch"), *arguments], env=env, cwd=ROOT)
+
+    def calls(self, command: str) -> list[str]:
+        """Arguments of each call of a command so far."""
+        lines = self.log.read_text().splitlines() if self.log.exists() else []
+        return [line.partition(" ")[2] for line in lines if line.startswith(command)]
+
+    def end(self) -> int:
+        """The script's exit code."""
+        return self.process.wait(60)
+
+
+@pytest.mark.parametrize("code", [0, 1, 2, 76, 77])
+def test_sbatch_passes_an_exit_code_on_and_asks_for_no_other_start(code, tmp_path):
+    batch = Batch(tmp_path, code=code)
+
+    assert batch.end() == code
+    assert batch.calls("scontrol") == []
+
+
+@pytest.mark.parametrize(("number", "state", "again"), [
+    (signal.SIGUSR1, "RUNNING", True),  # the time limit
+    (signal.SIGTERM, "RUNNING", True),  # preempted, in its grace time
+    (signal.SIGTERM, "COMPLETING", False),  # cancelled
+])  # fmt: skip
+def test_sbatch_passes_a_signal_on_waits_and_requeues_what_has_saved(
+    number, state, again, tmp_path
+):
+    batch = Batch(tmp_path, code=75, hold=True, state=state)
+    wait_for(lambda: batch.calls("srun"), 1)
+
+    batch.process.send_signal(number)
+
+    assert batch.end() == 75
+    assert batch.calls("srun:") == ["SIGUSR1"]
+    assert ("requeue 10123" in batch.calls("scontrol")) is again
+
+
+def test_sbatch_starts_the_launcher_on_each_node_and_they_meet_on_the_first(tmp_path):
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    single = Batch(one, "--run", "runs/a b", code=0, NPROC="3", PYTHON="py")
+    double = Batch(two, "--steps=1", code=0, nodes=2, SLURM_GPUS_ON_NODE="8", MIN_NODES="2",
+                   SLURM_CPUS_PER_TASK="32")  # fmt: skip
+
+    assert single.end() == double.end() == 0
+    step = "--no-kill --kill-on-bad-exit=0"
+    assert single.calls("srun") == [
+        f"{step} py -m launch --nproc-per-node 3 --max-restarts 3 -- --run runs/a b"]
+    assert double.calls("srun") == [
+        f"{step} --cpus-per-task=32 python -m launch --nproc-per-node 8 --max-restarts 3"
+        " --nnodes 2:2 --rdzv-endpoint n07:20123 -- --steps=1"]
+
+
+def test_sbatch_asks_slurm_for_what_its_comments_promise():
+    text = (LAUNCH / "slurm/train.sbatch").read_text()
+    asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
+
+    assert {"--requeue", "--no-kill", "--open-mode=append", "--ntasks-per-node=1"} <= set(asked)
+    before_s = next(int(a.partition("@")[2]) for a in asked if a.startswith("--signal=B:USR1@"))
+    assert before_s > GRACE_S
+
+
+@pytest.mark.long
+def test_a_real_run_is_stopped_requeued_and_goes_on_to_its_end(tmp_path):
+    srun = '#!/bin/bash\necho "srun $*" >> "$CALLS"\nshift 2\nexec "$@"\n'
+    arguments = ["--run", str(tmp_path / "run"), "--task", "benchmarks.chaos_task:Chaos",
+                 "--steps=1000", "--device=cpu", "--world.threads=1", "--batch.global-size=8",
+                 "--batch.micro-size=4"]  # fmt: skip
+    first = Batch(tmp_path, *arguments, code=0, srun=srun, PYTHON=sys.executable, NPROC="2")
+    events = tmp_path / "run/events.jsonl"
+    wait_for(lambda: [e for e in [events] if e.exists() and "first-step" in e.read_text()], 1)
+
+    first.process.send_signal(signal.SIGUSR1)
+
+    assert first.end() == 75
+    assert first.calls("scontrol")[-1] == "requeue 10123"
+    again = Batch(tmp_path, *arguments, code=0, srun=srun, PYTHON=sys.executable, NPROC="2")
+    assert again.end() == 0
+
+
+# --- Kubernetes
+
+def manifests(name: str) -> dict[str, Any]:
+    """Kind → object."""
+    yaml = pytest.importorskip("yaml", reason="needs the test extra: pip install -e '.[test]'")
+    found = yaml.safe_load_all((LAUNCH / "kubernetes" / name).read_text())
+    return {each["kind"]: each for each in found}
+
+
+def job_specs() -> dict[str, tuple[dict, dict]]:
+    """File → (JobSpec, what has the command line)."""
+    job = manifests("job.yaml")["Job"]["spec"]
+    kubeflow = manifests("trainjob.yaml")
+    (node,) = kubeflow["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
+    return {"job.yaml": (job, job["template"]["spec"]["containers"][0]),
+            "trainjob.yaml": (node["template"]["spec"], kubeflow["TrainJob"]["spec"]["trainer"])}
+
+
+@pytest.mark.parametrize(("name", "kind", "model"), [
+    ("runs.yaml", "PersistentVolumeClaim", "IoK8sApiCoreV1PersistentVolumeClaim"),
+    ("job.yaml", "Service", "IoK8sApiCoreV1Service"),
+    ("job.yaml", "Job", "IoK8sApiBatchV1Job"),
+    ("trainjob.yaml", "TrainingRuntime", "TrainerV1alpha1TrainingRuntime"),
+    ("trainjob.yaml", "TrainJob", "TrainerV1alpha1TrainJob"),
+])  # fmt: skip
+def test_a_manifest_fits_the_published_schema(name, kind, model):
+    models = pytest.importorskip(
+        "kubeflow_trainer_api.models", reason="needs the test extra: pip install -e '.[test]'")
+    manifest = manifests(name)[kind]
+    schema = getattr(models, model)
+
+    # It drops what it doesn't know, so that a misspelt field would be missing here.
+    assert schema.from_dict(manifest).to_dict() == manifest
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml"])
+def test_each_exit_code_has_its_rule(name):
+    job, _ = job_specs()[name]
+    pod = job["template"]["spec"]
+    container, actions = pod["containers"][0]["name"], {}
+    for rule in job["podFailurePolicy"]["rules"]:
+        codes = rule.get("onExitCodes", {"values": ["disruption"]})
+        assert codes.get("containerName", container) == container
+        assert codes.get("operator", "In") == "In"
+        actions |= {code: rule["action"] for code in codes["values"]}
+
+    assert actions == {**dict.fromkeys(NEVER_AGAIN, "FailJob"), EXIT_STOPPED: "Ignore",
+                       "disruption": "Ignore"}  # fmt: skip
+    assert pod["restartPolicy"] == "Never"  # else Kubernetes refuses the policy
+    assert pod["terminationGracePeriodSeconds"] > GRACE_S
+    mounted = {mount["name"] for mount in pod["containers"][0]["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in pod["volumes"]}
+    claim = manifests("runs.yaml")["PersistentVolumeClaim"]["metadata"]["name"]
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim
+
+
+@pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml"])
+def test_the_launcher_takes_the_arguments_of_a_manifest(name):
+    _, container = job_specs()[name]
+    arguments = container["args"]
+    own = [a for a in arguments if not a.startswith(("--nnodes=", "--rdzv-endpoint="))]
+
+    assert container["command"] == ["python", "-m", "launch"]
+    assert options.parse(own).trainer_argv == ("--run=/runs/mine",)
+    assert len(arguments) - len(own) == 2
+
+
+def test_the_sizes_and_names_of_the_job_agree():
+    found = manifests("job.yaml")
+    job, service = found["Job"], found["Service"]
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    given = dict(a.removeprefix("--").split("=") for a in container["args"] if "=" in a)
+
+    assert spec["completions"] == spec["parallelism"] == int(given["nnodes"])
+    assert container["resources"]["limits"]["nvidia.com/gpu"] == int(given["nproc-per-node"])
+    name, namespace = job["metadata"]["name"], service["metadata"]["name"]
+    assert pod["subdomain"] == namespace
+    assert given["rdzv-endpoint"].startswith(f"{name}-0.{namespace}:")
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": name}
+
+
+# --- systemd
+
+def settings() -> dict[str, str]:
+    text = (LAUNCH / "systemd/trainer.service").read_text().replace("\\\n", "")
+    return dict(line.split("=", 1) for line in text.splitlines() if "=" in line[:30] and
+                not line.startswith("#"))
+
+
+def test_the_unit_restarts_what_a_restart_can_help():
+    unit = settings()
+
+    assert unit["Restart"] == "on-failure"
+    assert unit["RestartPreventExitStatus"].split() == [str(code) for code in NEVER_AGAIN]
+    assert unit["SuccessExitStatus"] == str(EXIT_STOPPED)
+    assert (unit["KillSignal"], unit["KillMode"]) == ("SIGTERM", "mixed")
+    assert float(unit["TimeoutStopSec"]) > GRACE_S
+    words = unit["ExecStart"].split()
+    assert words[1:3] == ["-m", "launch"]
+    assert dataclasses.replace(options.parse(words[3:]), nproc_per_node=1) == options.Options(
+        trainer_argv=("--run", "runs/mine"))
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")
+def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
+    text = (LAUNCH / "systemd/trainer.service").read_text()
+    unit = tmp_path / "trainer.service"
+    unit.write_text(text.replace("/srv/trainer/.venv/bin/python", sys.executable))
+
+    checked = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True,
+                             text=True, check=False)  # fmt: skip
+
+    told = [line for line in checked.stderr.splitlines() if "trainer.service" in line]
+    assert (checked.returncode, told) == (0, [])
+
+
+# --- the wheel
+
+def test_the_files_are_part_of_the_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
+    patterns = settings["package-data"]["launch"]
+
+    packed = {path for pattern in patterns for path in LAUNCH.glob(pattern)}
+    assert packed == {path for path in LAUNCH.rglob("*") if path.is_file()
+                      and path.suffix not in (".py", ".pyc")}
+    assert len(packed) == 5

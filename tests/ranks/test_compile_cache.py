@@ -1,0 +1,58 @@
+"""The cache of compiled code after an end amid a compile, and after an orderly one."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from trainer.compile_cache import VARIABLE, use
+from trainer.world import World
+
+
+def compile_something(folder: str, end: str) -> str:
+    """In a rank: use the cache, compile as `end` says, and tell where it is."""
+    from torch._dynamo.callback import CallbackTrigger, callback_handler
+
+    os.environ.pop(VARIABLE, None)
+    with World.form(device="cpu") as world:
+        use(Path(folder), world)
+        place = Path(os.environ[VARIABLE])
+        place.mkdir(exist_ok=True)
+        world.barrier()
+        with callback_handler.install_callbacks(CallbackTrigger.DYNAMO, "0"):
+            (place / f"half-{world.rank}").touch()
+            world.barrier()
+            if end == "kill" and world.rank == 1:
+                os._exit(1)
+            if end == "raise" and world.rank == 1:
+                raise ZeroDivisionError
+    return str(place)
+
+
+@pytest.mark.parametrize("end", ["kill", "raise"])
+def test_a_cache_is_made_anew_after_an_end_amid_a_compile_only(ranks, tmp_path, end):
+    [place, _] = ranks(2, compile_something, str(tmp_path), "", group=False)
+    kept = Path(place, "old")
+    kept.touch()
+
+    ranks(2, compile_something, str(tmp_path), "", group=False)
+    assert kept.exists()
+    ranks.outcomes(2, compile_something, str(tmp_path), end, group=False)
+    assert [mark.suffix for mark in tmp_path.iterdir() if mark.is_file()] == [".compiling-1"]
+    ranks(2, compile_something, str(tmp_path), "", group=False)
+
+    assert not kept.exists()
+    assert [path.name for path in tmp_path.iterdir()] == [Path(place).name]
+
+
+def chosen_by_the_user(folder: str) -> str:
+    os.environ[VARIABLE] = f"{folder}/mine"
+    use(Path(folder), World.form(device="cpu"))
+    return os.environ[VARIABLE]
+
+
+def test_a_place_that_the_user_has_chosen_is_used(ranks, tmp_path):
+    assert ranks(1, chosen_by_the_user, str(tmp_path), group=False) == [f"{tmp_path}/mine"]
+    assert list(tmp_path.iterdir()) == []

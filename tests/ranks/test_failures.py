@@ -1,0 +1,178 @@
+"""How a run fails: the first failure is told with its place, the boundary is saved, all leave."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from runs import train
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from trainer.commands.compare import differences
+from trainer.commands.inspect import inspect
+from trainer.log import read_events
+
+TASK = ["--task=failing_task:Failing", "--device=cpu", "--data.workers=0", "--data.shuffle=off",
+        "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160",
+        "--task.norm=batch", "--steps=20", "--checkpoint.every=1000"]  # fmt: skip
+RAISED = "ValueError: sample 88 is not to be borne (tests/support/failing_task.py:"
+
+
+def run(ranks, size: int, path: Path, *arguments: str, env: dict[str, str] | None = None):
+    """The exit code of each rank, None for a death by signal; and what each has said."""
+    outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run={path}", group=False, env=env)
+    codes = [None if o.signal else (o.exit_code or o.value) for o in outcomes]
+    return codes, [o.output for o in outcomes]
+
+
+@pytest.mark.parametrize(("size", "at", "rank"), [(1, 88, 0), (2, 92, 1)])
+def test_the_last_line_is_the_failure_with_the_users_line(ranks, tmp_path, size, at, rank):
+    codes, said = run(ranks, size, tmp_path / "run", "--task.how=raise", f"--task.at={at}")
+
+    assert codes == [1] * size
+    *_, last = said[rank].splitlines()
+    assert f"error: rank {rank}, step 12 (forward), attempt 0: {RAISED}" in last
+    assert last.endswith(" in loss)")
+    failures = [e for e in read_events(tmp_path / "run/events.jsonl") if e["event"] == "failure"]
+    assert [e["rank"] for e in failures if not e["echo"]] == [rank]
+    assert [e["rank"] for e in failures if e["echo"]] == [r for r in range(size) if r != rank]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, tmp_path, size):
+    assert run(ranks, size, tmp_path / "straight")[0] == [0] * size
+    once = "--inject=raise:step=12:phase=optimizer"
+
+    codes, _ = run(ranks, size, tmp_path / "run", once)
+    found = inspect(tmp_path / "run")
+    again, _ = run(ranks, size, tmp_path / "run", once)
+
+    assert codes == [1] * size
+    assert found["step"] in (11, 10 + size)  # a peer may have made its update
+    assert again == [0] * size
+    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
+
+
+def test_what_an_exception_after_the_update_leaves_is_not_saved(ranks, tmp_path):
+    codes, _ = run(ranks, 1, tmp_path / "run", "--inject=raise:step=12:phase=step-end",
+                   "--checkpoint.every=5")
+
+    assert codes == [1]
+    assert inspect(tmp_path / "run")["step"] == 10
+
+
+def test_a_killed_loader_worker_costs_no_step(ranks, tmp_path):
+    assert run(ranks, 1, tmp_path / "straight")[0] == [0]
+    arguments = ["--data.workers=2", "--task.how=killed-worker", f"--task.marks={tmp_path}/mark"]
+
+    codes, [said] = run(ranks, 1, tmp_path / "run", *arguments)
+    failure = next(e for e in read_events(tmp_path / "run/events.jsonl") if e["event"] == "failure")
+    kept = inspect(tmp_path / "run")["step"]
+    again, _ = run(ranks, 1, tmp_path / "run", *arguments)
+
+    assert codes == [1]
+    assert failure["memory"] == "worker"
+    assert kept == failure["failed_step"] - 1 > 0
+    assert "1. fewer loader workers, and less read ahead: --data.workers 1 --data.pref" in said
+    assert again == [0]
+    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_bad_sample_is_told_with_its_number_and_the_users_line(ranks, tmp_path, workers):
+    codes, [said] = run(ranks, 1, tmp_path / "run", "--task.how=bad-sample",
+                        "--task.at=90", f"--data.workers={workers}")
+
+    assert codes == [1]
+    place = " in loader worker 0" if workers else ""
+    assert re.search(rf"error: rank 0, step \d+ \(data\), attempt 0: SampleError: reading sample 90"
+                     rf" of epoch 0{place} raised KeyError: 'no such picture' "
+                     r"\(tests/support/failing_task.py:\d+ in __getitem__\)$", said.strip())
+
+
+def test_code_that_can_not_be_imported_is_never_started_again(ranks, tmp_path):
+    codes, [said] = run(ranks, 1, tmp_path / "run", "--task.how=import", "--data.workers=2")
+
+    assert codes == [2]
+    assert "nothing is started again" in said
+    assert "No module named 'no_such_module_anywhere' (tests/support/failing_task.py:" in said
+
+
+def test_out_of_memory_names_the_phase_and_the_remedies_in_order_and_all_leave(ranks, tmp_path):
+    codes, said = run(ranks, 2, tmp_path / "run", "--task.how=memory", "--task.at=92")
+
+    assert codes == [1, 1]
+    lines = said[1].splitlines()
+    told = next(i for i, line in enumerate(lines) if "error: out of memory" in line)
+    assert "out of memory, in phase forward, with micro-batches of 2" in lines[told]
+    for line, start in zip(lines[told + 1:], (
+        "  1. a smaller micro-batch at the same global batch: --batch.micro-size 1 --accept",
+        "  2. mixed precision: --precision.dtype bf16",
+        "  3. activation checkpointing: torch.utils.checkpoint.checkpoint(",
+        "[rank 1] error: rank 1, step 12 (forward), attempt 0: RuntimeError: ",
+    ), strict=True):  # fmt: skip
+        assert line.startswith(start)
+    events = read_events(tmp_path / "run/events.jsonl")
+    failure = next(e for e in events if e["event"] == "failure" and not e["echo"])
+    lost = next(e for e in events if e["event"] == "lost-peer")
+    assert (failure["rank"], lost["rank"]) == (1, 0)
+    assert lost["time"] - failure["time"] < 5.0
+    assert inspect(tmp_path / "run")["step"] == 11
+
+
+def test_the_remedies_for_memory_can_be_taken(ranks, tmp_path):
+    run(ranks, 1, tmp_path / "run", "--task.how=memory", "--task.norm=group")
+
+    codes, [said] = run(ranks, 1, tmp_path / "run", "--task.how=", "--task.norm=group",
+                        "--batch.micro-size=1", "--accept=batch.micro-size", "--accept=task.how",
+                        "--precision.dtype=bf16")
+
+    assert codes == [0], said
+    assert [a["start_step"] for a in inspect(tmp_path / "run")["attempts"]] == [0, 11]
+
+
+def test_the_same_step_that_fails_again_and_again_ends_the_run_with_its_first_cause(
+    ranks, tmp_path
+):
+    arguments = ["--task.how=raise", "--task.at=92"]
+    codes = [run(ranks, 2, tmp_path / "run", *arguments) for _ in range(4)]
+
+    assert [c for c, _ in codes] == [[1, 1], [1, 1], [1, 1], [76, 76]]
+    said = codes[-1][1]
+    *_, last = said[0].splitlines()
+    assert last.startswith("error: gave up: step 12 has failed 3 times in a row (--restart.max-")
+    assert f"First cause: rank 1, step 12 (forward), attempt 0: {RAISED}" in last
+    assert said[1] == ""
+    ends = [a["end"] for a in inspect(tmp_path / "run")["attempts"]]
+    assert ends == ["failure", "failure", "failure", "gave up"]
+
+    # Given again, the command has as many tries again; so has a changed one.
+    assert run(ranks, 2, tmp_path / "run", *arguments)[0] == [1, 1]
+    limit = [*arguments, "--restart.max-same-step=1"]
+    assert run(ranks, 2, tmp_path / "run", *limit)[0] == [1, 1]
+    assert run(ranks, 2, tmp_path / "run", *limit)[0] == [76, 76]
+
+
+def test_runs_that_vanish_with_everything_are_no_failures(ranks, tmp_path):
+    for _ in range(4):
+        codes, _ = run(ranks, 1, tmp_path / "run", "--inject=kill:step=3:always")
+        assert codes == [None]
+
+
+def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ranks, tmp_path):
+    env = {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/{{rank}}.json"}
+
+    run(ranks, 2, tmp_path / "run", "--task.how=raise", "--task.at=92", env=env)
+
+    failures = {rank: ProcessFailure(local_rank=rank, pid=1, exitcode=1,
+                                     error_file=f"{tmp_path}/{rank}.json") for rank in (0, 1)}
+    shown = str(ChildFailedError("trainer", failures))
+    first, _ = ChildFailedError("trainer", failures).get_first_failure()
+    assert first == 1
+    assert re.search(rf"rank 1, step 12 \(forward\), attempt 0: {re.escape(RAISED)}\d+ in loss\)\n"
+                     "=+$", shown)
+    assert "a peer of rank 1 was lost" not in shown
+    assert json.loads((tmp_path / "0.json").read_text())["message"]["message"].startswith(
+        "a peer of rank 0 was lost at step 12")

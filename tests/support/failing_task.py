@@ -1,0 +1,72 @@
+"""The task of `tape_task`, which fails in ways of its own where it meets a certain sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import resource
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tape_task import Indexed, Tape
+from torch import nn
+from torch.utils.data import Dataset, get_worker_info
+
+from trainer import Outcome
+
+
+class Fragile(Indexed):
+    """Reading sample `at` raises, or kills the loader worker, once."""
+
+    def __init__(self, count: int, width: int, how: str, at: int, marks: str) -> None:
+        super().__init__(count, width)
+        self.how, self.at, self.marks = how, at, marks
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        if index == self.at and self.how == "bad-sample":
+            raise KeyError("no such picture")
+        if index == self.at and self.how == "killed-worker" and get_worker_info() is not None:
+            try:
+                os.close(os.open(self.marks, os.O_CREAT | os.O_EXCL))
+                os.kill(os.getpid(), signal.SIGKILL)
+            except FileExistsError:
+                pass
+        return super().__getitem__(index)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Tape):
+    """With --data.shuffle off, global batches of 8 and micro-batches of 2, sample 88 is the first
+    of step 12, on rank 0; 92 on rank 1 of 2. It is met only in training."""
+
+    how: str = ""
+    at: int = 88
+    marks: str = ""
+
+    def dataset(self, split: str) -> Dataset | None:
+        if split == "train":
+            return Fragile(self.samples, self.width, self.how, self.at, self.marks)
+        return super().dataset(split)
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        outcome = super().loss(model, batch)
+        if self.how == "slow":
+            time.sleep(0.005)
+        if model.training and self.at in batch["index"].tolist():
+            match self.how:
+                case "raise":
+                    raise ValueError("sample 88 is not to be borne")
+                case "import":
+                    import no_such_module_anywhere  # noqa: F401
+                case "kill":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                case "memory":
+                    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+                    size = int(Path("/proc/self/statm").read_text().split()[0])
+                    size *= resource.getpagesize()
+                    resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), hard))
+                    torch.ones(1 << 28)
+        return outcome

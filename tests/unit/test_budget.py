@@ -1,0 +1,72 @@
+"""A survivor begins a save only where it will come to its end, or nothing newer is kept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from trainer.budget import seconds_needed, why_not
+from trainer.progress import Best, LossMeter, Progress
+from trainer.state import TrainState
+from trainer.store import Store
+
+
+@pytest.fixture
+def state() -> TrainState:
+    model = nn.Linear(100, 10, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainState(
+        model=model, optimizer=optimizer,
+        schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=Progress(step=25),
+        best=Best(), meter=LossMeter(), seed=0, num_ranks=2, parts={},
+    )  # fmt: skip
+
+
+def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) -> Store:
+    """A checkpoint, and the event that tells how long it took."""
+    store = Store(folder / "checkpoints")
+    with store.stage(step, generation=0) as stage:
+        stage.write("state.json", b"{}")
+        stage.commit(kind="periodic", run="r")
+    event = {"event": "save", "at_step": step, "time": step}
+    if seconds is not None:
+        event |= {"bytes": size, "seconds": seconds}
+    with (folder / "events.jsonl").open("a") as events:
+        events.write(json.dumps(event) + "\n")
+    return store
+
+
+@pytest.mark.parametrize(("step", "seconds", "interval", "spent_s", "begun"), [
+    (20, 40.0, 10, 0.0, False),
+    (20, 25.0, 10, 0.0, True),
+    (20, 25.0, 10, 9.0, False),
+    (15, 40.0, 10, 0.0, True),  # a whole interval would be lost
+    (20, 40.0, 0, 0.0, True),
+    (20, None, 10, 0.0, True),  # how fast a save is isn't known
+])  # fmt: skip
+def test_a_save_is_left_out_where_it_would_be_cut_off_and_little_is_lost(
+    tmp_path, state, step, seconds, interval, spent_s, begun
+):
+    store = saved(tmp_path, step, seconds=seconds)
+
+    why = why_not(tmp_path / "events.jsonl", store, state, generation=0, interval=interval,
+                  spent_s=spent_s)
+
+    assert (why is None) == begun
+    if why is not None:
+        assert f"{seconds:.0f} s" in why
+        assert f"{30 - spent_s:.0f} s" in why
+
+
+def test_the_speed_is_that_of_the_last_save_whose_size_is_known(tmp_path):
+    saved(tmp_path, 1, seconds=1.0, size=10)
+    saved(tmp_path, 2, seconds=6.0, size=30)
+    saved(tmp_path, 3, seconds=None)
+
+    assert seconds_needed(tmp_path / "events.jsonl", 100) == 20.0
+    assert seconds_needed(tmp_path / "none.jsonl", 100) is None

@@ -1,0 +1,137 @@
+"""Limits, and the judgement over what ranks tell of themselves."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from trainer.faults import PHASES
+from trainer.hang import (
+    Peer,
+    Report,
+    Verdict,
+    judge,
+    learnt_limit,
+    patience,
+    saving_patience,
+    shown,
+)
+from trainer.pace import RECENT_STEPS, Pace
+from trainer.pulse import Place
+
+
+def report(*, waits: bool = False, over: bool = False, idle_s: float = 5.0) -> Report:
+    return Report(phase="forward", step=7, idle_s=idle_s, waits=waits, over=over)
+
+
+WORKS, STUCK = report(), report(over=True)
+WAITS, WAITS_LONG = report(waits=True), report(waits=True, over=True)
+
+
+def peer(told: Report | None, silent_s: float = 0.0) -> Peer:
+    return Peer(report=told, silent_s=silent_s)
+
+
+@pytest.mark.parametrize(("own", "peers", "culprits"), [
+    (WORKS, [peer(WAITS_LONG)], None),
+    (STUCK, [peer(WAITS_LONG)], (0,)),
+    (STUCK, [peer(STUCK)], (0,)),
+    (STUCK, [], (0,)),  # a world of one
+    (WAITS, [peer(WORKS)], None),
+    (WAITS_LONG, [peer(WORKS)], None),  # the other one validates, saves, compiles
+    (WAITS_LONG, [peer(STUCK)], (1,)),
+    (WAITS_LONG, [peer(WAITS)], None),
+    (WAITS_LONG, [peer(WAITS_LONG)], ()),
+    (WAITS_LONG, [peer(WAITS_LONG), peer(WORKS)], None),
+    (WAITS_LONG, [peer(WAITS_LONG), peer(STUCK)], (2,)),
+    (WAITS, [peer(WORKS, silent_s=9.0)], None),
+    (WAITS, [peer(WORKS, silent_s=11.0)], (1,)),
+    (WAITS, [peer(None, silent_s=11.0)], (1,)),
+    (WAITS_LONG, [peer(None)], None),  # nothing heard so far
+    (WAITS_LONG, [peer(WAITS_LONG, silent_s=11.0), peer(STUCK, silent_s=12.0)], (1, 2)),
+    (WORKS, [peer(WORKS, silent_s=99.0)], None),  # who works will come to wait for it
+])  # fmt: skip
+def test_whose_fault_it_is(own, peers, culprits):
+    verdict = judge(0, own, dict(enumerate(peers, 1)), limit_s=10.0)
+
+    assert (None if verdict is None else verdict.culprits) == culprits
+    if verdict is not None and any(p.silent_s > 10.0 for p in peers):
+        assert not verdict.run
+
+
+@pytest.mark.parametrize(("host", "culprits"), [(0, (0,)), (None, ()), (1, ())])
+def test_a_store_that_does_not_answer_speaks_against_its_host(host, culprits):
+    verdict = judge(1, WAITS, {0: peer(WORKS)}, limit_s=10.0, store_silent_s=11.0, store_host=host)
+
+    assert isinstance(verdict, Verdict)
+    assert (verdict.culprits, verdict.run) == (culprits, False)
+    assert judge(1, WORKS, {0: peer(WORKS)}, limit_s=10.0, store_silent_s=11.0) is None
+
+
+@pytest.mark.parametrize(("phase", "point", "times"), [
+    ("train", "reading", 1), ("train", "backward", 1), ("build", "start", 2),
+    ("warm-up", "data", 2), ("restore", "restore", 2), ("evaluate", "step-end", 2),
+    ("finish", "evaluate", 2),
+])  # fmt: skip
+def test_the_quiet_time_that_is_allowed_follows_the_limit(phase, point, times):
+    assert patience(phase, point, 2.0).quiet_s == 2.0 * times
+    assert saving_patience(2.0).quiet_s == 4.0
+
+
+@pytest.mark.parametrize(("phase", "point"), [
+    ("build", "build"), ("warm-up", "start"), ("warm-up", "reading"), ("warm-up", "warm-up"),
+])  # fmt: skip
+def test_the_users_own_code_has_minutes_at_the_start_and_may_compute_for_ever(phase, point):
+    assert patience(phase, point, 2.0).quiet_s >= 120
+    assert patience(phase, point, 2.0).idle_s == math.inf
+
+
+def test_places_have_the_names_that_faults_have():
+    told = [("build", "start"), ("restore", "restore"), ("evaluate", "step-end"),
+            ("train", "reading"), *(("train", p) for p in PHASES)]  # fmt: skip
+
+    assert {shown(*place) for place in told} == set(PHASES)
+    assert shown("warm-up", "reading") == "data"
+    assert shown("warm-up", "warm-up") == "warm-up"
+
+
+# --- the limit that is learnt
+
+def walk(pace: Pace, pauses: list[float], *, phase: str = "train", step: int = 1) -> float:
+    """The limit after pauses of these lengths, one a step, each looked at when it ends."""
+    now = 1000.0 * step
+    for count, pause_s in enumerate(pauses):
+        place = Place("forward", step + count, now)
+        pace.see(place, phase, now)
+        now += pause_s
+        pace.see(place, phase, now)
+    return pace.see(Place("forward", step + len(pauses), now), phase, now)
+
+
+def test_the_limit_is_ten_times_the_longest_recent_pause_and_at_least_thirty_seconds():
+    assert learnt_limit(0.0) == 30.0
+    assert walk(Pace(None), [0.1, 2.0, 0.1]) == 30.0
+    assert walk(Pace(None), [0.1, 9.0, 0.1]) == 90.0
+    assert walk(Pace(2.5), [0.1, 9.0, 0.1]) == 2.5
+
+
+def test_a_pause_that_lasts_does_not_move_its_own_limit():
+    pace = Pace(None)
+    walk(pace, [4.0])
+    place = Place("forward", 2, 5000.0)
+
+    assert [pace.see(place, "train", 5000.0 + s) for s in (1, 50, 500)] == [40.0] * 3
+
+
+def test_validation_and_start_teach_nothing():
+    assert walk(Pace(None), [60.0, 60.0], phase="evaluate") == 30.0
+    assert walk(Pace(None), [60.0, 60.0], phase="warm-up") == 30.0
+
+
+def test_a_long_pause_is_forgotten_after_some_steps():
+    pace = Pace(None)
+    assert walk(pace, [20.0]) == 200.0
+    assert walk(pace, [1.0] * RECENT_STEPS, step=2) == 200.0
+
+    assert walk(pace, [1.0] * RECENT_STEPS, step=2 + RECENT_STEPS) == 30.0

@@ -1,0 +1,168 @@
+"""What the watchdog sees: places in shared memory, processes, whom a thread waits for."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from trainer import processes, pulse, stacks, waiting
+from trainer.hang import Report
+from trainer.heartbeats import Heartbeats, own_identity
+from trainer.pulse import Pulse
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_main_thread_and_writer_are_told_apart():
+    clock = iter(range(1, 100))
+    seen = Pulse(lambda: float(next(clock)))
+
+    seen.beat("forward", 7)
+    seen.beat("save-mid", 5)
+    seen.beat("reading")
+
+    assert (seen.main.point, seen.main.step, seen.main.at_s) == ("reading", 7, 4.0)
+    assert (seen.writer.point, seen.writer.step, seen.writer.at_s) == ("save-mid", 5, 3.0)
+    seen.rest()
+    assert seen.writer.point == ""
+
+
+@pytest.mark.parametrize("point", ["reading", "data", "forward", "backward", "evaluate"])
+def test_the_main_thread_leaves_at_the_next_point_once_a_peer_is_gone(point):
+    seen = Pulse()
+    seen.lost = True
+
+    for other in ("optimizer", "step-end", "save-mid", "start", "restore", "warm-up"):
+        seen.beat(other, 1)
+    with pytest.raises(RuntimeError, match="connection closed by peer"):
+        seen.beat(point, 1)
+
+
+@pytest.fixture
+def child():
+    """Starts a python process, which is stopped or not; ends it after the test."""
+    started = []
+
+    def start(code: str) -> int:
+        process = subprocess.Popen([sys.executable, "-c", f"{code}\nprint('ready', flush=True)\n"
+                                    "import time; time.sleep(600)"],
+                                   stdout=subprocess.PIPE, cwd=ROOT)  # fmt: skip
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        return process.pid
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        process.stdout.close()
+
+
+def until(condition, timeout_s: float = 30.0) -> None:
+    deadline_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+def test_a_stopped_process_still_tells_where_it_is(child):
+    pid = child("from trainer.pulse import Pulse; p = Pulse(); p.beat('backward', 12)")
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: processes.is_stopped(pid))
+
+    places = pulse.read(pid)
+
+    assert places is not None
+    assert (places[0].point, places[0].step) == ("backward", 12)
+    assert "State:\tT (stopped)" in processes.describe(pid)
+
+
+def test_only_the_process_that_is_meant_is_killed(child):
+    pid = child("")
+    started = processes.start_time(pid)
+    assert started is not None
+
+    assert not processes.kill(pid, started + 1)
+    assert processes.start_time(pid) == started
+    assert processes.kill(pid, started)
+    until(lambda: processes.start_time(pid) is None)
+    assert not processes.kill(pid, started)
+
+
+def test_a_process_that_computes_or_whose_child_does_is_active_and_a_sleeping_one_is_not(child):
+    loop = "import os; p = os.getppid()\nwhile os.getppid() == p: pass"  # ends with its parent
+    busy = f"import threading; threading.Thread(target=exec, args=({loop!r},)).start()"
+    nested = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {busy!r}])"
+    looks = {name: processes.Activity(child(code))
+             for name, code in (("busy", busy), ("nested", nested), ("asleep", ""))}
+
+    seen = {name: [] for name in looks}
+    until(lambda: [seen[n].append(look.seen()) for n, look in looks.items()] and all(
+        any(seen[n]) for n in ("busy", "nested")) and len(seen["asleep"]) > 200)
+
+    assert not any(seen["asleep"][100:])
+
+
+def test_whom_a_thread_waits_for():
+    frames: dict[str, str] = {}
+    code = "def {0}(tell): tell()"
+    for file, function in (
+        ("/x/torch/distributed/distributed_c10d.py", "all_reduce"), ("/x/trainer/world.py", "f"),
+        ("/x/torch/autograd/graph.py", "_engine_run_backward"), ("/x/mine.py", "forward"),
+        ("/x/trainer/parallel.py", "read_sums"), ("/x/trainer/checkpoint.py", "finish_pending"),
+        ("/usr/lib/python3.11/pdb.py", "interaction"),
+    ):  # fmt: skip
+        space: dict[str, object] = {}
+        exec(compile(code.format(function), file, "exec"), space)
+        space[function](lambda at=f"{file}:{function}": frames.__setitem__(  # type: ignore[operator]
+            at, waiting.waits_for(sys._getframe(1))))
+
+    assert list(frames.values()) == [waiting.PEERS] * 3 + [
+        waiting.NOBODY, waiting.PEERS, waiting.WRITER, waiting.PERSON]
+
+
+def test_own_stacks_name_the_threads():
+    go = threading.Event()
+    thread = threading.Thread(target=go.wait, name="the one that waits")
+    thread.start()
+
+    told = stacks.own_threads()
+
+    go.set()
+    thread.join()
+    assert "Thread the one that waits (most recent call first)" in told
+    assert "Current thread MainThread (most recent call first)" in told
+
+
+def test_ranks_hear_each_other_and_agree_on_one_alarm():
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    told = [Report(phase="forward", step=rank, idle_s=0.0, waits=False, over=False)
+            for rank in range(3)]
+    beats = [Heartbeats(host.clone(), rank=rank, size=3, identity=own_identity(os.getpid()),
+                        report=told[rank], tick_s=0.05) for rank in range(3)]
+    try:
+        beats[0].listening = True
+        until(lambda: all(p.report is not None for p in beats[0].peers().values()))
+        assert {r: p.report for r, p in beats[0].peers().items()} == {1: told[1], 2: told[2]}
+        until(lambda: beats[0].identities.keys() == {1, 2})
+
+        beats[2].stop()  # as a stopped process falls silent
+        until(lambda: beats[0].peers()[2].silent_s > 1.0)
+        assert beats[0].peers()[1].silent_s < 1.0
+
+        first = beats[0].raise_alarm({"by": 0}, 10.0)
+        second = beats[1].raise_alarm({"by": 1}, 10.0)
+        assert (first, second) == (True, False)
+        assert beats[0].alarm == beats[1].alarm == {"by": 0}
+    finally:
+        for beat in beats:
+            beat.stop()

@@ -1,0 +1,249 @@
+"""What a rank does about a hang: stacks on disk, the culprit named and ended, its own leaving."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from trainer import processes, stacks
+from trainer.errors import EXIT_FAILURE
+from trainer.hang import Report, Verdict, shown
+from trainer.heartbeats import Heartbeats, Identity
+from trainer.log import Log
+from trainer.pulse import Place, Pulse, read
+from trainer.world import World
+
+LATE_S = 25.0
+"""How long a rank without its peers may take until it leaves without having saved; launchers give
+30 in all."""
+
+DUMP_S = 5.0
+"""How long writing stacks may take: the disk may be what hangs."""
+
+
+class Alarm:
+    """This rank's part in an alarm. All but `stop` is called by the watchdog's thread.
+
+    Args:
+        tick_s: between two heartbeats.
+        clock: seconds, monotonic, of the host.
+        tell: is given the event that says who hangs.
+
+    Attributes:
+        beats: the heartbeats; None in a world of one.
+        rescue: saves the last boundary beside a main thread that can't; whether it could.
+        stopped: whether the main thread leaves by itself.
+        at_s: when the alarm came, inf as long as there is none.
+    """
+
+    def __init__(
+        self, world: World, log: Log, pulse: Pulse, *, identity: Identity, tick_s: float,
+        clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> None:  # fmt: skip
+        self._launcher_hears = tell
+        self.beats: Heartbeats | None = None
+        self.rescue: Callable[[], bool] = lambda: False
+        self.stopped = False
+        self.at_s = math.inf
+        self._given_up = False
+        self._world, self._log, self._pulse, self._clock = world, log, pulse, clock
+        self._identity, self._tick_s = identity, tick_s
+        self._leaving = threading.Lock()
+        self._dumped = False
+
+    def stop(self) -> None:
+        """The main thread leaves by itself from here. While it is being left in its place, there
+        is no return."""
+        with self._leaving:
+            self.stopped = True
+        if self.beats is not None:
+            self.beats.stop()
+
+    def lasts(self, now: float) -> bool:
+        """Whether there is something to wait for: for an alarm, or for what comes of one."""
+        return not self._given_up and now <= self.at_s + self._tick_s + DUMP_S
+
+    def sound(self, verdict: Verdict, own: Report, limit_s: float) -> None:
+        """Raise the alarm, unless another rank was first."""
+        rank, why = self._world.rank, verdict.why
+        blamed = self._dump(own)
+        if rank in verdict.culprits:
+            why = "; ".join([why, *blamed])
+        if not verdict.run and all(map(self._is_stopped, verdict.culprits)):
+            why = "is stopped"
+        places = {str(culprit): own if culprit == rank else self._place_of(culprit)
+                  for culprit in verdict.culprits}
+        alarm = {"by": rank, "why": why, "run": verdict.run, "limit_s": limit_s,
+                 "culprits": {name: dataclasses.asdict(r) for name, r in places.items()}}
+        if self.beats is None or self.beats.raise_alarm(alarm, 3 * self._tick_s + 1):
+            self._tell(alarm)
+        else:
+            alarm = self.beats.alarm or alarm
+        self.follow(alarm, own)
+
+    def _is_stopped(self, culprit: int) -> bool:
+        """Whether it can be seen on this host that a rank is stopped."""
+        who = None if self.beats is None else self.beats.identities.get(culprit)
+        return who is not None and who.host == self._identity.host and (
+            processes.is_stopped(who.pid))
+
+    def _place_of(self, culprit: int) -> Report:
+        """Where a rank that doesn't run is: its own memory tells, else its last heartbeat."""
+        assert self.beats is not None
+        last = self.beats.peers()[culprit].report
+        last = last or Report(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
+        who = self.beats.identities.get(culprit)
+        if who is None or who.host != self._identity.host:
+            return last
+        places = read(who.pid)
+        if places is None:
+            return last
+        main, writer = places
+        idle_s = round(self._clock() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
+        return dataclasses.replace(
+            last, phase=last.phase if main.point == "warm-up" else shown("train", main.point),
+            step=main.step, idle_s=idle_s, saving=_told(writer))
+
+    def _tell(self, alarm: dict[str, Any]) -> None:
+        where = "stderr" if self._log.folder is None else f"{self._log.folder / stacks.FOLDER}"
+        why, limit_s = alarm["why"], alarm["limit_s"]
+        close = f"(--watchdog.limit-s {limit_s:g}); the stacks of all ranks are in {where}"
+        for culprit, place in alarm["culprits"].items():
+            phase, step, saving, idle_s = (
+                place[key] for key in ("phase", "step", "saving", "idle_s"))
+            self._note(why, int(culprit), at_phase=phase, at_step=step, failed_phase=phase,
+                       failed_step=step, saving=saving, idle_s=idle_s, limit_s=limit_s)
+            self._log.error(f"hang: rank {culprit} {why}: {phase} of step {step}"
+                            f"{f' and {saving}' if saving else ''}, for {idle_s:.1f} s {close}")
+        if not alarm["culprits"]:
+            self._note(why, None, limit_s=limit_s)
+            self._log.error(f"hang: {why} {close}")
+
+    def _note(self, why: str, culprit: int | None, **fields: Any) -> None:
+        event = self._log.event("hang", culprit=culprit, why=why, echo=False, **fields)
+        self._launcher_hears(event)
+
+    def follow(self, alarm: dict[str, Any], own: Report) -> None:
+        """There is an alarm: write the stacks, then do what is this rank's part."""
+        self.at_s, rank = self._clock(), self._world.rank
+        self._dump(own)
+        culprits = {int(culprit) for culprit in alarm["culprits"]}
+        others = set(range(self._world.size)) - culprits - {rank}
+        self._await_stacks(others)
+        if self.stopped:
+            return
+        if rank in culprits:
+            if not others:
+                self._rescue()  # nobody else is left to save
+            self._exit()
+        ends = alarm["run"] or all([self._end(culprit, others | {rank}) for culprit in culprits])
+        if not culprits or not ends:
+            self._world.abandon()
+            self._given_up = True
+
+    def _await_stacks(self, others: set[int]) -> None:
+        """Wait, not for long, until the other ranks have written theirs."""
+        beats = self.beats
+        if beats is None:
+            return
+        beats.report = dataclasses.replace(beats.report, dumped=True)
+        beats.listening = True
+        deadline_s = self._clock() + 3 * self._tick_s + 1
+        while self._clock() < deadline_s and not self.stopped:
+            peers = beats.peers()
+            reports = [peers[other].report for other in others]
+            if all(report is not None and report.dumped for report in reports):
+                return
+            time.sleep(0.02)
+
+    def _end(self, culprit: int, others: set[int]) -> bool:
+        """Whether some rank of its host sees to it that a stopped culprit ends: this one, if it is
+        the first of them."""
+        beats, rank = self.beats, self._world.rank
+        assert beats is not None
+        known = {**beats.identities, rank: self._identity}
+        who = known.get(culprit)
+        if who is None:
+            return False
+        near = [other for other in others if other in known and known[other].host == who.host]
+        if rank == min(near, default=None) and who.started is not None:
+            self._write(culprit, f"rank {culprit} (pid {who.pid}) doesn't run\n\n"
+                                 f"{processes.describe(who.pid)}\n")
+            processes.kill(who.pid, who.started)
+        return bool(near)
+
+    def _dump(self, own: Report) -> list[str]:
+        """Write the stacks of this rank, once; what is to be said of its loader workers."""
+        if self._dumped:
+            return []
+        self._dumped = True
+        blamed: list[str] = []
+
+        def dump() -> None:
+            began = (f"rank {self._world.rank} of attempt {self._log.attempt}, pid {os.getpid()}: "
+                     f"{own.phase} of step {own.step}, no progress for {own.idle_s:.1f} s"
+                     f"{', waits for other ranks' if own.waits else ''}\n\n")
+            self._write(self._world.rank, began + stacks.own_threads() + "\n")
+            text, found = stacks.worker_stacks()
+            blamed.extend(found)
+            if text:
+                self._write(self._world.rank, text)
+
+        thread = threading.Thread(target=dump, name="stacks", daemon=True)
+        thread.start()
+        thread.join(DUMP_S)
+        return list(blamed)
+
+    def _write(self, rank: int, text: str) -> None:
+        try:
+            if self._log.folder is not None:
+                stacks.write(self._log.folder, attempt=self._log.attempt, rank=rank, text=text)
+                return
+        except OSError as error:
+            text = f"(stacks could not be written to the run folder: {error})\n{text}"
+        with contextlib.suppress(OSError):
+            sys.stderr.write(text)
+
+    def leave(self, *, late: bool) -> None:
+        """A peer is gone, or must be, and the main thread is still there: save and leave."""
+        with self._leaving:
+            if self.stopped:
+                return
+            self._world.abandon()
+            if self._rescue() or late:
+                self._log.warning(f"lost a peer; left in the place of the main thread, which is at "
+                                  f"{self._pulse.main.point} of step {self._pulse.main.step}")
+                self._exit()
+
+    def _rescue(self) -> bool:
+        """Save beside the main thread; whether that could be tried. Not for longer than a launcher
+        waits."""
+        tried: list[bool] = []
+
+        def rescue() -> None:
+            try:
+                tried.append(self.rescue())
+            except Exception:
+                self._log.warning(f"the last boundary couldn't be saved:\n{traceback.format_exc()}")
+                tried.append(True)
+
+        thread = threading.Thread(target=rescue, name="rescue", daemon=True)
+        thread.start()
+        thread.join(LATE_S)
+        return not tried or tried[0]
+
+    def _exit(self) -> None:
+        sys.stderr.flush()
+        os._exit(EXIT_FAILURE)
+
+
+def _told(writer: Place) -> str:
+    return f"{writer.point} of step {writer.step}" if writer.point else ""

@@ -1,0 +1,44 @@
+"""What is done between two steps: a validation, an end on request."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from trainer.errors import StopRequested
+from trainer.metrics import validation_line
+from trainer.parts import Parts
+from trainer.product import choose_best
+from trainer.recovery import ranks_agree
+
+
+def validate(run: Parts) -> None:
+    """Collective. Validate, and save where the weights are the best so far."""
+    if run.validate is None:
+        return
+    run.log.phase = "evaluate"
+    with run.world.patient():
+        scores = run.validate()
+    if scores is None:
+        stop(run)  # it is done first when the run goes on
+    step = run.progress.step
+    line = validation_line(step, scores, run.state.meter.take_mean())
+    run.metrics.validation(line)
+    run.progress.validated = step
+    run.state.schedule.validated(line)
+    if choose_best(run.config.eval.best, run.state.best, line, step, run.config.eval.min_delta):
+        run.checkpoint.save("best")
+
+
+def stop(run: Parts) -> NoReturn:
+    """Collective. Save this step boundary, and end."""
+    ranks_agree(run)
+    run.log.phase = "stop"
+    run.checkpoint.save("stop")
+    run.checkpoint.settle()
+    raise StopRequested(f"stopped on request after step {run.progress.step}; "
+                        "the same command goes on from there")
+
+
+def is_due(step: int, interval: int, last: int) -> bool:
+    """Whether work of this interval (0: off) falls on the step; all of it falls on the last."""
+    return step > 0 and (step >= last or (interval > 0 and step % interval == 0))

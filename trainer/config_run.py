@@ -1,0 +1,126 @@
+"""Sections of the configuration that say how a run is spread, kept, watched and shown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.leaf import OnOff, check, leaf
+from trainer.length import Length
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ranks:
+    """The process group."""
+
+    timeout_s: float = leaf(60.0, "free")
+    """Seconds that a collective may take before the rank counts as lost."""
+    threads: int | Literal["auto"] = leaf("auto", "announced")
+    """Threads of a rank's computation; auto: cores / ranks on this machine. It moves bits."""
+
+    def __post_init__(self) -> None:
+        check(self.timeout_s > 0, "world.timeout-s", self.timeout_s, "use more than 0.")
+        check(self.threads == "auto" or self.threads >= 1, "world.threads", self.threads,
+              "use auto, 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What is saved, and when."""
+
+    every: Length = leaf(Length(100), "free")
+    """Interval of checkpoints: steps, epochs, a part of the run, or off (the last step's is
+    always made)."""
+    every_s: float = leaf(0.0, "free")
+    """Also save when this many seconds have passed since the last one; 0 is off."""
+    keep: int = leaf(3, "free")
+    """The newest checkpoints that stay, beside the best one."""
+    keep_every: Length = leaf(Length(0), "free")
+    """Of the older ones, those of each such interval stay too; off: none."""
+    on_error: Literal["continue", "stop"] = leaf("continue", "free")
+    """A save that fails: go on with the older checkpoint, or stop the run."""
+
+    def __post_init__(self) -> None:
+        check(self.keep >= 1, "checkpoint.keep", self.keep,
+              "use 1 or more: the newest checkpoint is what a restart continues from.")
+        check(self.every_s >= 0, "checkpoint.every-s", self.every_s, "use 0 (off) or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stop:
+    """Stopping on request (SIGTERM, SIGINT, SIGHUP, SIGUSR1)."""
+
+    grace_s: float = leaf(30.0, "free")
+    """Seconds from the signal on within which the state is saved and the run has ended."""
+
+    def __post_init__(self) -> None:
+        check(self.grace_s > 0, "stop.grace-s", self.grace_s, "use more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Nonfinite:
+    """Steps whose loss or gradient is NaN or infinite: on all ranks the update is left out."""
+
+    max_in_row: int = leaf(3, "announced")
+    """After so many in a row go back to the newest checkpoint and leave out exactly those batches;
+    0 is never."""
+    max_total: int = leaf(100, "announced")
+    """More than so many in the whole run end it, with exit code 77."""
+    spike_z: float = leaf(0.0, "announced")
+    """Treat a loss alike that lies this far above the recent ones (modified z-score; 3.5 is usual,
+    10 catches only what is far out); 0 is off."""
+
+    def __post_init__(self) -> None:
+        check(self.max_in_row >= 0, "nonfinite.max-in-row", self.max_in_row,
+              "use 0 (never go back) or more.")
+        check(self.max_total >= 0, "nonfinite.max-total", self.max_total, "use 0 or more.")
+        check(self.spike_z >= 0, "nonfinite.spike-z", self.spike_z, "use 0 (off) or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Restart:
+    """Failures that a launcher answers with another attempt."""
+
+    max_same_step: int = leaf(3, "free")
+    """Failures in a row at the same step after which the run gives up, with exit code 76."""
+
+    def __post_init__(self) -> None:
+        check(self.max_same_step >= 1, "restart.max-same-step", self.max_same_step,
+              "use 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Watch:
+    """The watchdog: a run that doesn't get on is ended, so that it is started again."""
+
+    limit_s: float | Literal["auto"] = leaf("auto", "free")
+    """Seconds without a sign of life inside a step after which a rank counts as stuck; auto: 10
+    times the longest recent pause, at least 30; inf: never. Twice that in validation and saving,
+    minutes at the start; a rank that computes or reads isn't stuck."""
+
+    def __post_init__(self) -> None:
+        check(self.limit_s == "auto" or self.limit_s > 0, "watchdog.limit-s", self.limit_s,
+              "use auto or more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """What the bits of the result depend on."""
+
+    deterministic: OnOff = leaf("on", "announced")
+    """Deterministic kernels: exact restarts on CUDA; off buys speed there."""
+    tf32: OnOff = leaf("off", "announced")
+    """CUDA: products of fp32 numbers in TF32, with 10 bits of mantissa, several times as fast."""
+    anomaly: OnOff = leaf("off", "announced")
+    """Look at the result of every operation and name the module and the operation that first make
+    a NaN; many times slower, never compiled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logging:
+    """What is shown."""
+
+    every: Length = leaf(Length(50), "free")
+    """Interval of console lines and TensorBoard scalars; metrics.jsonl has each step."""
+    level: Literal["debug", "info", "warning", "error"] = leaf("info", "free")
+    """Least level of console lines."""

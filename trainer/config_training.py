@@ -1,0 +1,223 @@
+"""Sections of the configuration that say what is trained, on what, and how."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.leaf import OnOff, check, leaf
+from trainer.length import Length
+
+SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restarts", "linear",
+             "multi-step", "plateau")  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """Samples an optimizer step; accumulation follows from these and the number of ranks."""
+
+    global_size: int = leaf(128, "refused")
+    """Samples in one optimizer step, over all ranks."""
+    micro_size: int = leaf(32, "refused")
+    """Samples in one forward and backward; must divide the global size."""
+
+    def __post_init__(self) -> None:
+        check(self.global_size >= 1, "batch.global-size", self.global_size, "use 1 or more.")
+        check(self.micro_size >= 1, "batch.micro-size", self.micro_size, "use 1 or more.")
+        divisors = [d for d in range(1, self.global_size + 1) if self.global_size % d == 0]
+        near = min(divisors, key=lambda d: (abs(d - self.micro_size), d))
+        check(self.global_size % self.micro_size == 0, "batch.micro-size", self.micro_size,
+              f"it must divide --batch.global-size {self.global_size}; the nearest that does is "
+              f"{near}.")
+
+    @property
+    def micro_batches(self) -> int:
+        """M, the number of numbered micro-batches in a full global batch."""
+        return self.global_size // self.micro_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """How samples are read."""
+
+    workers: int | Literal["auto"] = leaf("auto", "free")
+    """Loader processes a rank; auto: none for data in memory, otherwise 2 where cores allow."""
+    prefetch: int = leaf(2, "free")
+    """Micro-batches made ready ahead, in each loader worker and on the device."""
+    drop_last: OnOff = leaf("on", "refused")
+    """Leave out the last window of an epoch if it is smaller than the global batch."""
+    shuffle: OnOff = leaf("on", "refused")
+    """Order each epoch anew, by (seed, epoch)."""
+    on_error: Literal["stop", "skip"] = leaf("stop", "free")
+    """A training sample that raises: stop the run, or skip the sample: another takes its place."""
+
+    def __post_init__(self) -> None:
+        check(self.workers == "auto" or self.workers >= 0, "data.workers", self.workers,
+              "use auto, 0 or more.")
+        check(self.prefetch >= 1, "data.prefetch", self.prefetch, "use 1 or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optim:
+    """The optimizer."""
+
+    name: str = leaf("adamw", "refused")
+    """adamw (fused), sgd, or your own as module:Class (called with groups, lr, weight_decay)."""
+    lr: float = leaf(3e-3, "announced")
+    """Peak learning rate."""
+    rates: tuple[str, ...] = leaf((), "announced")
+    """PATTERN=FACTOR: parameters whose names match (as file names do) learn at FACTOR times the
+    rate, such as body.*=0.1; the first match counts."""
+    weight_decay: float = leaf(0.01, "announced")
+    """Decay of weights; biases and norms (and parameters of fewer than 2 dimensions) have none."""
+    betas: tuple[float, float] = leaf((0.9, 0.999), "announced")
+    """AdamW: decay rates of the two moments."""
+    eps: float = leaf(1e-8, "announced")
+    """AdamW: added to the denominator."""
+    momentum: float = leaf(0.9, "announced")
+    """SGD: momentum."""
+    nesterov: OnOff = leaf("off", "announced")
+    """SGD: Nesterov's momentum."""
+    ema: float = leaf(0.0, "announced")
+    """Decay of an average of the weights over the updates (0.999), which is then what is
+    validated, tested and exported; 0 is off."""
+
+    def __post_init__(self) -> None:
+        check(self.name in ("adamw", "sgd") or ":" in self.name, "optim.name", self.name,
+              "use adamw, sgd, or your own as module:Class.")
+        check(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "use a rate above 0.")
+        for text in self.rates:
+            pattern, _, factor = text.rpartition("=")
+            check(bool(pattern) and _is_above_0(factor), "optim.rates", text,
+                  "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (parameters "
+                  "that aren't to move at all: --freeze).")
+        check(self.weight_decay >= 0, "optim.weight-decay", self.weight_decay, "use 0 or more.")
+        check(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas,
+              "each lies from 0 up to, not including, 1.")
+        check(self.eps > 0, "optim.eps", self.eps, "use a number above 0.")
+        check(0 <= self.momentum < 1, "optim.momentum", self.momentum,
+              "it lies from 0 up to, not including, 1.")
+        check(self.nesterov == "off" or self.momentum > 0, "optim.nesterov", self.nesterov,
+              "it needs --optim.momentum above 0.")
+        check(0 <= self.ema < 1, "optim.ema", self.ema,
+              "it lies from 0 (off) up to, not including, 1.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Schedule:
+    """The learning rate over the optimizer steps."""
+
+    name: str = leaf("cosine", "announced")
+    """After the warm-up: cosine (down to min-ratio), constant, one of torch's (cosine-annealing,
+    one-cycle, warm-restarts, linear, multi-step, plateau), or your own module:function, from the
+    number of the update (from 0) to a factor of the peak."""
+    warmup: Length = leaf(Length(5, "percent"), "announced")
+    """Linear rise to the peak, the first update at peak / warm-up steps (never zero)."""
+    min_ratio: float = leaf(0.1, "announced")
+    """cosine, linear: the last update's rate as a part of the peak."""
+    options: tuple[str, ...] = leaf((), "announced")
+    """KEY=VALUE: arguments of torch's class (T_0=1ep, milestones=30ep,60ep, gamma=0.1,
+    pct_start=0.3, patience=5), lengths in steps, epochs or as a part of the run; plateau also has
+    metric=NAME:max|min (val_loss:min)."""
+
+    def __post_init__(self) -> None:
+        check(self.name in SCHEDULES or ":" in self.name, "schedule.name", self.name,
+              f"use {', '.join(SCHEDULES)}, or your own as module:function.")
+        check(0 <= self.min_ratio <= 1, "schedule.min-ratio", self.min_ratio,
+              "it lies from 0 to 1.")
+        for text in self.options:
+            key, _, value = text.partition("=")
+            check(bool(key and value), "schedule.options", text,
+                  "write KEY=VALUE, such as T_0=1ep.")
+
+    @property
+    def arguments(self) -> dict[str, str]:
+        """The options by key, as texts."""
+        return {key: value for key, _, value in (text.partition("=") for text in self.options)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Clip:
+    """Gradient clipping, once per optimizer step, on the mean gradient of the global batch."""
+
+    norm: float = leaf(1.0, "announced")
+    """Largest global norm; 0 is off."""
+    value: float = leaf(0.0, "announced")
+    """Largest absolute value of an element; 0 is off. Used instead of the norm."""
+
+    def __post_init__(self) -> None:
+        check(self.norm >= 0, "clip.norm", self.norm, "use 0 (off) or more.")
+        check(self.value >= 0, "clip.value", self.value, "use 0 (off) or more.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Precision:
+    """Number formats, compilation, memory layout."""
+
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = leaf("auto", "announced")
+    """auto: bf16 autocast on CUDA with bf16 units, else fp32. fp16 uses a gradient scaler."""
+    compile: Literal["auto", "on", "off"] = leaf("auto", "announced")
+    """torch.compile; auto: on CUDA only."""
+    channels_last: Literal["auto", "on", "off"] = leaf("auto", "announced")
+    """Memory layout of conv nets; auto: on where the model has 2-D convolutions."""
+    loss_scale: float = leaf(65536.0, "announced")
+    """fp16: initial scale of the loss."""
+    recompute_every: int = leaf(0, "announced")
+    """Activation checkpointing: of every n-th block the backward computes the activations anew
+    instead of keeping them in memory; 0 is off."""
+
+    def __post_init__(self) -> None:
+        check(self.recompute_every >= 0, "precision.recompute-every", self.recompute_every,
+              "use 0 (off), 1 (each block) or more.")
+        check(self.loss_scale > 0, "precision.loss-scale", self.loss_scale, "use more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parallel:
+    """Several ranks."""
+
+    sync_bn: Literal["auto", "off"] = leaf("auto", "announced")
+    """BatchNorm statistics over all ranks; auto: where there are several."""
+    find_unused: OnOff = leaf("off", "announced")
+    """Allow trainable parameters that some batches don't use (DDP's find_unused_parameters)."""
+    bucket_mb: float = leaf(25.0, "announced")
+    """Size of the buckets in which gradients are all-reduced, in MiB."""
+    verify_every: Length = leaf(Length(100), "free")
+    """Interval at which ranks compare checksums of weights and optimizer; they do so before each
+    save too. off: never."""
+
+    def __post_init__(self) -> None:
+        check(self.bucket_mb > 0, "parallel.bucket-mb", self.bucket_mb, "use more than 0.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Eval:
+    """Validation."""
+
+    every: Length = leaf(Length(1, "epochs"), "announced")
+    """Interval of validations; the last step is always validated."""
+    batch_size: int | Literal["auto"] = leaf("auto", "announced")
+    """Samples in one forward; auto: twice the micro-batch. It moves bits of the scores."""
+    best: str = leaf("auto", "announced")
+    """What the best weights are chosen by, NAME:max or NAME:min (val_loss:min); auto:
+    val_accuracy:max where the task reports accuracy, else val_loss:min."""
+    patience: int = leaf(0, "announced")
+    """End the run after so many validations in a row without a better one; 0 is off."""
+    min_delta: float = leaf(0.0, "announced")
+    """How much better it has to be for that, in the figure's own unit."""
+
+    def __post_init__(self) -> None:
+        check(self.patience >= 0, "eval.patience", self.patience, "use 0 (off) or more.")
+        check(self.min_delta >= 0, "eval.min-delta", self.min_delta, "use 0 or more.")
+        check(self.batch_size == "auto" or self.batch_size >= 1, "eval.batch-size",
+              self.batch_size, "use auto, 1 or more.")
+        check(self.best == "auto" or self.best.endswith((":max", ":min")), "eval.best", self.best,
+              "write NAME:max or NAME:min, such as val_loss:min.")
+
+
+def _is_above_0(text: str) -> bool:
+    try:
+        return 0 < float(text) < math.inf
+    except ValueError:
+        return False

@@ -1,0 +1,157 @@
+"""What an exception says to people: kind and message, the user's line, the phase, and remedies."""
+
+from __future__ import annotations
+
+import os
+import re
+import sysconfig
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+MOST_CHARS = 400
+"""Of a message: it has to fit a line; the traceback has all of it."""
+
+_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_LAUNCH = os.path.join(os.path.dirname(_OURS[:-1]), "launch") + os.sep
+_STDLIB = sysconfig.get_path("stdlib") + os.sep
+_FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
+_WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
+_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_PLACES = (
+    (os.path.join("trainer", "evaluate.py"), "", "evaluate"),
+    (os.path.join("trainer", "checkpoint.py"), "", "save"),
+    (os.path.join("trainer", "data", ""), "", "data"),
+    (os.path.join("torch", "utils", "data", ""), "", "data"),
+    (os.path.join("torch", "_tensor.py"), "backward", "backward"),
+    (os.path.join("trainer", "parallel.py"), "forward", "forward"),
+    (os.path.join("torch", "optim", ""), "", "optimizer"),
+)
+"""Part of a file's path, function ("": any), and the phase that a frame there tells."""
+
+_Frame = tuple[str, int, str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """An exception, understood."""
+
+    kind: str
+    """Its class's name."""
+    message: str
+    """In one line."""
+    where: str | None
+    """`file:line in function`: the innermost of the user's own lines that the trainer has called,
+    or else the innermost of all."""
+    phase: str | None
+    """What was being done, where the traceback tells."""
+    is_import: bool
+    """Whether code could not be imported: another attempt would find the same."""
+    memory: str | None
+    """What ran out of memory, if something did: "rank" or "worker"."""
+
+
+def diagnose(error: BaseException) -> Diagnosis:
+    """Understand an exception, also one that a loader worker has sent as text."""
+    text = str(error)
+    kind, message, frames = type(error).__name__, text, _frames(error)
+    phase = next(filter(None, map(_phase, frames)), None)
+    kinds = {c.__name__ for e in _chain(error) for c in type(e).__mro__}
+    if "Original Traceback (most recent call last)" in text:  # as DataLoader passes it on
+        first = text.partition("\n\nThe above exception was")[0]
+        frames = [(path, int(line), name) for path, line, name in _FRAME.findall(first)]
+        said = list(re.finditer(rf"^(?:[\w.]+\.)?{kind}: ", text, re.MULTILINE))
+        message = text[said[-1].end():] if said else text.strip().splitlines()[-1]
+    elif (cause := _chain(error)[-1]) is not error:
+        # Also of one in a loader worker, whose traceback comes as text.
+        told = _FRAME.findall(str(cause))
+        frames = [(path, int(line), name) for path, line, name in told] or _frames(cause)
+    kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
+    handing_over = isinstance(error, ConnectionError | EOFError) and any(
+        _DATALOADER in path for path, _, _ in frames)  # what a data set raises is a SampleError
+    if worker := handing_over or bool(_WORKER_DIED.search(text)):
+        frames = []  # torch raises it wherever the rank is just then
+    exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
+        "DefaultCPUAllocator" in text and "memory" in text)
+    if (exhausted and "DataLoader worker" in text) or (
+            worker and (handing_over or "Killed" in text or "unexpectedly" in text)):
+        memory: str | None = "worker"
+    else:
+        memory = "rank" if exhausted else None
+    return Diagnosis(
+        kind=kind, message=_one_line(message), where=_where(frames), phase=phase,
+        is_import=bool(kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError",
+                                "IndentationError"}),
+        memory=memory,
+    )  # fmt: skip
+
+
+def remedies(memory: str, config: Any) -> list[str]:
+    """What to do where memory was used up, in the order in which to try it.
+
+    Args:
+        memory: as in `Diagnosis`.
+        config: the run's `Config`.
+    """
+    batch, workers = config.batch, config.data.workers
+    told = []
+    if memory == "worker":
+        fewer = "1" if workers == "auto" else str(max(0, workers // 2))
+        told.append(f"fewer loader workers, and less read ahead: --data.workers {fewer} "
+                    "--data.prefetch 1")
+    smaller = [d for d in range(1, batch.micro_size) if batch.global_size % d == 0]
+    if smaller:
+        told.append(f"a smaller micro-batch at the same global batch: --batch.micro-size "
+                    f"{smaller[-1]} --accept batch.micro-size (schedule and sample order stay)")
+    if memory == "rank":
+        if config.precision.dtype in ("auto", "fp32"):
+            told.append("mixed precision: --precision.dtype bf16")
+        told.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
+                    "use_reentrant=False) around the blocks of the model")
+    return told
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error of ours and what is behind it, down to the user's own, which says what it means."""
+    chain = [error]
+    while type(chain[-1]).__module__.startswith("trainer.") and chain[-1].__cause__ is not None:
+        chain.append(chain[-1].__cause__)
+    return chain
+
+
+def _frames(error: BaseException) -> list[_Frame]:
+    """Outermost first, from where the trainer begins."""
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name)
+              for frame, line in traceback.walk_tb(error.__traceback__)]
+    begin = next((i for i, f in enumerate(frames) if f[0].startswith(_OURS)), 0)
+    return frames[begin:]
+
+
+def _phase(frame: _Frame) -> str | None:
+    path, _, function = frame
+    return next((phase for part, name, phase in _PLACES
+                 if part in path and name in ("", function)), None)
+
+
+def _where(frames: list[_Frame]) -> str | None:
+    if not frames:
+        return None
+    nearest = min(_strangeness(path) for path, _, _ in frames)
+    path, line, function = next(f for f in reversed(frames) if _strangeness(f[0]) == nearest)
+    here = os.getcwd() + os.sep
+    return f"{path.removeprefix(here)}:{line} in {function}"
+
+
+def _strangeness(path: str) -> int:
+    """0: the user's own file; 1: a library's; 2: ours, torch's, Python's."""
+    if path.startswith(_OURS):
+        return 0 if path.startswith(os.path.join(_OURS, "tasks", "")) else 2
+    parts = path.split(os.sep)
+    if "site-packages" in parts or "dist-packages" in parts:
+        return 2 if "torch" in parts else 1
+    return 2 if path.startswith(("<", _STDLIB, _LAUNCH)) else 0
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_CHARS else line[:MOST_CHARS] + " …"

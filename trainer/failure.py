@@ -1,0 +1,83 @@
+"""A rank's own end by an exception: noted at once, told to the launcher, explained at the end."""
+
+from __future__ import annotations
+
+import signal
+import traceback
+from typing import Any
+
+from trainer.attempts import sentence
+from trainer.diagnosis import Diagnosis, diagnose, remedies
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE
+from trainer.launcher import record_failure, tell
+from trainer.log import Log
+from trainer.network import lost_peer
+
+
+class Failure:
+    """What ended this rank, once something has.
+
+    Attributes:
+        config: the run's, as soon as it is known.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self.config: Any = None
+        self._log = log
+        self._error: BaseException | None = None  # with all that its frames hold, so not for long
+        self._found: Diagnosis | None = None
+        self._event: dict[str, Any] = {}
+        self._echo = False
+
+    def note(self, error: BaseException, *, step: int | None = None) -> None:
+        """Write the failure down, at once, since what follows may take a while; once.
+
+        Main thread only. From here on the death of a loader worker is no news: torch would raise
+        it, in the midst of anything.
+
+        Args:
+            step: in the making, or just made; default: the last one made.
+        """
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        if error is self._error:
+            return
+        self._error, self._echo = error, lost_peer(error)
+        self._found = found = diagnose(error)
+        phases = dict.fromkeys(filter(None, (self._log.phase, found.phase)))
+        if found.phase:
+            phases.pop("train", None)  # says less
+        self._event = self._log.event(
+            "failure", why=f"{found.kind}: {found.message}", where=found.where, echo=self._echo,
+            failed_step=self._log.step if step is None else step,
+            failed_phase=", ".join(phases), memory=found.memory,
+        )  # fmt: skip
+        tell("failure", self._event)
+        stack = "".join(traceback.format_exception(error))
+        record_failure(sentence(self._event), stack, echo=self._echo)
+
+    def explain(self) -> tuple[int, str]:
+        """Say on the console what it was; returns the exit code, and the last line."""
+        assert self._error is not None
+        assert self._found is not None
+        log, found = self._log, self._found
+        if self._echo:  # the cause is another rank's, which tells it
+            log.warning(f"lost a peer after step {log.step} ({log.phase}); leaving")
+            self._error = None
+            return EXIT_FAILURE, ""
+        traceback.print_exception(self._error)
+        self._error = None
+        if found.memory and self.config is not None:
+            log.error("\n".join(self._memory_lines(found.memory)))
+        if found.is_import:
+            log.error("code that can't be imported stays so: nothing is started again")
+        log.error(last := sentence(self._event))
+        return EXIT_CONFIG if found.is_import else EXIT_FAILURE, last
+
+    def _memory_lines(self, memory: str) -> list[str]:
+        who = ("a loader worker died; most often that is for want of memory" if memory == "worker"
+               else "out of memory")
+        phase, size = self._event["failed_phase"], self.config.batch.micro_size
+        lines = [f"{who}, in phase {phase}, with micro-batches of {size}. What helps, in this "
+                 "order:"]  # fmt: skip
+        return lines + [f"  {number}. {remedy}" for number, remedy
+                        in enumerate(remedies(memory, self.config), 1)]

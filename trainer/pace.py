@@ -1,0 +1,43 @@
+"""The pace of a run: how long a rank may stand at one point, learnt from the steps before."""
+
+from __future__ import annotations
+
+from trainer.hang import learnt_limit
+from trainer.pulse import Place
+
+RECENT_STEPS = 64
+
+
+class Pace:
+    """Learns the limit inside of steps from the pauses between their points.
+
+    Args:
+        limit_s: the limit, if it is not to be learnt.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._fixed_s = limit_s
+        self._longest_s, self._before_s = 0.0, 0.0  # in this stretch of steps, in the one before
+        self._stretch = 0
+        self._pause = (0.0, 0.0)  # when it began, how long it has been so far
+
+    @property
+    def limit_s(self) -> float:
+        """The limit now."""
+        if self._fixed_s is not None:
+            return self._fixed_s
+        return learnt_limit(max(self._longest_s, self._before_s))
+
+    def see(self, place: Place, phase: str, now: float) -> float:
+        """The main thread is at this place; the limit. Pauses shorter than the time between two
+        calls don't count, and need not: the least limit covers them."""
+        began_s, length_s = self._pause
+        if place.at_s != began_s:  # a pause counts when it is over
+            self._longest_s = max(self._longest_s, length_s)
+            self._pause = (place.at_s, 0.0)
+        if phase == "train" and place.point != "step-end":
+            self._pause = (place.at_s, now - place.at_s)
+        if place.step - self._stretch >= RECENT_STEPS or place.step < self._stretch:
+            self._stretch = place.step
+            self._before_s, self._longest_s = self._longest_s, 0.0
+        return self.limit_s

@@ -1,0 +1,92 @@
+"""Stacks on disk: what each thread of a rank and each of its loader workers was doing."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from trainer import processes
+
+FOLDER = "stacks"
+WORKER = "loader "
+"""How the name of a loader worker's process begins."""
+
+DUMPS = "trainer-stacks"
+"""The memory file to which a worker writes its stacks on SIGUSR2."""
+
+WORKER_S = 1.0
+"""How long a worker may take to write them."""
+
+
+def prepare_worker(number: int) -> None:
+    """In a loader worker: have a name, and write all stacks when asked to."""
+    if hasattr(os, "memfd_create"):
+        faulthandler.register(signal.SIGUSR2, file=os.memfd_create(DUMPS), all_threads=True)
+        with open("/proc/self/comm", "w") as file:
+            file.write(f"{WORKER}{number}")
+
+
+def own_threads() -> str:
+    """The stacks of this process's threads, with their names."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for thread in threading.enumerate():
+        text = re.sub(rf"hread 0x0*{thread.ident:x} ", f"hread {thread.name} ", text)
+    return text
+
+
+def workers() -> dict[int, str]:
+    """Pid → name of this process's loader workers."""
+    named = {pid: processes.name(pid) for pid in processes.children(os.getpid())}
+    return {pid: name for pid, name in named.items() if name.startswith(WORKER)}
+
+
+def worker_stacks() -> tuple[str, list[str]]:
+    """(the stacks of this process's loader workers, what to say of those that hold it up)."""
+    told, blamed = [], []
+    for pid, name in workers().items():
+        if processes.is_stopped(pid):
+            blamed.append(f"its {name} (pid {pid}) is stopped")
+            told.append(f"{name} (pid {pid}) is stopped\n{processes.describe(pid)}")
+            continue
+        text = _ask(pid)
+        if f"{os.sep}fetch.py" in text:  # of torch's loader: inside the data set, not waiting
+            blamed.append(f"its {name} (pid {pid}) is still reading")
+        told.append(f"{name} (pid {pid}):\n{text or processes.describe(pid)}")
+    return "\n".join(told), blamed
+
+
+def write(folder: Path, *, attempt: int, rank: int, text: str) -> Path:
+    """Add to the file of a rank; its path."""
+    path = folder / FOLDER / f"attempt-{attempt}-rank-{rank}.txt"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+    return path
+
+
+def _ask(pid: int) -> str:
+    """A worker's stacks; empty if it doesn't answer."""
+    before = processes.read_memory(pid, DUMPS)
+    if before is None:
+        return ""
+    try:
+        os.kill(pid, signal.SIGUSR2)
+    except ProcessLookupError:
+        return ""
+    deadline_s, text = time.monotonic() + WORKER_S, before
+    while time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        now = processes.read_memory(pid, DUMPS) or b""
+        if len(now) > len(before) and now == text:
+            break
+        text = now
+    return text[len(before):].decode(errors="replace")

@@ -1,0 +1,192 @@
+"""The watchdog of a rank: no progress → stacks on disk, the culprit named and ended, all leave.
+
+A thread of its own looks at where the main thread and the checkpoint's writer are (`pulse`), tells
+it to the other ranks (`heartbeats`), judges (`hang`), and acts (`alarm`):
+
+1. the first rank that finds a hang raises the alarm, upon which each rank that runs writes its
+   stacks;
+2. a culprit that runs ends itself; one that is stopped is killed by another rank of its host;
+3. that breaks the collectives of the others, whose main threads save and leave; where a main
+   thread can't, because it computes or sits in a kernel that never ends, this thread does it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from trainer import processes, waiting
+from trainer.alarm import LATE_S, Alarm
+from trainer.hang import Patience, Peer, Report, judge, patience, saving_patience, shown
+from trainer.heartbeats import Heartbeats, own_identity
+from trainer.log import Log
+from trainer.pace import Pace
+from trainer.pulse import Pulse
+from trainer.world import World
+
+TICK_S = 1.0
+LEAST_SILENCE_S = 2.0
+"""A rank whose heartbeat is missing for less may just not have had its turn."""
+
+LEAVE_S = 1.5
+"""From a peer's end until this thread saves and leaves in the main thread's place."""
+
+
+class Watchdog:
+    """Watches this rank from `with` to `stop`; made and left by the main thread.
+
+    Args:
+        limit_s: inside of steps; None: learnt.
+        clock: seconds, monotonic, of the host.
+        tell: is given the event that says who hangs.
+
+    Attributes:
+        pulse: is to be told of each point that this rank passes.
+        in_flight: the step that this rank's checkpoint writer is at, or None.
+    """
+
+    def __init__(
+        self, world: World, log: Log, *, limit_s: float | None,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> None:  # fmt: skip
+        self.pulse = Pulse(clock)
+        self.in_flight: Callable[[], int | None] = lambda: None
+        self._world, self._log, self._clock = world, log, clock
+        self._pace = Pace(limit_s)
+        self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
+        self._identity = own_identity(os.getpid())
+        self._alarm = Alarm(world, log, self.pulse, identity=self._identity, tick_s=self._tick_s,
+                            clock=clock, tell=tell)
+        self._woken, self._wake = os.pipe()
+        self._resumed_s = -math.inf
+        self._doing = waiting.Doing(threading.get_ident(), clock)
+        self._writing = waiting.Writing(clock)
+        self._others: dict[int, processes.Activity] = {}
+
+    def __enter__(self) -> Watchdog:
+        if self._world.store is not None:
+            self._alarm.beats = Heartbeats(
+                self._world.store.clone(), rank=self._world.rank, size=self._world.size,
+                identity=self._identity, report=self._look(self._clock()), tick_s=self._tick_s,
+                clock=self._clock,
+            )  # fmt: skip
+        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def rescue_with(self, rescue: Callable[[], bool]) -> None:
+        """How to save the last boundary beside a main thread that can't; tells whether it could."""
+        self._alarm.rescue = rescue
+
+    def stop(self) -> None:
+        """The main thread leaves by itself from here. While the watchdog saves and leaves in its
+        place, there is no return."""
+        if not self._alarm.stopped:
+            self._alarm.stop()
+            os.write(self._wake, b"!")
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:
+            self._log.error("the watchdog has failed, and the run goes on without it:\n"
+                            + traceback.format_exc())
+
+    def _watch(self) -> None:
+        alarm, poll, connections = self._alarm, select.poll(), self._world.connections()
+        poll.register(self._woken, select.POLLIN)
+        for descriptor in connections:
+            poll.register(descriptor, select.POLLRDHUP)
+        last_s = self._clock()
+        try:
+            ended: list[tuple[int, int]] = []
+            while not alarm.stopped and not ended and alarm.lasts(self._clock()):
+                ended = poll.poll(1000 * self._tick_s)
+                now = self._clock()
+                if now - last_s > 3 * self._tick_s + 1:  # this process was stopped, or its host
+                    self._resumed_s = now
+                    if alarm.beats is not None:
+                        alarm.beats.forgive()
+                last_s = now
+                if not ended and alarm.at_s == math.inf:
+                    self._tick(now)
+        finally:
+            for descriptor in connections:
+                os.close(descriptor)
+        self._see_out()
+
+    def _see_out(self) -> None:
+        """Peers are gone: the main thread notices, and leaves; where it doesn't, in its place."""
+        lost_s = self._clock()
+        self.pulse.lost = True
+        while not self._alarm.stopped:
+            select.select([self._woken], [], [], min(LEAVE_S, max(0.2, self._tick_s)))
+            waited_s = self._clock() - lost_s
+            if waited_s >= LEAVE_S:
+                self._alarm.leave(late=waited_s > LATE_S)
+
+    def _tick(self, now: float) -> None:
+        own, limit_s = self._look(now), self._pace.limit_s
+        beats, silent_s = self._alarm.beats, 0.0
+        peers: dict[int, Peer] = {}
+        if beats is not None:
+            beats.report = own
+            beats.listening = own.waits and own.idle_s > limit_s / 2
+            if beats.alarm is not None:
+                self._alarm.follow(beats.alarm, own)
+                return
+            self._listen(beats)
+            peers, silent_s = beats.peers(), beats.silent_s
+        verdict = judge(
+            self._world.rank, own, peers, limit_s=max(limit_s, LEAST_SILENCE_S),
+            store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None,
+        )  # fmt: skip
+        if verdict is not None:
+            self._alarm.sound(verdict, own, limit_s)
+
+    def _look(self, now: float) -> Report:
+        """What this rank does."""
+        phase, main = self._log.phase, self.pulse.main
+        limit_s = self._pace.see(main, phase, now)
+        step = self.in_flight()
+        if step is not None:
+            place, quiet_s = self._writing.look(self.pulse.writer, step, limit_s)
+            idle_s = now - place.at_s
+            if _is_over(saving_patience(limit_s), idle_s, quiet_s):
+                return Report(phase=place.point, step=step, idle_s=round(idle_s, 1), waits=False,
+                              over=True)  # fmt: skip
+        idle_s = now - max(main.at_s, self._resumed_s)
+        whom, busy_s = self._doing.look(main, idle_s > limit_s / 4)
+        over = whom not in (waiting.WRITER, waiting.PERSON) and _is_over(
+            patience(phase, main.point, limit_s), idle_s, min(idle_s, now - busy_s))
+        return Report(
+            phase=shown(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
+            waits=whom == waiting.PEERS and self._world.size > 1,
+        )  # fmt: skip
+
+    def _listen(self, beats: Heartbeats) -> None:
+        """A rank of this host whose heartbeat is missing may compute all the same: some code keeps
+        all other threads from running."""
+        if not beats.listening:
+            self._others = {}
+            return
+        for peer, who in beats.identities.items():
+            if who.host != self._identity.host:
+                continue
+            if peer not in self._others:
+                self._others[peer] = processes.Activity(who.pid, clock=self._clock)
+            elif self._others[peer].seen() and not processes.is_stopped(who.pid):
+                beats.lives(peer)
+
+
+def _is_over(allowed: Patience, idle_s: float, quiet_s: float) -> bool:
+    return quiet_s > allowed.quiet_s or idle_s > allowed.idle_s
