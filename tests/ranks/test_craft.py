@@ -112,3 +112,16 @@ def test_the_operation_that_makes_a_nan_is_named_by_its_rank(ranks, tmp_path):
     found = {k: event[k] for k in ("at_step", "micro_batch", "rank", "phase", "node", "module")}
     assert found == {"at_step": 6, "micro_batch": 2, "rank": 1, "phase": "backward",
                      "node": "AbsBackward0", "module": None}  # infinity · 0
+
+
+@pytest.mark.parametrize(("flags", "told"), [
+    (["--task.validation=0"], "the task has no validation data"),
+    (["--schedule.options=metric=val_f1:max"], "it gives val_loss, val_abs"),
+], ids=["no-validation", "no-such-figure"])  # fmt: skip
+def test_a_plateau_that_nothing_can_be_judged_by_is_refused(ranks, tmp_path, capfd, flags, told):
+    ended = ranks(1, train, *TASK, "--steps=4", "--schedule.name=plateau", *flags,
+                  f"--run={tmp_path / 'run'}", group=False)
+
+    assert ended == [2]
+    output = capfd.readouterr()
+    assert told in output.out + output.err
