@@ -24,7 +24,8 @@ def validate(run: Parts) -> None:
     line = validation_line(step, scores, run.state.meter.take_mean())
     run.metrics.validation(line)
     run.progress.validated = step
-    if choose_best(run.config.eval.best, run.state.best, line, step):
+    run.state.schedule.validated(line)
+    if choose_best(run.config.eval.best, run.state.best, line, step, run.config.eval.min_delta):
         run.checkpoint.save("best")
 
 

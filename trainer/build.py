@@ -16,12 +16,14 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import (
+    anomaly,
     cli,
     compile_cache,
     faults,
     folder,
     parallel,
     precision,
+    pretrained,
     resume,
     schedules,
 )  # fmt: skip
@@ -31,6 +33,9 @@ from trainer.config import Config
 from trainer.data import batch as batches
 from trainer.data.loader import Loader
 from trainer.data.reading import in_memory
+from trainer.data.sampler import Slot
+from trainer.ema import Ema
+from trainer.errors import ConfigError
 from trainer.evaluate import Evaluator
 from trainer.health import Health
 from trainer.level import level, record
@@ -43,7 +48,7 @@ from trainer.prepare import Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
 from trainer.pulse import Pulse
 from trainer.source import Found, find, find_at
-from trainer.state import MODEL, OPTIMIZER, TrainState
+from trainer.state import EMA, MODEL, OPTIMIZER, TrainState
 from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.store import Store
@@ -84,6 +89,9 @@ def build(
         num_ranks=world.size,
         parts={"horizon": horizon, "health": health},
     )
+    if state.schedule.metric and work.data["validation"] is None:
+        raise ConfigError("--schedule.name plateau: it falls when a validation's figure no longer "
+                          "gets better, and the task has no validation data.")
     metrics = Metrics()
     circumstances = {
         "task": cli.task_path(config.task), "data": work.fingerprint, "world_size": world.size,
@@ -116,6 +124,10 @@ def build(
                                before=found.facts.get("inexact", ()))
         inexact.extend(verdict.reasons)
         state.progress.load_state_dict(found.facts["progress"])
+    elif config.init is not None:
+        strict = config.init_strict == "on"
+        work.card["init"] = _agreed(world, partial(
+            pretrained.begin_with, work.model, Path(config.init), strict=strict))
     position = log.step = state.progress.step
     _arm(armed, checkpoint, state)
     waited = found is not None and found.facts["best"]["waited"]
@@ -131,6 +143,8 @@ def build(
         stop.shield()  # compilers outlive a signal to the whole process group
         compile_cache.use(path / folder.COMPILED, world)
     wrapped, objective = _wrap(config, work, world)
+    if config.optim.ema:
+        state.ema = Ema(work.model, config.optim.ema, before=checkpoint.finish_copy)
     armed.actions["nan"] = partial(setattr, objective, "poisoned", True)
     step = Step(
         objective=objective, wrapped=wrapped, model=work.model, optimizer=work.optimizer,
@@ -138,9 +152,11 @@ def build(
         autocast=partial(precision.autocast, work.choice, world.device), clip=config.clip,
         progress=state.progress, seed=config.seed, num_ranks=world.size,
         nominal_count=config.batch.global_size, faults=armed, broadcast=world.broadcast,
-        health=health,
+        health=health, ema=state.ema,
         before_update=checkpoint.finish_copy,
     )  # fmt: skip
+    if config.numerics.anomaly == "on":
+        step.hunt = lambda slot: anomaly.hunt(wrapped, work.model, partial(_tell_origin, log, slot))
     collate = getattr(work.task, "collate", batches.collate)
     workers = _workers(config, work.data["train"], world)
     at_place = partial(open_source, config, work, world, state, workers)
@@ -165,6 +181,7 @@ def build(
             rank=world.rank, num_ranks=world.size, device=world.device, autocast=step.autocast,
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
+            weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
             stopped=lambda: stop.requested,
         )
         for split in ("validation", "test")
@@ -225,9 +242,17 @@ def _wrap(
 
 
 def _shared(state: TrainState) -> dict[str, torch.Tensor]:
-    """What has to be equal on all ranks: parameters and optimizer; buffers may differ."""
+    """What has to be equal on all ranks: parameters, their average, and optimizer; buffers may
+    differ."""
     parameters = dict(state.model.named_parameters())
-    return parameters | state.tensors()[OPTIMIZER]
+    tensors = state.tensors()
+    average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
+    return parameters | tensors[OPTIMIZER] | average
+
+
+def _tell_origin(log: Log, slot: Slot, origin: anomaly.Origin) -> None:
+    log.event("anomaly", at_step=slot.step, micro_batch=slot.number, **vars(origin))
+    log.warning(f"step {slot.step}, micro-batch {slot.number}: a NaN is made by {origin}")
 
 
 def _find(config: Config[Any], store: Store, run: str, world: World, log: Log) -> Found | None:
@@ -298,6 +323,10 @@ def _announce(
         f"{n:,} {split}" for split, n in samples.items() if n is not None))
     log.info(f"global batch {batch.global_size} = {batch.micro_batches} micro-batches of "
              f"{batch.micro_size}, over {card['ranks']}")
+    for line in card.get("init", ()):
+        log.warning(f"--init {config.init}: {line}")
+    if card["frozen_parameters"]:
+        log.info(f"frozen: {len(card['frozen_parameters'])} parameter tensors")
     for change in verdict.changes:
         log.warning(f"changed: {change}")
         log.event("changed", what=change)

@@ -19,7 +19,7 @@ from trainer.manifest import Stage
 from trainer.restore import abandon_newer, restore, restore_model
 from trainer.snapshot import Snapshot
 from trainer.source import STATE, Found
-from trainer.state import MODEL, OPTIMIZER, TrainState
+from trainer.state import MODEL, TrainState
 from trainer.store import Store
 from trainer.world import World
 
@@ -241,7 +241,8 @@ class Checkpointer:
     def _still(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
         """Addresses of the tensors that only an update moves: all but buffers."""
         parameters = {p.data_ptr() for p in self._state.model.parameters()}
-        return parameters | {t.data_ptr() for t in tensors[OPTIMIZER].values()}
+        others = [t for name in tensors if name != MODEL for t in tensors[name].values()]
+        return parameters | {t.data_ptr() for t in others}
 
     def _take(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> Job:
         """What a checkpoint of this step boundary is to hold."""

@@ -32,7 +32,7 @@ from trainer.config_training import (
     Precision,
     Schedule,
 )
-from trainer.leaf import Change, check, leaf
+from trainer.leaf import Change, OnOff, check, leaf
 from trainer.length import Length
 
 __all__ = [
@@ -62,6 +62,14 @@ class Config(Generic[TaskT]):
     resume: str = leaf("auto", "free")
     """auto: continue what the run folder holds; never: refuse a used folder; or the PATH of a
     checkpoint to start from."""
+    init: str | None = leaf(None, "refused")
+    """Weights to begin with: a safetensors file, a torch checkpoint, or a folder with a
+    model.safetensors; a head of another size is left as the model makes it."""
+    init_strict: OnOff = leaf("on", "refused")
+    """Refuse weights whose names or sizes don't fit; off: take what fits and name the rest."""
+    freeze: tuple[str, ...] = leaf((), "refused")
+    """PATTERN: parameters whose names match aren't trained, nor their batch norms' statistics;
+    !PATTERN takes some out again, the last match counts (such as * and !fc.*)."""
     accept: tuple[str, ...] = leaf((), "free")
     """Changed keys (batch.global-size, data, …) that a resumed run is to accept all the same."""
     inject: tuple[str, ...] = leaf((), "free")

@@ -109,6 +109,11 @@ class Numerics:
 
     deterministic: OnOff = leaf("on", "announced")
     """Deterministic kernels: exact restarts on CUDA; off buys speed there."""
+    tf32: OnOff = leaf("off", "announced")
+    """CUDA: products of fp32 numbers in TF32, with 10 bits of mantissa, several times as fast."""
+    anomaly: OnOff = leaf("off", "announced")
+    """Look at the result of every operation and name the module and the operation that first make
+    a NaN; many times slower, never compiled."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -43,6 +43,7 @@ class Evaluator:
     Args:
         all_sum: adds a tensor over the ranks, in place (collective).
         step, epoch: tell the current ones, for fault points.
+        weights: the context in which the model has the weights to evaluate.
     """
 
     model: nn.Module
@@ -60,6 +61,7 @@ class Evaluator:
     faults: Faults
     step: Callable[[], int]
     epoch: Callable[[], int] = lambda: 0
+    weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     stopped: Callable[[], bool] = lambda: False
     """Whether this rank wants to stop: looked at before each batch."""
 
@@ -77,7 +79,7 @@ class Evaluator:
         training = self.model.training
         self.model.eval()
         try:
-            with rng.preserved():
+            with rng.preserved(), self.weights():
                 rows = self._table()
         finally:
             self.model.train(training)

@@ -1,27 +1,103 @@
-"""The optimizer: parameter groups by decay, fused AdamW or SGD, or the user's own."""
+"""The optimizer: what is frozen, groups by rate and decay, AdamW or SGD, or the user's own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+import fnmatch
+from collections.abc import Callable, Iterable, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.config import Clip, Optim
 from trainer.errors import ConfigError
 from trainer.task import load_object
 
+NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices and kernels decay; biases and norms (fewer than 2 dimensions) don't.
-    Frozen parameters are in neither."""
-    trainable = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    groups = [
-        {"params": [(n, p) for n, p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [(n, p) for n, p in trainable if p.dim() < 2], "weight_decay": 0.0},
-    ]
-    return [g for g in groups if g["params"]]
+
+def parameter_groups(
+    model: nn.Module, weight_decay: float, rates: Sequence[str] = (), lr: float = 0.0
+) -> list[dict[str, Any]]:
+    """For each rate two groups: matrices and kernels decay; biases, norms and whatever has fewer
+    than 2 dimensions don't. Frozen parameters are in none.
+
+    Args:
+        rates: PATTERN=FACTOR, of `lr`; the first that matches a name counts.
+
+    Raises:
+        ConfigError: a pattern matches no trainable parameter.
+    """
+    trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    normed = {p for m in model.modules() if isinstance(m, NORMS) for p in m.parameters()}
+    factors = dict.fromkeys(trainable, 1.0)
+    for text in reversed(rates):
+        pattern, _, of_lr = text.rpartition("=")
+        for name in matching(trainable, pattern, flag="optim.rates"):
+            factors[name] = float(of_lr)
+    groups: dict[tuple[float, bool], dict[str, Any]] = {}
+    for factor in sorted(set(factors.values()), key=lambda f: (f != 1, f)):
+        of_rate = {"lr": lr * factor} if rates else {}
+        groups[factor, True] = {"params": [], "weight_decay": weight_decay, **of_rate}
+        groups[factor, False] = {"params": [], "weight_decay": 0.0, **of_rate}
+    for name, p in trainable.items():
+        decays = p.dim() >= 2 and p not in normed and name.rpartition(".")[2] != "bias"
+        groups[factors[name], decays]["params"].append((name, p))
+    return [g for g in groups.values() if g["params"]]
+
+
+def matching(names: Iterable[str], pattern: str, *, flag: str) -> list[str]:
+    """The names that a pattern matches, as for file names (`*`, `?`, `[…]`).
+
+    Raises:
+        ConfigError: there is none.
+    """
+    known = list(names)
+    found = fnmatch.filter(known, pattern)
+    if not found:
+        near = difflib.get_close_matches(pattern, known, n=3, cutoff=0.0)
+        raise ConfigError(f"--{flag} {pattern}: it matches no parameter that can be trained; there "
+                          f"are, among others, {', '.join(near)}.")
+    return found
+
+
+def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Keep parameters as they are, and the statistics of batch norms that are frozen whole: these
+    stay in eval mode. `!PATTERN` takes some out again; the last match counts.
+
+    Returns:
+        The frozen parameters' names.
+
+    Raises:
+        ConfigError: a pattern matches nothing.
+    """
+    parameters = dict(model.named_parameters())
+    for pattern in patterns:
+        kept = pattern.startswith("!")
+        for name in matching(parameters, pattern.removeprefix("!"), flag="freeze"):
+            parameters[name].requires_grad_(kept)
+    for path, module in model.named_modules():
+        if patterns and isinstance(module, _NormBase) and (
+            not any(p.requires_grad for p in module.parameters()) if module.affine
+            else _last_match(patterns, f"{path}.running_mean")
+        ):
+            module.eval()
+            module.train = MethodType(_stay, module)  # type: ignore[method-assign]
+    return [n for n, p in parameters.items() if not p.requires_grad]
+
+
+def _last_match(patterns: Sequence[str], name: str) -> bool:
+    """Whether the last pattern that matches the name freezes it."""
+    last = [p for p in patterns if fnmatch.fnmatchcase(name, p.removeprefix("!"))]
+    return bool(last) and not last[-1].startswith("!")
+
+
+def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
+    """In place of `train`: the module stays in eval mode."""
+    return module
 
 
 def build(
@@ -36,7 +112,11 @@ def build(
     Raises:
         ConfigError: nothing to train, or a class that can't be found or called.
     """
-    made = groups(model) if groups is not None else parameter_groups(model, config.weight_decay)
+    if groups is not None and config.rates:
+        raise ConfigError(f"--optim.rates {' '.join(config.rates)}: the task has parameter_groups "
+                          "of its own; set the rates (\"lr\") there.")
+    made = groups(model) if groups is not None else parameter_groups(
+        model, config.weight_decay, config.rates, config.lr)
     made = [{**g, "params": list(g["params"])} for g in made]
     if not any(g["params"] for g in made):
         raise ConfigError("--task: the model has no trainable parameter; nothing can be learnt.")

@@ -30,9 +30,12 @@ class Choice:
         ])  # fmt: skip
 
 
-def choose(config: Precision, model: nn.Module, device: torch.device) -> Choice:
+def choose(
+    config: Precision, model: nn.Module, device: torch.device, *, eager: bool = False
+) -> Choice:
     """Resolve `auto`: CUDA with bf16 units computes in bf16, compiled; a CPU in fp32, eagerly
-    (without bf16 units autocast and compile are slower there). An explicit value is obeyed."""
+    (without bf16 units autocast and compile are slower there). An explicit value is obeyed, but
+    for compilation where it has to be `eager`."""
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if config.dtype == "auto":
         bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -45,7 +48,8 @@ def choose(config: Precision, model: nn.Module, device: torch.device) -> Choice:
     convolutional = any(isinstance(m, nn.Conv2d) for m in model.modules())
     return Choice(
         dtype=dtype,
-        compile=device.type == "cuda" if config.compile == "auto" else config.compile == "on",
+        compile=not eager and (
+            device.type == "cuda" if config.compile == "auto" else config.compile == "on"),
         channels_last=(
             convolutional if config.channels_last == "auto" else config.channels_last == "on"
         ),
@@ -76,3 +80,9 @@ def set_determinism(deterministic: bool, device: torch.device) -> None:
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
+
+
+def set_tf32(allowed: bool) -> None:
+    """Whether CUDA may compute products of fp32 numbers in TF32; torch's own default is a mix."""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed

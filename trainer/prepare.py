@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from trainer import optim, precision, rng, sync_batchnorm, tensorfile
+from trainer import optim, precision, recompute, rng, sync_batchnorm, tensorfile
 from trainer.config import Config
 from trainer.data.feed import first_samples, known_length
 from trainer.data.reading import KeyedSamples
@@ -59,6 +59,7 @@ def prepare(config: Config[Any], world: World) -> Work:
         ConfigError: the configuration doesn't fit the data, the model or the ranks.
     """
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
+    precision.set_tf32(config.numerics.tf32 == "on")
     task = bind_seed(config.task, config.seed)
     data = {}
     for split in ("train", "validation", "test"):
@@ -78,13 +79,16 @@ def prepare(config: Config[Any], world: World) -> Work:
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
     _check_storable(model)
     model.train()
-    choice = precision.choose(config.precision, model, world.device)
+    choice = precision.choose(config.precision, model, world.device,
+                              eager=config.numerics.anomaly == "on")
     layout = torch.channels_last if choice.channels_last else torch.preserve_format
     model = model.to(world.device, memory_format=layout)  # type: ignore[call-overload]
     synced = 0
     if config.parallel.sync_bn == "auto":
         model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
     sync_batchnorm.guard_plain(model)
+    frozen = optim.freeze(model, config.freeze)
+    recomputed = recompute.recompute(model, config.precision.recompute_every)
     optimizer = optim.build(config.optim, model, getattr(task, "parameter_groups", None))
     card = {
         "model": type(model).__name__,
@@ -93,6 +97,8 @@ def prepare(config: Config[Any], world: World) -> Work:
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1),
         "synchronised_batch_norms": synced,
+        "frozen_parameters": frozen,
+        "recomputed_blocks": recomputed,
     }
     return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
                  intervals=intervals, card=card,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from typing import Any
 
@@ -33,13 +34,19 @@ def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
     return name, direction
 
 
-def choose_best(rule: str, best: Best, line: dict[str, Any], step: int) -> bool:
-    """Take a validation (its line of metrics.jsonl) as the best one if it is; whether it was."""
+def choose_best(
+    rule: str, best: Best, line: dict[str, Any], step: int, min_delta: float = 0.0
+) -> bool:
+    """Take a validation (its line of metrics.jsonl) as the best one if it is; whether it was.
+
+    Args:
+        min_delta: a smaller gain doesn't end the wait for a better one.
+    """
     name, direction = best_rule(rule, [key for key in line if key.startswith("val_")])
     best.judge_by(name, direction)
     value = line[name]
+    best.wait(math.nan if value is None else value, min_delta)
     if value is None or not best.improves(value):
-        best.waited += 1
         return False
     best.take(value, step)
     return True
@@ -71,7 +78,8 @@ def finish(run: Parts) -> dict[str, Any]:
         "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
         "test": None if scores is None else {
             "loss": scores.loss, "samples": scores.samples, **scores.metrics},
-        "model.safetensors": f"the weights of step {chosen}"
+        "model.safetensors": f"the {'averaged ' * (run.state.ema is not None)}weights of step "
+        f"{chosen}"
         + (f", which have the best {best.metric}" if is_best else ", the last step"),
         "final_weights": f"{folder.CHECKPOINTS}/step-{last:08d}/{MODEL}",
         "attempts": run.identity.attempt + 1,
@@ -99,7 +107,7 @@ def _write(run: Parts, summary: dict[str, Any]) -> None:
     """The summary last: with it the run is complete, so everything else is durable before."""
     run.metrics.sync()
     if run.world.keeps_folder:
-        weights = run.state.tensors()[MODEL]
+        weights = run.state.product()
         folder.replace_bytes(run.path / folder.PRODUCT,
                              tensorfile.chunks({n: t.cpu() for n, t in weights.items()}))
         folder.replace_json(run.path / folder.SUMMARY, summary)

@@ -63,14 +63,16 @@ class Best:
     direction: str = "max"
     value: float | None = None
     step: int = 0
+    mark: float | None = None
+    """What a value has to be better than, by the least difference that counts, to end the wait."""
     waited: int = 0
-    """Validations since then."""
+    """Validations since one was."""
 
     def judge_by(self, metric: str, direction: str) -> None:
         """Say what is best; by another rule than before, earlier values don't compare."""
         if (metric, direction) != (self.metric, self.direction):
             self.metric, self.direction, self.value, self.step = metric, direction, None, 0
-            self.waited = 0
+            self.mark, self.waited = None, 0
 
     def improves(self, value: float) -> bool:
         """Whether a value is better than the best; a NaN never is."""
@@ -84,18 +86,29 @@ class Best:
         """Whether so many validations in a row (0: any number may be) weren't better."""
         return 0 < patience <= self.waited
 
+    def wait(self, value: float, min_delta: float) -> None:
+        """Count a validation as waited, unless it is better than the mark by `min_delta`."""
+        gain = math.inf if self.mark is None else value - self.mark
+        if self.mark is not None and self.direction == "min":
+            gain = -gain
+        if not math.isnan(value) and gain > min_delta:
+            self.mark, self.waited = value, 0
+        else:
+            self.waited += 1
+
     def take(self, value: float, step: int) -> None:
         """Make a value the best."""
-        self.value, self.step, self.waited = value, step, 0
+        self.value, self.step = value, step
 
     def state_dict(self) -> dict[str, Any]:
-        return {"metric": self.metric, "direction": self.direction,
-                "value": None if self.value is None else self.value.hex(), "step": self.step,
-                "waited": self.waited}
+        value, mark = (None if v is None else v.hex() for v in (self.value, self.mark))
+        return {"metric": self.metric, "direction": self.direction, "value": value,
+                "step": self.step, "mark": mark, "waited": self.waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.metric, self.direction = state["metric"], state["direction"]
-        self.value = None if state["value"] is None else float.fromhex(state["value"])
+        self.value, self.mark = (None if v is None else float.fromhex(v)
+                                 for v in (state["value"], state.get("mark")))
         self.step, self.waited = int(state["step"]), int(state["waited"])
 
 

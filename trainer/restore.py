@@ -10,7 +10,7 @@ from torch import Tensor
 from trainer import rng, tensorfile
 from trainer.log import Log
 from trainer.source import Found, holder_of
-from trainer.state import MODEL, TrainState
+from trainer.state import EMA, MODEL, TrainState
 from trainer.store import Store
 from trainer.world import World
 
@@ -73,11 +73,17 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
     error = None
     try:
         if world.rank == holder:
-            state.load_model(tensorfile.load(_path(store, step) / MODEL))
+            path = _path(store, step)
+            state.load_model(tensorfile.load(path / MODEL))
+            if state.ema is not None:
+                held = (path / EMA).is_file()
+                state.ema.load(tensorfile.load(path / EMA) if held else None, {"updates": 1})
     except Exception as problem:
         error = problem
     world.agree(error)
-    world.broadcast(list(state.tensors()[MODEL].values()), holder)
+    tensors = state.tensors()
+    for name in (MODEL, EMA):
+        world.broadcast(list(tensors.get(name, {}).values()), holder)
     return True
 
 

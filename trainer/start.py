@@ -27,6 +27,7 @@ def start(run: Parts) -> None:
         run.checkpoint.overlap = not run.step.moves_parameters
         metrics = [f"val_{name}" for name in run.step.objective.names or ()]
         best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
+        run.state.schedule.check_metric(["val_loss", *metrics])
     if run.found is not None:
         run.log.phase = "restore"
         run.faults.at("restore", step=run.found.step)

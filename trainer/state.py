@@ -14,14 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.ema import Ema
 from trainer.errors import CheckpointDamaged
 from trainer.progress import Best, LossMeter, Progress
 
-MODEL, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
+MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
 
 CONFIGURED = frozenset((
     "names", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "nesterov",
     "dampening", "amsgrad", "fused", "foreach", "capturable", "differentiable", "maximize",
+    "max_lr", "min_lr", "max_momentum", "base_momentum",
 ))  # fmt: skip
 """Values of a parameter group that follow from the configuration, and so may change with it."""
 
@@ -66,11 +68,21 @@ class TrainState:
     seed: int
     num_ranks: int
     parts: dict[str, Stateful] = field(default_factory=dict)
+    ema: Ema | None = None
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """File name → tensor name → tensor, of the model (parameters and buffers) and of the
-        optimizer ("PARAMETER|KEY"). The live tensors: copy before the next step."""
-        return {MODEL: dict(_model_tensors(self.model)), OPTIMIZER: self._optimizer_tensors()}
+        """File name → tensor name → tensor, of the model (parameters and buffers), of the
+        optimizer ("PARAMETER|KEY") and of the averaged weights. The live tensors: copy before the
+        next step."""
+        model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
+        if self.ema is None:
+            return {MODEL: model, OPTIMIZER: optimizer}
+        return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
+
+    def product(self) -> dict[str, Tensor]:
+        """The weights that are validated and exported: the average where there is one."""
+        model = dict(_model_tensors(self.model))
+        return model if self.ema is None else model | self.ema.averages()
 
     def facts(self) -> dict[str, Any]:
         """Everything that is no tensor, as JSON, but for `rng_digests`."""
@@ -79,9 +91,10 @@ class TrainState:
             "best": self.best.state_dict(),
             "meter": self.meter.state_dict(),
             "optimizer": self._optimizer_facts(),
-            "schedule": _json_state(self.schedule.state_dict()),
+            "schedule": self.schedule.state_dict(),
             "scaler": self.scaler.state_dict(),
             "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            **({} if self.ema is None else {"ema": self.ema.state_dict()}),
         }
 
     def share(self) -> None:
@@ -108,7 +121,9 @@ class TrainState:
             CheckpointDamaged: names a missing, unknown or differently shaped entry.
         """
         self.load_model(tensors[MODEL])
-        self._load_optimizer(tensors[OPTIMIZER], _entry(facts, "optimizer"))
+        if self.ema is not None:
+            self.ema.load(tensors.get(EMA), facts.get("ema", {}))
+        groups = self._load_optimizer(tensors[OPTIMIZER], _entry(facts, "optimizer"))
         self.progress.load_state_dict(_entry(facts, "progress"))
         self.best.load_state_dict(_entry(facts, "best"))
         self.meter.load_state_dict(_entry(facts, "meter"))
@@ -116,7 +131,8 @@ class TrainState:
             self.scaler.load_state_dict(facts["scaler"])
         for name, part in self.parts.items():
             part.load_state_dict(_entry(_entry(facts, "parts"), name))
-        self._load_schedule(_entry(facts, "schedule"))  # after the horizon that it was made for
+        # After the horizon that it was made for.
+        self.schedule.load_state_dict(_entry(facts, "schedule"), groups)
 
     def load_model(self, tensors: dict[str, Tensor]) -> None:
         """Put back the model's parameters and buffers only.
@@ -161,7 +177,10 @@ class TrainState:
             },
         }
 
-    def _load_optimizer(self, tensors: dict[str, Tensor], facts: dict[str, Any]) -> None:
+    def _load_optimizer(
+        self, tensors: dict[str, Tensor], facts: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Returns the saved parameter group of each live one."""
         parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         saved = {name for group in facts["groups"] for name in group["names"]}
         live = {self.names()[p] for g in self.optimizer.param_groups for p in g["params"]}
@@ -184,22 +203,14 @@ class TrainState:
                 for key, value in entries.items()
             }
 
+        names = self.names()
         of = {name: group for group in facts["groups"] for name in group["names"]}
-        for group in self.optimizer.param_groups:
-            for key, value in of[self.names()[group["params"][0]]].items():
+        groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]
+        for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
+            for key, value in saved_group.items():
                 if key in group and key not in CONFIGURED:  # an optimizer's own counters
                     group[key] = type(group[key])(value) if isinstance(value, list) else value
-
-    def _load_schedule(self, saved: dict[str, Any]) -> None:
-        """The update the schedule is at. The rates follow from it and the configuration, so that
-        a rate that was changed on purpose takes effect."""
-        counts = {key: saved[key] for key in ("last_epoch", "_step_count") if key in saved}
-        self.schedule.load_state_dict({**self.schedule.state_dict(), **counts})
-        rates = [base * factor(self.schedule.last_epoch) for base, factor in
-                 zip(self.schedule.base_lrs, self.schedule.lr_lambdas, strict=True)]
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-        self.schedule._last_lr = rates
+        return groups
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
@@ -256,7 +267,3 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(_is_plain(v) for v in value)
     return value is None or isinstance(value, bool | int | float | str)
-
-
-def _json_state(state: dict[str, Any]) -> dict[str, Any]:
-    return {k: v for k, v in state.items() if _is_plain(v)}

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from trainer import rng
 from trainer.config import Clip
 from trainer.data.reading import Micro
+from trainer.data.sampler import Slot
+from trainer.ema import Ema
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip
@@ -145,6 +147,10 @@ class Step:
     """Buffers that the forward moves and that ranks don't share: the last rank's are taken."""
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
+    ema: Ema | None = None
+    hunt: Callable[[Slot], contextlib.AbstractContextManager[None]] = (
+        lambda slot: contextlib.nullcontext())
+    """Makes the context that looks for what makes a NaN."""
     least_samples: int = 0
     """Samples that a window must have to count; it hasn't where the epoch of a stream ends."""
     clock: Callable[[], float] = time.perf_counter
@@ -224,6 +230,8 @@ class Step:
             self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
+            if self.ema is not None:
+                self.ema.update()
             self.health.remember(loss=sums.loss, count=sums.count)
         else:
             self.buffers.put_back()
@@ -252,7 +260,8 @@ class Step:
         at = self.faults.at if not rehearsal else self.faults.rehearse
         at("forward", step=slot.step, epoch=slot.epoch)
         rng.key_generators(self.seed, rng.MICRO, slot.step, slot.number)
-        with synchronised(self.wrapped, last=slot.last):
+        hunt = contextlib.nullcontext() if rehearsal else self.hunt(slot)
+        with synchronised(self.wrapped, last=slot.last), hunt:
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else (),
                                     len(micro.replaced))

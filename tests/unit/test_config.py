@@ -448,3 +448,34 @@ def test_nothing_is_read_from_the_environment():
     finally:
         os.environ.clear()
         os.environ.update(before)
+
+
+@pytest.mark.parametrize(("flags", "told"), [
+    (["--optim.rates=body.*"], "write PATTERN=FACTOR"),
+    (["--optim.rates=body.*=0"], "--freeze"),
+    (["--optim.ema=1"], "--optim.ema 1.0"),
+    (["--schedule.name=cosin"], "one-cycle"),
+    (["--schedule.options=T_0"], "write KEY=VALUE"),
+    (["--eval.min-delta=-1"], "--eval.min-delta"),
+    (["--precision.recompute-every=-1"], "--precision.recompute-every"),
+])  # fmt: skip
+def test_a_wrong_choice_of_the_craft_is_refused(flags, told):
+    with pytest.raises(ConfigError) as error:
+        cli.parse(flags)
+
+    assert told in str(error.value)
+
+
+def test_patterns_and_options_come_back_from_the_resolved_configuration(tmp_path):
+    flags = ["--freeze=*", "--freeze=!fc.*", "--optim.rates=layer4.*=0.1", "--init=a.pth",
+             "--schedule.name=warm-restarts", "--schedule.options=T_0=1ep",
+             "--schedule.options=T_mult=2"]  # fmt: skip
+    config = cli.parse(flags)
+    (tmp_path / "config.toml").write_text(cli.to_toml(config))
+
+    again = cli.load(tmp_path / "config.toml")
+
+    assert (again.freeze, again.init) == (("*", "!fc.*"), "a.pth")
+    assert again.optim == config.optim
+    assert again.schedule == config.schedule
+    assert again.schedule.arguments == {"T_0": "1ep", "T_mult": "2"}

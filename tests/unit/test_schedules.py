@@ -107,24 +107,6 @@ def test_the_scheduler_gives_each_update_its_rate_and_each_group_its_own_peak():
     assert [other for _, other in seen] == pytest.approx([0.5 * rate for rate in expected])
 
 
-def test_a_restored_scheduler_goes_on_where_it_was_at_every_step():
-    def start() -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
-        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-        return optimizer, schedules.build(Schedule(warmup=Length(3)), optimizer,
-                                          Horizon(epoch=5, total=10))
-
-    optimizer, schedule = start()
-    for update in range(10):
-        again, resumed = start()
-        again.load_state_dict(optimizer.state_dict())
-        resumed.load_state_dict(schedule.state_dict())
-        assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"], update
-        for each, scheduler in ((optimizer, schedule), (again, resumed)):
-            each.step()
-            scheduler.step()
-        assert again.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"], update
-
-
 def test_a_run_made_longer_stays_at_the_last_rate_and_does_not_climb():
     horizon = Horizon(epoch=5, total=10)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)

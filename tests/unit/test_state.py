@@ -10,9 +10,10 @@ from torch import nn
 
 from trainer import schedules
 from trainer.config import Schedule
+from trainer.ema import Ema
 from trainer.errors import CheckpointDamaged
 from trainer.progress import Best, Horizon, LossMeter, Progress
-from trainer.state import MODEL, OPTIMIZER, TrainState
+from trainer.state import EMA, MODEL, OPTIMIZER, TrainState
 
 
 def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.float32,
@@ -173,3 +174,41 @@ def test_an_optimizers_own_counters_in_its_groups_come_back():
     after.load(tensors, facts)
 
     assert after.optimizer.param_groups[0]["steps_seen"] == 7
+
+
+def with_average(state: TrainState) -> TrainState:
+    state.ema = Ema(state.model, 0.9)
+    return state
+
+
+def test_the_averaged_weights_come_back_and_begin_anew_where_there_were_none():
+    state = with_average(train(make(), 2))
+    for _ in range(2):
+        state.ema.update()
+        train(state, 1)
+    tensors, facts = saved(state)
+
+    resumed = with_average(make())
+    resumed.load(tensors, facts)
+
+    assert set(tensors) == {MODEL, OPTIMIZER, EMA}
+    assert resumed.ema.updates == 2
+    assert all(torch.equal(t, tensors[EMA][n]) for n, t in resumed.ema.tensors().items())
+    assert all(torch.equal(t, state.product()[n]) for n, t in resumed.product().items())
+    del tensors[EMA], facts["ema"]
+    resumed.load(tensors, facts)
+    assert resumed.ema.updates == 0
+    assert all(torch.equal(t, tensors[MODEL][n]) for n, t in resumed.product().items())
+
+
+def test_a_save_while_the_average_is_in_place_holds_the_trained_weights():
+    state = with_average(train(make(), 1))
+    state.ema.update()
+    train(state, 1)
+    before, _ = saved(state)
+
+    with state.ema.exchanged():
+        during, _ = saved(state)
+
+    assert all(torch.equal(t, during[file][n]) for file in before for n, t in before[file].items())
+    assert not torch.equal(before[MODEL]["0.weight"], before[EMA]["0.weight"])

@@ -19,7 +19,7 @@ from trainer.store import Store
 
 SAME, DIFFERENT, UNREADABLE = 0, 1, 2
 
-COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "parts")
+COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "parts", "ema")
 
 
 class Unreadable(Exception):

@@ -1,0 +1,36 @@
+"""What counts as better: for the best weights any gain, for the wait one that is large enough."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from trainer.product import choose_best
+from trainer.progress import Best
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_small_gain_is_the_best_but_does_not_end_the_wait(sign):
+    rule, best = ("val_loss:min", "val_loss:max")[sign < 0], Best()
+    seen = []
+    for step, loss in enumerate([1.0, 0.95, 0.91, 0.85, float("nan"), 0.80, 0.70], 1):
+        taken = choose_best(rule, best, {"val_loss": sign * loss}, step, min_delta=0.1)
+        seen.append((taken, best.step, best.waited))
+        state = json.loads(json.dumps(best.state_dict()))
+        best = Best()  # a restart at every validation
+        best.load_state_dict(state)
+
+    assert seen == [(True, 1, 0), (True, 2, 1), (True, 3, 2), (True, 4, 0), (False, 4, 1),
+                    (True, 6, 2), (True, 7, 0)]
+    assert not best.has_waited(1)
+
+
+def test_without_a_least_gain_any_gain_ends_the_wait():
+    best = Best()
+    waits = []
+    for step, loss in enumerate([1.0, 1.0, 1.1, 0.999], 1):
+        choose_best("auto", best, {"val_loss": loss}, step)
+        waits.append(best.waited)
+
+    assert waits == [0, 1, 2, 0]

@@ -1,0 +1,98 @@
+"""The average of the weights: torch's, exchanged in place, and back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from trainer.ema import Ema
+from trainer.errors import CheckpointDamaged
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.second = nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.norm.bias.requires_grad_(False)
+
+    def forward(self, x):
+        return self.second(self.norm(self.first(x)))
+
+
+def updates(model: nn.Module, *after, count: int = 6) -> None:
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=0.1, weight_decay=0.0)
+    for step in range(count):
+        x = torch.randn(8, 3, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+        for update in after:
+            update()
+
+
+def test_the_average_has_the_bits_of_torchs():
+    model = Tied()
+    ema = Ema(model, 0.8)
+    torchs = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+
+    updates(model, ema.update, lambda: torchs.update_parameters(model))
+
+    expected = dict(torchs.module.named_parameters())
+    assert set(ema.tensors()) == {n for n, p in expected.items() if p.requires_grad}
+    for name, value in ema.tensors().items():
+        assert torch.equal(value, expected[name]), name
+    with ema.exchanged():
+        x = torch.randn(8, 3)
+        assert torch.equal(model.eval()(x), torchs.eval()(x))
+
+
+def test_while_they_are_exchanged_the_trained_weights_are_what_would_be_saved():
+    model, asked = Tied(), []
+    ema = Ema(model, 0.8, before=lambda: asked.append(True))
+    updates(model, ema.update)
+    trained = {n: t.clone() for n, t in model.state_dict().items()}
+    average = {n: t.clone() for n, t in ema.averages().items()}
+    addresses = [p.data_ptr() for p in model.parameters()]
+
+    def look_and_fail():
+        with ema.exchanged():
+            assert asked
+            assert all(torch.equal(model.state_dict()[n], average[n]) for n in average)
+            assert all(torch.equal(t, trained[n]) for n, t in ema.weights().items())
+            assert all(torch.equal(t, average[n]) for n, t in ema.averages().items())
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        look_and_fail()
+
+    assert all(torch.equal(t, trained[n]) for n, t in model.state_dict().items())
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    assert "second.weight" in average
+    assert torch.equal(average["second.weight"], average["first.weight"])
+
+
+def test_a_restored_average_goes_on_with_the_same_bits_and_a_new_one_begins_with_the_next_update():
+    straight, model = Tied(), Tied()
+    whole, ema = Ema(straight, 0.8), Ema(model, 0.8)
+    updates(straight, whole.update)
+    updates(model, ema.update, count=3)
+    saved, state = {n: t.clone() for n, t in ema.tensors().items()}, ema.state_dict()
+
+    again = Ema(model, 0.8)
+    again.load(saved, state)
+
+    assert all(torch.equal(t, saved[n]) for n, t in again.tensors().items())
+    assert again.updates == 3
+    fresh = Ema(model, 0.8)
+    fresh.load(None, {})
+    fresh.update()
+    assert all(torch.equal(t, model.get_parameter(n)) for n, t in fresh.tensors().items())
+    with pytest.raises(CheckpointDamaged, match=r"lack first\.weight"):
+        fresh.load({}, state)

@@ -1,0 +1,135 @@
+"""Optimizers against plain torch; groups by rate and decay; what is frozen stays as it is."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from trainer import optim
+from trainer.config import Optim
+from trainer.errors import ConfigError
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()),
+        nn.Identity(), nn.Linear(144, 3),
+    )  # fmt: skip
+
+
+def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20) -> nn.Module:
+    model.train()
+    for step in range(steps):
+        x = torch.randn(8, 1, 8, 8, generator=torch.Generator().manual_seed(step))
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    return model
+
+
+def by_hand(model: nn.Module) -> list[dict]:
+    """The recipe that everybody writes: no decay on biases and norms."""
+    named = list(model.named_parameters())
+    return [{"params": [p for _, p in named if p.dim() >= 2], "weight_decay": 0.1},
+            {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0}]
+
+
+@pytest.mark.parametrize(("config", "plain"), [
+    (Optim(lr=0.01, weight_decay=0.1, betas=(0.8, 0.95), eps=1e-6),
+     lambda g: torch.optim.AdamW(g, lr=0.01, betas=(0.8, 0.95), eps=1e-6, fused=True)),
+    (Optim(name="sgd", lr=0.01, weight_decay=0.1, momentum=0.0),
+     lambda g: torch.optim.SGD(g, lr=0.01, fused=True)),
+    (Optim(name="sgd", lr=0.01, weight_decay=0.1, momentum=0.8),
+     lambda g: torch.optim.SGD(g, lr=0.01, momentum=0.8, fused=True)),
+    (Optim(name="sgd", lr=0.01, weight_decay=0.1, momentum=0.8, nesterov="on"),
+     lambda g: torch.optim.SGD(g, lr=0.01, momentum=0.8, nesterov=True, fused=True)),
+    (Optim(name="torch.optim:RMSprop", lr=0.01, weight_decay=0.1),
+     lambda g: torch.optim.RMSprop(g, lr=0.01)),
+])  # fmt: skip
+def test_an_optimizer_has_the_bits_of_torchs(config, plain):
+    ours, expected = net(), net()
+
+    trained(ours, optim.build(config, ours))
+    trained(expected, plain(by_hand(expected)))
+
+    for name, value in expected.state_dict().items():
+        assert torch.equal(ours.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize("config", [Optim(lr=0.01), Optim(name="sgd", lr=0.01)])
+def test_the_fused_kernels_compute_what_the_plain_ones_do(config):
+    ours, expected = net(), net()
+    for model in (ours, expected):
+        model[0][1] = nn.Identity()  # before a norm a bias has no gradient but rounding
+    optimizer = optim.build(config, expected)
+    for group in optimizer.param_groups:
+        group["fused"], group["foreach"] = False, False
+
+    trained(ours, optim.build(config, ours))
+    trained(expected, optimizer)
+
+    for name, value in expected.state_dict().items():
+        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-4, atol=1e-6)
+
+
+def test_biases_and_norms_of_any_shape_do_not_decay():
+    model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm([2, 3]), nn.GroupNorm(1, 2),
+                          nn.Embedding(3, 2))
+    model.register_parameter("bias", nn.Parameter(torch.ones(2, 2)))
+
+    decay, none = optim.parameter_groups(model, 0.1)
+
+    assert (decay["weight_decay"], [n for n, _ in decay["params"]]) == (
+        0.1, ["0.weight", "3.weight"])
+    assert (none["weight_decay"], [n for n, _ in none["params"]]) == (
+        0.0, ["bias", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"])
+
+
+def test_parameters_learn_at_the_rate_of_the_first_pattern_that_matches():
+    model = net()
+
+    groups = optim.build(Optim(lr=0.5, rates=("0.0.*=0.1", "0.*=0.5")), model).param_groups
+
+    rates = {name: group["lr"] for group in groups for name in group["param_names"]}
+    assert rates == {"2.weight": 0.5, "2.bias": 0.5, "0.0.weight": 0.05, "0.0.bias": 0.05,
+                     "0.1.weight": 0.25, "0.1.bias": 0.25}
+    assert [g["lr"] for g in groups] == [0.5, 0.5, 0.05, 0.05, 0.25]
+    with pytest.raises(ConfigError, match=r"--optim.rates body\.\*: it matches no"):
+        optim.build(Optim(rates=("body.*=0.1",)), model)
+
+
+def test_what_is_frozen_is_bit_identical_afterwards_with_its_batch_norm():
+    model = net()
+    frozen = optim.freeze(model, ["*", "!2.*"])
+    before = copy.deepcopy(model.state_dict())
+
+    trained(model, optim.build(Optim(lr=0.1, weight_decay=0.5), model))
+    model.eval()
+    model.train()
+
+    assert frozen == ["0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"]
+    assert not model[0][1].training
+    assert model[0].training
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) == (not name.startswith("2.")), name
+
+
+def test_a_batch_norm_that_is_trained_in_part_keeps_its_statistics_moving():
+    model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 1))
+
+    optim.freeze(model, ["0.weight", "2.weight"])
+    model.train()
+    assert [m.training for m in model] == [True, True, True]
+
+    optim.freeze(model, ["[01].*"])
+    model.train()
+    assert [m.training for m in model] == [False, False, True]
+
+
+def test_a_pattern_that_freezes_nothing_is_refused():
+    with pytest.raises(ConfigError, match=r"--freeze layer4\.\*.*matches no parameter"):
+        optim.freeze(net(), ["layer4.*"])

@@ -1,0 +1,26 @@
+"""Number formats and switches of the device's arithmetic."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from trainer import precision
+from trainer.config import Precision
+
+
+def test_tf32_is_switched_for_matrix_products_and_convolutions_together():
+    for allowed in (True, False):
+        precision.set_tf32(allowed)
+
+        assert torch.backends.cuda.matmul.allow_tf32 is allowed
+        assert torch.backends.cudnn.allow_tf32 is allowed
+
+
+def test_the_hunt_for_a_nan_is_never_compiled():
+    wanted = Precision(compile="on")
+
+    chosen = [precision.choose(wanted, nn.Linear(1, 1), torch.device("cpu"), eager=eager).compile
+              for eager in (False, True)]
+
+    assert chosen == [True, False]

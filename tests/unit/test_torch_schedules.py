@@ -1,0 +1,245 @@
+"""Each schedule against plain torch, and once more with a stop at every step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+from trainer import schedules
+from trainer.config import Schedule
+from trainer.errors import ConfigError
+from trainer.length import Length
+from trainer.progress import Horizon
+
+TOTAL, EPOCH, PEAKS = 40, 8, (1.0, 0.25)
+Rates = list[list[float]]
+
+
+def optimizer_of(name: str = "sgd") -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": peak} for peak in PEAKS]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.99))
+    return torch.optim.SGD(groups, lr=1.0, momentum=0.7)
+
+
+def figure(update: int) -> float:
+    """A loss that falls, then stays: what a plateau is judged by."""
+    return max(1.0, 2.0 - update / 10)
+
+
+def seen(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [v for g in optimizer.param_groups
+            for v in (g["lr"], *g.get("betas", ()), g.get("momentum", 0.0))]
+
+
+def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int = TOTAL,
+         after: Schedule | None = None, at: int = 0) -> Rates:  # fmt: skip
+    """What each update is made with.
+
+    Args:
+        stop: save, and go on with new objects, at every step.
+        after: the configuration from update `at` on.
+    """
+    optimizer, horizon = optimizer_of(optim), Horizon(epoch=EPOCH, total=TOTAL)
+    schedule, rates = schedules.build(config, optimizer, horizon), []
+    for update in range(steps):
+        rates.append(seen(optimizer))
+        optimizer.step()
+        schedule.step()
+        if update % 2:
+            schedule.validated({"val_loss": figure(update), "val_accuracy": -figure(update)})
+        if stop or (after and update + 1 == at):
+            saved = json.loads(json.dumps([schedule.state_dict(), [
+                {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]]))
+            # The run may have been made longer: the horizon is restored before.
+            optimizer, horizon = optimizer_of(optim), Horizon(epoch=EPOCH, total=2 * TOTAL)
+            schedule = schedules.build(after or config, optimizer, horizon)
+            horizon.load_state_dict({"epoch": EPOCH, "total": TOTAL})
+            schedule.load_state_dict(*saved)
+    return rates
+
+
+def torchs(make: Callable[[torch.optim.Optimizer], Any], *, optim: str = "sgd",
+           warmup: int = 1, steps: int = TOTAL) -> Rates:  # fmt: skip
+    """The same with torch alone, by a SequentialLR where there is a warm-up."""
+    optimizer, rates = optimizer_of(optim), []
+    schedule = make(optimizer)
+    if warmup > 1:
+        rise = lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
+        schedule = lr_scheduler.SequentialLR(optimizer, [rise, schedule], [warmup - 1])
+    for _ in range(steps):
+        rates.append(seen(optimizer))
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+CASES = {
+    "cosine-annealing": ((), lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL - 1)),
+    "cosine-annealing ": (("T_max=1ep", "eta_min=0.1"),
+                          lambda o: lr_scheduler.CosineAnnealingLR(o, EPOCH, 0.1)),
+    "warm-restarts": ((), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, EPOCH)),
+    "warm-restarts ": (("T_0=5", "T_mult=2", "eta_min=0.01"),
+                       lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5, 2, 0.01)),
+    "linear": ((), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.1, TOTAL - 1)),
+    "linear ": (("start_factor=0.5", "end_factor=0", "total_iters=50%"),
+                lambda o: lr_scheduler.LinearLR(o, 0.5, 0.0, 20)),
+    "multi-step": (("milestones=2ep,30", "gamma=0.5"),
+                   lambda o: lr_scheduler.MultiStepLR(o, [16, 30], 0.5)),
+    "one-cycle": ((), lambda o: lr_scheduler.OneCycleLR(o, list(PEAKS), TOTAL)),
+    "one-cycle ": (("max_lr=2", "pct_start=0.4", "div_factor=10", "final_div_factor=100",
+                    "anneal_strategy=linear", "three_phase=true", "base_momentum=0.8",
+                    "max_momentum=0.9"),
+                   lambda o: lr_scheduler.OneCycleLR(
+                       o, 2.0, TOTAL, pct_start=0.4, div_factor=10, final_div_factor=100,
+                       anneal_strategy="linear", three_phase=True, base_momentum=0.8,
+                       max_momentum=0.9)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_warm_up_a_schedule_has_the_bits_of_torchs(case, optim):
+    options, make = CASES[case]
+    config = Schedule(name=case.strip(), warmup=Length(0), options=options)
+
+    assert ours(config, optim=optim) == torchs(make, optim=optim)
+
+
+def test_one_cycle_moves_the_momentum_too():
+    config = Schedule(name="one-cycle", warmup=Length(0))
+
+    momenta = [rates[1] for rates in ours(config)]
+    betas = [rates[1:3] for rates in ours(config, optim="adamw")]
+
+    assert [beta for beta, _ in betas] == momenta
+    assert {second for _, second in betas} == {0.99}
+    assert momenta[0] == 0.95
+    assert min(momenta) == pytest.approx(0.85)
+    assert momenta[-1] == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize(("name", "options", "make"), [
+    ("cosine", (), lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL - 5)),
+    ("cosine-annealing", (), lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL - 5)),
+    ("constant", (), lambda o: lr_scheduler.ConstantLR(o, 1.0)),
+    ("linear", (), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, TOTAL - 5)),
+    ("warm-restarts", ("T_0=6",), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 6)),
+    ("multi-step", ("milestones=16,30",), lambda o: lr_scheduler.MultiStepLR(o, [12, 26])),
+    ("one-cycle", (), lambda o: lr_scheduler.OneCycleLR(o, list(PEAKS), TOTAL - 4)),
+])  # fmt: skip
+def test_after_a_warm_up_a_schedule_is_torchs_in_sequence(name, options, make):
+    config = Schedule(name=name, warmup=Length(5), min_ratio=0.0, options=options)
+
+    found, expected = ours(config), torchs(make, warmup=5)
+
+    assert [lr for lr, *_ in found] == pytest.approx([lr for lr, *_ in expected], abs=1e-12)
+
+
+@pytest.mark.parametrize(("options", "more"), [
+    (("patience=2", "factor=0.5"), {"patience": 2, "factor": 0.5}),
+    (("patience=1", "cooldown=2", "threshold=0.01", "threshold_mode=abs", "min_lr=0.01",
+      "metric=val_accuracy:max"),
+     {"patience": 1, "cooldown": 2, "threshold": 0.01, "threshold_mode": "abs", "min_lr": 0.01,
+      "mode": "max"}),
+])  # fmt: skip
+@pytest.mark.parametrize("warmup", [0, 6])
+def test_a_plateau_falls_as_torchs_does_also_after_a_warm_up(options, more, warmup):
+    config = Schedule(name="plateau", warmup=Length(warmup), options=options)
+    optimizer, expected = optimizer_of(), []
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, **{"mode": "min", **more})
+    for update in range(TOTAL):
+        rates = seen(optimizer)
+        rise = min(1.0, (update + 1) / warmup) if warmup else 1.0
+        expected.append([v * rise if i % 2 == 0 else v for i, v in enumerate(rates)])
+        if update % 2 and update + 1 >= warmup - 1:
+            sign = -1 if more.get("mode") == "max" else 1
+            plateau.step(sign * figure(update))
+
+    found = ours(config)
+
+    assert [lr for lr, *_ in found] == pytest.approx([lr for lr, *_ in expected], abs=1e-12)
+    assert found[-1][0] < 0.3 * max(lr for lr, *_ in found)
+
+
+def halving(update: int) -> float:
+    return 0.5 ** (update // 10)
+
+
+ALL = [(case, options) for case, (options, _) in CASES.items()] + [
+    ("cosine", ()), ("constant", ()), ("plateau", ("patience=1", "factor=0.3")),
+    (f"{__name__}:halving", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize(("case", "options"), ALL)
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+def test_a_stop_at_every_step_moves_no_rate(case, options, optim, warmup):
+    config = Schedule(name=case.strip(), warmup=Length(warmup), options=options)
+
+    straight = ours(config, optim=optim, steps=TOTAL + 5)
+
+    assert ours(config, optim=optim, steps=TOTAL + 5, stop=True) == straight
+
+
+@pytest.mark.parametrize("name", ["cosine", "cosine-annealing", "one-cycle", "linear"])
+def test_a_longer_run_stays_at_the_last_rate(name):
+    rates = ours(Schedule(name=name, warmup=Length(3)), steps=TOTAL + 10)
+
+    assert rates[TOTAL - 1:] == [rates[TOTAL - 1]] * 11
+    assert rates[TOTAL - 1][0] < rates[TOTAL - 2][0]
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_schedule_that_is_changed_on_purpose_takes_effect_from_there(name):
+    before, after = Schedule(), Schedule(name=name, warmup=Length(0), min_ratio=0.5)
+
+    changed = ours(before, after=after, at=20)
+
+    assert changed[:20] == ours(before)[:20]
+    assert changed[20:] == ours(after)[20:]
+
+
+def test_a_plateau_whose_factor_is_changed_keeps_what_it_has_seen_and_come_to():
+    before = Schedule(name="plateau", warmup=Length(0), options=("patience=1", "factor=0.5"))
+    after = Schedule(name="plateau", warmup=Length(0), options=("patience=1", "factor=0.1"))
+    straight = [lr for lr, *_ in ours(before)]
+    at = straight.index(0.25) + 1
+
+    changed = [lr for lr, *_ in ours(before, after=after, at=at)]
+
+    assert changed[: at + 1] == straight[: at + 1]
+    assert changed[straight.index(0.125)] == pytest.approx(0.025)
+
+
+def test_a_function_gets_the_number_of_the_update_and_gives_a_factor_of_the_peak():
+    config = Schedule(name=f"{__name__}:halving", warmup=Length(4))
+
+    rates = [lr for lr, *_ in ours(config)]
+
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4:] == [halving(n) for n in range(4, TOTAL)]
+
+
+@pytest.mark.parametrize(("name", "options", "told"), [
+    ("warm-restarts", ("T_mul=3",), "did you mean T_mult"),
+    ("warm-restarts", ("T_0=three",), "is not a length"),
+    ("warm-restarts", ("T_mult=1.5",), "T_mult=1.5"),
+    ("one-cycle", ("pct_start=3",), "OneCycleLR raised"),
+    ("multi-step", (), "milestones=30ep,60ep"),
+    ("plateau", ("metric=loss",), "val_loss:min"),
+    ("plateau", ("mode=max",), "no such argument"),
+    ("math:nothing", (), "has no 'nothing'"),
+    ("math:pi", (), "it raised TypeError"),
+])  # fmt: skip
+def test_what_a_schedule_cannot_use_is_named(name, options, told):
+    with pytest.raises(ConfigError, match="--schedule") as error:
+        ours(Schedule(name=name, options=options, warmup=Length(0)))
+
+    assert told in str(error.value)
