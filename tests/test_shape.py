@@ -23,15 +23,17 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes durable handshake length network packing rng snapshot stop "
-       "progress tensorfile data tasks commands recipes",
+    0: "errors append attributes confusion durable handshake length network packing rng snapshot "
+       "stop progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
-    1: "device groups lock log manifest data.augment data.bad data.batch data.sampler",
-    2: "data.reading faults state store task world",
+    1: "device groups lock log manifest data.augment data.bad data.batch data.sampler "
+       "pairing",
+    2: "data.reading faults losses state store task tasks.gpt world",
     3: "agreement config data.loader folder launcher parallel source sync_batchnorm "
-       "tasks.fashion_mnist tasks.image_models",
+       "tasks.fashion_mnist tasks.image_models tasks.shapes tasks.spiral tasks.text",
     # What the configuration sets.
-    4: "cli data.feed health optim precision restore resume schedules tasks.images",
+    4: "cli data.feed health optim precision restore pictures resume schedules "
+       "tasks.images tasks.photos",
     5: "checkpoint data.lanes prepare step",
     6: "blame data.stream evaluate testing",
     7: "metrics",

@@ -34,6 +34,7 @@ from trainer.log import Log
 from trainer.metrics import Metrics
 from trainer.opening import open_metrics, open_source
 from trainer.parts import Parts
+from trainer.pictures import FOLDER, Pictures
 from trainer.prepare import Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
 from trainer.source import Found, find, find_at
@@ -150,6 +151,7 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
             rank=world.rank, num_ranks=world.size, device=world.device, autocast=step.autocast,
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
+            figures=work.task.figures() if hasattr(work.task, "figures") else {},
         )
         for split in ("validation", "test")
     }  # fmt: skip
@@ -164,11 +166,15 @@ def build(config: Config[Any], world: World, log: Log, stop: StopRequest) -> Par
         checkpoint.store.clean()
         open_metrics(metrics, path, log, found, work, position)
         _announce(log, config, card, found, verdict, path)
+    pictures = None
+    if world.is_main and hasattr(work.task, "picture"):
+        pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,
+                            show=metrics.picture, log=log)
     return Parts(
         config=config, path=path, identity=identity, world=world, log=log, stop=stop,
         faults=armed, state=state, step=step, loader=loader, validate=evaluators["validation"],
         test=evaluators["test"], checkpoint=checkpoint, metrics=metrics,
-        intervals=work.intervals, found=found, card=card, reopen=reopen,
+        intervals=work.intervals, found=found, card=card, reopen=reopen, pictures=pictures,
         agreement=Agreement(partial(_shared, state), world, position),
     )  # fmt: skip
 

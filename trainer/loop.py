@@ -67,6 +67,7 @@ def validate(run: Parts) -> None:
     line = validation_line(step, scores, run.state.meter.take_mean())
     run.metrics.validation(line)
     run.progress.validated = step
+    run.draw()
     if choose_best(run.config.eval.best, run.state.best, line, step):
         run.checkpoint.save("best")
 

@@ -19,6 +19,7 @@ from trainer.evaluate import Evaluator
 from trainer.folder import Identity
 from trainer.log import Log
 from trainer.metrics import Metrics
+from trainer.pictures import Pictures
 from trainer.prepare import Intervals
 from trainer.progress import Progress
 from trainer.source import Found
@@ -51,6 +52,8 @@ class Parts:
     reopen: Callable[[Found], None]
     """Opens the data and the record once more, at the place of a checkpoint."""
     found: Found | None
+    pictures: Pictures | None = None
+    """Where the task draws some, on rank 0."""
     card: dict[str, Any] = field(default_factory=dict)
     """What the run consists of, for people."""
 
@@ -75,6 +78,11 @@ class Parts:
             self.checkpoint.forget()
         if "fail" in wishes:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
+
+    def draw(self, *, again: bool = True) -> None:
+        """Draw the step's picture where the task has one (`again`: also if it is there)."""
+        if self.pictures is not None and self.progress.step:
+            self.pictures.take(self.progress.step, again=again)
 
     def close(self) -> None:
         """The orderly end: loader processes, the last save, the files.
