@@ -68,7 +68,7 @@ def step_line(result: StepResult) -> dict[str, Any]:
 
 def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict[str, Any]:
     """A validation's line; with the table, where the task gives one of at most 10,000 counts."""
-    line = {
+    line: dict[str, Any] = {
         "step": step,
         "train_loss": _number(train_loss),
         "val_loss": _number(scores.loss),

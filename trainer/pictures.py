@@ -70,8 +70,11 @@ class Pictures:
         try:
             from PIL import Image
 
-            first, *others = (Image.open(path).convert("P", palette=Image.Palette.ADAPTIVE)
-                              for path in paths)
+            frames = []
+            for path in paths:
+                with Image.open(path) as image:
+                    frames.append(image.convert("P", palette=Image.Palette.ADAPTIVE))
+            first, *others = frames
             data = _encoded(first, "GIF", save_all=True, append_images=others, loop=0,
                             duration=[_FRAME_MS] * len(others) + [8 * _FRAME_MS])
             replace_bytes(self.folder / FILM, [data])

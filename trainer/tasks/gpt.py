@@ -26,9 +26,10 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads, dropout) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.apply(_initialise)
-        for block in self.blocks:  # so that the sum over all blocks keeps its size
-            for last in (block.project, block.mlp[2]):
-                nn.init.normal_(last.weight, std=0.02 / (2 * layers) ** 0.5)
+        for name, values in self.named_parameters():
+            if name.endswith(("project.weight", "mlp.2.weight")):
+                # So that what all blocks add up to keeps its size.
+                nn.init.normal_(values, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits NxTxC of tokens NxT (int64)."""

@@ -154,7 +154,8 @@ class Photos:
         found = logits.detach().argmax(1)
         table = None if model.training else confusion(found, labels, logits.shape[1])
         right = (found == labels).sum()
-        return Outcome(*loss(logits, labels), {"accuracy": (right, len(labels))}, table)
+        total, count = loss(logits, labels)
+        return Outcome(total, count, {"accuracy": (right, len(labels))}, table)
 
     def figures(self) -> dict[str, Figure]:
         """Means over the classes."""

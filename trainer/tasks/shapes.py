@@ -89,7 +89,7 @@ class Shapes:
     def dataset(self, split: str) -> TensorDataset:
         """Images and masks Nx3x32x32, or labels Nx3, float32."""
         images, masks = self._drawn(split)
-        target = masks if self.target == "masks" else masks.any((2, 3))
+        target = np.asarray(masks if self.target == "masks" else masks.any((2, 3)))
         return TensorDataset(torch.from_numpy(images), torch.from_numpy(target).float())
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
@@ -103,7 +103,8 @@ class Shapes:
         found = logits.detach() > 0
         right = (found == target.bool()).sum()
         table = None if model.training else hits(found, target)
-        return Outcome(*loss(logits, target), {"accuracy": (right, target.numel())}, table)
+        total, count = loss(logits, target)
+        return Outcome(total, count, {"accuracy": (right, target.numel())}, table)
 
     def figures(self) -> dict[str, Figure]:
         """Means over the shapes."""
@@ -128,7 +129,7 @@ class Shapes:
 
     def _pos_weight(self) -> tuple[float, ...]:
         _, masks = self._drawn("train")
-        present = masks if self.target == "masks" else masks.any((2, 3))[..., None, None]
+        present = masks if self.target == "masks" else masks.any((2, 3), keepdims=True)
         return losses.balanced_positive(present.sum((0, 2, 3)).tolist(),
                                         present.size // len(SHAPES))
 

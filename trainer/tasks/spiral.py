@@ -61,7 +61,8 @@ class Spiral:
         found = logits.detach().argmax(1)
         table = None if model.training else confusion(found, arms, CLASSES)
         right = (found == arms).sum()
-        return Outcome(*loss(logits, arms), {"accuracy": (right, len(arms))}, table)
+        total, count = loss(logits, arms)
+        return Outcome(total, count, {"accuracy": (right, len(arms))}, table)
 
     def figures(self) -> dict[str, Figure]:
         """Means over the arms."""
