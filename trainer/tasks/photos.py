@@ -65,8 +65,8 @@ class CifarImages(Dataset):
 class Photos:
     """Classify photographs."""
 
-    root: str = field(metadata={"change": "free"})
-    """Folder with train/CLASS/FILE, and val/ and test/ alike if there are; or with the binary files
+    root: str | None = field(default=None, metadata={"change": "free"})
+    """Has to be given: folder with train/CLASS/FILE, and val/ and test/ alike if there are; or with the binary files
     of CIFAR-10 (data_batch_1.bin …)."""
     data: Literal["folder", "cifar-10"] = "folder"
     """What lies in the root."""
@@ -110,7 +110,7 @@ class Photos:
     @property
     def source(self) -> str:
         """The folder."""
-        return self.root
+        return str(self._root)
 
     def model(self) -> nn.Module:
         """Images Nx3xHxW → logits NxC.
@@ -130,7 +130,7 @@ class Photos:
             ConfigError: the folder or a file of it is missing or damaged.
         """
         if self.data == "cifar-10":
-            images, labels = read_cifar(Path(self.root), "test" if split == "test" else "train")
+            images, labels = read_cifar(self._root, "test" if split == "test" else "train")
             whole: Any = CifarImages(images, labels, self._statistics(),
                                      augmented=split == "train")
             return whole if split == "test" else self._part(whole, split)
@@ -164,10 +164,17 @@ class Photos:
     def fingerprint(self) -> str:
         """Differs where a name, a size, a label or the part held out differs."""
         digest = xxhash.xxh3_64()
-        root = Path(self.root)
+        root = self._root
         for path in sorted(p for p in root.rglob("*") if p.is_file()):
             digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
         return f"{digest.hexdigest()}, validation {self.validation_fraction} seed {self.seed or 0}"
+
+    @property
+    def _root(self) -> Path:
+        if self.root is None:
+            raise ConfigError("--task.root: give the folder in which the images are; see "
+                              "docs/tasks.md.")
+        return Path(self.root).expanduser()
 
     def _sizes(self) -> tuple[int, int]:
         """Pixels of the crop, and of the shorter side before it in validation."""
@@ -180,7 +187,7 @@ class Photos:
         own = _preset(self.architecture, self.weights)
         if own is not None:
             return own.mean, own.std
-        return _mean_and_std(Path(self.root)) if self.data == "cifar-10" else IMAGENET
+        return _mean_and_std(self._root) if self.data == "cifar-10" else IMAGENET
 
     def _images(self, folder: Path, *, train: bool) -> Any:
         from torchvision.datasets import ImageFolder
@@ -212,7 +219,7 @@ class Photos:
         return _count(self)
 
     def _find(self, split: str) -> Path | None:
-        places = (Path(self.root).expanduser() / name for name in _FOLDERS[split])
+        places = (self._root / name for name in _FOLDERS[split])
         return next((place for place in places if place.is_dir()), None)
 
     def _folder(self, split: str) -> Path:
@@ -233,7 +240,7 @@ def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
     """
     parts = []
     for name in CIFAR_FILES[split]:
-        places = (root.expanduser() / name, root.expanduser() / "cifar-10-batches-bin" / name)
+        places = (root / name, root / "cifar-10-batches-bin" / name)
         path = next((p for p in places if p.is_file()), None)
         if path is None:
             raise ConfigError(f"task.root {root}: there is no {name}; it is a file of the binary "
