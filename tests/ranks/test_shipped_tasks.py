@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,13 @@ import pytest
 import torch
 from PIL import Image
 from runs import steps, train, validations
+from safetensors.torch import save_file
 from torch.nn import functional
 
 from trainer import rng
 from trainer.commands.compare import differences
+from trainer.tasks.image_models import SmallCNN
+from trainer.tasks.shapes import SHAPES, draw
 from trainer.tasks.text import Text
 
 TEXT = argparse.__file__
@@ -98,7 +102,33 @@ SHORT = {
 
 @pytest.mark.parametrize("recipe", SHORT)
 def test_a_killed_run_of_a_recipe_ends_with_the_same_bits(ranks, tmp_path, recipe):
-    arguments = [recipe, *SHORT[recipe], "--steps=12", "--checkpoint.every=5", "--device=cpu"]
+    kill_and_compare(ranks, tmp_path, recipe, *SHORT[recipe])
+
+
+def test_a_killed_run_with_a_teacher_ends_with_the_same_bits(ranks, tmp_path):
+    torch.manual_seed(1)
+    save_file(SmallCNN().state_dict(), tmp_path / "teacher.safetensors")
+
+    kill_and_compare(ranks, tmp_path, "distill", "--batch.global-size=16", "--batch.micro-size=4",
+                     f"--task.teacher={tmp_path / 'teacher.safetensors'}", "--eval.every=off",
+                     "--task.validation-fraction=0.99")
+
+
+def test_a_killed_run_on_a_folder_of_images_ends_with_the_same_bits(ranks, tmp_path):
+    generator = np.random.default_rng(1)
+    for number in range(40):
+        path = tmp_path / "data/train" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(path)
+
+    kill_and_compare(ranks, tmp_path, "folder", f"--task.root={tmp_path / 'data'}",
+                     "--task.model=squeezenet1_1", "--task.crop=32",
+                     "--task.class-weights=balanced", "--batch.global-size=8",
+                     "--batch.micro-size=2", "--data.workers=1")
+
+
+def kill_and_compare(ranks, tmp_path: Path, *arguments: str) -> None:
+    arguments = (*arguments, "--steps=12", "--checkpoint.every=5", "--device=cpu")
     straight, killed = (tmp_path / name for name in ("straight", "killed"))
     run(ranks, 2, straight, *arguments)
 
@@ -152,3 +182,84 @@ def test_the_best_weights_may_be_chosen_by_a_figure_and_a_wrong_name_is_refused_
     assert ranks(1, train, *arguments, "--eval.best=val_f2:max", group=False) == [2]
     assert "gives no val_f2; it gives val_accuracy, val_f1" in "".join(capfd.readouterr())
     assert ranks(1, train, *arguments, "--eval.best=val_f1:max", group=False) == [0]
+
+
+# --- what the recipes reach
+
+REACHED = {
+    "sample": ("accuracy", 0.89, 0.1), "spiral": ("accuracy", 0.97, 1 / 3),
+    "shapes": ("iou", 0.75, 0.36), "shape-labels": ("f1", 0.93, 0.71),
+}  # fmt: skip
+"""Recipe → figure of the test, at least so much, and what a rule without learning reaches: the
+likeliest class; every pixel above 0.4 is each shape; each image holds each shape."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", REACHED)
+def test_a_recipe_reaches_its_figure(ranks, tmp_path, recipe):
+    figure, least, without_learning = REACHED[recipe]
+
+    assert ranks(2, train, recipe, "--device=cpu", f"--run={tmp_path / 'run'}", group=False,
+                 timeout_s=850) == [0, 0]
+
+    reached = json.loads((tmp_path / "run/summary.json").read_bytes())["test"][figure]
+    assert reached >= least > without_learning
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", ["text", "text-stream"])
+def test_the_gpt_beats_counting_which_byte_follows_which(ranks, tmp_path, recipe):
+    folder = tmp_path / "run"
+
+    assert ranks(2, train, recipe, "--device=cpu", f"--run={folder}", group=False,
+                 timeout_s=850) == [0, 0]
+
+    task = Text()
+    train_on, held_out = (task.dataset(split).data.astype(np.int64)
+                          for split in ("train", "validation"))
+    counts = np.full((256, 256), 0.01)
+    np.add.at(counts, (train_on[:-1], train_on[1:]), 1)
+    share = counts / counts.sum(1, keepdims=True)
+    counting = float(np.exp(-np.log(share[held_out[:-1], held_out[1:]]).mean()))
+    assert validations(folder)[-1]["val_perplexity"] < 0.85 * counting
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_student_of_few_images_is_better_with_a_teacher_than_without(ranks, tmp_path):
+    reached = []
+    for name, arguments in {
+        "teacher": ["sample"],
+        "taught": ["distill", f"--task.teacher={tmp_path / 'teacher'}"],
+        "alone": ["distill", f"--task.teacher={tmp_path / 'teacher'}", "--task.teacher-share=0"],
+    }.items():
+        assert ranks(2, train, *arguments, "--device=cpu", f"--run={tmp_path / name}",
+                     group=False, timeout_s=550) == [0, 0]
+        summary = json.loads((tmp_path / name / "summary.json").read_bytes())
+        reached.append(summary["test"]["accuracy"])
+
+    teacher, taught, alone = reached
+    assert teacher > taught > alone + 0.02
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_folder_of_images_is_learnt(ranks, tmp_path):
+    for split, count in (("train", 400), ("test", 100)):
+        images, masks = draw(4 * count, 0.1, (0, count))
+        single = np.flatnonzero(masks.any((2, 3)).sum(1) == 1)[:count]
+        for number in single:
+            name = SHAPES[int(masks[number].any((1, 2)).argmax())]
+            path = tmp_path / "data" / split / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((images[number, 0].clip(0, 1) * 255).astype(np.uint8)).save(path)
+
+    codes = ranks(2, train, "folder", f"--task.root={tmp_path / 'data'}", "--task.crop=32",
+                  "--device=cpu", f"--run={tmp_path / 'run'}", group=False, timeout_s=550)
+
+    assert codes == [0, 0]
+    summary = json.loads((tmp_path / "run/summary.json").read_bytes())
+    assert list(summary["test_classes"]) == sorted(SHAPES)
+    assert summary["test"]["accuracy"] > 0.6

@@ -201,10 +201,10 @@ def test_the_teacher_is_no_part_of_what_is_trained_and_its_weights_are_in_the_fi
 
 
 def test_a_teacher_that_is_not_there_or_does_not_fit_is_named(teacher, tmp_path):
-    with pytest.raises(ConfigError, match="--task.teacher nowhere: there is no nowhere"):
+    with pytest.raises(ConfigError, match=r"--task.teacher nowhere: there is no nowhere"):
         Images(teacher="nowhere").fingerprint()
     task = Images(teacher=str(teacher), norm="group")
     batch = collate([task.dataset("train")[0]])
     save_file({"head": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(ConfigError, match="doesn't fit --task.teacher-model cnn"):
+    with pytest.raises(ConfigError, match=r"doesn't fit --task.teacher-model cnn"):
         Images(teacher=str(tmp_path / "other.safetensors")).loss(task.model().train(), batch)

@@ -66,8 +66,8 @@ class Photos:
     """Classify photographs."""
 
     root: str | None = field(default=None, metadata={"change": "free"})
-    """Has to be given: folder with train/CLASS/FILE, and val/ and test/ alike if there are; or with the binary files
-    of CIFAR-10 (data_batch_1.bin …)."""
+    """Has to be given: folder with train/CLASS/FILE, and val/ and test/ alike if there are; or with
+    the binary files of CIFAR-10 (data_batch_1.bin …)."""
     data: Literal["folder", "cifar-10"] = "folder"
     """What lies in the root."""
     architecture: Annotated[str, tyro.conf.arg(name="model")] = field(

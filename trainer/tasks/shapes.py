@@ -83,7 +83,7 @@ class Shapes:
             return UNet(self.width)
         return nn.Sequential(
             _block(1, self.width), nn.MaxPool2d(2), _block(self.width, 2 * self.width),
-            nn.MaxPool2d(2), _block(2 * self.width, 4 * self.width), nn.AdaptiveMaxPool2d(1),
+            nn.MaxPool2d(2), _block(2 * self.width, 4 * self.width), nn.MaxPool2d(SIZE // 4),
             nn.Flatten(), nn.Linear(4 * self.width, len(SHAPES)))  # fmt: skip
 
     def dataset(self, split: str) -> TensorDataset:
@@ -163,6 +163,7 @@ def _block(channels_in: int, channels_out: int) -> nn.Module:
 
 
 def _twice(maps: Tensor) -> Tensor:
-    # Copies: the backward of `interpolate` and of a transposed convolution adds up in an order of
-    # its own on a GPU.
-    return maps.repeat_interleave(2, 2).repeat_interleave(2, 3)
+    # Copies: the backward of `interpolate` adds up in an order of its own on a GPU.
+    count, channels, height, width = maps.shape
+    pairs = maps[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
+    return pairs.reshape(count, channels, 2 * height, 2 * width)
