@@ -188,7 +188,7 @@ def test_the_best_weights_may_be_chosen_by_a_figure_and_a_wrong_name_is_refused_
 
 REACHED = {
     "sample": ("accuracy", 0.89, 0.1), "spiral": ("accuracy", 0.97, 1 / 3),
-    "shapes": ("iou", 0.75, 0.36), "shape-labels": ("f1", 0.93, 0.71),
+    "shapes": ("iou", 0.70, 0.36), "shape-labels": ("f1", 0.93, 0.71),
 }  # fmt: skip
 """Recipe → figure of the test, at least so much, and what a rule without learning reaches: the
 likeliest class; every pixel above 0.4 is each shape; each image holds each shape."""
