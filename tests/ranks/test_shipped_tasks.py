@@ -184,6 +184,16 @@ def test_the_best_weights_may_be_chosen_by_a_figure_and_a_wrong_name_is_refused_
     assert ranks(1, train, *arguments, "--eval.best=val_f1:max", group=False) == [0]
 
 
+def test_a_wrong_pairing_ends_the_run_before_its_first_step(ranks, tmp_path, capfd):
+    codes = ranks(2, train, "--task=softmax_task:Softmax", "--steps=4", "--device=cpu",
+                  f"--run={tmp_path / 'run'}", group=False)
+
+    assert codes == [2, 2]
+    assert "cross-entropy: the model's output went through a softmax" in "".join(
+        capfd.readouterr())
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
+
+
 # --- what the recipes reach
 
 REACHED = {
