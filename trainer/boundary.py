@@ -27,6 +27,7 @@ def validate(run: Parts) -> None:
     run.state.schedule.validated(line)
     if choose_best(run.config.eval.best, run.state.best, line, step, run.config.eval.min_delta):
         run.checkpoint.save("best")
+    run.draw()
 
 
 def stop(run: Parts) -> NoReturn:

@@ -44,6 +44,7 @@ from trainer.log import Log
 from trainer.metrics import Metrics
 from trainer.opening import open_metrics, open_source
 from trainer.parts import Parts
+from trainer.pictures import FOLDER, Pictures
 from trainer.prepare import Work, prepare
 from trainer.progress import Best, Horizon, LossMeter, Progress
 from trainer.pulse import Pulse
@@ -183,6 +184,7 @@ def build(
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
             weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
             stopped=lambda: stop.requested,
+            figures=work.task.figures() if hasattr(work.task, "figures") else {},
         )
         for split in ("validation", "test")
     }  # fmt: skip
@@ -197,11 +199,16 @@ def build(
         checkpoint.store.clean()
         open_metrics(metrics, path, log, lines, world, work, position)
         _announce(log, config, card, found, verdict, path)
+    pictures = None
+    if world.is_main and hasattr(work.task, "picture"):
+        pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,
+                            show=metrics.picture, log=log)
     return Parts(
         config=config, path=path, identity=identity, world=world, log=log, stop=stop,
         faults=armed, lock=lock, state=state, step=step, loader=loader,
         validate=evaluators["validation"], test=evaluators["test"], checkpoint=checkpoint,
         metrics=metrics, intervals=work.intervals, found=found, card=card, reopen=reopen,
+        pictures=pictures,
         agreement=Agreement(partial(_shared, state), world, position),
     )  # fmt: skip
 

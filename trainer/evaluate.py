@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
+from trainer.confusion import Figure
 from trainer.data.bad import received
 from trainer.data.batch import to_device
 from trainer.data.lanes import StreamBatches
@@ -33,7 +34,10 @@ class Scores:
 
     loss: float
     metrics: dict[str, float]
+    """The task's metrics, and its figures."""
     samples: int
+    table: Tensor | None = None
+    """The sum of the tables, float64; None where the task gives none."""
 
 
 @dataclass(kw_only=True)
@@ -42,6 +46,7 @@ class Evaluator:
 
     Args:
         all_sum: adds a tensor over the ranks, in place (collective).
+        figures: name → function of the means and the table.
         step, epoch: tell the current ones, for fault points.
         weights: the context in which the model has the weights to evaluate.
     """
@@ -64,6 +69,7 @@ class Evaluator:
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     stopped: Callable[[], bool] = lambda: False
     """Whether this rank wants to stop: looked at before each batch."""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def __call__(self) -> Scores | None:
         """Evaluate the whole data set in eval mode, and return to the mode it found.
@@ -80,25 +86,28 @@ class Evaluator:
         self.model.eval()
         try:
             with rng.preserved(), self.weights():
-                rows = self._table()
+                sums = self._sums()
         finally:
             self.model.train(training)
-        if self.all_sum(torch.tensor([float(rows is None)])).item() or rows is None:
+        if self.all_sum(torch.tensor([float(sums is None)])).item() or sums is None:
             return None
-        names, table = rows
-        # Each row belongs to one rank and the others add zeros: the same bits for any split.
-        self.all_sum(table)
-        totals = dict(zip(names, _pairs(table), strict=False))
-        loss, count = totals.pop("loss")
-        return Scores(
-            loss=loss / count if count else float("nan"),
-            metrics={n: s / c if c else float("nan") for n, (s, c) in totals.items()},
-            samples=round(float(table[:, -1].sum())),
-        )
+        names, rows, table = sums
+        # Each row belongs to one rank and the others add zeros: the same bits for any split. The
+        # table holds whole numbers, which add up exactly in any order.
+        shared = rows if table is None else torch.cat([rows.flatten(), table.flatten()])
+        self.all_sum(shared)
+        if table is not None:
+            table = shared[rows.numel():].reshape(table.shape)
+            rows = shared[:rows.numel()].reshape(rows.shape)
+        means = {n: s / c if c else float("nan")
+                 for n, (s, c) in zip(names, _pairs(rows), strict=False)}
+        means |= {name: figure(means, table) for name, figure in self.figures.items()}
+        return Scores(loss=means.pop("loss"), metrics=means, table=table,
+                      samples=round(float(rows[:, -1].sum())))
 
-    def _table(self) -> tuple[list[str], Tensor] | None:
-        """One row a batch: (sum, count) of the loss and of each metric, and the samples. None if
-        this rank has stopped before the end."""
+    def _sums(self) -> tuple[list[str], Tensor, Tensor | None] | None:
+        """One row a batch: (sum, count) of the loss and of each metric, and the samples; and the
+        sum of this rank's tables. None if this rank has stopped before the end."""
         stream = isinstance(self.dataset, IterableDataset)
         count = 0 if stream else -(-len(self.dataset) // self.batch_size)
         if not count and not stream:
@@ -106,6 +115,7 @@ class Evaluator:
         mine: Sequence[int] = block(count, self.rank, self.num_ranks)
         rows: dict[int, list[float]] = {}
         names: list[str] = []
+        table: Tensor | None = None
         # A rank without a batch evaluates the first one too, for the form of the table.
         for micro in self._batches(mine or range(1)):
             if self.stopped():
@@ -120,15 +130,19 @@ class Evaluator:
             pairs = [(total, outcome.count), *metrics.values()]
             row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
             rows[number] = [*row, float(micro.samples)]
+            if outcome.table is not None:
+                counts = outcome.table.double().cpu()
+                table = torch.zeros_like(counts) if table is None else table
+                table += counts * (stream or number in mine)
         if stream:  # all ranks have read to its end, and have the row of the empty batch there
             if not rows:
                 raise ValueError("the stream to evaluate is empty")
             count, mine = max(rows), [number for number in rows if number < max(rows)]
         width = 2 * len(names) + 1
-        table = torch.zeros(count, width, dtype=torch.float64)
+        every = torch.zeros(count, width, dtype=torch.float64)
         for number in mine:
-            table[number] = torch.tensor(rows[number], dtype=torch.float64)
-        return names, table
+            every[number] = torch.tensor(rows[number], dtype=torch.float64)
+        return names, every, table
 
     def _batches(self, numbers: Sequence[int]) -> Iterator[Micro]:
         """The batches of these numbers; of a stream, this rank's share."""

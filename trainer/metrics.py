@@ -17,6 +17,8 @@ RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale
             "replaced")
 
 
+LARGEST_TABLE = 10_000
+"""Counts in a table that goes into the record: a confusion matrix of 100 classes."""
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
@@ -66,14 +68,17 @@ def step_line(result: StepResult) -> dict[str, Any]:
 
 
 def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict[str, Any]:
-    """A validation's line."""
-    return {
+    """A validation's line; with the table, where the task gives one of at most 10,000 counts."""
+    line: dict[str, Any] = {
         "step": step,
         "train_loss": _number(train_loss),
         "val_loss": _number(scores.loss),
         **{f"val_{name}": _number(value) for name, value in scores.metrics.items()},
         "val_samples": scores.samples,
     }
+    if scores.table is not None and scores.table.numel() <= LARGEST_TABLE:
+        line["val_table"] = scores.table.long().tolist()
+    return line
 
 
 def encode(line: dict[str, Any]) -> str:
@@ -162,6 +167,12 @@ class Metrics:
     def validation(self, line: dict[str, Any]) -> None:
         """Record a validation."""
         self._record(line, {})
+
+    def picture(self, image: Any, step: int) -> None:
+        """Show a picture (HxWx3 uint8) of a validation, where a sink can."""
+        for sink in self._sinks:
+            if hasattr(sink, "picture"):
+                sink.picture(image, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         """Show the run's final figures beside its settings."""

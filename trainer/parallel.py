@@ -29,7 +29,7 @@ metric lines that the last save holds, since it is whole."""
 
 RESERVED_METRICS = (
     "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
-    "train_loss",
+    "train_loss", "table",
 )  # fmt: skip
 """What a task's metric can't be called, since the run's record has them, and each `val_NAME`."""
 

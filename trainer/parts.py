@@ -22,6 +22,7 @@ from trainer.folder import EVENTS, Identity
 from trainer.lock import RunLock
 from trainer.log import Log
 from trainer.metrics import Metrics
+from trainer.pictures import Pictures
 from trainer.prepare import Intervals
 from trainer.progress import Progress
 from trainer.source import Found
@@ -57,6 +58,8 @@ class Parts:
     found: Found | None
     kept_beside: bool = False
     """Whether `survive_beside` has brought the state to disk."""
+    pictures: Pictures | None = None
+    """Where the task draws some, on rank 0."""
     card: dict[str, Any] = field(default_factory=dict)
     """What the run consists of, for people."""
 
@@ -92,6 +95,11 @@ class Parts:
             self.checkpoint.forget()
         if "fail" in wishes:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
+
+    def draw(self, *, again: bool = True) -> None:
+        """Draw the step's picture where the task has one (`again`: also if it is there)."""
+        if self.pictures is not None and self.progress.step:
+            self.pictures.take(self.progress.step, again=again)
 
     def close(self) -> None:
         """The orderly end: loader processes, the last save, the files.

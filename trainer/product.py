@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from trainer import folder, tensorfile
+from trainer.confusion import per_class
 from trainer.errors import ConfigError, StopRequested
 from trainer.parts import Parts
 from trainer.progress import Best
@@ -42,7 +45,8 @@ def choose_best(
     Args:
         min_delta: a smaller gain doesn't end the wait for a better one.
     """
-    name, direction = best_rule(rule, [key for key in line if key.startswith("val_")])
+    name, direction = best_rule(
+        rule, [key for key in line if key.startswith("val_") and key != "val_table"])
     best.judge_by(name, direction)
     value = line[name]
     best.wait(math.nan if value is None else value, min_delta)
@@ -78,6 +82,8 @@ def finish(run: Parts) -> dict[str, Any]:
         "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
         "test": None if scores is None else {
             "loss": scores.loss, "samples": scores.samples, **scores.metrics},
+        "test_classes": None if scores is None else classes(
+            scores.table, getattr(run.config.task, "class_names", ())),
         "model.safetensors": f"the {'averaged ' * (run.state.ema is not None)}weights of step "
         f"{chosen}"
         + (f", which have the best {best.metric}" if is_best else ", the last step"),
@@ -91,6 +97,8 @@ def finish(run: Parts) -> dict[str, Any]:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
     run.metrics.finish(settings(run.config), figures, last)
+    if run.pictures is not None:
+        run.pictures.film(last)
     error = None
     try:
         _write(run, summary)
@@ -101,6 +109,15 @@ def finish(run: Parts) -> dict[str, Any]:
     for line in folder.closing_lines(summary, str(run.path)):
         run.log.info(line)
     return summary
+
+
+def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, float]] | None:
+    """Precision, recall, F1 and IoU of each class, by its name; None where there is no table."""
+    if table is None or table.shape[1:] not in ((len(table),), (2, 2)):
+        return None
+    found = {name: values.tolist() for name, values in per_class(table).items()}
+    return {names[c] if c < len(names) else str(c): {n: v[c] for n, v in found.items()}
+            for c in range(len(table))}
 
 
 def _write(run: Parts, summary: dict[str, Any]) -> None:

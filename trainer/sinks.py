@@ -61,6 +61,10 @@ class TensorBoard:
         for tag, value in validation_scalars(line).items():
             self._scalar(tag, value, line["step"])
 
+    def picture(self, image: Any, step: int) -> None:
+        shown = self._summary.image("validation", image, dataformats="HWC")
+        self._event(summary=shown, step=step)
+
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         plain = {k: v if isinstance(v, bool | int | float | str) else str(v)
                  for k, v in settings.items() if v is not None}
@@ -112,7 +116,7 @@ def train_scalars(line: dict[str, Any]) -> dict[str, float]:
 def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
     """Tag → value of what TensorBoard shows of a validation's line."""
     tags = {f"validation/{k.removeprefix('val_')}": v for k, v in line.items()
-            if k.startswith("val_") and k != "val_samples"}
+            if k.startswith("val_") and k not in ("val_samples", "val_table")}
     tags["validation/train_loss"] = line["train_loss"]
     return {k: v for k, v in tags.items() if v is not None}
 

@@ -25,13 +25,16 @@ def start(run: Parts) -> None:
             warm_up(run.step, run.loader, run.world,
                     find_unused=run.config.parallel.find_unused == "on")
         run.checkpoint.overlap = not run.step.moves_parameters
-        metrics = [f"val_{name}" for name in run.step.objective.names or ()]
+        figures = [] if run.validate is None else run.validate.figures
+        metrics = [f"val_{name}" for name in (*(run.step.objective.names or ()), *figures)]
         best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
         run.state.schedule.check_metric(["val_loss", *metrics])
     if run.found is not None:
         run.log.phase = "restore"
         run.faults.at("restore", step=run.found.step)
         run.checkpoint.load(run.found)
+        if run.progress.validated == run.progress.step:
+            run.draw(again=False)  # where it was lost with rank 0
     run.state.key_rng(run.world.rank)
 
 

@@ -17,7 +17,13 @@ from trainer.errors import ConfigError
 
 SPLITS = ("train", "validation", "test")
 
-BUILT_IN = {"images": "trainer.tasks.images:Images"}
+BUILT_IN = {
+    "images": "trainer.tasks.images:Images",
+    "photos": "trainer.tasks.photos:Photos",
+    "shapes": "trainer.tasks.shapes:Shapes",
+    "spiral": "trainer.tasks.spiral:Spiral",
+    "text": "trainer.tasks.text:Text",
+}
 """Name of a built-in task → its import path."""
 
 
@@ -31,6 +37,8 @@ class Outcome:
         count: what the mean is taken over (samples, tokens, a sum of weights): number or scalar
             tensor, 0 for a micro-batch of 0 samples.
         metrics: name → (sum, count), numbers or scalar tensors; logged as sum / count.
+        table: counts (whole numbers) in any shape, as a confusion matrix; added over an evaluation,
+            and left alone in training.
     """
 
     total: Tensor | Mapping[str, Tensor]
@@ -38,6 +46,7 @@ class Outcome:
     metrics: Mapping[str, tuple[Tensor | float, Tensor | float]] = dataclasses.field(
         default_factory=dict
     )
+    table: Tensor | None = None
 
 
 @runtime_checkable
@@ -50,7 +59,10 @@ class Task(Protocol):
     keyed samples); `parameter_groups(model) -> list[dict]` replaces the split into
     decayed and not decayed parameters; `preload()` reads what all ranks need, once, in the process
     from which `python -m launch` forks them, so it starts no thread, touches no device and makes no
-    tensor. A field named `seed` that is None takes the run's seed.
+    tensor; `figures() -> {name: function}` gives further figures of an evaluation, each a function
+    of (its means by name, "loss" among them; the summed `Outcome.table`, float64, or None);
+    `picture(model) -> HxWx3 uint8 array` is drawn after each validation, by one rank, so it takes
+    part in no collective. A field named `seed` that is None takes the run's seed.
     """
 
     def model(self) -> nn.Module:

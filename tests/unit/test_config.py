@@ -314,7 +314,7 @@ def test_values_that_do_not_fit_together_are_refused_with_what_would(argv, parts
     (["--task"], ["--task", "give the name of a task or module:Class"]),
     (["--task=nowhere:Task"], ["--task nowhere:Task", "there is no such module"]),
     (["sample", "another"], ["another"]),
-    (["nowhere.toml"], ["recipe nowhere.toml", "Shipped: fashion-mnist, sample"]),
+    (["nowhere.toml"], ["recipe nowhere.toml", "Shipped: cifar-10, distill, "]),
 ])
 def test_a_word_that_cannot_be_read_is_refused_with_its_flag(argv, parts):
     told = refusal(*argv)
@@ -395,7 +395,7 @@ def test_help_documents_every_leaf(help_text):
 
 def test_help_names_the_commands_the_recipes_and_the_defaults(help_text):
     for part in ("torchrun --standalone --nproc_per_node=2", "python -m trainer",
-                 "inspect, compare", "fashion-mnist, sample", "5% (of the run)",
+                 "inspect, compare", "fashion-mnist", "text-stream", "5% (of the run)",
                  "(default: 128)", "(default: 1ep)", "(default: 5.0)", "(default: 5%)"):
         assert part in help_text
 
@@ -427,7 +427,8 @@ def test_each_leaf_says_how_it_may_change_and_what_decides_the_task_is_refused()
 
     assert set(leaves.values()) == {"refused", "announced", "free"}
     of_task = {name: change for name, change in leaves.items() if name.startswith("task.")}
-    assert of_task.pop("task.root") == "free", "where the data lie is not what they are"
+    for name in ("task.root", "task.teacher"):
+        assert of_task.pop(name) == "free", "where the data lie is not what they are"
     assert set(of_task.values()) == {"refused"}
     assert leaves["task.model"] == leaves["batch.global_size"] == leaves["seed"] == "refused"
     assert leaves["optim.lr"] == leaves["steps"] == "announced"

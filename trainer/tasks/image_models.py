@@ -1,4 +1,4 @@
-"""Image classifiers for 28x28 grey images: the small CNN, and those of torchvision by name."""
+"""Image classifiers: the small CNN for 28x28 grey images, and those of torchvision by name."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import difflib
 import functools
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from trainer.errors import ConfigError
 
 IMAGE_SIZE = 28
 
-_SIZES = (IMAGE_SIZE, 32, 64, 96, 128, 224)
+_SIZES = (32, 64, 96, 128, 224)
 _EXTRA_ARGUMENTS = {
     # Both would return further outputs in training, and warn about how they initialise.
     "googlenet": {"aux_logits": False, "init_weights": True},
@@ -49,16 +50,65 @@ class SmallCNN(nn.Module):
         return self.head(self.features(images))
 
 
-def torchvision_model(name: str, classes: int = 10) -> nn.Module:
-    """A freshly initialised torchvision classifier that takes Nx1x28x28.
+def torchvision_model(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
+    """A freshly initialised torchvision classifier that takes images of `size` pixels each way.
 
-    The one channel is repeated to three, and the image enlarged to the first of 28, 32, 64, 96,
+    One channel is repeated to three, and the image enlarged to the first of `size`, 32, 64, 96,
     128, 224 pixels that the network accepts; a hook does both, so that the names of the weights
     stay torchvision's own.
 
     Raises:
         ConfigError: torchvision has no classifier of this name.
     """
+    models = _known(name)
+    extra = _EXTRA_ARGUMENTS.get(name, {})
+    net = models.get_model(name, weights=None, num_classes=classes, **extra)
+    net.register_forward_pre_hook(
+        functools.partial(_as_photograph, size=_accepted_size(net, size)))
+    return net
+
+
+def pretrained(name: str, weights: str, classes: int) -> nn.Module:
+    """A torchvision classifier with published weights, found in torch's cache (TORCH_HOME) or
+    downloaded into it; the last layer is a new one where it is of another size.
+
+    Raises:
+        ConfigError: torchvision has no such classifier or no such weights, they can't be had, or
+            more than the last layer doesn't fit.
+    """
+    chosen = find_weights(name, weights)
+    extra = {"aux_logits": False} if name in _EXTRA_ARGUMENTS else {}
+    init = {"init_weights": False} if name in _EXTRA_ARGUMENTS else {}
+    net = _known(name).get_model(name, weights=None, num_classes=classes, **extra, **init)
+    try:
+        values = chosen.get_state_dict(progress=False, check_hash=True, weights_only=True)
+    except (OSError, RuntimeError) as error:
+        raise ConfigError(f"--task.weights {weights}: {chosen.url} can't be had ({error}); put "
+                          "the file into TORCH_HOME/hub/checkpoints.") from error
+    own = net.state_dict()
+    values = {n: v for n, v in values.items() if not n.startswith(("aux", "AuxLogits"))}
+    other = [n for n, v in values.items() if n in own and own[n].shape != v.shape]
+    if len({n.rpartition(".")[0] for n in other}) > 1:
+        raise ConfigError(f"--task.weights {weights}: {', '.join(other)} of {name} don't fit.")
+    net.load_state_dict({**own, **{n: v for n, v in values.items() if n not in other}})
+    return net
+
+
+def find_weights(name: str, weights: str) -> Any:
+    """torchvision's entry of published weights of a classifier.
+
+    Raises:
+        ConfigError: there are none of this name.
+    """
+    known = _known(name).get_model_weights(name).__members__
+    if weights not in known:
+        raise ConfigError(f"--task.weights {weights}: torchvision has of {name} "
+                          f"{', '.join(known) or 'no weights'}.")
+    return known[weights]
+
+
+def _known(name: str) -> Any:
+    """torchvision.models, which have this classifier."""
     from torchvision import models  # as slow to import as torch itself: only where it is asked for
 
     known = models.list_models(module=models)
@@ -67,10 +117,7 @@ def torchvision_model(name: str, classes: int = 10) -> nn.Module:
         hint = f"did you mean {' or '.join(near)}?" if near else "for example resnet18."
         raise ConfigError(f"--task.model {name}: neither cnn nor a classifier in torchvision "
                           f"(torchvision.models.list_models names them); {hint}")
-    extra = _EXTRA_ARGUMENTS.get(name, {})
-    net = models.get_model(name, weights=None, num_classes=classes, **extra)
-    net.register_forward_pre_hook(functools.partial(_as_photograph, size=_accepted_size(net)))
-    return net
+    return models
 
 
 def _block(channels_in: int, channels_out: int, norm: str) -> tuple[nn.Module, ...]:
@@ -90,13 +137,13 @@ def _as_photograph(module: nn.Module, arguments: tuple[Tensor, ...], *, size: in
     return images if len(images) else images.new_empty(0, 3, size, size)
 
 
-def _accepted_size(net: nn.Module) -> int:
+def _accepted_size(net: nn.Module, least: int) -> int:
     """Found by forwards on the meta device, which know shapes and compute nothing."""
     values = dict(chain(net.named_parameters(), net.named_buffers()))
     shapes = {name: value.to("meta") for name, value in values.items()}
     net.eval()
     try:
-        for size in _SIZES[:-1]:
+        for size in (least, *(size for size in _SIZES[:-1] if size > least)):
             images = torch.empty(2, 3, size, size, device="meta")
             try:
                 with torch.no_grad():
@@ -104,6 +151,6 @@ def _accepted_size(net: nn.Module) -> int:
             except (RuntimeError, ValueError, AssertionError):
                 continue  # too small for its strides, or a transformer of one fixed size
             return size
-        return _SIZES[-1]
+        return max(least, _SIZES[-1])
     finally:
         net.train()

@@ -7,17 +7,20 @@ import difflib
 import functools
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_args
 
 import numpy as np
 import torch
 import tyro
 import xxhash
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.utils.data import Dataset
 
-from trainer import rng
+from trainer import losses, rng
+from trainer.confusion import Figure, confusion, macro
 from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import SPLITS, Outcome
@@ -92,6 +95,16 @@ class Images:
     """Share of the target that is spread over all classes, in training only."""
     dropout: float = 0.0
     """Share of the cnn's hidden units left out, in training only."""
+    teacher: str | None = dataclasses.field(default=None, metadata={"change": "free"})
+    """Learn from this model's answers too: a run's folder, a checkpoint's, or its
+    model.safetensors."""
+    teacher_architecture: Annotated[str, tyro.conf.arg(name="teacher-model")] = dataclasses.field(
+        default="cnn", metadata={"flag": "teacher_model"})
+    """What the teacher is, as in model."""
+    teacher_share: float = 0.5
+    """Share of the teacher in the loss; the rest is that of the labels."""
+    temperature: float = 4.0
+    """What the logits are divided by, so that the teacher's smaller probabilities count."""
     validation_fraction: float = 0.2
     """Share of the training file that is held out for validation."""
     seed: int | None = None
@@ -108,6 +121,9 @@ class Images:
             value = getattr(self, name)
             if not 0 <= value < 1:
                 raise ConfigError(f"task.{name} is {value}; use 0 or more and less than 1.")
+        if not 0 <= self.teacher_share <= 1 or not self.temperature > 0:
+            raise ConfigError(f"task.teacher_share {self.teacher_share}, task.temperature "
+                              f"{self.temperature}: use a share from 0 to 1, and more than 0.")
         if self.architecture != "cnn" and (self.norm != "batch" or self.dropout):
             raise ConfigError(f"task.norm {self.norm} and task.dropout {self.dropout} with "
                               f"task.model {self.architecture}: both are settings of the cnn; "
@@ -155,22 +171,39 @@ class Images:
         return ImageSet(*held_out, mean, std)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy summed over the samples, and how many of them were classified right."""
+        """Cross-entropy summed over the samples, and how many of them were classified right.
+
+        With a teacher, in training: mixed with the divergence from its answers.
+        """
         images, labels = batch
         logits = model(images).float()
         smoothing = self.label_smoothing if model.training else 0.0
-        total = functional.cross_entropy(
-            logits, labels, reduction="sum", label_smoothing=smoothing)
-        correct = (logits.detach().argmax(1) == labels).sum()
-        return Outcome(total, len(labels), {"accuracy": (correct, len(labels))})
+        loss = losses.named("cross-entropy", label_smoothing=smoothing)
+        total, count = loss(logits, labels)
+        if self.teacher is not None and model.training:
+            with torch.no_grad():
+                wanted = self._teacher(images.device)(images).float()
+            divergence, _ = losses.named("kl", temperature=self.temperature)(logits, wanted)
+            total = (1 - self.teacher_share) * total + self.teacher_share * divergence
+        found = logits.detach().argmax(1)
+        table = None if model.training else confusion(found, labels, logits.shape[1])
+        right = (found == labels).sum()
+        return Outcome(total, count, {"accuracy": (right, len(labels))}, table)
+
+    def figures(self) -> dict[str, Figure]:
+        """Means over the classes."""
+        return {name: macro(name) for name in ("precision", "recall", "f1")}
 
     def fingerprint(self) -> str:
-        """Differs where an image, a label or the split differs; the same in another folder."""
+        """Differs where an image, a label, the split or the teacher differs; the same in another
+        folder."""
         arrays = self._arrays()
         content = xxhash.xxh3_64()  # of everything: 11 MB take 2 ms
         for array in (arrays.train_images, arrays.train_labels,
                       arrays.test_images, arrays.test_labels):
             content.update(array.data)
+        if self.teacher is not None:
+            content.update(_weights_file(self.teacher).read_bytes())
         return (f"{len(arrays.train_labels)}+{len(arrays.test_labels)} images "
                 f"{content.hexdigest()}, validation {self.validation_fraction} seed {self._seed}")
 
@@ -198,6 +231,10 @@ class Images:
             return fashion_mnist.read_sample()
         return fashion_mnist.read_folder(fashion_mnist.find(self.root, os.environ))
 
+    def _teacher(self, device: torch.device) -> nn.Module:
+        assert self.teacher is not None
+        return _load_teacher(self.teacher, self.teacher_architecture, device)
+
     def _parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """Indices into the training file: those to train on, and those held out; both sorted."""
         return _divide(number, self._seed, self.validation_fraction)
@@ -205,6 +242,33 @@ class Images:
     def _statistics(self, arrays: fashion_mnist.Arrays) -> tuple[float, float]:
         """Mean and standard deviation of the pixels trained on."""
         return _mean_and_std(arrays, self._seed, self.validation_fraction)
+
+
+def _weights_file(teacher: str) -> Path:
+    """The file of weights that a run's or a checkpoint's folder has, or the one that is named.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    path = Path(teacher).expanduser()
+    path = path / "model.safetensors" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(f"--task.teacher {teacher}: there is no {path}; give the folder of a "
+                          "finished run or of a checkpoint, or its model.safetensors.")
+    return path
+
+
+@functools.cache  # read once in a process; the weights are no part of what is trained
+def _load_teacher(teacher: str, architecture: str, device: torch.device) -> nn.Module:
+    path = _weights_file(teacher)
+    with rng.preserved(), torch.inference_mode(False):
+        net = Images(architecture=architecture).model()
+        try:
+            net.load_state_dict(load_file(path))
+        except (RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"--task.teacher {teacher}: {path} doesn't fit --task.teacher-model "
+                              f"{architecture}: {error}") from error
+    return net.to(device).eval().requires_grad_(False)
 
 
 @functools.cache  # both are needed for each split, and are the same in each rank of a launcher

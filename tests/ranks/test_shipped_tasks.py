@@ -1,0 +1,275 @@
+"""The shipped tasks: against a plain loop, for any number of ranks, through a kill."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from runs import steps, train, validations
+from safetensors.torch import save_file
+from torch.nn import functional
+
+from trainer import rng
+from trainer.commands.compare import differences
+from trainer.tasks.image_models import SmallCNN
+from trainer.tasks.shapes import SHAPES, draw
+from trainer.tasks.text import Text
+
+TEXT = argparse.__file__
+"""A file of the Python distribution, 100 kB."""
+
+SMALL_TEXT = (f"--task.file={TEXT}", "--task.context=32", "--task.width=32")
+
+
+def run(ranks, size: int, folder: Path, *arguments: str) -> Path:
+    codes = ranks(size, train, *arguments, "--device=cpu", f"--run={folder}", group=False,
+                  timeout_s=100)
+    assert codes == [0] * size
+    return folder
+
+
+def losses_of(folder: Path) -> torch.Tensor:
+    return torch.tensor([line["loss"] for line in steps(folder)], dtype=torch.float64)
+
+
+def plain_loop(count: int, batch: int, lr: float, decay: float) -> torch.Tensor:
+    """The GPT on the same text, with torch alone: the loss of each step."""
+    rng.key_generators(0, rng.MODEL)  # the same first weights
+    model = Text(file=TEXT, context=32, width=32).model()
+    text = np.fromfile(TEXT, dtype=np.uint8).astype(np.int64)
+    text = torch.from_numpy(text[: len(text) - round(len(text) * 0.1)])
+    pieces = -(-(len(text) - 1) // 32)
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    optimizer = torch.optim.AdamW([{"params": matrices, "weight_decay": decay},
+                                   {"params": vectors, "weight_decay": 0.0}],
+                                  lr=lr, betas=(0.9, 0.95))
+    order = torch.randperm(  # the same order
+        pieces, generator=torch.Generator().manual_seed(rng.mix(0, rng.ORDER, 0)))
+    found = []
+    for step in range(count):
+        inputs, targets = [], []
+        for piece in order[step * batch : (step + 1) * batch].tolist():
+            part = text[piece * 32 : piece * 32 + 33]
+            lacking = 33 - len(part)
+            inputs.append(functional.pad(part[:-1], (0, lacking)))
+            targets.append(functional.pad(part[1:], (0, lacking), value=-100))
+        logits = model(torch.stack(inputs))
+        loss = functional.cross_entropy(logits.flatten(0, 1), torch.stack(targets).flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        found.append(loss.item())
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def test_the_gpt_has_the_loss_of_a_plain_loop_on_one_and_on_two_ranks(ranks, tmp_path):
+    arguments = ["--task=text", *SMALL_TEXT, "--batch.global-size=16", "--batch.micro-size=4",
+                 "--steps=60", "--optim.lr=3e-3", "--optim.weight-decay=0.1", "--clip.norm=1",
+                 "--optim.betas", "0.9", "0.95", "--schedule.name=constant",
+                 "--schedule.warmup=off"]  # fmt: skip
+
+    one, two = (losses_of(run(ranks, size, tmp_path / f"{size}", *arguments)) for size in (1, 2))
+    plain = plain_loop(60, batch=16, lr=3e-3, decay=0.1)
+
+    assert len(one) == 60
+    assert float(one[-1]) < 0.7 * float(one[0])
+    assert float((one - plain).abs().max()) < 1e-4
+    assert float((two - one).abs().max()) < 1e-5
+    last = validations(tmp_path / "1")[-1]
+    assert last["val_perplexity"] == pytest.approx(np.exp(last["val_loss"]))
+
+
+SHORT = {
+    "spiral": ["--task.points=120", "--task.width=16", "--batch.global-size=40",
+               "--batch.micro-size=10", "--eval.every=4"],
+    "shapes": ["--task.images=48", "--task.width=4", "--batch.global-size=8",
+               "--batch.micro-size=2", "--eval.every=4"],
+    "shape-labels": ["--task.images=48", "--task.width=4", "--batch.global-size=8",
+                     "--batch.micro-size=2", "--eval.every=4", "--task.balanced"],
+    "text": [*SMALL_TEXT, "--batch.global-size=8", "--batch.micro-size=2", "--eval.every=6"],
+    "text-stream": [*SMALL_TEXT, "--batch.global-size=8", "--batch.micro-size=2",
+                    "--eval.every=6"],
+}  # fmt: skip
+"""Recipe → flags that make it a matter of a second."""
+
+
+@pytest.mark.parametrize("recipe", SHORT)
+def test_a_killed_run_of_a_recipe_ends_with_the_same_bits(ranks, tmp_path, recipe):
+    kill_and_compare(ranks, tmp_path, recipe, *SHORT[recipe])
+
+
+def test_a_killed_run_with_a_teacher_ends_with_the_same_bits(ranks, tmp_path):
+    torch.manual_seed(1)
+    save_file(SmallCNN().state_dict(), tmp_path / "teacher.safetensors")
+
+    kill_and_compare(ranks, tmp_path, "distill", "--batch.global-size=16", "--batch.micro-size=4",
+                     f"--task.teacher={tmp_path / 'teacher.safetensors'}", "--eval.every=off",
+                     "--task.validation-fraction=0.99")
+
+
+def test_a_killed_run_on_a_folder_of_images_ends_with_the_same_bits(ranks, tmp_path):
+    generator = np.random.default_rng(1)
+    for number in range(40):
+        path = tmp_path / "data/train" / "ab"[number % 2] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(path)
+
+    kill_and_compare(ranks, tmp_path, "folder", f"--task.root={tmp_path / 'data'}",
+                     "--task.model=squeezenet1_1", "--task.crop=32",
+                     "--task.class-weights=balanced", "--batch.global-size=8",
+                     "--batch.micro-size=2", "--data.workers=1")
+
+
+def kill_and_compare(ranks, tmp_path: Path, *arguments: str) -> None:
+    arguments = (*arguments, "--steps=12", "--checkpoint.every=5", "--device=cpu")
+    straight, killed = (tmp_path / name for name in ("straight", "killed"))
+    run(ranks, 2, straight, *arguments)
+
+    outcomes = ranks.outcomes(2, train, *arguments, "--inject=kill:rank=1:step=8:phase=backward",
+                              f"--run={killed}", group=False, timeout_s=60)
+    assert outcomes[1].signal == 9
+    run(ranks, 2, killed, *arguments, "--inject=kill:rank=1:step=8:phase=backward")
+
+    assert not list(differences(straight, killed))
+    assert [line["step"] for line in steps(killed)] == list(range(1, 13))
+
+
+def test_a_picture_that_died_with_rank_0_is_drawn_by_the_next_attempt(ranks, tmp_path):
+    arguments = ["spiral", *SHORT["spiral"], "--steps=8", "--checkpoint.every=4", "--device=cpu"]
+    straight, killed = (tmp_path / name for name in ("straight", "killed"))
+    run(ranks, 2, straight, *arguments)
+    inject = "--inject=kill:rank=0:step=5:phase=forward"  # rank 1 saves step 4, validated
+    outcomes = ranks.outcomes(2, train, *arguments, inject, f"--run={killed}", group=False,
+                              timeout_s=60)
+    assert outcomes[0].signal == 9
+    for path in (killed / "pictures").glob("*"):
+        path.unlink()
+
+    run(ranks, 2, killed, *arguments, inject)
+
+    pictures = [{p.name: p.read_bytes() for p in (folder / "pictures").iterdir()}
+                for folder in (straight, killed)]
+    assert sorted(pictures[0]) == ["step-00000004.png", "step-00000008.png", "training.gif"]
+    assert pictures[0] == pictures[1]
+    with Image.open(killed / "pictures/training.gif") as film:
+        assert film.n_frames == 2
+    assert not list(differences(straight, killed))
+
+
+def test_the_table_of_a_validation_is_the_same_on_any_number_of_ranks(ranks, tmp_path):
+    arguments = ["spiral", *SHORT["spiral"], "--steps=4", "--optim.lr=1e-9"]
+
+    lines = [validations(run(ranks, size, tmp_path / f"{size}", *arguments))[-1]
+             for size in (1, 2, 3)]
+
+    assert np.array(lines[0]["val_table"]).sum() == 40
+    assert lines[0]["val_table"] == lines[1]["val_table"] == lines[2]["val_table"]
+    assert lines[0]["val_f1"] == lines[1]["val_f1"] == lines[2]["val_f1"]
+
+
+def test_the_best_weights_may_be_chosen_by_a_figure_and_a_wrong_name_is_refused_at_once(
+    ranks, tmp_path, capfd
+):
+    arguments = ["spiral", *SHORT["spiral"], "--steps=4", f"--run={tmp_path / 'run'}"]
+
+    assert ranks(1, train, *arguments, "--eval.best=val_f2:max", group=False) == [2]
+    assert "gives no val_f2; it gives val_accuracy, val_f1" in "".join(capfd.readouterr())
+    assert ranks(1, train, *arguments, "--eval.best=val_f1:max", group=False) == [0]
+
+
+def test_a_wrong_pairing_ends_the_run_before_its_first_step(ranks, tmp_path, capfd):
+    codes = ranks(2, train, "--task=softmax_task:Softmax", "--steps=4", "--device=cpu",
+                  f"--run={tmp_path / 'run'}", group=False)
+
+    assert codes == [2, 2]
+    assert "cross-entropy: the model's output went through a softmax" in "".join(
+        capfd.readouterr())
+    assert not (tmp_path / "run/metrics.jsonl").read_text()
+
+
+# --- what the recipes reach
+
+REACHED = {
+    "sample": ("accuracy", 0.89, 0.1), "spiral": ("accuracy", 0.97, 1 / 3),
+    "shapes": ("iou", 0.70, 0.36), "shape-labels": ("f1", 0.93, 0.71),
+}  # fmt: skip
+"""Recipe → figure of the test, at least so much, and what a rule without learning reaches: the
+likeliest class; every pixel above 0.4 is each shape; each image holds each shape."""
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", REACHED)
+def test_a_recipe_reaches_its_figure(ranks, tmp_path, recipe):
+    figure, least, without_learning = REACHED[recipe]
+
+    assert ranks(2, train, recipe, "--device=cpu", f"--run={tmp_path / 'run'}", group=False,
+                 timeout_s=850) == [0, 0]
+
+    reached = json.loads((tmp_path / "run/summary.json").read_bytes())["test"][figure]
+    assert reached >= least > without_learning
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("recipe", ["text", "text-stream"])
+def test_the_gpt_beats_counting_which_byte_follows_which(ranks, tmp_path, recipe):
+    folder = tmp_path / "run"
+
+    assert ranks(2, train, recipe, "--device=cpu", f"--run={folder}", group=False,
+                 timeout_s=850) == [0, 0]
+
+    task = Text()
+    train_on, held_out = (task.dataset(split).data.astype(np.int64)
+                          for split in ("train", "validation"))
+    counts = np.full((256, 256), 0.01)
+    np.add.at(counts, (train_on[:-1], train_on[1:]), 1)
+    share = counts / counts.sum(1, keepdims=True)
+    counting = float(np.exp(-np.log(share[held_out[:-1], held_out[1:]]).mean()))
+    assert validations(folder)[-1]["val_perplexity"] < 0.85 * counting
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_a_student_of_few_images_is_better_with_a_teacher_than_without(ranks, tmp_path):
+    reached = []
+    for name, arguments in {
+        "teacher": ["sample"],
+        "taught": ["distill", f"--task.teacher={tmp_path / 'teacher'}"],
+        "alone": ["distill", f"--task.teacher={tmp_path / 'teacher'}", "--task.teacher-share=0"],
+    }.items():
+        assert ranks(2, train, *arguments, "--device=cpu", f"--run={tmp_path / name}",
+                     group=False, timeout_s=550) == [0, 0]
+        summary = json.loads((tmp_path / name / "summary.json").read_bytes())
+        reached.append(summary["test"]["accuracy"])
+
+    teacher, taught, alone = reached
+    assert teacher > taught > alone + 0.02
+
+
+@pytest.mark.long
+@pytest.mark.timeout(600)
+def test_a_folder_of_images_is_learnt(ranks, tmp_path):
+    for split, count in (("train", 400), ("test", 100)):
+        images, masks = draw(4 * count, 0.1, (0, count))
+        single = np.flatnonzero(masks.any((2, 3)).sum(1) == 1)[:count]
+        for number in single:
+            name = SHAPES[int(masks[number].any((1, 2)).argmax())]
+            path = tmp_path / "data" / split / name / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((images[number, 0].clip(0, 1) * 255).astype(np.uint8)).save(path)
+
+    codes = ranks(2, train, "folder", f"--task.root={tmp_path / 'data'}", "--task.crop=32",
+                  "--device=cpu", f"--run={tmp_path / 'run'}", group=False, timeout_s=550)
+
+    assert codes == [0, 0]
+    summary = json.loads((tmp_path / "run/summary.json").read_bytes())
+    assert list(summary["test_classes"]) == sorted(SHAPES)
+    assert summary["test"]["accuracy"] > 0.6

@@ -1,0 +1,272 @@
+"""Each loss is torch's own, for any split of the samples, and wrong pairings are explained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer import Outcome, losses
+from trainer.config import Clip, Nonfinite
+from trainer.data.reading import Micro
+from trainer.data.sampler import Slot
+from trainer.errors import ConfigError
+from trainer.faults import Faults
+from trainer.health import Health
+from trainer.parallel import Objective
+from trainer.progress import Progress
+from trainer.step import Step
+
+WEIGHT = (0.5, 2.0, 1.0, 3.0)
+CLASSES = len(WEIGHT)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(*shape: int, below: int = CLASSES, seed: int = 1) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dice_bce(output: Tensor, target: Tensor) -> Tensor:
+    """Plain torch, one mask after the other."""
+    parts = []
+    for logits, mask in zip(output.flatten(0, 1), target.flatten(0, 1), strict=True):
+        share = torch.sigmoid(logits)
+        dice = (2 * (share * mask).sum() + 1) / (share.sum() + mask.sum() + 1)
+        cross = functional.binary_cross_entropy_with_logits(logits, mask)
+        parts.append(0.5 * (1 - dice) + 0.5 * cross)
+    return torch.stack(parts).mean()
+
+
+def softened_kl(output: Tensor, teacher: Tensor) -> Tensor:
+    own, other = (functional.log_softmax(x / 3, 1) for x in (output, teacher))
+    return 9 * functional.kl_div(own, other, reduction="batchmean", log_target=True)
+
+
+def ignoring() -> Tensor:
+    target = numbers(8, 5)
+    target[0], target[3, 1:], target[6, ::2] = -1, -1, -1
+    return target
+
+
+Plain = Callable[..., Tensor]
+CASES: dict[str, tuple[Any, Plain, tuple[Tensor, ...]]] = {
+    "cross-entropy": (losses.named("cross-entropy"), nn.CrossEntropyLoss(),
+                      (noise(8, CLASSES), numbers(8))),
+    "weighted": (losses.named("cross-entropy", weight=WEIGHT),
+                 nn.CrossEntropyLoss(torch.tensor(WEIGHT)), (noise(8, CLASSES), numbers(8))),
+    "smoothed": (losses.named("cross-entropy", weight=WEIGHT, label_smoothing=0.1),
+                 nn.CrossEntropyLoss(torch.tensor(WEIGHT), label_smoothing=0.1),
+                 (noise(8, CLASSES), numbers(8))),
+    "tokens": (losses.named("cross-entropy", ignore_index=-1, label_smoothing=0.1),
+               nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1),
+               (noise(8, CLASSES, 5), ignoring())),
+    "weighted tokens": (losses.named("cross-entropy", ignore_index=-1, weight=WEIGHT),
+                        nn.CrossEntropyLoss(torch.tensor(WEIGHT), ignore_index=-1),
+                        (noise(8, CLASSES, 5), ignoring())),
+    "probabilities": (losses.named("cross-entropy", weight=WEIGHT),
+                      nn.CrossEntropyLoss(torch.tensor(WEIGHT)),
+                      (noise(8, CLASSES), noise(8, CLASSES, seed=3).softmax(1))),
+    "bce": (losses.named("bce"), nn.BCEWithLogitsLoss(),
+            (noise(8, CLASSES), numbers(8, CLASSES, below=2).float())),
+    "bce, pos_weight": (losses.named("bce", pos_weight=WEIGHT),
+                        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHT)),
+                        (noise(8, CLASSES), numbers(8, CLASSES, below=2).float())),
+    "bce of masks": (losses.named("bce", pos_weight=WEIGHT),
+                     nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHT).reshape(-1, 1, 1)),
+                     (noise(8, CLASSES, 3, 3), numbers(8, CLASSES, 3, 3, below=2).float())),
+    "mse": (losses.named("mse"), nn.MSELoss(), (noise(8, 3), noise(8, 3, seed=1))),
+    "huber": (losses.named("huber", delta=0.3), nn.HuberLoss(delta=0.3),
+              (noise(8, 3), noise(8, 3, seed=1))),
+    "margin-ranking": (losses.named("margin-ranking", margin=0.2), nn.MarginRankingLoss(0.2),
+                       (noise(8), noise(8, seed=1), 2.0 * numbers(8, below=2) - 1)),
+    "kl": (losses.named("kl", temperature=3.0), softened_kl,
+           (noise(8, CLASSES), noise(8, CLASSES, seed=1))),
+    "dice+bce": (losses.named("dice+bce"), dice_bce,
+                 (noise(8, 2, 6, 6), numbers(8, 2, 6, 6, below=2).float())),
+}  # fmt: skip
+
+
+@pytest.fixture(params=CASES)
+def case(request: Any) -> tuple[Any, Plain, tuple[Tensor, ...]]:
+    return CASES[request.param]
+
+
+def test_every_loss_has_a_case():
+    assert {type(loss) for loss, _, _ in CASES.values()} == set(losses.LOSSES.values())
+
+
+def test_sum_over_count_is_torchs_mean_with_torchs_gradient(case):
+    loss, plain, (output, *others) = case
+    ours, theirs = (output.clone().requires_grad_() for _ in range(2))
+
+    total, count = loss(ours, *others)
+    mean = plain(theirs, *others)
+    (total / count).backward()
+    mean.backward()
+
+    torch.testing.assert_close(total / count, mean)
+    torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_no_sample_gives_zero_with_a_graph(case):
+    loss, _, (output, *others) = case
+    empty = output[:0].clone().requires_grad_()
+
+    total, count = loss(empty, *(other[:0] for other in others))
+    total.backward()
+
+    assert float(total.detach()) == 0
+    assert float(count) == 0
+    assert empty.grad is not None
+
+
+@pytest.mark.parametrize("sizes", [(8,), (4, 4), (2, 2, 2, 2), (5, 3), (1, 7)], ids=str)
+def test_micro_batches_of_any_size_give_the_gradient_of_the_whole_batch(case, sizes):
+    """Through the trainer's own step: the count is corrected there, not in the loss."""
+    loss, plain, (output, *others) = case
+    expected = output.clone().requires_grad_()
+    plain(expected, *others).backward()
+
+    model, found = Given(output), []
+    step = step_of(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])))
+    step.optimizer.register_step_pre_hook(
+        lambda *_: found.append(model.values.grad.clone()))
+    rows = torch.arange(len(output)).split(list(sizes))
+    result = step([
+        Micro(Slot(1, 0, n, n == len(rows) - 1, tuple(r.tolist())), (r, *(o[r] for o in others)))
+        for n, r in enumerate(rows)
+    ])  # fmt: skip
+
+    assert result is not None
+    assert abs(result.loss - float(plain(output, *others))) < 1e-6
+    torch.testing.assert_close(found[0], expected.grad, rtol=1e-6, atol=1e-7)
+
+
+class Given(nn.Module):
+    """Its outputs are its parameters."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = nn.Parameter(values.clone())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.values[rows]
+
+
+def step_of(model: nn.Module, loss: Any) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    objective = Objective(model, loss, num_ranks=1, nominal_count=8, device=torch.device("cpu"))
+    return Step(
+        objective=objective, wrapped=objective, model=model, optimizer=optimizer,
+        schedule=LambdaLR(optimizer, lambda update: 1.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
+        clip=Clip(norm=0), progress=Progress(), seed=0, num_ranks=1, nominal_count=8,
+        faults=Faults(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
+    )  # fmt: skip
+
+
+# --- weights from counts
+
+def test_balanced_classes_weigh_the_same_and_the_mean_weight_is_one():
+    weights = losses.balanced([10, 30, 0, 60])
+
+    assert [w * n for w, n in zip(weights, [10, 30, 0, 60], strict=True)] == pytest.approx(
+        [100 / 3, 100 / 3, 0, 100 / 3])
+
+
+def test_balanced_labels_weigh_their_yeses_like_their_noes():
+    assert losses.balanced_positive([25, 100, 0], 100) == (3.0, 0.0, 1.0)
+
+
+# --- wrong pairings
+
+LOGITS = noise(40, 3).requires_grad_()
+LABELS = numbers(40, below=3)
+YES = numbers(40, 3, below=2).float()
+
+WRONG: dict[str, tuple[str, tuple[Tensor, ...], str]] = {
+    "softmax": ("cross-entropy", (LOGITS.softmax(1), LABELS), "went through a softmax.*logits"),
+    "softmax, unsqueezed": ("cross-entropy", (LOGITS.softmax(1).double().float(), LABELS),
+                            "went through a softmax"),
+    "softmax without a graph": ("cross-entropy", (LOGITS.detach().softmax(1), LABELS), "softmax"),
+    "sigmoid before cross-entropy": ("cross-entropy", (LOGITS.sigmoid(), LABELS), "sigmoid"),
+    "float targets": ("cross-entropy", (LOGITS, LABELS.float()), r"target.long\(\)"),
+    "int32 targets": ("cross-entropy", (LOGITS, LABELS.int()), r"target.long\(\)"),
+    "one-hot targets": ("cross-entropy", (LOGITS, functional.one_hot(LABELS, 3)), "one-hot"),
+    "column of targets": ("cross-entropy", (LOGITS, LABELS[:, None]), r"squeeze\(1\)"),
+    "label too high": ("cross-entropy", (LOGITS, LABELS + 1), "from 1 to 3, and 3 logits"),
+    "label below 0": ("cross-entropy", (LOGITS, LABELS - 1), "from -1 to 1.*ignore_index"),
+    "one logit": ("cross-entropy", (LOGITS[:, :1], LABELS), "loss bce"),
+    "sigmoid": ("bce", (LOGITS.sigmoid(), YES), "went through a sigmoid.*logits"),
+    "sigmoid, squeezed": ("bce", (LOGITS.sigmoid()[:, :1].squeeze(1), YES[:, 0]), "sigmoid"),
+    "softmax before bce": ("bce", (LOGITS.softmax(1), YES), "softmax"),
+    "integer targets": ("bce", (LOGITS, YES.long()), r"target.float\(\)"),
+    "class numbers": ("bce", (LOGITS[:, 0], LABELS.float()), "from 0 to 2.*cross-entropy"),
+    "broadcast": ("bce", (LOGITS[:, :1], YES[:, 0]), r"unsqueeze\(1\)"),
+    "broadcast numbers": ("mse", (LOGITS[:, 0], YES[:, :1]), r"output.unsqueeze\(1\)"),
+    "huber": ("huber", (LOGITS[:, :1], YES[:, 0]), "the output is .40, 1. and the target .40,."),
+    "order of 0 and 1": ("margin-ranking", (LOGITS[:, 0], LOGITS[:, 1], YES[:, 0]),
+                         r"2 \* order - 1"),
+    "teacher's probabilities": ("kl", (LOGITS, LOGITS.detach().softmax(1)), "softmax"),
+    "teacher with a graph": ("kl", (LOGITS, LOGITS * 2), r"no_grad"),
+    "masks": ("dice+bce", (LOGITS.sigmoid()[:, :, None, None], YES[:, :, None, None]), "sigmoid"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_pairing_is_explained_on_the_first_batch(name):
+    loss, arguments, told = WRONG[name]
+
+    with pytest.raises(ConfigError, match=f"(?s)^{loss.replace('+', '.')}: .*{told}"):
+        losses.LOSSES[loss]()(*arguments)
+
+
+def test_an_empty_first_batch_tells_nothing_and_the_next_one_is_looked_at():
+    loss = losses.CrossEntropy()
+    loss(LOGITS[:0], LABELS[:0])
+
+    with pytest.raises(ConfigError, match="softmax"):
+        loss(LOGITS.softmax(1), LABELS)
+
+
+def test_a_sigmoid_in_a_compiled_model_is_recognised_by_its_values():
+    class CompiledFunctionBackward(torch.autograd.Function):
+        @staticmethod
+        def forward(context: Any, x: Tensor) -> Tensor:
+            return x.sigmoid()
+
+        @staticmethod
+        def backward(context: Any, gradient: Tensor) -> Tensor:
+            return gradient
+
+    CompiledFunctionBackward.__name__ = "CompiledFunction"
+    with pytest.raises(ConfigError, match="sigmoid"):
+        losses.BCE()(CompiledFunctionBackward.apply(LOGITS), YES)
+
+
+def test_logits_that_happen_to_lie_between_0_and_1_are_no_sigmoid():
+    losses.BCE()(LOGITS * 0.01 + 0.5, YES)
+
+
+def test_log_probabilities_are_fine_for_cross_entropy():
+    ours = losses.CrossEntropy()(LOGITS.log_softmax(1), LABELS)[0]
+
+    torch.testing.assert_close(ours, losses.CrossEntropy()(LOGITS, LABELS)[0])
+
+
+def test_names_and_options_are_checked():
+    with pytest.raises(ConfigError, match="did you mean 'cross-entropy'"):
+        losses.named("crossentropy")
+    with pytest.raises(ConfigError, match=r"no option 'smoothing'; weight, label_smoothing"):
+        losses.named("cross-entropy", smoothing=0.1)
+    with pytest.raises(ConfigError, match="temperature is 0"):
+        losses.named("kl", temperature=0)

@@ -1,0 +1,84 @@
+"""Pictures of validations: where they lie, what they leave alone, and what a failure costs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import nn
+
+from trainer.log import Log
+from trainer.pictures import FILM, Pictures
+
+
+def pictures(folder: Any, draw: Any, shown: list[Any]) -> Pictures:
+    model = nn.Sequential(nn.Linear(1, 1), nn.Dropout())
+    return Pictures(draw=draw, folder=folder / "pictures", model=model, log=Log(),
+                    show=lambda image, step: shown.append((step, image.shape)))
+
+
+def test_a_picture_is_drawn_in_eval_mode_and_moves_no_generator(tmp_path):
+    modes, shown = [], []
+
+    def draw(model: nn.Module) -> np.ndarray:
+        modes.append([m.training for m in model.modules()])
+        level = int(torch.rand(()) * 0) + 40
+        return np.full((4, 6, 3), level, dtype=np.uint8)
+
+    taken = pictures(tmp_path, draw, shown)
+    taken.model[1].eval()  # a mode of its own is lost by train(), as in an evaluation
+    taken.model.train()
+    before = torch.get_rng_state()
+
+    taken.take(7)
+
+    assert torch.equal(torch.get_rng_state(), before)
+    assert modes == [[False] * 3]
+    assert taken.model.training
+    assert shown == [(7, (4, 6, 3))]
+    path = tmp_path / "pictures" / "step-00000007.png"
+    with Image.open(path) as image:
+        assert np.asarray(image).tolist() == np.full((4, 6, 3), 40).tolist()
+
+
+def test_a_picture_that_is_there_is_drawn_again_only_if_asked(tmp_path):
+    calls: list[int] = []
+    taken = pictures(tmp_path, lambda m: calls.append(1) or np.zeros((2, 2, 3)), [])
+
+    taken.take(1)
+    taken.take(1, again=False)
+    taken.take(2, again=False)
+    taken.take(1)
+
+    assert len(calls) == 3
+
+
+def test_a_picture_that_fails_is_a_warning(tmp_path, capfd):
+    def draw(model: nn.Module) -> np.ndarray:
+        raise RuntimeError("no pen")
+
+    taken = pictures(tmp_path, draw, [])
+    taken.take(3)
+    taken.film(3)
+
+    assert "no picture of step 3: RuntimeError: no pen" in "".join(capfd.readouterr())
+    assert not (tmp_path / "pictures").exists()
+    assert taken.model.training
+
+
+def test_the_film_has_the_pictures_up_to_the_last_step_in_order(tmp_path):
+    levels = iter([10, 90, 170, 250])
+    taken = pictures(tmp_path, lambda m: np.full((2, 2, 3), next(levels)), [])
+    for step in (5, 10, 100, 200):
+        taken.take(step)
+
+    taken.film(100)
+
+    frames = []
+    with Image.open(tmp_path / "pictures" / FILM) as film:
+        for number in range(film.n_frames):
+            film.seek(number)
+            frames.append(film.convert("RGB").getpixel((0, 0))[0])
+    assert frames == [10, 90, 170]

@@ -1,0 +1,210 @@
+"""The shipped tasks keep a task's promises; their data, targets and teachers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from trainer import cli, rng
+from trainer.data.batch import collate, empty
+from trainer.errors import ConfigError
+from trainer.task import BUILT_IN, find_task
+from trainer.tasks.images import Images
+from trainer.tasks.shapes import SHAPES, Shapes
+from trainer.tasks.spiral import Spiral
+from trainer.tasks.text import NOT_COUNTED, Text
+from trainer.testing import check_task
+
+
+@pytest.mark.parametrize("task", [
+    Spiral(label_smoothing=0.1), Shapes(images=16), Shapes(images=16, target="labels"),
+    Shapes(images=16, target="labels", balanced=True),
+    Shapes(images=16, loss_name="bce", balanced=True), Text(context=16, dropout=0.1),
+    Text(context=16, stream=True),
+], ids=str)  # fmt: skip
+def test_a_shipped_task_keeps_its_promises(task):
+    check_task(task)
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_each_built_in_task_has_a_recipe(name):
+    recipes = [cli.load(cli.find_recipe(r)) for r in cli.recipe_names()]
+
+    assert find_task(name) in {type(config.task) for config in recipes}
+
+
+@pytest.mark.parametrize("recipe", cli.recipe_names())
+def test_a_recipe_is_in_the_docs(recipe):
+    told = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
+
+    assert f"`{recipe}`" in told
+
+
+@pytest.mark.parametrize("task", [Spiral(), Shapes(images=8), Shapes(images=8, target="labels")],
+                         ids=str)
+def test_a_picture_is_drawn_of_a_fresh_model(task):
+    with torch.inference_mode():
+        picture = task.picture(task.model().eval())
+
+    assert picture.dtype == np.uint8
+    assert picture.ndim == 3
+    assert picture.shape[2] == 3
+    assert picture.std() > 1
+
+
+# --- drawn data
+
+def test_splits_hold_other_points_and_the_seed_decides_them():
+    points = [Spiral(seed=seed).dataset(split).tensors[0]
+              for seed, split in ((0, "train"), (0, "validation"), (1, "validation"))]
+
+    assert not torch.equal(points[0][:500], points[1])
+    assert not torch.equal(points[1], points[2])
+    assert torch.equal(points[1], Spiral(seed=0).dataset("validation").tensors[0])
+
+
+def test_labels_say_which_masks_are_not_empty():
+    masks = Shapes(images=40).dataset("train").tensors[1]
+    labels = Shapes(images=40, target="labels").dataset("train").tensors[1]
+
+    assert masks.shape == (40, len(SHAPES), 32, 32)
+    assert torch.equal(labels, masks.amax((2, 3)))
+    assert 0.2 < float(labels.mean()) < 0.8
+
+
+# --- text
+
+@pytest.fixture
+def text(tmp_path) -> Path:
+    path = tmp_path / "text"
+    path.write_bytes(bytes(range(100)) * 2)
+    return path
+
+
+def test_pieces_are_the_text_and_what_follows_and_the_last_one_is_shorter(text):
+    data = Text(file=str(text), context=16, validation_fraction=0.0).dataset("train")
+
+    assert len(data) == 13  # 199 bytes have one that follows
+    inputs, targets = data.__getitems__(range(13))
+    assert inputs.flatten()[:199].tolist() == list(text.read_bytes()[:-1])
+    assert targets.flatten()[:199].tolist() == list(text.read_bytes()[1:])
+    assert targets.flatten()[199:].tolist() == [NOT_COUNTED] * 9
+    assert torch.equal(data[12][1], targets[12])
+
+
+def test_bytes_are_the_weight(text):
+    task = Text(file=str(text), context=16, validation_fraction=0.0)
+    data = task.dataset("train")
+    rng.key_generators(0, rng.MODEL)
+    model = task.model()
+
+    outcome = task.loss(model, collate([data[0], data[12]]))
+
+    assert int(outcome.count) == 16 + 7
+    assert int(task.loss(model, empty(collate([data[0]]))).count) == 0
+
+
+def test_the_end_of_the_text_is_held_out(text):
+    task = Text(file=str(text), context=16, validation_fraction=0.25)
+
+    assert bytes(task.dataset("train").data) == text.read_bytes()[:150]
+    assert bytes(task.dataset("validation").data) == text.read_bytes()[150:]
+    assert task.dataset("test") is None
+
+
+def test_lanes_read_on_in_parts_of_the_text_and_know_their_place(text):
+    stream = Text(file=str(text), context=16, stream=True, validation_fraction=0.0).dataset("train")
+
+    lanes = [list(stream.lane(number, 3)) for number in range(3)]
+    assert [len(lane) for lane in lanes] == [4, 4, 5]
+    assert torch.equal(torch.cat([x for lane in lanes for x, _ in lane])[:199],
+                       torch.cat([x for x, _ in stream])[:199])
+    reader, later = stream.lane(1, 3), stream.lane(1, 3)
+    next(reader), next(reader)
+    later.load_state_dict(reader.state_dict())
+    assert torch.equal(next(later)[0], lanes[1][2][0])
+
+
+def test_the_gpt_does_not_look_ahead():
+    torch.manual_seed(1)
+    model = Text(context=16).model().eval()
+    tokens = torch.randint(256, (2, 16))
+    other = tokens.clone()
+    other[:, 9] = (other[:, 9] + 1) % 256
+
+    with torch.no_grad():
+        difference = (model(tokens) - model(other)).abs().amax((0, 2))
+
+    assert float(difference[:9].max()) == 0
+    assert float(difference[9:].min()) > 0
+
+
+@pytest.mark.parametrize(("content", "told"), [(None, "No such file"), (b"", "empty"),
+                                               (b"a", "too few")])
+def test_a_text_that_cannot_be_read_is_named(tmp_path, content, told):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=f"task.file {path}.*{told}"):
+        Text(file=str(path)).dataset("train")
+
+
+# --- teachers
+
+@pytest.fixture
+def teacher(tmp_path) -> Path:
+    rng.key_generators(7, rng.MODEL)
+    save_file(Images().model().state_dict(), tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_a_task_with_a_teacher_keeps_its_promises(teacher):
+    check_task(Images(teacher=str(teacher)))
+
+
+def test_a_taught_loss_is_the_mixture_of_labels_and_teacher(teacher):
+    task = Images(teacher=str(teacher), teacher_share=0.3, temperature=2.0)
+    rng.key_generators(0, rng.MODEL)
+    model = task.model()
+    batch = collate([task.dataset("train")[i] for i in range(6)])
+
+    ours = task.loss(model, batch)
+
+    rng.key_generators(7, rng.MODEL)
+    plain = Images().model().eval()
+    model = model.train()
+    logits, wanted = model(batch[0]), plain(batch[0])
+    labels = torch.nn.functional.cross_entropy(logits, batch[1])
+    softened = torch.nn.functional.kl_div(
+        (logits / 2).log_softmax(1), (wanted / 2).softmax(1), reduction="batchmean")
+    expected = 0.7 * labels + 0.3 * 4 * softened
+    torch.testing.assert_close(ours.total / ours.count, expected)
+    with torch.no_grad():
+        model.eval()
+        assert float(task.loss(model, batch).total) == float(Images().loss(model, batch).total)
+
+
+def test_the_teacher_is_no_part_of_what_is_trained_and_its_weights_are_in_the_fingerprint(teacher):
+    task = Images(teacher=str(teacher))
+    before = task.fingerprint()
+    assert task.model().state_dict().keys() == Images().model().state_dict().keys()
+    rng.key_generators(8, rng.MODEL)
+
+    save_file(Images().model().state_dict(), teacher / "model.safetensors")
+
+    assert task.fingerprint() != before != Images().fingerprint()
+
+
+def test_a_teacher_that_is_not_there_or_does_not_fit_is_named(teacher, tmp_path):
+    with pytest.raises(ConfigError, match=r"--task.teacher nowhere: there is no nowhere"):
+        Images(teacher="nowhere").fingerprint()
+    task = Images(teacher=str(teacher), norm="group")
+    batch = collate([task.dataset("train")[0]])
+    save_file({"head": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(ConfigError, match=r"doesn't fit --task.teacher-model cnn"):
+        Images(teacher=str(tmp_path / "other.safetensors")).loss(task.model().train(), batch)

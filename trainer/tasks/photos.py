@@ -1,0 +1,292 @@
+"""A built-in task: classify photographs, from a folder for each class or CIFAR-10, with any
+classifier of torchvision, from scratch or from its published weights."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import numpy as np
+import torch
+import tyro
+import xxhash
+from torch import Tensor, nn
+from torch.utils.data import Dataset, Subset
+
+from trainer import losses, rng
+from trainer.confusion import Figure, confusion, macro
+from trainer.data import augment
+from trainer.errors import ConfigError
+from trainer.task import Outcome
+from trainer.tasks.image_models import pretrained, torchvision_model
+
+IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+"""Mean and standard deviation of each channel, 0 to 1: what torchvision's weights are made with."""
+
+CIFAR_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
+            "truck")
+CIFAR_FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
+               "test": ("test_batch.bin",)}
+_RECORD, _SIDE, _PADDING = 3073, 32, 4
+_FOLDERS = {"train": ("train",), "validation": ("val", "validation", "valid"), "test": ("test",)}
+
+
+class CifarImages(Dataset):
+    """Images of CIFAR-10 in memory, batched; with keys, cropped after padding and flipped."""
+
+    def __init__(self, images: np.ndarray, labels: np.ndarray, mean_std: Any, *,
+                 augmented: bool) -> None:
+        self.images = torch.from_numpy(images.copy())
+        self.targets = torch.from_numpy(labels.astype(np.int64))
+        self._mean, self._std = (torch.tensor(v).reshape(1, 3, 1, 1) * 255 for v in mean_std)
+        self._augmented = augmented
+
+    def __len__(self) -> int:
+        return len(self.targets)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        images, labels = self.__getitems__([index])
+        return images[0], labels[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Images Nx3x32x32 float32 and labels N int64: a finished batch."""
+        where = torch.from_numpy(np.array(indices, dtype=np.int64))
+        images, keys = self.images.index_select(0, where), getattr(indices, "keys", None)
+        if keys is not None and self._augmented:
+            images = augment.crop(augment.flip(images, keys), keys, _PADDING)
+        images = images.float().sub_(self._mean).div_(self._std)
+        return images, self.targets.index_select(0, where)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Photos:
+    """Classify photographs."""
+
+    root: str | None = field(default=None, metadata={"change": "free"})
+    """Has to be given: folder with train/CLASS/FILE, and val/ and test/ alike if there are; or with
+    the binary files of CIFAR-10 (data_batch_1.bin …)."""
+    data: Literal["folder", "cifar-10"] = "folder"
+    """What lies in the root."""
+    architecture: Annotated[str, tyro.conf.arg(name="model")] = field(
+        default="resnet18", metadata={"flag": "model"})  # `model` itself is the method
+    """A classifier of torchvision.models."""
+    weights: str | None = None
+    """Start from these weights of torchvision, as IMAGENET1K_V1 or DEFAULT; the last layer is new
+    where the classes are others. Sizes and normalisation are then theirs."""
+    crop: int | None = None
+    """Pixels, each way, that the model sees; by default the weights' own, or 224."""
+    resize: int | None = None
+    """Pixels of the shorter side from whose middle the crop is cut in validation; by default the
+    weights' own, or 8/7 of the crop."""
+    class_weights: Literal["none", "balanced"] = "none"
+    """balanced: classes with few training images weigh more in the loss, so that all weigh the
+    same."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all classes, in training only."""
+    validation_fraction: float = 0.1
+    """Share of the training images held out for validation, where no folder is given for it."""
+    seed: int | None = None
+    """Decides which images are held out; by default the run's seed."""
+
+    def __post_init__(self) -> None:
+        for name in ("label_smoothing", "validation_fraction"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"task.{name} is {getattr(self, name)}; use 0 or more and less "
+                                  "than 1.")
+        for name in ("crop", "resize"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ConfigError(f"task.{name} is {getattr(self, name)}; use 1 or more.")
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the labels: those of the folders, in alphabetical order."""
+        if self.data == "cifar-10":
+            return CIFAR_10
+        return tuple(sorted(p.name for p in self._folder("train").iterdir() if p.is_dir()))
+
+    @property
+    def source(self) -> str:
+        """The folder."""
+        return str(self._root)
+
+    def model(self) -> nn.Module:
+        """Images Nx3xHxW → logits NxC.
+
+        Raises:
+            ConfigError: torchvision has no such classifier or no such weights of it.
+        """
+        if self.weights is not None:
+            return pretrained(self.architecture, self.weights, len(self.class_names))
+        side = _SIDE if self.data == "cifar-10" else self._sizes()[0]
+        return torchvision_model(self.architecture, len(self.class_names), size=side)
+
+    def dataset(self, split: str) -> Dataset | None:
+        """The images of a split, random-resized-cropped and flipped where they are trained on.
+
+        Raises:
+            ConfigError: the folder or a file of it is missing or damaged.
+        """
+        if self.data == "cifar-10":
+            images, labels = read_cifar(self._root, "test" if split == "test" else "train")
+            whole: Any = CifarImages(images, labels, self._statistics(),
+                                     augmented=split == "train")
+            return whole if split == "test" else self._part(whole, split)
+        own = self._find(split)
+        if own is None and (split == "test" or not self.validation_fraction):
+            return None
+        whole = self._images(own or self._folder("train"), train=split == "train")
+        if whole.classes != list(self.class_names):
+            raise ConfigError(f"task.root {own}: the folders {', '.join(whole.classes)} are other "
+                              f"classes than in training: {', '.join(self.class_names)}.")
+        return whole if own and (split != "train" or self._find("validation")) else (
+            self._part(whole, split))
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
+        """Cross-entropy, and how many images were classified right."""
+        images, labels = batch
+        logits = model(images).float()
+        smoothing = self.label_smoothing if model.training else 0.0
+        weight = losses.balanced(self._counts()) if self.class_weights == "balanced" else None
+        loss = losses.named("cross-entropy", weight=weight, label_smoothing=smoothing)
+        found = logits.detach().argmax(1)
+        table = None if model.training else confusion(found, labels, logits.shape[1])
+        right = (found == labels).sum()
+        total, count = loss(logits, labels)
+        return Outcome(total, count, {"accuracy": (right, len(labels))}, table)
+
+    def figures(self) -> dict[str, Figure]:
+        """Means over the classes."""
+        return {name: macro(name) for name in ("precision", "recall", "f1")}
+
+    def fingerprint(self) -> str:
+        """Differs where a name, a size, a label or the part held out differs."""
+        digest = xxhash.xxh3_64()
+        root = self._root
+        for path in sorted(p for p in root.rglob("*") if p.is_file()):
+            digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
+        return f"{digest.hexdigest()}, validation {self.validation_fraction} seed {self.seed or 0}"
+
+    @property
+    def _root(self) -> Path:
+        if self.root is None:
+            raise ConfigError("--task.root: give the folder in which the images are; see "
+                              "docs/tasks.md.")
+        return Path(self.root).expanduser()
+
+    def _sizes(self) -> tuple[int, int]:
+        """Pixels of the crop, and of the shorter side before it in validation."""
+        own = _preset(self.architecture, self.weights)
+        crop = self.crop or (own.crop_size[0] if own else 224)
+        resize = self.resize or (own.resize_size[0] if own and not self.crop else crop * 8 // 7)
+        return crop, resize
+
+    def _statistics(self) -> tuple[Sequence[float], Sequence[float]]:
+        own = _preset(self.architecture, self.weights)
+        if own is not None:
+            return own.mean, own.std
+        return _mean_and_std(self._root) if self.data == "cifar-10" else IMAGENET
+
+    def _images(self, folder: Path, *, train: bool) -> Any:
+        from torchvision.datasets import ImageFolder
+        from torchvision.transforms import v2
+
+        crop, resize = self._sizes()
+        own = _preset(self.architecture, self.weights)
+        way = {} if own is None else {"interpolation": own.interpolation}
+        # Drawn from torch's generator, which the loader keys by (seed, epoch, sample).
+        cut = ([v2.RandomResizedCrop(crop, antialias=True, **way), v2.RandomHorizontalFlip()]
+               if train else [v2.Resize(resize, antialias=True, **way), v2.CenterCrop(crop)])
+        mean, std = self._statistics()
+        try:
+            return ImageFolder(folder, v2.Compose([
+                *cut, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True),
+                v2.Normalize(list(mean), list(std))]))  # fmt: skip
+        except OSError as error:
+            raise ConfigError(f"task.root {folder}: {error}") from error
+
+    def _part(self, whole: Any, split: str) -> Dataset | None:
+        """The share that is trained on, or the one that is held out."""
+        train, held_out = _divide(len(whole), self.seed or 0, self.validation_fraction)
+        if split == "validation" and not len(held_out):
+            return None
+        return Subset(whole, (train if split == "train" else held_out).tolist())
+
+    def _counts(self) -> tuple[int, ...]:
+        """Training images of each class."""
+        return _count(self)
+
+    def _find(self, split: str) -> Path | None:
+        places = (self._root / name for name in _FOLDERS[split])
+        return next((place for place in places if place.is_dir()), None)
+
+    def _folder(self, split: str) -> Path:
+        found = self._find(split)
+        if found is None:
+            raise ConfigError(f"task.root {self.root}: there is no folder {split} in it; the "
+                              "images lie as ROOT/train/CLASS/FILE.")
+        return found
+
+
+@functools.cache
+def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Images Nx3x32x32 and labels N, uint8, of CIFAR-10's binary files: a record is the label and
+    the red, green and blue pixels (https://www.cs.toronto.edu/~kriz/cifar.html).
+
+    Raises:
+        ConfigError: a file is missing, or isn't a number of records.
+    """
+    parts = []
+    for name in CIFAR_FILES[split]:
+        places = (root / name, root / "cifar-10-batches-bin" / name)
+        path = next((p for p in places if p.is_file()), None)
+        if path is None:
+            raise ConfigError(f"task.root {root}: there is no {name}; it is a file of the binary "
+                              "version of CIFAR-10 (cifar-10-binary.tar.gz).")
+        data = np.fromfile(path, dtype=np.uint8)
+        if not len(data) or len(data) % _RECORD:
+            raise ConfigError(f"{path}: {len(data)} bytes, which is no number of records of "
+                              f"{_RECORD}; get the file again.")
+        parts.append(data.reshape(-1, _RECORD))
+    records = np.concatenate(parts)
+    return records[:, 1:].reshape(-1, 3, _SIDE, _SIDE), records[:, 0]
+
+
+@functools.cache
+def _mean_and_std(root: Path) -> tuple[list[float], list[float]]:
+    """Of each channel of CIFAR-10's training images, 0 to 1; from exact integer sums."""
+    images, _ = read_cifar(root, "train")
+    channels = images.transpose(1, 0, 2, 3).reshape(3, -1)
+    mean = channels.sum(1, dtype=np.int64) / channels.shape[1]
+    squares = np.square(channels, dtype=np.uint16).sum(1, dtype=np.int64) / channels.shape[1]
+    return (mean / 255).tolist(), (np.sqrt(np.maximum(squares - mean**2, 1)) / 255).tolist()
+
+
+@functools.cache
+def _divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    keys = rng.mix_array(rng.mix(rng.DATA, seed), np.arange(number))
+    order = np.argsort(keys, kind="stable")
+    held_out = round(number * held_out_fraction)
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+@functools.cache
+def _count(task: Photos) -> tuple[int, ...]:
+    part: Any = task.dataset("train")
+    if isinstance(part, Subset):
+        labels = np.asarray(part.dataset.targets)[part.indices]  # type: ignore[attr-defined]
+    else:
+        labels = np.asarray(part.targets)
+    return tuple(np.bincount(labels, minlength=len(task.class_names)).tolist())
+
+
+@functools.cache
+def _preset(architecture: str, weights: str | None) -> Any:
+    """How images are prepared for the weights; None without any."""
+    if weights is None:
+        return None
+    from trainer.tasks.image_models import find_weights
+
+    return find_weights(architecture, weights).transforms()

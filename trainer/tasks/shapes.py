@@ -1,0 +1,169 @@
+"""A built-in task on drawn images: where circles, squares and triangles are, or which of them."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+import numpy as np
+import torch
+import tyro
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import TensorDataset
+
+from trainer import losses
+from trainer.confusion import Figure, hits, macro
+from trainer.errors import ConfigError
+from trainer.task import Outcome
+
+SHAPES = ("circle", "square", "triangle")
+SIZE = 32
+"""Pixels of an image, each way."""
+
+
+class UNet(nn.Module):
+    """Two halvings and back, with the finer maps handed across (Ronneberger, Fischer, Brox 2015);
+    GroupNorm, so that no statistics pass from one image to another. About 120,000 parameters."""
+
+    def __init__(self, width: int = 16, classes: int = len(SHAPES)) -> None:
+        super().__init__()
+        self.fine = _block(1, width)
+        self.middle = _block(width, 2 * width)
+        self.coarse = _block(2 * width, 4 * width)
+        self.up_middle = _block(6 * width, 2 * width)
+        self.up_fine = _block(3 * width, width)
+        self.head = nn.Conv2d(width, classes, 1)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Logits NxCx32x32 of images Nx1x32x32."""
+        fine = self.fine(images)
+        middle = self.middle(functional.max_pool2d(fine, 2))
+        coarse = self.coarse(functional.max_pool2d(middle, 2))
+        middle = self.up_middle(torch.cat([_twice(coarse), middle], 1))
+        return self.head(self.up_fine(torch.cat([_twice(middle), fine], 1)))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shapes:
+    """Find circles, squares and triangles in noisy grey images: an image has up to one of each."""
+
+    target: Literal["masks", "labels"] = "masks"
+    """masks: which pixels belong to each (segmentation); labels: which are there (multi-label)."""
+    loss_name: Annotated[Literal["dice+bce", "bce"], tyro.conf.arg(name="loss")] = field(
+        default="dice+bce", metadata={"flag": "loss"})  # `loss` itself is the method
+    """Of masks. Labels have bce."""
+    balanced: bool = False
+    """bce: let the pixels (or labels) that are there weigh as much as those that aren't."""
+    images: int = 2000
+    """Training images; a quarter as many more for validation, and for the test."""
+    noise: float = 0.15
+    """Standard deviation of the pixels' noise; a shape is 0.4 to 1 brighter than the rest."""
+    width: int = 16
+    """Channels of the finest maps."""
+    seed: int | None = None
+    """Decides what is drawn; by default the run's seed."""
+
+    def __post_init__(self) -> None:
+        if self.images < 4 or self.width % 4:
+            raise ConfigError(f"task.images {self.images}, task.width {self.width}: use 4 or more "
+                              "images, and a width that 4 divides.")
+        if self.balanced and self.target == "masks" and self.loss_name != "bce":
+            raise ConfigError("task.balanced is for bce: add --task.loss bce.")
+
+    @property
+    def class_names(self) -> tuple[str, ...]:
+        """Names of the labels and of the masks' channels."""
+        return SHAPES
+
+    def model(self) -> nn.Module:
+        """Images Nx1x32x32 → logits Nx3x32x32, or Nx3 for labels."""
+        if self.target == "masks":
+            return UNet(self.width)
+        return nn.Sequential(
+            _block(1, self.width), nn.MaxPool2d(2), _block(self.width, 2 * self.width),
+            nn.MaxPool2d(2), _block(2 * self.width, 4 * self.width), nn.MaxPool2d(SIZE // 4),
+            nn.Flatten(), nn.Linear(4 * self.width, len(SHAPES)))  # fmt: skip
+
+    def dataset(self, split: str) -> TensorDataset:
+        """Images and masks Nx3x32x32, or labels Nx3, float32."""
+        images, masks = self._drawn(split)
+        target = np.asarray(masks if self.target == "masks" else masks.any((2, 3)))
+        return TensorDataset(torch.from_numpy(images), torch.from_numpy(target).float())
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
+        """The loss, and how many pixels (or labels) were told right."""
+        images, target = batch
+        logits = model(images).float()
+        if self.target == "masks" and self.loss_name == "dice+bce":
+            loss = losses.named("dice+bce")
+        else:
+            loss = losses.named("bce", pos_weight=self._pos_weight() if self.balanced else None)
+        found = logits.detach() > 0
+        right = (found == target.bool()).sum()
+        table = None if model.training else hits(found, target)
+        total, count = loss(logits, target)
+        return Outcome(total, count, {"accuracy": (right, target.numel())}, table)
+
+    def figures(self) -> dict[str, Figure]:
+        """Means over the shapes."""
+        return {name: macro(name) for name in ("precision", "recall", "f1", "iou")}
+
+    def picture(self, model: nn.Module) -> np.ndarray:
+        """Validation images, above what the model finds in them: one colour a shape."""
+        images, _ = self._drawn("validation")
+        images = images[:8]
+        device = next(model.parameters()).device
+        found = model(torch.from_numpy(images).to(device)).float().sigmoid().cpu().numpy()
+        found = np.broadcast_to(found.reshape(len(images), len(SHAPES), *found.shape[2:] or (1, 1)),
+                                (len(images), len(SHAPES), SIZE, SIZE))
+        rows = [np.repeat(images.clip(0, 1.5) / 1.5, 3, axis=1), found]
+        wide = np.concatenate([np.concatenate(list(row), 2) for row in rows], 1)
+        return (wide.transpose(1, 2, 0).repeat(3, 0).repeat(3, 1) * 255).astype(np.uint8)
+
+    def _drawn(self, split: str) -> tuple[np.ndarray, np.ndarray]:
+        place = {"train": 0, "validation": 1, "test": 2}[split]
+        count = self.images if split == "train" else self.images // 4
+        return draw(count, self.noise, (self.seed or 0, place))
+
+    def _pos_weight(self) -> tuple[float, ...]:
+        _, masks = self._drawn("train")
+        present = masks if self.target == "masks" else masks.any((2, 3), keepdims=True)
+        return losses.balanced_positive(present.sum((0, 2, 3)).tolist(),
+                                        present.size // len(SHAPES))
+
+
+@functools.lru_cache(maxsize=3)  # each split is asked for several times
+def draw(count: int, noise: float, seed: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Images Nx1x32x32 float32 and masks Nx3x32x32 bool; each shape is there in half of them."""
+    generator = np.random.default_rng(seed)
+    rows, columns = np.mgrid[:SIZE, :SIZE]
+    shape = (count, len(SHAPES), 1, 1)
+    there = generator.random(shape) < 0.5
+    radius = generator.uniform(4, 8, shape)
+    y = rows - generator.uniform(8, SIZE - 8, shape)
+    x = columns - generator.uniform(8, SIZE - 8, shape)
+    inside = np.empty((count, len(SHAPES), SIZE, SIZE), dtype=bool)
+    inside[:, 0] = (np.hypot(x, y) < radius)[:, 0]
+    inside[:, 1] = (np.maximum(abs(x), abs(y)) < 0.85 * radius)[:, 1]
+    inside[:, 2] = ((y < 0.7 * radius) & (y > 2 * abs(x) - radius))[:, 2]
+    masks = inside & there
+    bright = (masks * generator.uniform(0.4, 1.0, shape)).max(1, keepdims=True)
+    images = bright + noise * generator.normal(size=(count, 1, SIZE, SIZE))
+    return images.astype(np.float32), masks
+
+
+def _block(channels_in: int, channels_out: int) -> nn.Module:
+    layers: list[nn.Module] = []
+    for channels in (channels_in, channels_out):
+        layers += [nn.Conv2d(channels, channels_out, 3, padding=1, bias=False),
+                   nn.GroupNorm(4, channels_out), nn.ReLU()]
+    return nn.Sequential(*layers)
+
+
+def _twice(maps: Tensor) -> Tensor:
+    # Copies: the backward of `interpolate` adds up in an order of its own on a GPU.
+    count, channels, height, width = maps.shape
+    pairs = maps[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
+    return pairs.reshape(count, channels, 2 * height, 2 * width)

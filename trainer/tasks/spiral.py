@@ -1,0 +1,96 @@
+"""A built-in task that can be looked at: which of three arms of a spiral a point lies on."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trainer import losses
+from trainer.confusion import Figure, confusion, macro
+from trainer.errors import ConfigError
+from trainer.task import Outcome
+
+CLASSES = 3
+_COLOURS = np.array([(214, 69, 65), (46, 134, 87), (52, 101, 196)], dtype=np.float32)
+_PIXELS, _REACH = 300, 1.2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spiral:
+    """Classify points of the plane that lie on three arms of a spiral."""
+
+    points: int = 1500
+    """Training points; a third as many more for validation, and for the test."""
+    noise: float = 0.2
+    """Standard deviation of a point's angle, in radians."""
+    width: int = 64
+    """Units in each of the two hidden layers."""
+    label_smoothing: float = 0.0
+    """Share of the target that is spread over all classes, in training only."""
+    seed: int | None = None
+    """Decides where the points lie; by default the run's seed."""
+
+    def __post_init__(self) -> None:
+        if self.points < CLASSES * 3:
+            raise ConfigError(f"task.points is {self.points}; use 9 or more.")
+
+    def model(self) -> nn.Module:
+        """Points Nx2 → logits Nx3."""
+        return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(),
+                             nn.Linear(self.width, self.width), nn.ReLU(),
+                             nn.Linear(self.width, CLASSES))
+
+    def dataset(self, split: str) -> TensorDataset:
+        """Points and their arms."""
+        count = self.points if split == "train" else self.points // 3
+        place = {"train": 0, "validation": 1, "test": 2}[split]
+        points, arms = draw_points(count, self.noise, (self.seed or 0, place))
+        return TensorDataset(torch.from_numpy(points), torch.from_numpy(arms))
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
+        """Cross-entropy, and the points that were put on the right arm."""
+        points, arms = batch
+        logits = model(points).float()
+        smoothing = self.label_smoothing if model.training else 0.0
+        loss = losses.named("cross-entropy", label_smoothing=smoothing)
+        found = logits.detach().argmax(1)
+        table = None if model.training else confusion(found, arms, CLASSES)
+        right = (found == arms).sum()
+        total, count = loss(logits, arms)
+        return Outcome(total, count, {"accuracy": (right, len(arms))}, table)
+
+    def figures(self) -> dict[str, Figure]:
+        """Means over the arms."""
+        return {name: macro(name) for name in ("precision", "recall", "f1")}
+
+    def picture(self, model: nn.Module) -> np.ndarray:
+        """Which arm the model sees where, the paler the less sure; and the validation points."""
+        line = torch.linspace(-_REACH, _REACH, _PIXELS)
+        y, x = torch.meshgrid(-line, line, indexing="ij")
+        plane = torch.stack([x.flatten(), y.flatten()], 1)
+        device = next(model.parameters()).device
+        sure = model(plane.to(device)).float().softmax(1).cpu()
+        share, arm = sure.max(1)
+        strength = ((share.numpy() - 1 / CLASSES) / (1 - 1 / CLASSES))[:, None]
+        image = 255 - (255 - _COLOURS[arm.numpy()]) * 0.7 * strength
+        image = image.reshape(_PIXELS, _PIXELS, 3)
+        points, arms = (tensor.numpy() for tensor in self.dataset("validation").tensors)
+        place = ((points * (1, -1) + _REACH) / (2 * _REACH) * (_PIXELS - 1)).round().astype(int)
+        for (column, row), of in zip(place.clip(1, _PIXELS - 2), arms, strict=True):
+            image[row - 1 : row + 2, column - 1 : column + 2] = _COLOURS[of] * 0.6
+        return image.astype(np.uint8)
+
+
+def draw_points(count: int, noise: float, seed: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
+    """Points Nx2 float32 within the unit circle, and the arms 0 to 2 they lie on, in turn."""
+    generator = np.random.default_rng(seed)
+    arms = np.arange(count) % CLASSES
+    radius = generator.random(count)
+    angle = 2 * math.pi * (arms / CLASSES + 0.75 * radius) + noise * generator.normal(size=count)
+    points = radius[:, None] * np.stack([np.cos(angle), np.sin(angle)], 1)
+    return points.astype(np.float32), arms

@@ -1,0 +1,188 @@
+"""A built-in task on text: predict each next byte of any file, with a small GPT."""
+
+from __future__ import annotations
+
+import math
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor, nn
+from torch.utils.data import Dataset, IterableDataset
+
+from trainer import losses
+from trainer.confusion import Figure
+from trainer.data.sampler import block
+from trainer.errors import ConfigError
+from trainer.task import Outcome
+from trainer.tasks.gpt import GPT
+
+BYTES = 256
+NOT_COUNTED = -100
+"""The target where a last, shorter piece has none."""
+
+
+class Pieces(Dataset):
+    """A file cut into pieces of `context` bytes, read where they lie (memory-mapped).
+
+    Piece i is (bytes, the bytes that follow each), int64 of length `context`; what the last one
+    lacks is 0, and `NOT_COUNTED` as a target.
+    """
+
+    def __init__(self, data: np.ndarray, context: int) -> None:
+        self.data, self.context = data, context
+
+    def __len__(self) -> int:
+        return -(-(len(self.data) - 1) // self.context)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        inputs, targets = self.__getitems__([index])
+        return inputs[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """A finished batch, NxT each."""
+        inputs = np.zeros((len(indices), self.context), dtype=np.int64)
+        targets = np.full((len(indices), self.context), NOT_COUNTED, dtype=np.int64)
+        for row, index in enumerate(indices):
+            piece = self.data[index * self.context : (index + 1) * self.context + 1]
+            inputs[row, : len(piece) - 1] = piece[:-1]
+            targets[row, : len(piece) - 1] = piece[1:]
+        return torch.from_numpy(inputs), torch.from_numpy(targets)
+
+
+class PieceStream(IterableDataset):
+    """The pieces in the order of the text: each lane reads on in a part of it of its own."""
+
+    def __init__(self, pieces: Pieces) -> None:
+        self.pieces = pieces
+
+    def __len__(self) -> int:
+        return len(self.pieces)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return self.lane(0, 1)
+
+    def lane(self, number: int, lanes: int) -> Reader:
+        """The pieces of lane `number`."""
+        return Reader(self.pieces, block(len(self.pieces), number, lanes))
+
+
+class Reader(Iterator[tuple[Tensor, Tensor]]):
+    """Reads pieces one after the other, and knows where it is."""
+
+    def __init__(self, pieces: Pieces, numbers: range) -> None:
+        self._pieces, self._numbers, self._done = pieces, numbers, 0
+
+    def __next__(self) -> tuple[Tensor, Tensor]:
+        if self._done == len(self._numbers):
+            raise StopIteration
+        self._done += 1
+        return self._pieces[self._numbers[self._done - 1]]
+
+    def state_dict(self) -> dict[str, int]:
+        """How many pieces it has given."""
+        return {"done": self._done}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Go on after so many."""
+        self._done = state["done"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Text:
+    """Predict the next byte of a text."""
+
+    file: str | None = field(default=None, metadata={"change": "free"})
+    """Any file; by default pydoc_data/topics.py of this Python, 0.7 MB of its documentation."""
+    stream: bool = False
+    """Read the text in its order, in lanes, instead of shuffled pieces."""
+    context: int = 64
+    """Bytes that a prediction can look back on."""
+    layers: int = 2
+    """Blocks of the transformer."""
+    heads: int = 4
+    """Heads of attention."""
+    width: int = 64
+    """Numbers that stand for a byte inside."""
+    dropout: float = 0.0
+    """Share of the values left out, in training only."""
+    validation_fraction: float = 0.1
+    """Share of the text, at its end, that is held out for validation."""
+
+    def __post_init__(self) -> None:
+        for name in ("context", "layers", "heads", "width"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"task.{name} is {getattr(self, name)}; use 1 or more.")
+        if self.width % self.heads:
+            raise ConfigError(f"task.width is {self.width}; it must be a multiple of task.heads "
+                              f"{self.heads}.")
+        for name in ("dropout", "validation_fraction"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ConfigError(f"task.{name} is {getattr(self, name)}; use 0 or more and less "
+                                  "than 1.")
+
+    @property
+    def source(self) -> str:
+        """The file."""
+        standard = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
+        return str(standard if self.file is None else Path(self.file).expanduser())
+
+    def model(self) -> nn.Module:
+        """Bytes NxT → logits NxTx256."""
+        return GPT(tokens=BYTES, context=self.context, layers=self.layers, heads=self.heads,
+                   width=self.width, dropout=self.dropout)
+
+    def dataset(self, split: str) -> Dataset | None:
+        """The text's beginning to train on, its end for validation; no test.
+
+        Raises:
+            ConfigError: the file can't be read or is too short.
+        """
+        text = self._text()
+        held_out = round(len(text) * self.validation_fraction)
+        if split == "test" or (split == "validation" and not held_out):
+            return None
+        part = text[len(text) - held_out :] if split == "validation" else (
+            text[: len(text) - held_out])
+        if len(part) < 2:
+            raise ConfigError(f"task.file {self.source}: {len(text)} bytes are too few to train "
+                              "and to validate on; use a longer text.")
+        pieces = Pieces(part, self.context)
+        return PieceStream(pieces) if self.stream and split == "train" else pieces
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
+        """Cross-entropy, summed over the bytes predicted."""
+        inputs, targets = batch
+        logits = model(inputs).float()
+        loss = losses.named("cross-entropy", ignore_index=NOT_COUNTED)
+        return Outcome(*loss(logits.flatten(0, 1), targets.flatten()))
+
+    def figures(self) -> dict[str, Figure]:
+        """Perplexity, e to the loss; and bits a byte, the loss over ln 2."""
+        return {"perplexity": _perplexity, "bits_per_byte": _bits}
+
+    def fingerprint(self) -> str:
+        """Differs where the text or the part held out differs."""
+        text = self._text()
+        digest: Any = xxhash.xxh3_64(text.data).hexdigest()
+        return f"{len(text)} bytes {digest}, validation {self.validation_fraction}"
+
+    def _text(self) -> np.ndarray:
+        try:
+            return np.memmap(self.source, dtype=np.uint8, mode="r")
+        except (OSError, ValueError) as error:  # no such file; an empty one
+            raise ConfigError(f"task.file {self.source}: {error}; give a text by "
+                              "--task.file PATH.") from error
+
+
+def _perplexity(means: Mapping[str, float], table: Tensor | None) -> float:
+    return math.exp(min(means["loss"], 700.0))
+
+
+def _bits(means: Mapping[str, float], table: Tensor | None) -> float:
+    return means["loss"] / math.log(2)
