@@ -77,6 +77,8 @@ def evaluate(rank: int, num_ranks: int, others: list[Tensor]) -> tuple[Any, Tens
     own: list[Tensor] = []
 
     def all_sum(shared: Tensor) -> Tensor:
+        if shared.numel() == 1:  # whether a rank stops
+            return shared
         own.append(shared.clone())
         for other in others:
             shared += other
