@@ -69,6 +69,7 @@ def arguments(run: Path) -> list[str]:
             "--batch.micro-size=2", "--checkpoint.every=20", "--eval.every=100", "--seed=3"]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(240)
 def test_a_run_whose_ranks_and_whole_node_are_struck_ends_with_the_same_bits(tmp_path, processes):
     straight, struck = tmp_path / "straight", tmp_path / "struck"

@@ -105,6 +105,7 @@ def test_a_killed_run_of_a_recipe_ends_with_the_same_bits(ranks, tmp_path, recip
     kill_and_compare(ranks, tmp_path, recipe, *SHORT[recipe])
 
 
+@pytest.mark.long
 def test_a_killed_run_with_a_teacher_ends_with_the_same_bits(ranks, tmp_path):
     torch.manual_seed(1)
     save_file(SmallCNN().state_dict(), tmp_path / "teacher.safetensors")
@@ -114,6 +115,7 @@ def test_a_killed_run_with_a_teacher_ends_with_the_same_bits(ranks, tmp_path):
                      "--task.validation-fraction=0.99")
 
 
+@pytest.mark.long
 def test_a_killed_run_on_a_folder_of_images_ends_with_the_same_bits(ranks, tmp_path):
     generator = np.random.default_rng(1)
     for number in range(40):
