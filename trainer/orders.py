@@ -44,7 +44,7 @@ class Orders:
         while words := _read(channel_fd):
             for word in words.split():
                 self._obey(word)
-        os.close(tell)
+        os.write(tell, b"!")  # closing it wouldn't do: loader processes have inherited it
 
     def _obey(self, word: str) -> None:
         if word not in ("lost", "stale"):
