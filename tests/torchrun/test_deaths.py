@@ -16,14 +16,16 @@ LIMIT_S = 280.0
 DEATHS = {
     1: (("start", 0), ("data", 4), ("restore", None), ("save-mid", 6), ("evaluate", 12),
         ("optimizer", 17), ("save-end", 24)),
-    2: (("start", 0), ("backward", 4), ("restore", None), ("save-mid", 9), ("evaluate", 12),
+    2: (("start", 0), ("backward", 4), ("restore", None), ("save-mid", 9), ("evaluate", 16),
         ("data", 20), ("optimizer", 26)),
-    3: (("forward", 1), ("save-begin", 6), ("step-end", 9), ("restore", None), ("backward", 14),
+    3: (("forward", 1), ("save-begin", 6), ("step-end", 10), ("restore", None), ("backward", 14),
         ("save-end", 21), ("evaluate", 26)),
     4: (("start", 1), ("forward", 4), ("save-begin", 6), ("restore", None), ("step-end", 14),
         ("data", 21), ("backward", 26)),
 }  # fmt: skip
-"""By number of ranks: the phase and step of each death; a start's attempt instead of its step."""
+"""By number of ranks: the phase and step of each death; a start's attempt instead of its step. What
+follows a death in a save is later than the next save, which waits for that one: each is a death of
+its own."""
 
 
 def test_the_deaths_cover_every_phase() -> None:
