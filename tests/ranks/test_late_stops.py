@@ -1,4 +1,4 @@
-"""A stop whose time is over in the middle of a step: the boundary before it is saved all the same."""
+"""A stop whose time is over amid a step: the boundary before it is saved all the same."""
 
 from __future__ import annotations
 
