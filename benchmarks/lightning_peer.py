@@ -1,0 +1,114 @@
+"""The small CNN on the bundled sample with Lightning, as plain use of it resumes: started anew by
+torchrun, from its last checkpoint.
+
+    python -m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=3 \\
+        -m benchmarks.lightning_peer FOLDER --steps 33 --deaths 12:0,22:1
+
+Global batch, optimizer and clipping are those of the default recipe; a rank takes its 64 samples in
+one forward, and neither augmentation, schedule nor synchronised batch norm cost it anything. Each
+rank appends a line to FOLDER/steps.jsonl when it starts, when the training begins and after each
+step. In the step of a death its rank says so and waits to be killed from outside.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+STEPS = "steps.jsonl"
+GLOBAL_BATCH = 128
+PATIENCE_S = 60.0
+"""For how long a rank waits to be killed."""
+
+
+def parse_deaths(text: str) -> list[tuple[int, int]]:
+    """(step, rank) of each death, of `STEP:RANK,…`."""
+    pairs = [death.split(":") for death in text.split(",")]
+    return [(int(step), int(rank)) for step, rank in pairs]
+
+
+def show_deaths(deaths: list[tuple[int, int]]) -> str:
+    """What `parse_deaths` reads."""
+    return ",".join(f"{step}:{rank}" for step, rank in deaths)
+
+
+def say(folder: Path, event: str, step: int) -> None:
+    """Append a line, in one write: the ranks share the file."""
+    line = {"event": event, "step": step, "rank": int(os.environ["RANK"]), "pid": os.getpid(),
+            "time": time.time(), "cpu_s": time.process_time()}
+    with (folder / STEPS).open("ab", buffering=0) as file:
+        file.write(json.dumps(line).encode() + b"\n")
+
+
+def train(folder: Path, steps: int, every: int, deaths: list[tuple[int, int]]) -> None:
+    """Train to the end, or to the death that is due after as many restarts."""
+    import pytorch_lightning as pl
+    import torch
+    from pytorch_lightning.callbacks import ModelCheckpoint
+    from torch.nn import functional
+    from torch.utils.data import DataLoader
+
+    from trainer.tasks.image_models import SmallCNN
+    from trainer.tasks.images import Images
+
+    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    due = deaths[restarts] if restarts < len(deaths) else None
+
+    class Classifier(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = SmallCNN()
+
+        def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
+            images, labels = batch
+            return functional.cross_entropy(self.net(images), labels, label_smoothing=0.1)
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters(), lr=3e-3, weight_decay=0.01, fused=True)
+
+    class Witness(pl.Callback):
+        def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+            say(folder, "train", trainer.global_step)
+
+        def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+            if due == (trainer.global_step + 1, trainer.global_rank):
+                say(folder, "stand", trainer.global_step + 1)
+                time.sleep(PATIENCE_S)
+                raise SystemExit("nobody has killed this rank")
+
+        def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+            say(folder, "step", trainer.global_step)
+
+    ranks = int(os.environ["WORLD_SIZE"])
+    # The data set reads a whole batch at once.
+    loader = DataLoader(Images(augment="none").dataset("train"), batch_size=GLOBAL_BATCH // ranks,
+                        shuffle=True, drop_last=True, collate_fn=lambda batch: batch)
+    saves = ModelCheckpoint(folder / "checkpoints", save_last=True, every_n_train_steps=every)
+    pl.Trainer(
+        accelerator="cpu", devices=ranks, strategy="ddp", max_epochs=-1, max_steps=steps,
+        gradient_clip_val=5.0, callbacks=[Witness(), saves], default_root_dir=folder,
+        logger=False, enable_progress_bar=False, enable_model_summary=False,
+    ).fit(Classifier(), loader, ckpt_path="last")  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.lightning_peer", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--every", type=int, default=10, help="steps from save to save (10)")
+    parser.add_argument("--deaths", type=parse_deaths, required=True, help="STEP:RANK,…")
+    options = parser.parse_args()
+    options.folder.mkdir(parents=True, exist_ok=True)
+    say(options.folder, "start", 0)
+    train(options.folder, options.steps, options.every, options.deaths)
+
+
+if __name__ == "__main__":
+    main()
