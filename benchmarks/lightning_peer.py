@@ -44,8 +44,15 @@ def say(folder: Path, event: str, step: int) -> None:
         file.write(json.dumps(line).encode() + b"\n")
 
 
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    """The whole lines that the ranks have written."""
+    path = folder / STEPS
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
 def train(folder: Path, steps: int, every: int, deaths: list[tuple[int, int]]) -> None:
-    """Train to the end, or to the death that is due after as many restarts."""
+    """Train to the end, or to the first death that has not been."""
     import pytorch_lightning as pl
     import torch
     from pytorch_lightning.callbacks import ModelCheckpoint
@@ -55,8 +62,8 @@ def train(folder: Path, steps: int, every: int, deaths: list[tuple[int, int]]) -
     from trainer.tasks.image_models import SmallCNN
     from trainer.tasks.images import Images
 
-    restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
-    due = deaths[restarts] if restarts < len(deaths) else None
+    been = {line["step"] for line in lines_of(folder) if line["event"] == "stand"}
+    due = next((death for death in deaths if death[0] not in been), None)
 
     class Classifier(pl.LightningModule):
         def __init__(self) -> None:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import json
 import os
 import signal
 import subprocess
@@ -107,7 +106,8 @@ def _measure_trainer(
                          + output_of(folder / f"{launcher}.txt"))
     return [
         {"kill": kill, **first["entered"], "first-step": first["time"], "new-step": new,
-         "cpu_s": first["cpu_s"], "lost": death - first["step"], "redone": death - first["step"]}
+         "cpu_s": first["cpu_s"], "lost": death - first["step"], "redone": death - first["step"],
+         "starts": 1}
         for kill, first, new, (death, _) in zip(kills, firsts, made, deaths, strict=True)
     ]  # fmt: skip
 
@@ -117,29 +117,30 @@ def _measure_lightning(
 ) -> list[dict[str, Any]]:
     """The rank stands still in the step of its death and says so; then it is killed."""
     run = folder / launcher
-    path = run / lightning_peer.STEPS
     arguments = [str(run), f"--steps={deaths[-1][0] + 1}", f"--every={EVERY}",
                  f"--deaths={lightning_peer.show_deaths(deaths)}"]
     kills: list[float] = []
     with _running(launcher, ranks, arguments, folder) as process:
         for step, rank in deaths:
-            victim = wait_for_line(path, process, event="stand", step=step, rank=rank)
+            victim = wait_for_line(run, process, event="stand", step=step, rank=rank)
             time.sleep(SETTLE_S)
             kills.append(time.time())
             os.kill(victim["pid"], signal.SIGKILL)
-            wait_for_line(path, process, event="step", step=step, rank=0)
+            wait_for_line(run, process, event="step", step=step, rank=0)
         process.wait(DEADLINE_S)
     found = []
     for kill, (death, _) in zip(kills, deaths, strict=True):
-        after = [line for line in lines_of(path) if line["rank"] == 0 and line["time"] > kill]
-        start, train = (next(line for line in after if line["event"] == name)
-                        for name in ("start", "train"))
-        steps = [line for line in after if line["event"] == "step"]
-        redone = next(place for place, line in enumerate(steps) if line["step"] == death)
+        after = [line for line in lightning_peer.lines_of(run)
+                 if line["rank"] == 0 and line["time"] > kill]
+        new = next(place for place, line in enumerate(after)
+                   if line["event"] == "step" and line["step"] == death)
+        starts, trains, steps = ([line for line in after[: new + 1] if line["event"] == name]
+                                 for name in ("start", "train", "step"))
         found.append({
-            "kill": kill, "start": start["time"], "train": train["time"],
-            "first-step": steps[0]["time"], "new-step": steps[redone]["time"],
-            "cpu_s": steps[0]["cpu_s"], "lost": death - 1 - train["step"], "redone": redone,
+            "kill": kill, "start": starts[-1]["time"], "train": trains[-1]["time"],
+            "first-step": steps[0]["time"], "new-step": steps[-1]["time"], "starts": len(starts),
+            "cpu_s": steps[0]["cpu_s"], "lost": death - 1 - trains[-1]["step"],
+            "redone": len(steps) - 1,
         })  # fmt: skip
     return found
 
@@ -184,24 +185,18 @@ def wait_for_step(path: Path, step: int, process: subprocess.Popen[bytes]) -> fl
     raise TimeoutError(f"step {step} was not made")
 
 
-def wait_for_line(path: Path, process: subprocess.Popen[bytes], **wanted: Any) -> dict[str, Any]:
+def wait_for_line(run: Path, process: subprocess.Popen[bytes], **wanted: Any) -> dict[str, Any]:
     """The first line of Lightning's that has these values, once it is there."""
     deadline = time.monotonic() + DEADLINE_S
     while time.monotonic() < deadline:
         ended = process.poll() is not None
-        for line in lines_of(path):
+        for line in lightning_peer.lines_of(run):
             if wanted.items() <= line.items():
                 return line
         if ended:
             break
         time.sleep(POLL_S)
     raise TimeoutError(f"no line with {wanted}")
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    """The whole lines that Lightning's ranks have written."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
 
 
 def output_of(path: Path) -> str:
@@ -216,6 +211,7 @@ def summarise(found: list[dict[str, Any]], phases: dict[str, tuple[str, str]]) -
         "seconds": {name: reporting.summary([death[end] - death[begin] for death in found])
                     for name, (begin, end) in spans.items()},
         "rank_0_cpu_s": reporting.summary([death["cpu_s"] for death in found]),
+        "starts": reporting.summary([death["starts"] for death in found]),
         "steps_lost": reporting.summary([death["lost"] for death in found]),
         "steps_redone": reporting.summary([death["redone"] for death in found]),
     }  # fmt: skip
