@@ -82,13 +82,16 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     from trainer.log import Log
     from trainer.loop import train
     from trainer.stop import StopRequest
+    from trainer.watchdog import Watchdog
     from trainer.world import Launch, World
 
     config = cli.parse([*MODELS[model], f"--steps={steps}", "--eval.every=off", "--device=cpu",
                         "--data.workers=0", f"--run={folder / model}", "--log.level=warning"])
     watch = Stopwatch()
-    with World.form(device="cpu", threads=1, launch=Launch()) as world:
-        parts = build(config, world, Log(level="warning"), StopRequest())
+    log = Log(level="warning")
+    with (World.form(device="cpu", threads=1, launch=Launch()) as world,
+          Watchdog(world, log, limit_s=None) as watchdog):
+        parts = build(config, world, log, StopRequest(), watchdog.pulse)
         parts.loader._source = Timed(parts.loader._source, watch)
         objective, optimizer = parts.step.objective, parts.step.optimizer
         objective._loss = watch.around(objective._loss)

@@ -239,7 +239,10 @@ def test_a_stop_waits_for_a_slow_save_as_long_as_the_grace_allows(warm, tmp_path
 
     assert (saved.code, cut.code) == (75, 1)
     assert "--stop.grace-s 1: step" in told(tmp_path / "late")
-    assert [a["start_step"] for a in inspect(tmp_path / "late")["attempts"]] == [0, 0]
+    # From the beginning, or from what rank 1 still saved when it saw rank 0 leave.
+    first, second = inspect(tmp_path / "late")["attempts"]
+    assert first["start_step"] == 0
+    assert second["start_step"] == 0 or second["start_step"] >= 10
     assert inspect(tmp_path / "slow")["attempts"][1]["start_step"] >= 10
 
 
