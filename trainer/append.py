@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -23,8 +24,11 @@ class AppendFile:
     def append(self, record: bytes) -> None:
         """Append a record, after those that wait."""
         with self._lock:
-            self._waiting.append(record)
-        self.flush()
+            if not self._waiting:
+                with contextlib.suppress(OSError):
+                    record = record[os.write(self._descriptor, record):]
+            if record:
+                self._waiting.append(record)
 
     def flush(self) -> bool:
         """Write what waits; whether all of it is written."""

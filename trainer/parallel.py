@@ -84,9 +84,9 @@ class Objective(nn.Module):
         self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
         self._local: Vector | None = None
         self._on_host = num_ranks == 1 and device.type == "cpu"
-        self._totals: list[Tensor] = []
-        self.totals: list[Tensor] = []
-        """The loss of each of this rank's micro-batches in the last step, scalars on the device."""
+        self._totals: list[Tensor | float] = []
+        self.totals: list[Tensor | float] = []
+        """The loss of each of this rank's micro-batches in the last step, on the device or host."""
         self.poisoned = False
         """Makes the next loss a NaN (fault injection)."""
         self.ride = (
@@ -109,12 +109,13 @@ class Objective(nn.Module):
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         total, numbers = self._numbers(outcome, samples, wishes, replaced)
-        self._totals.append(total.detach())
         loss = total.float() * self._factor
         if self.ride is not None:
+            self._totals.append(total.detach())
             numbers.extend([0.0] * (CAPACITY - len(numbers)))
             return loss + (self.ride * _stack(numbers, total.device)).sum()
         own: Vector = _on_host(numbers) if self._on_host else _stack(numbers, total.device)
+        self._totals.append(own[0])
         if isinstance(own, list) and isinstance(self._local, list):
             own = list(map(add, self._local, own))
         elif isinstance(own, Tensor) and isinstance(self._local, Tensor):
