@@ -58,6 +58,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print(f"launch.chaos: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
     with contextlib.suppress(KeyboardInterrupt):
         _drill(options, random.Random(options.seed))
     return EXIT_COMPLETE
