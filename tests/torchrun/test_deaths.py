@@ -35,7 +35,7 @@ def test_the_deaths_cover_every_phase() -> None:
 
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("ranks", [
-    pytest.param(1, marks=pytest.mark.long), 2, 3, pytest.param(4, marks=pytest.mark.long),
+    *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 4)), 3,
 ])  # fmt: skip
 def test_seven_deaths_in_one_run_change_no_bit(tmp_path: Path, ranks: int) -> None:
     setting = Setting(ranks=ranks, micro_batches=ranks + 1, sync_bn="auto", workers=0, seed=7)
