@@ -17,8 +17,8 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from launch.options import Parser
 from launch.progress import Progress
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
 from trainer.log import read_events
@@ -44,11 +44,6 @@ kinds: kill  SIGKILL to a rank: the launcher restarts
        stop  SIGSTOP to a rank, as if it hung: likewise, once the others have noticed
        term  SIGTERM to a rank: all save and stop, and it takes a new start to go on
        node  SIGKILL to the launcher and all ranks of this host: it takes a new start"""
-
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(message.removeprefix("argument "))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -82,8 +77,8 @@ def launcher_of(pid: int) -> list[int]:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(prog="python -m launch.chaos", description=DESCRIPTION, epilog=EPILOG,
-                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = Parser(prog="python -m launch.chaos", description=DESCRIPTION, epilog=EPILOG,
+                    allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--mtbf", type=float, required=True, metavar="S",
                         help="mean time between strikes on this host, in seconds")

@@ -76,7 +76,9 @@ class Options:
             raise ConfigError(f"--entry is {self.entry!r}; use MODULE:FUNCTION")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises `ConfigError` for what argparse would exit with."""
+
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
@@ -89,7 +91,7 @@ def parse(argv: Sequence[str]) -> Options:
         SystemExit: after `--help`.
     """
     own, trainer_argv = _split(argv)
-    parser = _Parser(
+    parser = Parser(
         prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,
         allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
