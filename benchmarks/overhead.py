@@ -5,13 +5,16 @@ update (zero_grad and step) or schedule.
 
 Everything is on: metrics.jsonl each step, TensorBoard every 50, the watchdog, checksums of all
 ranks every 100, a durable checkpoint every 50 steps (500 on the MLP), one rank, one thread. The six
-parts are timed by perf_counter around the calls that a loop by hand makes too; the rest of the time
-from step to step is the trainer's own.
+parts are timed by perf_counter around the calls that a loop by hand makes too. What is left from
+step to step holds the time in which torch frees the graph and the batch as well; so the same loop
+by hand, with the same model, data and stopwatch, runs in turn with the trainer (blocks of `BLOCK`
+steps in one process), and what is left of its steps is shown, and taken off: own = ours - by hand.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import tempfile
 import time
@@ -29,6 +32,10 @@ MODELS = {
 """The tiny MLP (2-128-128-3), and the small CNN of the default recipe with its validations off."""
 
 WARM_UP = 60
+BLOCK = 25
+"""Steps of the trainer, then as many by hand, in turn."""
+
+NAMES = ("step", "step by hand", "rest", "rest by hand")
 
 
 class Stopwatch:
@@ -73,7 +80,8 @@ class Timed:
 
 
 def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds of each step, whole and the trainer's own, of a run in this process."""
+    """Seconds of each step: whole, and what is left beside the six parts (`rest`), of the trainer
+    and of the loop `by hand`."""
     import torch
 
     import trainer.step
@@ -87,26 +95,35 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
 
     config = cli.parse([*MODELS[model], f"--steps={steps}", "--eval.every=off", "--device=cpu",
                         "--data.workers=0", f"--run={folder / model}", "--log.level=warning"])
-    watch = Stopwatch()
-    log = Log(level="warning")
+    watch, log = Stopwatch(), Log(level="warning")
+    found: dict[str, list[float]] = {name: [] for name in NAMES}
     with (World.form(device="cpu", threads=1, launch=Launch()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
         parts = build(config, world, log, StopRequest(), watchdog.pulse)
+        by_hand = Hand(build(dataclasses.replace(config, run=folder / "by-hand"), world, log,
+                             StopRequest(), watchdog.pulse), watch)
         parts.loader._source = Timed(parts.loader._source, watch)
-        objective, optimizer = parts.step.objective, parts.step.optimizer
-        objective._loss = watch.around(objective._loss)
-        optimizer.step = watch.around(optimizer.step)
-        optimizer.zero_grad = watch.around(optimizer.zero_grad)
-        parts.step.schedule.step = watch.around(parts.step.schedule.step)
+        parts.step.objective._loss = watch.around(parts.step.objective._loss)
+        time_updates(parts.step, watch)
         before = torch.Tensor.backward, trainer.step.clip
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
-        ends: list[tuple[float, float]] = []
-        stepped = parts.log.stepped
+        stepped, last = parts.log.stepped, [(0.0, 0.0)]
 
         def mark(step: int) -> None:
-            ends.append((time.perf_counter(), watch.spent_s))
+            now = time.perf_counter(), watch.spent_s
+            whole, timed = now[0] - last[0][0], now[1] - last[0][1]
+            if step % BLOCK and step > WARM_UP:  # the first of a block has cold caches
+                found["step"].append(whole)
+                found["rest"].append(whole - timed)
+            if step % BLOCK == BLOCK - 1:
+                for number in range(BLOCK):
+                    whole, timed = by_hand.step()
+                    if number and step > WARM_UP:
+                        found["step by hand"].append(whole)
+                        found["rest by hand"].append(whole - timed)
             stepped(step)
+            last[0] = time.perf_counter(), watch.spent_s
 
         parts.log.stepped = mark  # type: ignore[method-assign]
         try:
@@ -114,10 +131,48 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         finally:
             torch.Tensor.backward, trainer.step.clip = before  # type: ignore[method-assign]
         parts.close()
-    pairs = list(zip(ends[WARM_UP:], ends[WARM_UP + 1 :], strict=False))
-    whole = [b[0] - a[0] for a, b in pairs]
-    own = [b[0] - a[0] - (b[1] - a[1]) for a, b in pairs]
-    return {"step": whole, "own": own}
+        by_hand.close()
+    return found
+
+
+class Hand:
+    """The loop as one writes it by hand, with the parts of a run that has been built."""
+
+    def __init__(self, parts: Any, watch: Stopwatch) -> None:
+        from trainer.step import clip
+
+        self._parts, self._watch, self._clip = parts, watch, watch.around(clip)
+        self._source = Timed(parts.loader._source, watch)
+        self._loss = watch.around(parts.step.objective._loss)
+        self._micro_batches = parts.config.batch.global_size // parts.config.batch.micro_size
+        time_updates(parts.step, watch)
+
+    def step(self) -> tuple[float, float]:
+        """One step: seconds, and those of them in the six parts."""
+        step, config = self._parts.step, self._parts.config
+        begun = time.perf_counter(), self._watch.spent_s
+        step.optimizer.zero_grad(set_to_none=True)
+        for _ in range(self._micro_batches):
+            batch = next(self._source).batch
+            with step.autocast():
+                loss = self._loss(step.model, batch).total / config.batch.global_size
+            loss.backward()
+        self._clip(step.parameters, config.clip)
+        step.optimizer.step()
+        step.schedule.step()
+        return time.perf_counter() - begun[0], self._watch.spent_s - begun[1]
+
+    def close(self) -> None:
+        """Close what was built for it."""
+        self._parts.close()
+
+
+def time_updates(step: Any, watch: Stopwatch) -> None:
+    """Time update and schedule of a step."""
+    optimizer, schedule = step.optimizer, step.schedule
+    optimizer.step = watch.around(optimizer.step)
+    optimizer.zero_grad = watch.around(optimizer.zero_grad)
+    schedule.step = watch.around(schedule.step)
 
 
 def main() -> None:
@@ -133,17 +188,20 @@ def main() -> None:
     for model in options.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
             times = measure(model, options.steps + WARM_UP + 1, Path(folder))
-        step, own = (reporting.summary(times[name]) for name in ("step", "own"))
-        mean = {name: sum(values) / len(values) for name, values in times.items()}
-        share = mean["own"] / mean["step"]
-        found[model] = {"step": step, "own": own, "mean": mean, "share": share}
-        rows.append([model, f"{step['n']:.0f}", reporting.spread(step, 1e3, 3),
-                     reporting.spread(own, 1e3, 3), f"{1e3 * mean['own']:.3f}",
-                     f"{100 * share:.2f} %"])
+        figures = {name: reporting.summary(values) for name, values in times.items()}
+        medians = {name: figure["median"] for name, figure in figures.items()}
+        means = {name: sum(values) / len(values) for name, values in times.items()}
+        own = medians["rest"] - medians["rest by hand"]
+        own_mean = means["rest"] - means["rest by hand"]
+        share = own / medians["step"]
+        found[model] = {**figures, "own": own, "own_mean": own_mean, "share": share}
+        rows.append([model, f"{figures['step']['n']:.0f}",
+                     *(reporting.spread(figures[name], 1e3, 3) for name in NAMES),
+                     f"{1e3 * own:.3f}", f"{1e3 * own_mean:.3f}", f"{100 * share:.2f} %"])
     if not options.json:
         print(reporting.describe(machine))
-        print(reporting.table(["model", "n", "step, ms", "own, ms", "own, mean ms", "of the step"],
-                              rows))
+        print(reporting.table(["model", "n", *(f"{name}, ms" for name in NAMES), "own, ms",
+                               "own, mean ms", "of the step"], rows))
     reporting.print_json("overhead", machine=machine, models=found)
 
 
