@@ -3,26 +3,42 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 
 class AppendFile:
     """Appends bytes in the order given, each record in one write where the disk takes it.
 
-    What can't be written waits in memory for the next call. Nothing is buffered otherwise, so a
-    killed process loses only what waits.
+    What can't be written waits in memory for the next call. A killed process loses what waits.
+
+    Args:
+        pause_s: records that come sooner than this after a write wait too, to be written together.
+        clock: seconds, monotonic.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, pause_s: float = 0.0,
+                 clock: Callable[[], float] = time.monotonic) -> None:
         self._waiting: list[bytes] = []
+        self._pause_s, self._clock, self._written_s = pause_s, clock, -math.inf
         self._lock = threading.Lock()  # a writer thread has events of its own
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(path, flags, 0o666)
 
     def append(self, record: bytes) -> None:
         """Append a record, after those that wait."""
+        if self._pause_s:
+            now = self._clock()
+            if now - self._written_s < self._pause_s:
+                with self._lock:
+                    self._waiting.append(record)
+                return
+            self._written_s = now
+            self.flush()
         with self._lock:
             if not self._waiting:
                 with contextlib.suppress(OSError):
@@ -61,9 +77,7 @@ class AppendFile:
     def _write(self) -> None:
         with self._lock:
             while self._waiting:
-                record = self._waiting[0]
+                record = b"".join(self._waiting)
                 written = os.write(self._descriptor, record)
-                if written < len(record):  # the disk filled within it: the rest continues it
-                    self._waiting[0] = record[written:]
-                else:
-                    self._waiting.pop(0)
+                # Where the disk filled within it, the rest continues it.
+                self._waiting = [record[written:]] if written < len(record) else []

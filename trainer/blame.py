@@ -30,7 +30,7 @@ def find_causes(step: Step, window: Sequence[Micro], world: World) -> list[dict[
         since it may be no number of JSON), "input" (those samples whose own values aren't finite).
         Empty if the same computation is finite now: then the hardware is to blame, or a drill.
     """
-    losses = [float(total) for total in step.objective.totals]
+    losses = [float(total) for total in step.objective.tally.totals]
     bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
     if not any(world.gather_json(bool(bad))):
         bad = _with_bad_gradients(step, window)

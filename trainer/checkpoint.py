@@ -65,6 +65,7 @@ class Checkpointer:
         self._writing: Future[None] | None = None
         self._job: Job | None = None
         self._saved = (-1, -1)  # step, and the last validated step that it holds
+        self._known = self._saved  # the save that all ranks know to be whole
         self._healthy = -1  # the newest save that no bad step came directly before
         self._held: Job | None = None  # the best weights, on every rank, until they are on disk
         self._sync, self._rest = sync, rest
@@ -81,6 +82,11 @@ class Checkpointer:
         job = self._job
         return self.saved_step >= 0 and self._world.is_main and (
             self.failed is None if job is None else job.done and job.error is None)
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the last save of this rank is whole on disk, and not all ranks know."""
+        return self._saved is not self._known and self.committed
 
     @property
     def in_flight(self) -> int | None:
@@ -154,11 +160,11 @@ class Checkpointer:
 
     def forget(self) -> None:
         """The last save is whole on disk, rank 0 says."""
-        self._held = None
+        self._held, self._known = None, self._saved
 
     def finish_copy(self) -> None:
         """Wait until the copy of the last save is complete: before an update."""
-        if self._job is not None:
+        if self._job is not None and not self._job.copied.is_set():
             self._job.copied.wait()
 
     def finish_pending(self, *, must: bool = False) -> None:

@@ -19,6 +19,9 @@ RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale
 
 LARGEST_TABLE = 10_000
 """Counts in a table that goes into the record: a confusion matrix of 100 classes."""
+PAUSE_S = 0.1
+"""Lines of steps that are faster than this are written together."""
+
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
@@ -125,7 +128,7 @@ class Metrics:
             lacking: those of them that an earlier attempt may not have shown.
         """
         replace_text(path, "".join(encode(line) + "\n" for line in kept))
-        self._file, self._sinks = AppendFile(path), list(sinks)
+        self._file, self._sinks = AppendFile(path, pause_s=PAUSE_S), list(sinks)
         for line in lacking:
             self._show(line, {})
 

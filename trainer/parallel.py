@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any
@@ -40,7 +40,7 @@ COUNT = _FIXED.index("count")
 _NO_WISHES = (False,) * len(WISHES)
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)
 class Sums:
     """What one step came to, added over all ranks and micro-batches; equal on all ranks."""
 
@@ -61,12 +61,91 @@ class Sums:
                    metrics={})
 
 
+class Tally:
+    """What this rank's micro-batches of a step add up to.
+
+    Apart from `Objective`, since setting an attribute of a module takes microseconds.
+
+    Args:
+        on_host: whether the numbers may be read as they come, which waits for the device.
+    """
+
+    def __init__(self, *, on_host: bool) -> None:
+        self.names: tuple[str, ...] | None = None
+        """The task's metrics, in their order; None before the first forward."""
+        self.totals: list[Tensor | float] = []
+        """The loss of each of this rank's micro-batches in the last step, on the device or host."""
+        self._on_host = on_host
+        self._rows: list[list[Any]] = []
+        self._wishes: tuple[bool, ...] = _NO_WISHES
+
+    def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
+        """Count a micro-batch; returns its loss, a scalar that `backward` can be called on.
+
+        Raises:
+            ConfigError: the task's loss breaks the protocol.
+        """
+        if type(outcome) is Outcome and tuple(outcome.metrics) == self.names and (
+                type(outcome.total) is Tensor and not outcome.total.dim()):
+            total, metrics = outcome.total, outcome.metrics  # like one that has been checked
+        else:
+            total, metrics = check_outcome(outcome)
+            self._learn(tuple(metrics))
+        if not total.requires_grad:
+            raise ConfigError(
+                "the task's loss has no graph: no trainable parameter led to Outcome.total. "
+                "Compute it from the model's output, without .detach(), .item() or no_grad()."
+            )
+        row: list[Any] = [total, outcome.count, samples, replaced]
+        for pair in metrics.values():
+            row += pair
+        if self._on_host:
+            row = [n.item() if isinstance(n, Tensor) else float(n) for n in row]
+        else:
+            row = [n.detach() if isinstance(n, Tensor) else float(n) for n in row]
+        self._rows.append(row)
+        return total
+
+    def wish(self, wishes: tuple[bool, ...]) -> None:
+        """What this rank wants to happen after the step."""
+        self._wishes = wishes or _NO_WISHES
+
+    def take(self) -> list[Any]:
+        """The sums, those of `_FIXED` first, on the host or the device; starts anew."""
+        assert self._rows, "no forward has run"
+        rows = self._rows
+        self.totals = [row[0] for row in rows]
+        sums = rows[0]
+        if self._on_host:
+            for row in rows[1:]:
+                sums = list(map(add, sums, row))
+        elif len(rows) > 1:
+            sums = [_sum(column) for column in zip(*rows, strict=True)]
+        sums[4:4] = map(float, self._wishes)
+        self.forget()
+        return sums
+
+    def forget(self) -> None:
+        """Start anew."""
+        self._rows, self._wishes = [], _NO_WISHES
+
+    def _learn(self, names: tuple[str, ...]) -> None:
+        if self.names is None:
+            if len(_FIXED) + 2 * len(names) > CAPACITY:
+                raise ConfigError(f"the task returns {len(names)} metrics; "
+                                  f"{(CAPACITY - len(_FIXED)) // 2} are the most.")
+            self.names = names
+        elif names != self.names:
+            raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
+                              f"{list(names)} now; return the same for each micro-batch.")
+
+
 class Objective(nn.Module):
     """The task's loss of the model's output, as one forward.
 
     Where there are several ranks, `ride` is a parameter whose gradient is, by construction, the
-    vector of this rank's sums: it is accumulated under no_sync and all-reduced in the gradients'
-    own bucket, so that agreeing on sums and stop requests takes no collective of its own.
+    vector of this rank's sums: it is all-reduced in the gradients' own bucket, so that agreeing on
+    sums and stop requests takes no collective of its own.
 
     Args:
         nominal_count: what the summed loss is divided by before backward, so that gradients have
@@ -79,14 +158,10 @@ class Objective(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
-        self.names: tuple[str, ...] | None = None
         self._loss = loss
         self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
-        self._local: Vector | None = None
-        self._on_host = num_ranks == 1 and device.type == "cpu"
-        self._totals: list[Tensor | float] = []
-        self.totals: list[Tensor | float] = []
-        """The loss of each of this rank's micro-batches in the last step, on the device or host."""
+        self._device = device
+        self.tally = Tally(on_host=device.type == "cpu")
         self.poisoned = False
         """Makes the next loss a NaN (fault injection)."""
         self.ride = (
@@ -94,11 +169,13 @@ class Objective(nn.Module):
         )
 
     def forward(
-        self, batch: Any, samples: int, wishes: tuple[bool, ...] = (), replaced: int = 0
+        self, batch: Any, samples: int, wishes: tuple[bool, ...] | None = None, replaced: int = 0
     ) -> Tensor:
         """The scalar to call backward on.
 
         Args:
+            wishes: with this rank's last micro-batch of a step, whose gradients are reduced; the
+                sums ride there.
             replaced: how many of the samples took the place of bad ones.
 
         Raises:
@@ -108,19 +185,13 @@ class Objective(nn.Module):
         if self.poisoned:
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
-        total, numbers = self._numbers(outcome, samples, wishes, replaced)
-        loss = total.float() * self._factor
-        if self.ride is not None:
-            self._totals.append(total.detach())
-            numbers.extend([0.0] * (CAPACITY - len(numbers)))
-            return loss + (self.ride * _stack(numbers, total.device)).sum()
-        own: Vector = _on_host(numbers) if self._on_host else _stack(numbers, total.device)
-        self._totals.append(own[0])
-        if isinstance(own, list) and isinstance(self._local, list):
-            own = list(map(add, self._local, own))
-        elif isinstance(own, Tensor) and isinstance(self._local, Tensor):
-            own = self._local + own
-        self._local = own
+        loss = self.tally.add(outcome, samples, replaced).float() * self._factor
+        if wishes is not None:
+            self.tally.wish(wishes)
+            if self.ride is not None:
+                sums = self.tally.take()
+                sums += [0.0] * (CAPACITY - len(sums))
+                loss = loss + (self.ride * _stack(sums, self._device)).sum()
         return loss
 
     def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
@@ -130,19 +201,17 @@ class Objective(nn.Module):
         Args:
             scale: what the backward's loss was multiplied by (fp16), and the ride with it.
         """
-        self.totals, self._totals = self._totals, []
-        if self.ride is not None:
-            assert self.ride.grad is not None, "no synchronised backward has run"
-            vector = self.ride.grad * (num_ranks / scale)
-            self.ride.grad = None
-            return vector
-        assert self._local is not None, "no forward has run"
-        sums, self._local = self._local, None
-        return sums
+        if self.ride is None:
+            sums = self.tally.take()
+            return sums if self._device.type == "cpu" else _stack(sums, self._device)
+        assert self.ride.grad is not None, "no synchronised backward has run"
+        vector = self.ride.grad * (num_ranks / scale)
+        self.ride.grad = None
+        return vector
 
     def forget(self) -> None:
         """Start anew, after forwards that belong to no step."""
-        self._local, self._totals = None, []
+        self.tally.forget()
         if self.ride is not None:
             self.ride.grad = None
 
@@ -153,38 +222,12 @@ class Objective(nn.Module):
         else:
             *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
             values = [_snap(v) for v in numbers]
-        names = self.names or ()
-        pairs = values[len(_FIXED) : len(_FIXED) + 2 * len(names)]
-        sums = Sums(
-            loss=values[0], count=values[1], samples=round(values[2]), replaced=round(values[3]),
-            wishes=frozenset(w for w, v in zip(WISHES, values[4:], strict=False) if v > 0),
-            metrics={n: (pairs[2 * i], pairs[2 * i + 1]) for i, n in enumerate(names)},
-        )  # fmt: skip
-        return sums, norm
-
-    def _numbers(
-        self, outcome: Outcome, samples: int, wishes: tuple[bool, ...], replaced: int
-    ) -> tuple[Tensor, list[Tensor | float]]:
-        total, metrics = check_outcome(outcome)
-        if not total.requires_grad:
-            raise ConfigError(
-                "the task's loss has no graph: no trainable parameter led to Outcome.total. "
-                "Compute it from the model's output, without .detach(), .item() or no_grad()."
-            )
-        names = tuple(metrics)
-        if self.names is None:
-            if len(_FIXED) + 2 * len(names) > CAPACITY:
-                raise ConfigError(f"the task returns {len(names)} metrics; "
-                                  f"{(CAPACITY - len(_FIXED)) // 2} are the most.")
-            self.names = names
-        elif names != self.names:
-            raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
-                              f"{list(names)} now; return the same for each micro-batch.")
-        numbers: list[Tensor | float] = [total, outcome.count, samples, replaced,
-                                         *(wishes or _NO_WISHES)]
-        for pair in metrics.values():
-            numbers.extend(pair)
-        return total, numbers
+        loss, count, samples, replaced = values[:4]
+        wishes = [w for w, v in zip(WISHES, values[4:], strict=False) if v > 0]
+        at = len(_FIXED)
+        metrics = {name: (values[at + 2 * i], values[at + 2 * i + 1])
+                   for i, name in enumerate(self.tally.names or ())}
+        return Sums(loss, count, round(samples), round(replaced), frozenset(wishes), metrics), norm
 
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
@@ -246,19 +289,21 @@ def synchronised(wrapped: nn.Module, *, last: bool) -> contextlib.AbstractContex
     return wrapped.no_sync()
 
 
-def _on_host(numbers: list[Tensor | float]) -> list[float]:
-    return [n.item() if isinstance(n, Tensor) else float(n) for n in numbers]
+def _sum(column: Sequence[Any]) -> Any:
+    """The sum of scalars, of which each is on the host or on the device."""
+    here = [n.float() for n in column if isinstance(n, Tensor)]
+    there = sum(n for n in column if not isinstance(n, Tensor))
+    return torch.stack(here).sum() + there if here else there
 
 
-def _stack(numbers: list[Tensor | float], device: torch.device) -> Tensor:
-    """A float32 vector, detached, of scalars that partly live on the device already."""
-    if device.type == "cpu":
-        return torch.tensor(_on_host(numbers))
-    vector = torch.tensor([0.0 if isinstance(n, Tensor) else float(n) for n in numbers])
+def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """A float32 vector on the device of scalars that partly live there already."""
+    vector = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in numbers])
     vector = vector.to(device, non_blocking=True)
     places = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]
-    values = [n.detach().float() for n in numbers if isinstance(n, Tensor)]
-    vector[torch.tensor(places, device=device)] = torch.stack(values)
+    if places:
+        values = torch.stack([numbers[i].to(device).float() for i in places])
+        vector[torch.tensor(places, device=device)] = values
     return vector
 
 

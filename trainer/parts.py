@@ -81,7 +81,7 @@ class Parts:
         """
         if self.world.has_nodes or self.world.stale:  # on one node nobody outlives the launcher
             self.lock.look()
-        saved = self.checkpoint.committed and self.metrics.durable
+        saved = self.checkpoint.has_news and self.metrics.durable
         return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
 
     def heed_saves(self, wishes: Collection[str]) -> None:

@@ -26,7 +26,7 @@ def start(run: Parts) -> None:
                     find_unused=run.config.parallel.find_unused == "on")
         run.checkpoint.overlap = not run.step.moves_parameters
         figures = [] if run.validate is None else run.validate.figures
-        metrics = [f"val_{name}" for name in (*(run.step.objective.names or ()), *figures)]
+        metrics = [f"val_{name}" for name in (*(run.step.objective.tally.names or ()), *figures)]
         best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
         run.state.schedule.check_metric(["val_loss", *metrics])
     if run.found is not None:

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,7 @@ from trainer.parallel import COUNT, Objective, Sums, synchronised
 from trainer.progress import Progress
 
 
-@dataclass(frozen=True, kw_only=True)
-class StepResult:
+class StepResult(NamedTuple):
     """What a step came to. All but `seconds` is equal on all ranks."""
 
     step: int
@@ -263,7 +262,7 @@ class Step:
         hunt = contextlib.nullcontext() if rehearsal else self.hunt(slot)
         with synchronised(self.wrapped, last=slot.last), hunt:
             with self.autocast():
-                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else (),
+                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else None,
                                     len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             self.scaler.scale(loss).backward()
