@@ -109,6 +109,8 @@ class Faults:
         self._rank, self._attempt, self._marks = rank, attempt, marks
         self._log = log
         self._lock = threading.Lock()
+        if not self._faults:
+            self.at = self.pulse.beat  # type: ignore[method-assign, assignment]
 
     def at(self, phase: str, *, step: int, epoch: int = 0) -> None:
         """Called at each named point: notes it, and fails if a fault is armed for it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -19,8 +20,9 @@ RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale
 
 LARGEST_TABLE = 10_000
 """Counts in a table that goes into the record: a confusion matrix of 100 classes."""
-PAUSE_S = 0.1
-"""Lines of steps that are faster than this are written together."""
+PAUSE_S = 0.5
+"""Lines of steps that are faster than this are written together: those that a death takes belong to
+steps that are made again, or travel in the save."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
@@ -116,6 +118,8 @@ class Metrics:
         self.recent: list[dict[str, Any]] = []
         """Lines since the last checkpoint, oldest first."""
         self._file: AppendFile | None = None
+        self._unwritten: list[dict[str, Any]] = []
+        self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
 
@@ -128,7 +132,7 @@ class Metrics:
             lacking: those of them that an earlier attempt may not have shown.
         """
         replace_text(path, "".join(encode(line) + "\n" for line in kept))
-        self._file, self._sinks = AppendFile(path, pause_s=PAUSE_S), list(sinks)
+        self._file, self._sinks = AppendFile(path), list(sinks)
         for line in lacking:
             self._show(line, {})
 
@@ -141,6 +145,7 @@ class Metrics:
     @property
     def durable(self) -> bool:
         """Whether no line waits for space on this rank."""
+        self._write()
         return self._file is None or self._file.flush()
 
     def sync(self) -> None:
@@ -149,6 +154,7 @@ class Metrics:
         Raises:
             OSError: lines are left that can't be written.
         """
+        self._write()
         if self._file is not None:
             self._file.sync()
 
@@ -190,6 +196,7 @@ class Metrics:
         """
         for sink in self._sinks:
             sink.close()
+        self._write()
         if self._file is not None:
             self._file.close()
 
@@ -199,7 +206,15 @@ class Metrics:
         # finds missing there is what it has to show again.
         self._show(line, timing)
         if self._file is not None:
-            self._file.append(encode(line).encode() + b"\n")
+            self._unwritten.append(line)
+            if time.monotonic() - self._written_s >= PAUSE_S:
+                self._write()
+
+    def _write(self) -> None:
+        lines, self._unwritten = self._unwritten, []
+        if self._file is not None and lines:
+            self._file.append("".join(encode(line) + "\n" for line in lines).encode())
+            self._written_s = time.monotonic()
 
     def _show(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         for sink in self._sinks:

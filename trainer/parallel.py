@@ -37,6 +37,7 @@ Vector = Tensor | list[float]
 
 _FIXED = ("loss", "count", "samples", "replaced", *WISHES)
 COUNT = _FIXED.index("count")
+_NOTHING = contextlib.nullcontext()
 _NO_WISHES = (False,) * len(WISHES)
 
 
@@ -285,7 +286,7 @@ def wrap(
 def synchronised(wrapped: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
     """Around forward *and* backward of a micro-batch: only the last one's gradients are reduced."""
     if last or not isinstance(wrapped, DistributedDataParallel):
-        return contextlib.nullcontext()
+        return _NOTHING
     return wrapped.no_sync()
 
 

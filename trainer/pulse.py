@@ -52,7 +52,7 @@ class Pulse:
         """Set by who sees that a peer is gone: the main thread is to leave at the next point."""
         self.beat("build", 0)
 
-    def beat(self, point: str, step: int | None = None) -> None:
+    def beat(self, point: str, step: int | None = None, epoch: int = 0) -> None:
         """The point is passed; `step` None: the step it was.
 
         Raises:

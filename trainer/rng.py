@@ -21,9 +21,12 @@ _GOLDEN = 0x9E3779B97F4A7C15
 MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR, REPLACE = range(1, 10)
 
 
-def mix(*parts: int) -> int:
-    """A 64-bit key from integers, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014)."""
-    state = 0
+def mix(*parts: int, state: int = 0) -> int:
+    """A 64-bit key from integers, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+
+    Args:
+        state: the key of the parts before these: mix(a, b) is mix(b, state=mix(a)).
+    """
     for part in parts:
         state = (state + (part & _MASK) * 0xD1B54A32D192ED03 + _GOLDEN) & _MASK
         state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
@@ -42,9 +45,10 @@ def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
         return state ^ (state >> np.uint64(31))
 
 
-def key_generators(*parts: int, devices: bool = True) -> None:
-    """Key the process-wide generators (python, numpy, torch CPU and each device) by `parts`."""
-    key = mix(*parts)
+def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
+    """Key the process-wide generators (python, numpy, torch CPU and each device) by `parts`, which
+    come after those of `state`."""
+    key = mix(*parts, state=state)
     random.seed(key)
     np.random.seed(key & 0xFFFFFFFF)
     # torch.manual_seed takes 0.3 ms, mostly for devices that aren't there.

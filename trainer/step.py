@@ -54,6 +54,9 @@ class StepResult(NamedTuple):
         return None if self.skipped else self.sums.loss / self.sums.count
 
 
+NOTHING = contextlib.nullcontext()
+
+
 class Marks:
     """Two points of the device's time line, so that timing waits for nothing. Nothing off CUDA."""
 
@@ -147,8 +150,7 @@ class Step:
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
     ema: Ema | None = None
-    hunt: Callable[[Slot], contextlib.AbstractContextManager[None]] = (
-        lambda slot: contextlib.nullcontext())
+    hunt: Callable[[Slot], contextlib.AbstractContextManager[None]] = lambda slot: NOTHING
     """Makes the context that looks for what makes a NaN."""
     least_samples: int = 0
     """Samples that a window must have to count; it hasn't where the epoch of a stream ends."""
@@ -156,6 +158,8 @@ class Step:
 
     def __post_init__(self) -> None:
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self.key = rng.mix(self.seed, rng.MICRO)
+        self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.in_progress = False
@@ -258,8 +262,8 @@ class Step:
         slot = micro.slot
         at = self.faults.at if not rehearsal else self.faults.rehearse
         at("forward", step=slot.step, epoch=slot.epoch)
-        rng.key_generators(self.seed, rng.MICRO, slot.step, slot.number)
-        hunt = contextlib.nullcontext() if rehearsal else self.hunt(slot)
+        rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
+        hunt = NOTHING if rehearsal else self.hunt(slot)
         with synchronised(self.wrapped, last=slot.last), hunt:
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else None,

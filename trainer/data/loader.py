@@ -79,7 +79,7 @@ class Loader:
         self.waited_s = 0.0
         """Seconds spent waiting for data so far."""
         self._source = source
-        self._device = device
+        self._device, self._on_host = device, device.type == "cpu"
         self._faults = faults
         self._log = log
         self._told: set[Any] = set()
@@ -93,10 +93,11 @@ class Loader:
         """The micro-batches of the next step; the last one has `slot.last`."""
         del self.read[: len(self.read) - (self._ahead is not None)]
         while True:
-            micro = self._take()
-            self._arrive(micro)
-            if self._stream is not None and not micro.slot.last:
-                self._ahead = self._read()  # its copy runs beside this one's computation
+            micro, self._ahead = self._ahead or self._read(), None
+            if self._stream is not None:
+                self._arrive(micro)
+                if not micro.slot.last:
+                    self._ahead = self._read()  # its copy runs beside this one's computation
             yield micro
             if micro.slot.last:
                 return
@@ -105,7 +106,8 @@ class Loader:
         """The next micro-batch, without taking it."""
         if self._ahead is None:
             self._ahead = self._read()
-        self._arrive(self._ahead)
+        if self._stream is not None:
+            self._arrive(self._ahead)
         return self._ahead
 
     def next_epoch(self) -> None:
@@ -128,20 +130,17 @@ class Loader:
         """End the loader's processes."""
         self._source.close()
 
-    def _take(self) -> Micro:
-        micro, self._ahead = self._ahead, None
-        return micro if micro is not None else self._read()
-
     def _read(self) -> Micro:
         start = time.perf_counter()
         self._faults.pulse.beat("reading", self._next_step)
         micro = next(self._source)
         self._next_step = micro.slot.step + micro.slot.last
         self.waited_s += time.perf_counter() - start
-        self._tell(micro)
+        if micro.replaced:
+            self._tell(micro)
         self._faults.at("data", step=micro.slot.step, epoch=micro.slot.epoch)
         self.read.append(micro)
-        if self._device.type == "cpu":
+        if self._on_host:
             return micro
         if self._stream is None:
             return dataclasses.replace(micro, batch=batches.to_device(micro.batch, self._device))
@@ -161,11 +160,11 @@ class Loader:
 
     def _arrive(self, micro: Micro) -> None:
         """Let the computation's stream wait for the copy, and the allocator know of its use."""
-        if self._stream is not None:
-            current = torch.cuda.current_stream()
-            current.wait_stream(self._stream)
-            for tensor in batches.tensors(micro.batch):
-                tensor.record_stream(current)
+        assert self._stream is not None
+        current = torch.cuda.current_stream()
+        current.wait_stream(self._stream)
+        for tensor in batches.tensors(micro.batch):
+            tensor.record_stream(current)
 
 
 def reading(workers: int, prefetch: int, device: torch.device) -> dict[str, Any]:
