@@ -38,6 +38,30 @@ class TinyMlp:
                        len(labels))
 
 
+@dataclasses.dataclass(frozen=True)
+class SmallResNet:
+    """torchvision's ResNet-18 on random images of 32 x 32, ten classes."""
+
+    samples: int = 5000
+
+    def model(self) -> nn.Module:
+        from torchvision.models import resnet18
+
+        return resnet18(num_classes=10)
+
+    def dataset(self, split: str) -> Dataset | None:
+        if split != "train":
+            return None
+        generator = torch.Generator().manual_seed(0)
+        return Rows(torch.randn(self.samples, 3, 32, 32, generator=generator),
+                    torch.randint(10, (self.samples,), generator=generator))
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
+        images, labels = batch
+        return Outcome(functional.cross_entropy(model(images), labels, reduction="sum"),
+                       len(labels))
+
+
 class Rows(TensorDataset):
     """Tensors in memory, read a batch at a time."""
 
