@@ -52,6 +52,9 @@ class Given:
             raise AttributeError(name)
         return getattr(self.given, name)
 
+    def __str__(self) -> str:
+        return self.path
+
     def _object(self) -> Any:
         if "given" not in vars(self):
             raise ConfigError(

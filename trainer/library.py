@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import os
 import signal
 import sys
@@ -82,6 +83,7 @@ def train(config: Config[Any]) -> Trained:
         else:
             with _settings():
                 _alone(config)
+        gc.collect()  # the parts of a run refer to each other, and hold memory of the device
         return _result(config)
     finally:
         _AT_WORK.release()
@@ -164,7 +166,10 @@ def _alone(config: Config[Any]) -> None:
         raise
     finally:
         if "parts" in watched:
-            watched["parts"].loader.close()
+            parts = watched.pop("parts")
+            parts.loader.close()
+            parts.lock.close()
+            parts.checkpoint.store.close()
         for path in (folder.LOCK, f"{folder.CHECKPOINTS}/.lock"):
             let_go(Path(str(config.run)) / path)
         log.close()
