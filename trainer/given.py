@@ -23,14 +23,14 @@ class Given:
     path: str = ""
     """Module and class of the object."""
     holds: tuple[str, ...] = ()
-    """NAME=VALUE of what it holds; of tensors and arrays the form, of other objects the class."""
+    """NAME=VALUE of a dataclass's fields; of tensors and arrays the form, of other objects the
+    class. Nothing of an object that is no dataclass: its attributes may move."""
 
     @classmethod
     def of(cls, task: Any) -> Given:
         """The object, with what can be said of it."""
-        held = {f.name: getattr(task, f.name) for f in fields(task)} if is_dataclass(task) else (
-            getattr(task, "__dict__", {}))
-        told = tuple(f"{name}={_described(value)}" for name, value in held.items())
+        names = [f.name for f in fields(task)] if is_dataclass(task) else []
+        told = tuple(f"{name}={_described(getattr(task, name))}" for name in names)
         made = cls(path=f"{type(task).__module__}:{type(task).__qualname__}", holds=told)
         object.__setattr__(made, "given", task)
         return made

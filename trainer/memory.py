@@ -37,7 +37,7 @@ class Memory:
     def told(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
         """A line for people, before the first step."""
         found = self.figures(model, optimizer)
-        known = [f"{name} {found[key]:,.1f} MiB" for name, key in (
+        known = [f"{name} {_text(found[key])} MiB" for name, key in (
             ("parameters", "parameters_mb"), ("optimizer", "optimizer_mb"),
             ("activations of a micro-batch", "activations_mb"), ("the peak so far", "peak_mb"),
         ) if found[key] is not None]  # fmt: skip
@@ -141,6 +141,10 @@ class _Kept:
 
 def _size(tensors: Iterable[Tensor]) -> float:
     return sum(t.numel() * t.element_size() for t in tensors) / MIB
+
+
+def _text(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
 
 
 def _rounded(value: float | None) -> float | None:
