@@ -53,6 +53,9 @@ LAYERS = {
 passed in."""
 
 MAX_LINES, MAX_LOOP = 350, 60
+MAX_LEAVES = 75
+"""Flags of the configuration, the task's apart: what one reader of --help can take in. A new one
+has to be worth it, or to take the place of another."""
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 
 
@@ -246,6 +249,10 @@ def test_a_leaf_of_the_configuration_is_read_and_documented(section, leaf, cls):
     assert isinstance(after, ast.Expr), f"{section}.{leaf} has no docstring"
     assert isinstance(after.value, ast.Constant)
     assert str(after.value.value).endswith(".")
+
+
+def test_the_configuration_stays_within_its_budget():
+    assert len(list(leaves())) <= MAX_LEAVES
 
 
 # --- faults

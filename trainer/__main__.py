@@ -267,7 +267,7 @@ def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type:
 def _show_cause(error: BaseException) -> None:
     """The traceback of what the user's own code raised, where that is behind the error."""
     cause = error.__cause__
-    if cause is not None and not isinstance(cause, OSError | ModuleNotFoundError):
+    if cause is not None and not isinstance(cause, OSError):
         traceback.print_exception(cause)
 
 

@@ -57,6 +57,14 @@ def straight(run: str) -> None:
     trainer.train(config(run))
 
 
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory) -> Path:
+    """A run that nothing has happened to."""
+    path = tmp_path_factory.mktemp("library") / "run"
+    ranks(1, alone, straight, str(path), group=False)
+    return path
+
+
 def three_calls(path: str) -> Any:
     torch.manual_seed(5)
     first = train(f"{path}/a")  # what is made once a process is made here
@@ -99,9 +107,8 @@ def test_of_a_dataclass_with_tensors_the_form_is_recorded_and_the_rest_holds(ran
     (signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit"),
 ])  # fmt: skip
 def test_a_stop_is_saved_raised_and_gone_on_from_with_the_same_bits(
-        ranks, tmp_path, number, raised):
+        ranks, undisturbed, tmp_path, number, raised):
     run = str(tmp_path / "run")
-    ranks(1, alone, straight, str(tmp_path / "straight"), group=False)
 
     [((kind, code, cause), moved)] = ranks(1, alone, train, run, 12, "signal", number, group=False)
     kept = inspect(tmp_path / "run")
@@ -111,22 +118,21 @@ def test_a_stop_is_saved_raised_and_gone_on_from_with_the_same_bits(
     assert code == ("" if number == signal.SIGINT else "75")
     assert len(moved) <= 2, "descriptors and threads that a first call makes"
     assert kept["step"] == 6  # the warm-up is the first micro-batch, two make a step
-    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
+    assert not list(differences(undisturbed, tmp_path / "run"))
 
 
 def killed(run: str) -> None:
     trainer.train(config(run, inject=("kill:step=7:phase=backward",)))
 
 
-def test_a_run_that_was_killed_goes_on_with_the_same_bits(ranks, tmp_path):
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(ranks, undisturbed, tmp_path):
     run = str(tmp_path / "run")
-    ranks(1, alone, straight, str(tmp_path / "straight"), group=False)
 
     [outcome] = ranks.outcomes(1, alone, killed, run, group=False)
     ranks(1, alone, straight, run, group=False)
 
     assert outcome.signal == signal.SIGKILL
-    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
+    assert not list(differences(undisturbed, tmp_path / "run"))
 
 
 def fail_and_go_on(run: str) -> Any:
@@ -134,9 +140,9 @@ def fail_and_go_on(run: str) -> Any:
     return failed[0], inspect(Path(run))["step"], train(run)[0][:2]  # the folder is free
 
 
-def test_the_users_own_exception_is_raised_and_the_boundary_before_it_saved(ranks, tmp_path):
+def test_the_users_own_exception_is_raised_and_the_boundary_before_it_saved(
+        ranks, undisturbed, tmp_path):
     run = str(tmp_path / "run")
-    ranks(1, alone, straight, str(tmp_path / "straight"), group=False)
 
     [(told, kept, then)] = ranks(1, alone, fail_and_go_on, run, group=False)
 
@@ -145,7 +151,7 @@ def test_the_users_own_exception_is_raised_and_the_boundary_before_it_saved(rank
     failure = next(e for e in read_events(Path(run) / "events.jsonl") if e["event"] == "failure")
     assert "small_task.py:" in failure["where"]
     assert failure["where"].endswith(" in fail")
-    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
+    assert not list(differences(undisturbed, tmp_path / "run"))
 
 
 class Interrupted(Held):
@@ -236,12 +242,17 @@ def one_step(run: str, task: Any) -> None:
     trainer.train(config(run, task, steps=1))
 
 
-@pytest.mark.parametrize("task", ["small_task:Small", Small, Small()], ids=["path", "class", "it"])
-def test_a_task_that_can_be_made_again_is_recorded_as_on_the_command_line(ranks, tmp_path, task):
-    ranks(1, alone, one_step, str(tmp_path / "run"), task, group=False)
+def one_step_each(folder: str) -> None:
+    for name, task in (("path", "small_task:Small"), ("class", Small), ("instance", Small())):
+        one_step(f"{folder}/{name}", task)
 
-    table = tomllib.loads((tmp_path / "run/config.toml").read_text())["task"]
-    assert table == {"class": "small_task:Small", "drift": 0.0}
+
+def test_a_task_that_can_be_made_again_is_recorded_as_on_the_command_line(ranks, tmp_path):
+    ranks(1, alone, one_step_each, str(tmp_path), group=False)
+
+    for name in ("path", "class", "instance"):
+        table = tomllib.loads((tmp_path / name / "config.toml").read_text())["task"]
+        assert table == {"class": "small_task:Small", "drift": 0.0}
 
 
 def other_data(run: str) -> str:
