@@ -143,7 +143,7 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
                 step = summary.get("best", {}).get("step", 0)
                 return Weights(step, tensorfile.load(product), {}, {})
             return _weights(store, checkpoint, averaged=averaged)
-        except (CheckpointDamaged, OSError, SafetensorError, ValueError) as error:
+        except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
             tries -= 1
             if tries and seen != [info.path for info in store.checkpoints()]:
                 continue

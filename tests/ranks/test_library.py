@@ -19,7 +19,9 @@ from trainer import Config, ConfigError
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 from trainer.config import Batch, Checkpoint, Optim, Ranks
+from trainer.length import Length
 from trainer.log import read_events
+from trainer.reader import find_weights
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -29,7 +31,7 @@ def config(run: Path | str, task: Any = None, **more: Any) -> Config[Any]:
     return Config(**{
         "task": task or Held(), "run": str(run), "steps": 12, "device": "cpu",
         "batch": Batch(global_size=16, micro_size=8), "world": Ranks(threads=1),
-        "checkpoint": Checkpoint(every=trainer.config.Length(4)), "optim": Optim(ema=0.9)} | more)
+        "checkpoint": Checkpoint(every=Length(4)), "optim": Optim(ema=0.9)} | more)
 
 
 def alone(function: Any, *arguments: Any) -> Any:
@@ -266,6 +268,45 @@ def test_a_run_of_other_data_in_memory_is_refused(ranks, tmp_path):
     [found] = ranks(1, alone, other_data, str(tmp_path / "run"), group=False)
 
     assert "the data's fingerprint was" in found
+
+
+def documented(folder: str) -> Any:
+    os.chdir(folder)
+    page = (Path(__file__).parents[2] / "docs/your-own-task.md").read_text()
+    names = {"__name__": "__main__"}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    done = names["done"]
+    return done.summary["step"], (done.model(names["x"]) - names["y"]).square().mean().item()
+
+
+def test_the_lines_that_the_page_opens_with_train(ranks, tmp_path):
+    [(step, error)] = ranks(1, alone, documented, str(tmp_path), group=False)
+
+    assert step == 20 * (2000 // 128)
+    assert error < 4, "of targets with a variance of 8"
+
+
+def read_beside_the_writer(run: str) -> int:
+    """The wait status of a process that reads what this one saves and prunes."""
+    reader = os.fork()
+    if reader == 0:
+        read, before = 0, ""
+        while not (Path(run) / "summary.json").exists():
+            try:
+                find_weights(Path(run), ("last", "best")[read % 2], averaged=False)
+                read += 1
+            except ConfigError as error:
+                before = str(error)
+                if read:  # until there is a first one
+                    print(before)
+                    break
+        os._exit(0 if read > 1 and not before.count("damaged") else 1)
+    trainer.train(config(run, steps=60, checkpoint=Checkpoint(every=Length(1), keep=1)))
+    return os.waitpid(reader, 0)[1]
+
+
+def test_a_checkpoint_is_read_while_the_run_saves_and_prunes(ranks, tmp_path):
+    assert ranks(1, alone, read_beside_the_writer, str(tmp_path / "run"), group=False) == [0]
 
 
 def two_calls(path: str) -> Any:
