@@ -78,10 +78,10 @@ def train(config: Config[Any]) -> Trained:
         raise RuntimeError("train() is at work in this process already, and another one would "
                            "move its random states; start a process for it.")
     try:
-        if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-            _as_rank(config)
-        else:
-            with _settings():
+        with _settings():
+            if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+                _as_rank(config)
+            else:
                 _alone(config)
         gc.collect()  # the parts of a run refer to each other, and hold memory of the device
         return _result(config)

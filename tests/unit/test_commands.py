@@ -148,6 +148,15 @@ def test_what_is_wrong_is_one_clear_error_with_exit_code_2(run, tmp_path, capsys
     assert not (tmp_path / "out").exists()
 
 
+def test_the_summary_says_what_memory_was_needed(run):
+    needed = json.loads((run / "summary.json").read_text())["memory"]
+
+    assert needed["parameters_mb"] == round(4 * 195 / 2**20, 3)
+    assert needed["optimizer_mb"] == round((8 * 195 + 4 * 6) / 2**20, 3)  # a count for each tensor
+    assert 0 < needed["activations_mb"] < 0.1
+    assert needed["peak_mb"] > 50
+
+
 # --- predict
 
 def of_the_run(run: Path, step: int) -> Net:
