@@ -4,11 +4,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trainer.config import Config
+    from trainer.errors import ConfigError
+    from trainer.library import Trained, train
     from trainer.task import Outcome, Task
 
-__all__ = ["Config", "Outcome", "Task"]
+__all__ = ["Config", "ConfigError", "Outcome", "Task", "Trained", "train"]
 
-_HOMES = {"Config": "trainer.config", "Outcome": "trainer.task", "Task": "trainer.task"}
+_HOMES = {
+    "Config": "trainer.config", "ConfigError": "trainer.errors", "Outcome": "trainer.task",
+    "Task": "trainer.task", "Trained": "trainer.library", "train": "trainer.library",
+}  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

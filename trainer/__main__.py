@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import multiprocessing
 import os
 import signal
@@ -18,6 +19,9 @@ from trainer.stop import StopRequest, process_descriptor
 COMMANDS = {
     "inspect": "what is in a run folder",
     "compare": "whether two runs have the same bits",
+    "evaluate": "the metrics of a checkpoint",
+    "predict": "what a checkpoint's model gives for each sample",
+    "export": "a checkpoint's model as files for others, read back and compared",
 }
 PREPARING = ("start", "join", "build", "warm-up", "restore")
 """Phases in which there is nothing that isn't on disk already."""
@@ -77,8 +81,8 @@ def preload(argv: Sequence[str]) -> int:
     return 0
 
 
-def run(arguments: Sequence[str], stop: StopRequest) -> int:
-    """Train as the arguments say; returns the exit code."""
+def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
+    """Train as the arguments say, or as the configuration `given` does; returns the exit code."""
     from trainer import cli
     from trainer.errors import (
         EXIT_COMPLETE,
@@ -121,7 +125,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         _watch_launcher(stop, launch, orders)
         stop.leave_when(lambda: log.phase in PREPARING, leave)
         commands = ", ".join(COMMANDS)
-        config = _PRELOADED.get(tuple(arguments)) or cli.parse(
+        config = given or _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
         log.set_level(config.log.level)
         failure.config = config
@@ -132,7 +136,7 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
         with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
                         launch=launch) as world:
             orders.attach(world)
-            code = _train(config, world, log, stop, agent, failure, watched)
+            code = attempt(config, world, log, stop, agent, failure, watched)
     except ConfigError as error:
         code = error.exit_code
         log.event("refused", why=str(error))
@@ -158,16 +162,25 @@ def run(arguments: Sequence[str], stop: StopRequest) -> int:
     return code
 
 
-def _train(  # type: ignore[no-untyped-def]
-    config, world, log, stop, agent, failure, watched
+def attempt(  # type: ignore[no-untyped-def]
+    config, world, log, stop, agent, failure, watched, *, unwatched=False
 ) -> int:
+    """Collective. Build the run and train to its end; what can be kept of a failure is saved.
+
+    Args:
+        agent: pid of the launcher.
+        watched: is given the "parts", once they are built.
+        unwatched: --watchdog.limit-s auto is no limit.
+    """
     from trainer.build import build
     from trainer.errors import EXIT_COMPLETE, StopRequested
     from trainer.launcher import tell
     from trainer.loop import train
     from trainer.watchdog import Watchdog
 
-    limit_s = None if config.watchdog.limit_s == "auto" else config.watchdog.limit_s
+    limit_s = config.watchdog.limit_s
+    if limit_s == "auto":
+        limit_s = math.inf if unwatched else None
     with Watchdog(world, log, limit_s=limit_s, tell=partial(tell, "failure")) as watchdog:
         parts = watched["parts"] = build(config, world, log, stop, watchdog.pulse)
         watchdog.rescue_with(parts.survive_beside)
@@ -196,10 +209,10 @@ def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-unt
         StopRequested: it came up while a stop was asked for, and nothing is lost.
     """
     from trainer.errors import StopRequested, TrainerError
+    from trainer.failure import forget_workers
     from trainer.network import lost_peer
 
-    # The death of a loader worker is no news any more: torch would raise it, amid anything.
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    forget_workers()
     if isinstance(error, TrainerError):
         parts.abandon()
         return
@@ -254,7 +267,7 @@ def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type:
 def _show_cause(error: BaseException) -> None:
     """The traceback of what the user's own code raised, where that is behind the error."""
     cause = error.__cause__
-    if cause is not None and not isinstance(cause, OSError | ModuleNotFoundError):
+    if cause is not None and not isinstance(cause, OSError):
         traceback.print_exception(cause)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -21,6 +20,7 @@ from trainer import (
     compile_cache,
     faults,
     folder,
+    given,
     parallel,
     precision,
     pretrained,
@@ -159,7 +159,7 @@ def build(
     if config.numerics.anomaly == "on":
         step.hunt = lambda slot: anomaly.hunt(wrapped, work.model, partial(_tell_origin, log, slot))
     collate = getattr(work.task, "collate", batches.collate)
-    workers = _workers(config, work.data["train"], world)
+    workers = loader_workers(config, work.data["train"], world)
     at_place = partial(open_source, config, work, world, state, workers)
     if isinstance(work.data["train"], IterableDataset):
         # No sampler knows where its epochs end: the first window that isn't whole tells.
@@ -178,7 +178,7 @@ def build(
     evaluators = {
         split: None if work.data[split] is None else Evaluator(
             model=work.model, loss=work.task.loss, dataset=work.data[split], collate=collate,
-            batch_size=_evaluation_batch(config), workers=workers, seed=config.seed,
+            batch_size=evaluation_batch(config), workers=workers, seed=config.seed,
             rank=world.rank, num_ranks=world.size, device=world.device, autocast=step.autocast,
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
@@ -217,8 +217,7 @@ def _version(config: Config[Any]) -> str:
     """Changes with the configuration and with the file that the task is written in: whether a
     failure can be the one of the attempt before."""
     hasher = xxhash.xxh3_64(cli.to_toml(config).encode())
-    with contextlib.suppress(OSError, TypeError):  # written where there is no file
-        hasher.update(Path(inspect.getfile(type(config.task))).read_bytes())
+    hasher.update(given.code(config.task))
     return hasher.hexdigest()
 
 
@@ -299,13 +298,13 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
     armed.actions |= {"flip": flip, "corrupt": corrupt, "enospc": no_space}
 
 
-def _workers(config: Config[Any], dataset: Any, world: World) -> int:
+def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
     if config.data.workers != "auto":
         return config.data.workers
     return 0 if in_memory(dataset) else min(2, max(1, world.threads - 1))
 
 
-def _evaluation_batch(config: Config[Any]) -> int:
+def evaluation_batch(config: Config[Any]) -> int:
     size = config.eval.batch_size
     return 2 * config.batch.micro_size if size == "auto" else size
 

@@ -124,3 +124,9 @@ class Logging:
     """Interval of console lines and TensorBoard scalars; metrics.jsonl has each step."""
     level: Literal["debug", "info", "warning", "error"] = leaf("info", "free")
     """Least level of console lines."""
+    sinks: tuple[str, ...] = leaf((), "free")
+    """Your own sinks of steps and validations, as module:Class (called with the run's folder)."""
+
+    def __post_init__(self) -> None:
+        for path in self.sinks:
+            check(":" in path, "log.sinks", path, "write module:Class.")

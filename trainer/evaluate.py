@@ -117,7 +117,7 @@ class Evaluator:
         names: list[str] = []
         table: Tensor | None = None
         # A rank without a batch evaluates the first one too, for the form of the table.
-        for micro in self._batches(mine or range(1)):
+        for micro in self.batches(mine or range(1)):
             if self.stopped():
                 return None
             number = micro.slot.number
@@ -144,7 +144,12 @@ class Evaluator:
             every[number] = torch.tensor(rows[number], dtype=torch.float64)
         return names, every, table
 
-    def _batches(self, numbers: Sequence[int]) -> Iterator[Micro]:
+    def every_batch(self) -> Iterator[Micro]:
+        """All batches of the data set, in order."""
+        stream = isinstance(self.dataset, IterableDataset)
+        return self.batches(() if stream else range(-(-len(self.dataset) // self.batch_size)))
+
+    def batches(self, numbers: Sequence[int]) -> Iterator[Micro]:
         """The batches of these numbers; of a stream, this rank's share."""
         if isinstance(self.dataset, IterableDataset):
             share = StreamBatches(self.dataset, batch_size=self.batch_size, seed=self.seed,

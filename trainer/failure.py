@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import traceback
 from typing import Any
 
@@ -12,6 +13,12 @@ from trainer.errors import EXIT_CONFIG, EXIT_FAILURE
 from trainer.launcher import record_failure, tell
 from trainer.log import Log
 from trainer.network import lost_peer
+
+
+def forget_workers() -> None:
+    """The death of a loader worker is no news any more: torch would raise it, amid anything."""
+    if threading.current_thread() is threading.main_thread():  # elsewhere it raises nothing
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 class Failure:
@@ -32,13 +39,12 @@ class Failure:
     def note(self, error: BaseException, *, step: int | None = None) -> None:
         """Write the failure down, at once, since what follows may take a while; once.
 
-        Main thread only. From here on the death of a loader worker is no news: torch would raise
-        it, in the midst of anything.
+        From here on the death of a loader worker is no news.
 
         Args:
             step: in the making, or just made; default: the last one made.
         """
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        forget_workers()
         if error is self._error:
             return
         self._error, self._echo = error, lost_peer(error)

@@ -91,6 +91,13 @@ class ByteLocks:
                 self._fd = None
 
 
+def let_go(path: Path) -> None:
+    """Give back all that this process holds of a lock file, by whatever instance: closing any
+    descriptor does."""
+    with suppress(FileNotFoundError):
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+
 class RunLock:
     """The lock file of a run folder: it belongs to one attempt, named by its nonce.
 

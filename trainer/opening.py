@@ -20,7 +20,7 @@ from trainer.level import Lines
 from trainer.log import Log
 from trainer.metrics import Metrics, Sink
 from trainer.prepare import REMEDY, Work
-from trainer.sinks import Console, TensorBoard
+from trainer.sinks import Console, Own, TensorBoard
 from trainer.source import Found
 from trainer.state import TrainState
 from trainer.world import World
@@ -78,6 +78,7 @@ def open_metrics(
     if world.is_main:
         sinks.append(Console(log, total=total, every=every, start=position,
                              bar=sys.stderr.isatty()))
+        sinks += [Own(name, make, path, log) for name, make in work.sinks.items()]
     metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking)
 
 

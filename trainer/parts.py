@@ -21,6 +21,7 @@ from trainer.evaluate import Evaluator
 from trainer.folder import EVENTS, Identity
 from trainer.lock import RunLock
 from trainer.log import Log
+from trainer.memory import Memory
 from trainer.metrics import Metrics
 from trainer.pictures import Pictures
 from trainer.prepare import Intervals
@@ -60,6 +61,7 @@ class Parts:
     """Whether `survive_beside` has brought the state to disk."""
     pictures: Pictures | None = None
     """Where the task draws some, on rank 0."""
+    memory: Memory = field(default_factory=Memory)
     card: dict[str, Any] = field(default_factory=dict)
     """What the run consists of, for people."""
 

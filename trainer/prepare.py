@@ -20,6 +20,7 @@ from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import Plan
 from trainer.errors import ConfigError
 from trainer.length import Length
+from trainer.task import SPLITS, load_object
 from trainer.world import World
 
 REMEDY = ("mend it, or go on with others in the place of such samples: --data.on-error skip")
@@ -49,6 +50,8 @@ class Work:
     plan: Plan
     intervals: Intervals
     fingerprint: str
+    sinks: dict[str, Any]
+    """The user's own, by name: what makes each."""
     card: dict[str, Any]
 
 
@@ -61,28 +64,15 @@ def prepare(config: Config[Any], world: World) -> Work:
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     task = bind_seed(config.task, config.seed)
-    data = {}
-    for split in ("train", "validation", "test"):
-        rng.key_generators(config.seed, rng.DATA)
-        data[split] = task.dataset(split)
-        if split != "train" and data[split] is not None and known_length(data[split]) == 0:
-            data[split] = None
+    data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "
                           "that has raised is at its end, with no sample to take instead; let the "
                           "data set's own __iter__ or lane() pass over bad samples, and use "
                           "--data.on-error stop.")
+    sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
     plan, intervals = _plan(config, data, world)
-    rng.key_generators(config.seed, rng.MODEL)
-    model = task.model()
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
-    _check_storable(model)
-    model.train()
-    choice = precision.choose(config.precision, model, world.device,
-                              eager=config.numerics.anomaly == "on")
-    layout = torch.channels_last if choice.channels_last else torch.preserve_format
-    model = model.to(world.device, memory_format=layout)  # type: ignore[call-overload]
+    model, choice = make_model(task, config, world.device)
     synced = 0
     if config.parallel.sync_bn == "auto":
         model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
@@ -101,8 +91,35 @@ def prepare(config: Config[Any], world: World) -> Work:
         "recomputed_blocks": recomputed,
     }
     return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
-                 intervals=intervals, card=card,
+                 intervals=intervals, card=card, sinks=sinks,
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
+
+
+def make_data(task: Any, config: Config[Any], split: str) -> Any:
+    """A split's data set; None where there is none, or nothing in it to evaluate."""
+    rng.key_generators(config.seed, rng.DATA)
+    data = task.dataset(split)
+    return None if split != "train" and data is not None and known_length(data) == 0 else data
+
+
+def make_model(
+    task: Any, config: Config[Any], device: torch.device
+) -> tuple[nn.Module, precision.Choice]:
+    """The freshly initialised model, in training mode, where and as it is to compute.
+
+    Raises:
+        ConfigError: it is none, or no checkpoint could hold it.
+    """
+    rng.key_generators(config.seed, rng.MODEL)
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
+    _check_storable(model)
+    model.train()
+    choice = precision.choose(config.precision, model, device,
+                              eager=config.numerics.anomaly == "on")
+    layout = torch.channels_last if choice.channels_last else torch.preserve_format
+    return model.to(device, memory_format=layout), choice  # type: ignore[call-overload]
 
 
 def _plan(

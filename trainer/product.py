@@ -91,6 +91,7 @@ def finish(run: Parts) -> dict[str, Any]:
         "attempts": run.identity.attempt + 1,
         "stopped_early": last < run.intervals.total,
         "save_waits": run.checkpoint.waits,
+        "memory": run.memory.figures(run.state.model, run.state.optimizer),
     }  # fmt: skip
     figures = {} if best.value is None else {f"final/best_{best.metric}": best.value}
     if scores is not None:

@@ -44,9 +44,12 @@ class Pulse:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         descriptor = -1
         if hasattr(os, "memfd_create"):
-            descriptor = os.memfd_create(NAME)  # stays open: found in /proc/PID/fd by its name
+            descriptor = os.memfd_create(NAME)
             os.ftruncate(descriptor, _SIZE)
+        # Its own copy of the descriptor is found in /proc/PID/fd by its name, while it lives.
         self._memory = memoryview(mmap.mmap(descriptor, _SIZE))
+        if descriptor >= 0:
+            os.close(descriptor)
         self._clock, self._step, self._put = clock, 0, _PLACE.pack_into
         self.lost = False
         """Set by who sees that a peer is gone: the main thread is to leave at the next point."""

@@ -6,6 +6,7 @@ import contextlib
 import os
 import platform
 import time
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -166,6 +167,48 @@ class Console:
         if self._bar is not None:
             self._bar.close()
             self._log.echo = None
+
+
+class Own:
+    """A sink of the user's. What it raises costs a warning, and that sink: nothing else depends
+    on it. It gets copies of the lines.
+
+    Args:
+        make: called with the run's folder; returns a `Sink`.
+    """
+
+    def __init__(self, name: str, make: Callable[[Path], Any], folder: Path, log: Log) -> None:
+        self._name, self._log, self._sink = name, log, None
+        self._sink = self._try(make, folder)
+
+    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
+        self._call("step", dict(line), timing)
+
+    def validation(self, line: dict[str, Any]) -> None:
+        self._call("validation", dict(line))
+
+    def picture(self, image: Any, step: int) -> None:
+        if hasattr(self._sink, "picture"):
+            self._call("picture", image, step)
+
+    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
+        self._call("finish", settings, figures, step)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._sink is not None:
+            self._try(lambda: getattr(self._sink, method)(*arguments))
+
+    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self._sink = None
+            self._log.warning(f"--log.sinks {self._name} has failed, and is left out from here:\n"
+                              + "".join(traceback.format_exception(error)).rstrip())
+            return None
 
 
 def _columns(line: dict[str, Any]) -> str:

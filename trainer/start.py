@@ -7,6 +7,7 @@ import dataclasses
 import torch
 from torch import nn
 
+from trainer import memory
 from trainer.agreement import checksums
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError
@@ -22,8 +23,9 @@ def start(run: Parts) -> None:
     if run.progress.step < run.intervals.total:
         run.log.phase = "warm-up"
         with run.world.patient():
-            warm_up(run.step, run.loader, run.world,
-                    find_unused=run.config.parallel.find_unused == "on")
+            run.memory.activations_mb = warm_up(
+                run.step, run.loader, run.world,
+                find_unused=run.config.parallel.find_unused == "on")
         run.checkpoint.overlap = not run.step.moves_parameters
         figures = [] if run.validate is None else run.validate.figures
         metrics = [f"val_{name}" for name in (*(run.step.objective.tally.names or ()), *figures)]
@@ -35,10 +37,13 @@ def start(run: Parts) -> None:
         run.checkpoint.load(run.found)
         if run.progress.validated == run.progress.step:
             run.draw(again=False)  # where it was lost with rank 0
+    run.log.info(run.memory.told(run.state.model, run.state.optimizer))
     run.state.key_rng(run.world.rank)
 
 
-def warm_up(step: Step, loader: Loader, world: World, *, find_unused: bool = False) -> None:
+def warm_up(
+    step: Step, loader: Loader, world: World, *, find_unused: bool = False
+) -> float | None:
     """Collective. One synchronised forward and backward of the first real micro-batch.
 
     DDP reorders its buckets after the first backward, which moves the bits of sums over three or
@@ -47,12 +52,17 @@ def warm_up(step: Step, loader: Loader, world: World, *, find_unused: bool = Fal
 
     It also tells whether the model's own forward moves its parameters, as few do
     (`step.moves_parameters`).
+
+    Returns:
+        MiB of the micro-batch's activations; None where they can't be told.
     """
     step.buffers.keep()
     before = checksums(step.model.parameters())
     micro = loader.peek()
     slot = dataclasses.replace(micro.slot, last=True)
-    step.forward_backward(dataclasses.replace(micro, slot=slot), rehearsal=True)
+    activations = memory.activations(
+        step.model, lambda: step.forward_backward(
+            dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
     if world.size > 1 and not find_unused:
         refuse_unused(step, world)
     step.objective.take_sums(world.size)
@@ -61,6 +71,7 @@ def warm_up(step: Step, loader: Loader, world: World, *, find_unused: bool = Fal
     step.optimizer.zero_grad(set_to_none=True)
     moved = (checksums(step.model.parameters()) != before).any().double().cpu()
     step.moves_parameters = bool(world.all_sum(moved))
+    return activations
 
 
 def refuse_unused(step: Step, world: World) -> None:

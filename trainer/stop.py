@@ -13,7 +13,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
-from typing import NoReturn
+from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LAST_S = 60.0
@@ -44,7 +44,6 @@ class StopRequest:
         self.senders: Counter[int] = Counter()
         self._clock = clock
         self._numbers: set[signal.Signals] = set()
-        self._shielded = False
         self._interrupts = 0
         self._told, self._tell = os.pipe()
         os.set_blocking(self._tell, False)
@@ -53,20 +52,41 @@ class StopRequest:
         self._idle: Callable[[], bool] = lambda: False
         self._leave: Callable[[], int] = lambda: 1
         self._leaving = threading.Lock()
+        self._before: dict[int, Any] = {}  # handlers
+        self._wakeup_before = -1
+        self._taker: threading.Thread | None = None
+        self._over = False
 
     def install(self) -> None:
         """Handle the signals from now on. As early as possible: before torch is imported."""
         for number in SIGNALS:
             # `nohup` ignores SIGHUP so that the run outlives its terminal: leave it so.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+                self._before[number] = signal.signal(number, self._handle)
                 self._numbers.add(number)
         # Python's handlers wait for the main thread; this is written by the signal itself.
-        signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
+        self._wakeup_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=lambda: self._over or signal.set_wakeup_fd(-1))
         signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the thread, which inherits it
         threading.Thread(target=self._attend, name="stop", daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+    def uninstall(self) -> None:
+        """Leave the signals as they were before `install`. Main thread only."""
+        self._over = True
+        self._wake()
+        if self._taker is not None:
+            signal.pthread_kill(self._taker.ident or 0, signal.SIGUSR1)
+            self._taker.join()
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.set_wakeup_fd(self._wakeup_before)
+        for number, handler in self._before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+    def close(self) -> None:
+        """Let go of what a request that was never installed holds."""
+        for descriptor in (self._told, self._tell):
+            os.close(descriptor)
 
     def shield(self) -> None:
         """Let a thread of its own take the signals, which sees who sends them.
@@ -74,10 +94,10 @@ class StopRequest:
         Main thread only. What it starts from now on (compilers, loader processes) has the signals
         blocked: it outlives one that is sent to the whole process group.
         """
-        if not self._shielded:
-            self._shielded = True
+        if self._taker is None and self._numbers:  # where they are another's, they stay so
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-            threading.Thread(target=self._take, name="stop-signals", daemon=True).start()
+            self._taker = threading.Thread(target=self._take, name="stop-signals", daemon=True)
+            self._taker.start()
 
     def request(self, reason: str) -> None:
         """Ask for a stop at the next step boundary."""
@@ -141,11 +161,13 @@ class StopRequest:
     def _take(self) -> None:
         while True:
             info = signal.sigwaitinfo(self._numbers)
+            if self._over:
+                return
             self.senders[info.si_pid] += 1
             self._wake(info.si_signo)
 
     def _attend(self) -> None:
-        while True:
+        while not self._over:
             left_s = self.since_s + self._grace_s - self._clock() if self.requested else math.inf
             timeout_s = None if left_s == math.inf else max(0.0, left_s)
             if select.select([self._told], [], [], timeout_s)[0]:

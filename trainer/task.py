@@ -146,7 +146,7 @@ def load_object(path: str, flag: str) -> Any:
             module_name == error.name or module_name.startswith(error.name + "."))
         why = ("there is no such module on the import path; run from its folder or install it"
                if absent else f"importing {module_name} raised {type(error).__name__}: {error}")
-        raise ConfigError(f"{flag} {path}: {why}.") from error
+        raise ConfigError(f"{flag} {path}: {why}.") from (None if absent else error)
     if not name or not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
         near = difflib.get_close_matches(name, public, n=1)

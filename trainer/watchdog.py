@@ -77,11 +77,16 @@ class Watchdog:
                 identity=self._identity, report=self._look(self._clock()), tick_s=self._tick_s,
                 clock=self._clock,
             )  # fmt: skip
-        threading.Thread(target=self._run, name="watchdog", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+        if self._world.store is None:  # with one, the thread may be waiting for its host
+            self._thread.join()
+            for descriptor in (self._woken, self._wake):
+                os.close(descriptor)
 
     def rescue_with(self, rescue: Callable[[], bool]) -> None:
         """How to save the last boundary beside a main thread that can't; tells whether it could."""

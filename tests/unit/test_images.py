@@ -370,3 +370,12 @@ def test_half_precision_logits_are_judged_in_full():
     batch = torch.zeros(4, 1, 28, 28), torch.tensor([1, 2, 3, 4])
 
     assert Images().loss(Fixed(logits), batch).total.dtype == torch.float32
+
+
+def test_a_model_of_ones_own_is_named_by_an_import_path():
+    model = Images(architecture="small_task:Classifier").model()
+
+    assert type(model).__name__ == "Classifier"
+    assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
+    with pytest.raises(ConfigError, match=r"--task\.model small_task:Clasifier: .* did you mean"):
+        Images(architecture="small_task:Clasifier").model()

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainer.errors import ConfigError
+from trainer.task import load_object
 
 IMAGE_SIZE = 28
 
@@ -66,6 +67,17 @@ def torchvision_model(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> n
     net.register_forward_pre_hook(
         functools.partial(_as_photograph, size=_accepted_size(net, size)))
     return net
+
+
+def classifier(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
+    """torchvision's of this name, or your own `module:Class`, called with the number of classes.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if ":" in name:
+        return load_object(name, "--task.model")(classes)
+    return torchvision_model(name, classes, size)
 
 
 def pretrained(name: str, weights: str, classes: int) -> nn.Module:

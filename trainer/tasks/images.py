@@ -25,7 +25,7 @@ from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import SPLITS, Outcome
 from trainer.tasks import fashion_mnist
-from trainer.tasks.image_models import SmallCNN, torchvision_model
+from trainer.tasks.image_models import SmallCNN, classifier
 
 Data = Literal["sample", "fashion-mnist"]
 Norm = Literal["batch", "group", "none"]
@@ -85,8 +85,8 @@ class Images:
     """Folder where the full set is looked for first, and into which it is downloaded."""
     architecture: Annotated[str, tyro.conf.arg(name="model")] = dataclasses.field(
         default="cnn", metadata={"flag": "model"})  # `model` itself is the method
-    """cnn (two convolutions, 422,000 weights), or a classifier of torchvision.models, as
-    resnet18."""
+    """cnn (two convolutions, 422,000 weights), a classifier of torchvision.models, as resnet18,
+    or your own as module:Class (called with the number of classes)."""
     norm: Norm = "batch"
     """Normalisation in the cnn. group: the result doesn't depend on the micro-batch size."""
     augment: Augment = "flip"
@@ -147,7 +147,7 @@ class Images:
         """
         if self.architecture == "cnn":
             return SmallCNN(self.norm, self.dropout)
-        return torchvision_model(self.architecture)
+        return classifier(self.architecture)
 
     def dataset(self, split: str) -> ImageSet | None:
         """The images of a split; None where nothing is held out for validation.

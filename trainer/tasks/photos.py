@@ -21,7 +21,7 @@ from trainer.confusion import Figure, confusion, macro
 from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import Outcome
-from trainer.tasks.image_models import pretrained, torchvision_model
+from trainer.tasks.image_models import classifier, pretrained
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation of each channel, 0 to 1: what torchvision's weights are made with."""
@@ -72,7 +72,8 @@ class Photos:
     """What lies in the root."""
     architecture: Annotated[str, tyro.conf.arg(name="model")] = field(
         default="resnet18", metadata={"flag": "model"})  # `model` itself is the method
-    """A classifier of torchvision.models."""
+    """A classifier of torchvision.models, or your own as module:Class (called with the number of
+    classes)."""
     weights: str | None = None
     """Start from these weights of torchvision, as IMAGENET1K_V1 or DEFAULT; the last layer is new
     where the classes are others. Sizes and normalisation are then theirs."""
@@ -121,7 +122,7 @@ class Photos:
         if self.weights is not None:
             return pretrained(self.architecture, self.weights, len(self.class_names))
         side = _SIDE if self.data == "cifar-10" else self._sizes()[0]
-        return torchvision_model(self.architecture, len(self.class_names), size=side)
+        return classifier(self.architecture, len(self.class_names), size=side)
 
     def dataset(self, split: str) -> Dataset | None:
         """The images of a split, random-resized-cropped and flipped where they are trained on.

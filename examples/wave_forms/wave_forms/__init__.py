@@ -1,0 +1,1 @@
+"""Wave forms in noise: a user's package, trained by `trainer`."""

@@ -1,0 +1,354 @@
+"""The library call: in a process of the user's own, and as a rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_task import Held, Small, fail, interrupt_twice, process_state, samples, send
+
+import trainer
+from trainer import Config, ConfigError
+from trainer.commands.compare import differences
+from trainer.commands.inspect import inspect
+from trainer.config import Batch, Checkpoint, Optim, Ranks
+from trainer.length import Length
+from trainer.log import read_events
+from trainer.reader import find_weights
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+def config(run: Path | str, task: Any = None, **more: Any) -> Config[Any]:
+    """12 steps of two micro-batches."""
+    return Config(**{
+        "task": task or Held(), "run": str(run), "steps": 12, "device": "cpu",
+        "batch": Batch(global_size=16, micro_size=8), "world": Ranks(threads=1),
+        "checkpoint": Checkpoint(every=Length(4)), "optim": Optim(ema=0.9)} | more)
+
+
+def alone(function: Any, *arguments: Any) -> Any:
+    """In a rank: the call in a process that no launcher has started."""
+    for name in LAUNCHERS:
+        os.environ.pop(name, None)
+    return function(*arguments)
+
+
+def train(run: str, at: int = 0, act: str = "", number: int = 0, **more: Any) -> Any:
+    """What came of a call: figures, or the name of what it raised and its cause."""
+    action = {"": None, "signal": send(number), "fail": fail, "twice": interrupt_twice}[act]
+    before = process_state()
+    try:
+        done = trainer.train(config(run, Held(at, action), **more))
+    except BaseException as error:
+        told: Any = (type(error).__name__, str(error), type(error.__cause__).__name__)
+    else:
+        weights = {n: v.clone() for n, v in done.model.state_dict().items()}
+        told = (done.model.training, done.summary["step"], str(done.folder), weights)
+    return told, [a for a, b in zip(before, process_state(), strict=True) if a != b]
+
+
+def straight(run: str) -> None:
+    trainer.train(config(run))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(ranks, tmp_path_factory) -> Path:
+    """A run that nothing has happened to."""
+    path = tmp_path_factory.mktemp("library") / "run"
+    ranks(1, alone, straight, str(path), group=False)
+    return path
+
+
+def three_calls(path: str) -> Any:
+    torch.manual_seed(5)
+    first = train(f"{path}/a")  # what is made once a process is made here
+    return first[0], train(f"{path}/b"), train(f"{path}/a")
+
+
+def test_tensors_in_memory_train_and_the_same_call_returns_the_finished_run(ranks, tmp_path):
+    [(first, (other, moved), (again, moved_again))] = ranks(
+        1, alone, three_calls, str(tmp_path), group=False)
+
+    assert first[:3] == (False, 12, f"{tmp_path}/a")
+    assert again[:3] == first[:3]
+    assert moved == moved_again == []
+    assert all(torch.equal(first[3][n], v) and torch.equal(other[3][n], v)
+               for n, v in again[3].items())
+    assert not list(differences(tmp_path / "a", tmp_path / "b"))
+    table = tomllib.loads((tmp_path / "a/config.toml").read_text())["task"]
+    assert table["class"] == "trainer.given:Given"
+    assert table["path"] == "small_task:Held"
+    assert table["holds"] == []
+
+
+@dataclasses.dataclass(frozen=True)
+class Kept(Small):
+    x: torch.Tensor = dataclasses.field(default_factory=lambda: samples(96, 0)[0])
+
+
+def test_of_a_dataclass_with_tensors_the_form_is_recorded_and_the_rest_holds(ranks, tmp_path):
+    run = str(tmp_path / "run")
+    ranks(1, alone, one_step, run, Kept(), group=False)
+
+    [found] = ranks(1, alone, told, one_step, run, Kept(drift=0.5), group=False)
+
+    table = tomllib.loads((tmp_path / "run/config.toml").read_text())["task"]
+    assert table["holds"] == ["drift=0.0", "x=Tensor float32 96x6"]
+    assert "--task.holds was" in found
+
+
+@pytest.mark.parametrize(("number", "raised"), [
+    (signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit"),
+])  # fmt: skip
+def test_a_stop_is_saved_raised_and_gone_on_from_with_the_same_bits(
+        ranks, undisturbed, tmp_path, number, raised):
+    run = str(tmp_path / "run")
+
+    [((kind, code, cause), moved)] = ranks(1, alone, train, run, 12, "signal", number, group=False)
+    kept = inspect(tmp_path / "run")
+    ranks(1, alone, straight, run, group=False)
+
+    assert (kind, cause) == (raised, "StopRequested")
+    assert code == ("" if number == signal.SIGINT else "75")
+    assert len(moved) <= 2, "descriptors and threads that a first call makes"
+    assert kept["step"] == 6  # the warm-up is the first micro-batch, two make a step
+    assert not list(differences(undisturbed, tmp_path / "run"))
+
+
+def test_a_second_interrupt_does_not_wait_for_the_step(ranks, undisturbed, tmp_path):
+    run = str(tmp_path / "run")
+
+    [(told, _)] = ranks(1, alone, train, run, 12, "twice", group=False)
+    kept = inspect(tmp_path / "run")["step"]
+    ranks(1, alone, straight, run, group=False)
+
+    assert told == ("KeyboardInterrupt", "", "StopRequested")
+    assert kept == 5
+    assert not list(differences(undisturbed, tmp_path / "run"))
+
+
+def killed(run: str) -> None:
+    trainer.train(config(run, inject=("kill:step=7:phase=backward",)))
+
+
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(ranks, undisturbed, tmp_path):
+    run = str(tmp_path / "run")
+
+    [outcome] = ranks.outcomes(1, alone, killed, run, group=False)
+    ranks(1, alone, straight, run, group=False)
+
+    assert outcome.signal == signal.SIGKILL
+    assert not list(differences(undisturbed, tmp_path / "run"))
+
+
+def fail_and_go_on(run: str) -> Any:
+    failed = train(run, 12, "fail")
+    return failed[0], inspect(Path(run))["step"], train(run)[0][:2]  # the folder is free
+
+
+def test_the_users_own_exception_is_raised_and_the_boundary_before_it_saved(
+        ranks, undisturbed, tmp_path):
+    run = str(tmp_path / "run")
+
+    [(told, kept, then)] = ranks(1, alone, fail_and_go_on, run, group=False)
+
+    assert told == ("KeyError", '"the user\'s own mistake"', "NoneType")
+    assert (kept, then) == (5, (False, 12))
+    failure = next(e for e in read_events(Path(run) / "events.jsonl") if e["event"] == "failure")
+    assert "small_task.py:" in failure["where"]
+    assert failure["where"].endswith(" in fail")
+    assert not list(differences(undisturbed, tmp_path / "run"))
+
+
+class Interrupted(Held):
+    def dataset(self, split: str) -> Any:
+        send(signal.SIGINT)()
+        raise AssertionError("the interrupt comes first")
+
+
+def interrupted(run: str) -> str:
+    try:
+        trainer.train(config(run, Interrupted()))
+    except KeyboardInterrupt:
+        return "interrupted"
+    return ""
+
+
+def test_an_interrupt_before_there_is_anything_to_save_is_raised_at_once(ranks, tmp_path):
+    run = str(tmp_path / "run")
+
+    assert ranks(1, alone, interrupted, run, group=False) == ["interrupted"]
+    assert not (tmp_path / "run").exists()
+
+
+def in_a_thread(run: str) -> Any:
+    found: list[Any] = []
+    before = process_state()[0]
+    done = threading.Thread(target=lambda: found.append(train(run)[0]))
+    done.start()
+    done.join()
+    failed = threading.Thread(target=lambda: found.append(train(f"{run}-2", 12, "fail")[0]))
+    failed.start()
+    failed.join()
+    return found[0][:2], found[1][0], process_state()[0] == before
+
+
+def test_in_another_thread_it_trains_and_leaves_the_signals_alone(ranks, tmp_path):
+    run = str(tmp_path / "run")
+
+    assert ranks(1, alone, in_a_thread, run, group=False) == [((False, 12), "KeyError", True)]
+
+
+def told(function: Any, *arguments: Any) -> str:
+    """What a call raises, as text."""
+    try:
+        function(*arguments)
+    except (RuntimeError, ConfigError) as error:
+        return str(error)
+    return ""
+
+
+def one_in_the_other(run: str) -> str:
+    return told(trainer.train, config(run, Held(8, lambda: straight(f"{run}/inner"))))
+
+
+def test_a_second_training_at_the_same_time_is_refused(ranks, tmp_path):
+    run = str(tmp_path / "run")
+
+    assert "at work in this process already" in ranks(
+        1, alone, one_in_the_other, run, group=False)[0]
+
+
+REFUSED = {
+    "no task": ({"task": object()}, "--task object: it has no method model, dataset, loss"),
+    "no such task": ({"task": "small_task:Smal"}, "did you mean small_task:Small?"),
+    "a class that wants arguments": ({"task": type("Odd", (Held,), {
+        "__init__": lambda self, x: None})}, "--task Odd: "),
+    "too large a batch": (
+        {"batch": Batch(global_size=128, micro_size=8)}, "--batch.global-size 128: the training"),
+    "no such device": ({"device": "tpu"}, "--device tpu: there is no such device"),
+    "a sink that isn't there": (
+        {"log": trainer.config.Logging(sinks=("small_task:Sink",))}, "--log.sinks small_task:Sink"),
+}  # fmt: skip
+
+
+def refusals(run: str) -> list[str]:
+    return [told(trainer.train, config(run, **more)) for more, _ in REFUSED.values()]
+
+
+def test_a_refusal_is_one_config_error_and_starts_nothing(ranks, tmp_path):
+    [found] = ranks(1, alone, refusals, str(tmp_path / "run"), group=False)
+
+    for what, text in zip(REFUSED, found, strict=True):
+        assert REFUSED[what][1] in text, what
+    assert not (tmp_path / "run").exists()
+
+
+def one_step(run: str, task: Any) -> None:
+    trainer.train(config(run, task, steps=1))
+
+
+def one_step_each(folder: str) -> None:
+    for name, task in (("path", "small_task:Small"), ("class", Small), ("instance", Small())):
+        one_step(f"{folder}/{name}", task)
+
+
+def test_a_task_that_can_be_made_again_is_recorded_as_on_the_command_line(ranks, tmp_path):
+    ranks(1, alone, one_step_each, str(tmp_path), group=False)
+
+    for name in ("path", "class", "instance"):
+        table = tomllib.loads((tmp_path / name / "config.toml").read_text())["task"]
+        assert table == {"class": "small_task:Small", "drift": 0.0}
+
+
+def other_data(run: str) -> str:
+    task = Held()
+    trainer.train(config(run, task, steps=4))
+    task.x = samples(96, 9)[0]
+    return told(trainer.train, config(run, task))
+
+
+def test_a_run_of_other_data_in_memory_is_refused(ranks, tmp_path):
+    [found] = ranks(1, alone, other_data, str(tmp_path / "run"), group=False)
+
+    assert "the data's fingerprint was" in found
+
+
+def documented(folder: str) -> Any:
+    os.chdir(folder)
+    page = (Path(__file__).parents[2] / "docs/your-own-task.md").read_text()
+    names = {"__name__": "__main__"}
+    exec(page.partition("```python\n")[2].partition("```")[0], names)
+    done = names["done"]
+    return done.summary["step"], (done.model(names["x"]) - names["y"]).square().mean().item()
+
+
+def test_the_lines_that_the_page_opens_with_train(ranks, tmp_path):
+    [(step, error)] = ranks(1, alone, documented, str(tmp_path), group=False, timeout_s=100)
+
+    assert step == 10 * (2000 // 128)
+    assert error < 7, "of targets with a variance of 8"
+
+
+def read_beside_the_writer(run: str) -> int:
+    """The wait status of a process that reads what this one saves and prunes."""
+    reader = os.fork()
+    if reader == 0:
+        read, before = 0, ""
+        while not (Path(run) / "summary.json").exists():
+            try:
+                find_weights(Path(run), ("last", "best")[read % 2], averaged=False)
+                read += 1
+            except ConfigError as error:
+                before = str(error)
+                if read:  # until there is a first one
+                    print(before)
+                    break
+        os._exit(0 if read > 1 and not before.count("damaged") else 1)
+    trainer.train(config(run, steps=30, checkpoint=Checkpoint(every=Length(1), keep=1)))
+    return os.waitpid(reader, 0)[1]
+
+
+def test_a_checkpoint_is_read_while_the_run_saves_and_prunes(ranks, tmp_path):
+    run = str(tmp_path / "run")
+
+    assert ranks(1, alone, read_beside_the_writer, run, group=False, timeout_s=100) == [0]
+
+
+def two_calls(path: str) -> Any:
+    before = process_state()[0]
+    return [train(f"{path}/{name}")[0] for name in ("a", "b")], process_state()[0] == before
+
+
+def test_ranks_of_a_launcher_train_together_and_go_on_in_the_same_script(ranks, tmp_path):
+    (ours, as_before), (theirs, _) = ranks(2, two_calls, str(tmp_path), group=False)
+
+    assert as_before, "the handlers of signals"
+
+    for (mode, step, _, weights), (_, _, _, others) in zip(ours, theirs, strict=True):
+        assert (mode, step) == (False, 12)
+        assert all(torch.equal(v, others[n]) for n, v in weights.items())
+    assert not list(differences(tmp_path / "a", tmp_path / "b"))
+
+
+def refused(run: str) -> None:
+    trainer.train(config(run, batch=Batch(global_size=128, micro_size=8)))
+
+
+def stopped(run: str) -> None:
+    trainer.train(config(run, Held(5, send(signal.SIGTERM))))
+
+
+@pytest.mark.parametrize(("function", "code"), [(refused, 2), (stopped, 75)])
+def test_a_rank_leaves_with_the_exit_codes_of_the_command_line(ranks, tmp_path, function, code):
+    outcomes = ranks.outcomes(2, function, str(tmp_path / "run"), group=False)
+
+    assert [outcome.exit_code for outcome in outcomes] == [code, code]

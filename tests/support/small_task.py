@@ -1,0 +1,127 @@
+"""A small task with everything that an evaluation has: batch norm, metrics, a table, figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from trainer import Outcome, losses
+from trainer.confusion import confusion, macro
+
+
+class Net(nn.Module):
+    """Two layers with a norm between them; `drift` makes no output like the one before."""
+
+    def __init__(self, drift: float = 0.0) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU())
+        self.head = nn.Linear(16, 3)
+        self.drift, self.calls = drift, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += self.drift > 0
+        return self.head(self.body(x)) + self.drift * self.calls
+
+
+def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(count, 6, generator=generator)
+    return x, x[:, :3].argmax(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Small:
+    """Which of the first three of six numbers is the largest."""
+
+    drift: float = 0.0
+
+    def model(self) -> nn.Module:
+        return Net(self.drift)
+
+    def dataset(self, split: str) -> TensorDataset:
+        count, seed = {"train": (96, 0), "validation": (50, 1), "test": (30, 2),
+                       "predict": (7, 3)}[split]
+        return TensorDataset(*samples(count, seed))
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        x, y = batch
+        logits = model(x)
+        found = logits.argmax(1)
+        return Outcome(*losses.named("cross-entropy")(logits, y),
+                       metrics={"accuracy": ((found == y).sum(), len(y))},
+                       table=confusion(found, y, 3))
+
+    def figures(self) -> dict[str, Any]:
+        return {"f1": macro("f1")}
+
+
+class Classifier(nn.Sequential):
+    """Of grey images, for --task.model."""
+
+    def __init__(self, classes: int) -> None:
+        super().__init__(nn.Flatten(), nn.Linear(784, classes))
+
+
+class Held:
+    """The same as a plain object with its tensors in memory, and something to do at a batch.
+
+    Args:
+        at: of the training micro-batches that this object has seen, at which to `act`.
+    """
+
+    def __init__(self, at: int = 0, act: Callable[[], None] | None = None) -> None:
+        self.x, self.y = samples(96, 0)
+        self.at, self.act = at, act
+        self.seen = [0]
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def dataset(self, split: str) -> TensorDataset | None:
+        if split == "test":
+            return None
+        return TensorDataset(self.x, self.y) if split == "train" else TensorDataset(*samples(50, 1))
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        if model.training:
+            self.seen[0] += 1
+            if self.seen[0] == self.at and self.act is not None:
+                self.act()
+        return Small().loss(model, batch)
+
+
+def send(number: int) -> Callable[[], None]:
+    """What signals this process."""
+    return lambda: os.kill(os.getpid(), number)
+
+
+def interrupt_twice() -> None:
+    """What an impatient person does."""
+    for _ in range(2):
+        os.kill(os.getpid(), signal.SIGINT)
+
+
+def fail() -> None:
+    """What a mistake does."""
+    raise KeyError("the user's own mistake")
+
+
+HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD)
+
+
+def process_state() -> list[Any]:
+    """What a library call is to leave as it was."""
+    return [
+        [signal.getsignal(number) for number in HANDLED],
+        torch.get_rng_state().tolist(), torch.get_num_threads(),
+        torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
+        threading.active_count(), len(os.listdir("/proc/self/fd")),
+    ]  # fmt: skip

@@ -1,0 +1,229 @@
+"""evaluate, predict, export: read from a run folder, to the bits of the run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import metrics, validations
+from safetensors.torch import load_file
+from small_task import Net, Small, samples
+
+from trainer import Config
+from trainer.__main__ import main
+from trainer.config import Batch, Checkpoint, Eval, Optim, Ranks
+from trainer.length import Length
+from trainer.library import _settings, train
+
+
+def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
+    return Config(
+        task=task, run=str(run), steps=12, device="cpu", world=Ranks(threads=1),
+        batch=Batch(global_size=16, micro_size=8), eval=Eval(every=Length(4)),
+        checkpoint=Checkpoint(every=Length(4), keep=9), **more)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> Path:
+    """A finished run with averaged weights, validated and saved at 4, 8 and 12."""
+    path = tmp_path_factory.mktemp("commands") / "run"
+    train(settings(path, Small(), optim=Optim(ema=0.8)))
+    return path
+
+
+@pytest.fixture(autouse=True)
+def process() -> Iterator[None]:
+    """A command sets threads and determinism of its whole process."""
+    with _settings():
+        yield
+
+
+def content(path: Path) -> dict[str, int]:
+    return {str(p.relative_to(path)): p.stat().st_mtime_ns for p in sorted(path.rglob("*"))}
+
+
+def evaluated(capsys, *arguments: str) -> dict[str, Any]:
+    assert main(["evaluate", *arguments, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+# --- evaluate
+
+def test_an_evaluation_is_what_the_run_has_logged_of_that_step(run, capsys):
+    before = content(run)
+    lines = {line["step"]: line for line in validations(run)}
+    assert sorted(lines) == [4, 8, 12]
+
+    for step, line in lines.items():
+        found = evaluated(capsys, str(run), f"--checkpoint={step}")
+        assert found["averaged"]
+        assert {f"val_{n}": v for n, v in found["validation"].items()} == {
+            n: v for n, v in line.items() if n.startswith("val_") and n != "val_table"}
+    assert content(run) == before
+
+
+def test_the_best_weights_give_the_runs_own_test_figures(run, capsys):
+    summary = json.loads((run / "summary.json").read_text())
+
+    found = evaluated(capsys, str(run))
+
+    assert found["step"] == summary["best"]["step"]
+    assert found["test"] == summary["test"]
+    assert evaluated(capsys, str(run), "--checkpoint=last")["step"] == 12
+
+
+def test_an_evaluation_is_printed_for_people_too(run, capsys):
+    assert main(["evaluate", str(run), "--checkpoint", "12"]) == 0
+
+    first, *lines = capsys.readouterr().out.splitlines()
+    assert first == "step 12, the average of the weights"
+    assert f"validation loss {metrics(run)[-1]['val_loss']}" in lines
+
+
+def test_a_flag_of_the_run_wins_over_its_configuration(run, capsys):
+    averaged = evaluated(capsys, str(run), "--checkpoint=4")
+    trained = evaluated(capsys, str(run), "--checkpoint=4", "--optim.ema=0")
+
+    assert not trained["averaged"]
+    assert trained["validation"]["loss"] != averaged["validation"]["loss"]
+
+
+def test_a_run_that_is_under_way_is_read_beside_its_writer(run, tmp_path, capsys):
+    at_work = tmp_path / "run"
+    shutil.copytree(run, at_work)
+    for name in ("summary.json", "model.safetensors"):
+        (at_work / name).unlink()
+    writing = at_work / "checkpoints/step-00000016.tmp-1-0123abcd"
+    writing.mkdir()
+    (writing / "model.safetensors").write_bytes(b"half")
+
+    found = evaluated(capsys, str(at_work), "--checkpoint=last")
+
+    assert found == evaluated(capsys, str(run), "--checkpoint=last")
+
+
+def test_of_a_run_that_has_only_its_product_left_the_best_weights_are_that(run, tmp_path, capsys):
+    slim = tmp_path / "run"
+    shutil.copytree(run, slim, ignore=shutil.ignore_patterns("checkpoints"))
+
+    found = evaluated(capsys, str(slim))
+
+    assert found["test"] == evaluated(capsys, str(run))["test"]
+
+
+BAD = {
+    "no run": (["evaluate", "{run}/nowhere"], "there is no run in this folder"),
+    "no such checkpoint": (["evaluate", "{run}", "--checkpoint=7"],
+                           "--checkpoint 7: step-00000007: there is no such checkpoint"),
+    "no checkpoint at all": (["evaluate", "{run}", "--checkpoint=newest"],
+                             "it is best, last, or the step of a checkpoint"),
+    "damaged": (["export", "{damaged}", "--to={out}", "--checkpoint=12"],
+                "--checkpoint 12: step-00000012: model.safetensors"),
+    "unknown flag": (["predict", "{run}", "--optm.lr=1"], "did you mean --optim.lr?"),
+    "unknown split": (["predict", "{run}", "--split=tset"], "--split tset: dataset('tset') raised"),
+    "unknown kind of file": (["predict", "{run}", "--out=p.npz"], "--out p.npz: the name ends"),
+    "another model": (["evaluate", "{run}", "--task=tape_task:Tape"], "the weights don't fit"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_is_wrong_is_one_clear_error_with_exit_code_2(run, tmp_path, capsys, what):
+    arguments, expected = BAD[what]
+    shutil.copytree(run, damaged := tmp_path / "damaged")
+    weights = damaged / "checkpoints/step-00000012/model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    names = {"run": run, "damaged": damaged, "out": tmp_path / "out"}
+
+    code = main([text.format(**names) for text in arguments])
+
+    said = capsys.readouterr()
+    assert (code, said.out) == (2, "")
+    assert said.err.count("error: ") == 1
+    assert expected in said.err
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_summary_says_what_memory_was_needed(run):
+    needed = json.loads((run / "summary.json").read_text())["memory"]
+
+    assert needed["parameters_mb"] == round(4 * 195 / 2**20, 3)
+    assert needed["optimizer_mb"] == round((8 * 195 + 4 * 6) / 2**20, 3)  # a count for each tensor
+    assert 0 < needed["activations_mb"] < 0.1
+    assert needed["peak_mb"] > 50
+
+
+# --- predict
+
+def of_the_run(run: Path, step: int) -> Net:
+    """A model as a script would make it: averaged parameters, and buffers."""
+    model = Net().eval()
+    folder = run / f"checkpoints/step-{step:08d}"
+    model.load_state_dict(load_file(folder / "model.safetensors")
+                          | load_file(folder / "ema.safetensors"))
+    return model
+
+
+@pytest.mark.parametrize(("split", "count", "seed"), [("test", 30, 2), ("predict", 7, 3)])
+def test_predictions_are_the_models_outputs_in_the_order_of_the_data(
+        run, tmp_path, capsys, split, count, seed):
+    out = tmp_path / "p.safetensors"
+
+    code = main(["predict", str(run), "--checkpoint=8", f"--split={split}", f"--out={out}"])
+
+    found = load_file(out)
+    expected = torch.cat([of_the_run(run, 8)(x) for x in samples(count, seed)[0].split(16)])
+    assert code == 0
+    assert f"{split}, step 8, {count} samples" in capsys.readouterr().out
+    assert torch.equal(found["index"], torch.arange(count))
+    assert torch.equal(found["output"], expected)
+
+
+def test_predictions_go_into_the_run_folder_or_into_json_lines(run, tmp_path):
+    checkpoints = content(run / "checkpoints")
+
+    assert main(["predict", str(run), "--checkpoint=8"]) == 0
+    assert main(["predict", str(run), "--checkpoint=8", f"--out={tmp_path}/p.jsonl"]) == 0
+
+    found = load_file(run / "predictions/test-step-00000008.safetensors")
+    lines = [json.loads(text) for text in (tmp_path / "p.jsonl").read_text().splitlines()]
+    assert [line["index"] for line in lines] == list(range(30))
+    assert torch.equal(torch.tensor([line["output"] for line in lines]), found["output"])
+    assert content(run / "checkpoints") == checkpoints
+
+
+# --- export
+
+def test_exported_weights_and_program_compute_what_the_run_does(run, tmp_path, capsys):
+    code = main(["export", str(run), f"--to={tmp_path}", "--format=safetensors",
+                 "--format=program"])
+
+    about = json.loads((tmp_path / "export.json").read_text())
+    x, expected = samples(21, 5)[0], of_the_run(run, about["step"])
+    plain = Net().eval()
+    plain.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    with torch.no_grad():
+        assert torch.equal(plain(x), expected(x))
+        torch.testing.assert_close(program(x), expected(x))
+    assert code == 0
+    assert about["averaged"]
+    assert {name: file["tolerance"] for name, file in about["files"].items()} == {
+        "model.safetensors": 0.0, "model.pt2": 1e-4}
+    assert capsys.readouterr().out.count("largest difference") == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "export.json", "model.pt2", "model.safetensors"]
+
+
+def test_a_model_that_computes_something_else_once_it_is_read_back_is_not_kept(
+        run, tmp_path, capsys):
+    code = main(["export", str(run), f"--to={tmp_path}/out", "--task.drift=0.5"])
+
+    assert code == 1
+    assert "largest difference 0." in (said := capsys.readouterr().err)
+    assert "more than --tolerance 0: it isn't kept" in said
+    assert not list((tmp_path / "out").iterdir())

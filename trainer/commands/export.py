@@ -1,0 +1,160 @@
+"""`python -m trainer export RUN --to FOLDER`: a model for others, read back and compared."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from trainer import folder, tensorfile
+from trainer.cli import task_path
+from trainer.data.batch import to_device
+from trainer.errors import ConfigError
+from trainer.log import Log
+from trainer.reader import Call, Reader, first_call, load, read
+
+SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
+TOLERANCE = {"safetensors": 0.0, "program": 1e-4}
+"""By how much the largest output may differ, relative to the largest of all and 1: the same code
+computes the same, an exported program uses other operations."""
+
+
+def main(argv: Sequence[str]) -> int:
+    """Export; 1: what was read back computes something else, 2: there is nothing to export."""
+    parser = argparse.ArgumentParser(
+        prog="trainer export", allow_abbrev=False,
+        epilog="Any flag of the run may follow and wins over its configuration.",
+        description="Write a checkpoint's model for others: its weights (safetensors, plain names) "
+        "or a torch.export program of its forward in fp32, for batches of any size where the "
+        "model allows. Each file is read back, computes a batch of the run's data, and is kept "
+        "only if that gives the same. Exit code 0: it does; 1: it differs; 2: it can't be made.",
+    )
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
+    parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
+    parser.add_argument("--format", action="append", choices=list(TOLERANCE),
+                        help="may repeat; default: safetensors")
+    parser.add_argument("--tolerance", type=float, help="largest difference, relative to the "
+                        "largest output and 1; default: 0 for safetensors, 1e-4 for a program")
+    options, overrides = parser.parse_known_args(argv)
+    log, exact = Log(), True
+    try:
+        reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
+        call = _example(reader)
+        options.to.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for kind in dict.fromkeys(options.format or ["safetensors"]):
+            tolerance = TOLERANCE[kind] if options.tolerance is None else options.tolerance
+            write = _write_program if kind == "program" else _write_safetensors
+            name = PROGRAM if kind == "program" else SAFETENSORS
+            with TemporaryDirectory(dir=options.to, prefix=".") as aside:
+                again, notes = write(reader, call, Path(aside) / name)
+                difference = _difference(call.output, again)
+                told = f"{options.to / name}: largest difference {difference:.3g}"
+                if difference <= tolerance:
+                    (Path(aside) / name).rename(options.to / name)
+                    files[name] = {"difference": difference, "tolerance": tolerance, **notes}
+                    print(told + "".join(f", {key} {notes[key]}" for key in notes))
+                else:
+                    exact = False
+                    log.error(f"{told}, more than --tolerance {tolerance:g}: it isn't kept.")
+        if files:
+            folder.replace_json(options.to / ABOUT, {
+                "run": str(options.run), "step": reader.weights.step,
+                "averaged": bool(reader.weights.average), "task": task_path(reader.config.task),
+                "files": files})
+    except ConfigError as error:
+        log.error(str(error))
+        return error.exit_code
+    except OSError as error:
+        log.error(f"--to {options.to}: {error}")
+        return 2
+    return 0 if exact else 1
+
+
+def _example(reader: Reader) -> Call:
+    """How the model is called with the first batch of the run's data; in fp32, on no graph."""
+    for split in ("validation", "test", "train"):
+        evaluator = reader.evaluator(split)
+        if evaluator is None:
+            continue
+        batch = to_device(next(iter(evaluator.every_batch())).batch, reader.world.device)
+        with torch.no_grad():
+            call = first_call(reader.model, reader.task.loss, batch)
+            # Once more, as it will be compared: without what the loss may do around it.
+            return Call(call.args, call.kwargs, reader.model(*call.args, **call.kwargs))
+    raise ConfigError("--task: there are no data to compare an exported model on.")
+
+
+def _write_safetensors(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
+    weights = {name: value.cpu() for name, value in reader.model.state_dict().items()}
+    folder.replace_bytes(path, tensorfile.chunks(weights))
+    model = reader.fresh_model()
+    load(model, tensorfile.load(path), str(path))
+    with torch.no_grad():
+        return model(*call.args, **call.kwargs), {}
+
+
+def _write_program(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
+    args, kwargs = call.args, call.kwargs
+    sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs))
+             if isinstance(leaf, Tensor) and leaf.dim()]
+    many, notes = sizes[0] if sizes else 0, {"batch": "of any size"}
+
+    def dynamic(leaf: Any) -> Any:
+        batched = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == many
+        return {0: torch.export.Dim("batch")} if batched else None
+
+    try:
+        program = _exported(reader.model, args, kwargs, dynamic)
+    except Exception as error:
+        try:
+            program, notes = _exported(reader.model, args, kwargs, None), {"batch": f"of {many}"}
+        except Exception as again:
+            raise ConfigError(f"--format program: torch.export can't follow this model: "
+                              f"{type(again).__name__}: {str(again).strip().splitlines()[0]}; "
+                              "export it as safetensors.") from error
+    program.example_inputs = None  # the user's data
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")
+        torch.export.save(program, path)
+        return torch.export.load(path).module()(*args, **kwargs), notes
+
+
+def _exported(
+    model: nn.Module, args: Any, kwargs: Any, dynamic: Callable[[Any], Any] | None
+) -> Any:
+    shapes = None
+    if dynamic is not None:
+        named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
+        shapes = {name: tree_map(dynamic, value) for name, value in named.items()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of its own workings
+        return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
+
+
+def _difference(left: Any, right: Any) -> float:
+    """The largest between two outputs of any nesting, relative to the largest value and 1."""
+    pairs = list(zip_longest(tree_leaves(left), tree_leaves(right)))
+    worst = 0.0
+    for a, b in pairs:
+        if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+            worst = max(worst, 0.0 if a == b else math.inf)
+        elif a.shape != b.shape:
+            worst = math.inf
+        elif a.numel():
+            a, b = a.double(), b.double()
+            apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
+            largest = max(1.0, float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()))
+            worst = max(worst, float(apart.nan_to_num(math.inf).max()) / largest)
+    return worst

@@ -1,0 +1,129 @@
+"""`python -m trainer predict RUN`: what a checkpoint's model gives for each sample, as a file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+from torch import Tensor
+
+from trainer import folder
+from trainer.data.batch import to_device
+from trainer.errors import ConfigError
+from trainer.log import Log
+from trainer.reader import Reader, first_call, read
+
+KINDS = (".safetensors", ".jsonl")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the predictions; 2: there is nothing to predict with, or for."""
+    parser = argparse.ArgumentParser(
+        prog="trainer predict", allow_abbrev=False,
+        epilog="Any flag of the run may follow and wins over its configuration.",
+        description="Write what a checkpoint's model gives for each sample of a split, in the "
+        "data set's order: the task's predict(model, batch), or the model's output in its loss. "
+        "A safetensors file holds `index` (N) and `output` (N rows), or several outputs by name; "
+        "a .jsonl file has a line {\"index\": …, \"output\": …} a sample, which may differ in "
+        "size.",
+    )
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
+    parser.add_argument("--split", help="test (where there is one), validation, or any that the "
+                        "task's dataset() knows, such as predict")
+    parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
+                        help="default: RUN/predictions/SPLIT-step-N.safetensors")
+    options, overrides = parser.parse_known_args(argv)
+    log = Log()
+    try:
+        if options.out is not None and options.out.suffix not in KINDS:
+            raise ConfigError(f"--out {options.out}: the name ends with {' or '.join(KINDS)}.")
+        reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
+        split, rows = _predicted(reader, options.split)
+        step = reader.weights.step
+        out = options.out or options.run / "predictions" / f"{split}-step-{step:08d}.safetensors"
+        origin = {"run": str(options.run), "step": str(step), "split": split}
+        out.parent.mkdir(parents=True, exist_ok=True)
+        encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
+        folder.replace_bytes(out, encoded)
+    except ConfigError as error:
+        log.error(str(error))
+        return error.exit_code
+    except OSError as error:
+        log.error(f"--out {options.out}: {error}")
+        return 2
+    print(f"{out}: {split}, step {step}, {sum(map(_size, rows))} samples")
+    return 0
+
+
+def _predicted(reader: Reader, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
+    """The split, and the named outputs of each batch."""
+    evaluator = None
+    for name in (split,) if split else ("test", "validation"):
+        try:
+            evaluator = reader.evaluator(name)
+        except (KeyError, ValueError, AttributeError) as error:
+            raise ConfigError(f"--split {name}: dataset({name!r}) raised "
+                              f"{type(error).__name__}: {error}.") from error
+        if evaluator is not None:
+            break
+    if evaluator is None:
+        raise ConfigError(f"--split {name}: the task has no such data (dataset({name!r}) is None "
+                          "or empty).")
+    predict = getattr(reader.task, "predict", None)
+    rows = []
+    for micro in evaluator.every_batch():
+        if not micro.samples:
+            continue
+        batch = to_device(micro.batch, reader.world.device)
+        with reader.evaluating(micro.slot.number):
+            output = predict(reader.model, batch) if predict is not None else first_call(
+                reader.model, reader.task.loss, batch).output
+        rows.append(_named(output, micro.samples))
+    return name, rows
+
+
+def _named(output: Any, samples: int) -> dict[str, Tensor]:
+    """The outputs by name, a row a sample, on the CPU."""
+    if isinstance(output, Tensor):
+        named = {"output": output}
+    elif isinstance(output, Mapping):
+        named = dict(output)
+    elif isinstance(output, tuple | list):
+        named = {f"output.{number}": value for number, value in enumerate(output)}
+    else:
+        named = {"output": output}
+    for name, value in named.items():
+        if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
+            form = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ConfigError(f"--task: {name} of a batch of {samples} samples is {form}, not a "
+                              "tensor with a row for each; give the task a method "
+                              "predict(model, batch) that returns one, or several by name.")
+    return {name: value.detach().cpu() for name, value in named.items()}
+
+
+def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    try:
+        tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+    except RuntimeError as error:
+        raise ConfigError("--out: the outputs of the batches differ in size, and a safetensors "
+                          f"file holds one tensor; write to a .jsonl file ({error}).") from error
+    return {"index": torch.arange(sum(map(_size, rows))), **tensors}
+
+
+def _lines(rows: list[dict[str, Tensor]]) -> Iterator[bytes]:
+    index = 0
+    for row in rows:
+        for place in range(_size(row)):
+            values = {name: value[place].tolist() for name, value in row.items()}
+            yield (json.dumps({"index": index, **values}) + "\n").encode()
+            index += 1
+
+
+def _size(row: dict[str, Tensor]) -> int:
+    return len(next(iter(row.values())))

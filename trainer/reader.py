@@ -1,0 +1,215 @@
+"""A run folder, read beside whoever writes it: configuration, a checkpoint's weights, data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from trainer import cli, folder, precision, rng, tensorfile
+from trainer.build import evaluation_batch, loader_workers
+from trainer.config import Config
+from trainer.data import batch as batches
+from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.evaluate import Evaluator
+from trainer.faults import Faults
+from trainer.prepare import bind_seed, make_data, make_model
+from trainer.source import STATE
+from trainer.state import EMA, MODEL
+from trainer.store import Store
+from trainer.world import Launch, World
+
+TRIES = 5
+"""How often a checkpoint is looked for anew, where the run has pruned it in the meantime."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The weights that a run would validate, of one of its checkpoints."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    average: dict[str, Tensor]
+    """Of the trained parameters, by the first name of each; empty where there is none."""
+    facts: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """A run's configuration and a model of it, in evaluation mode."""
+
+    config: Config[Any]
+    task: Any
+    world: World
+    model: nn.Module
+    choice: precision.Choice
+    weights: Weights
+
+    def evaluator(self, split: str) -> Evaluator | None:
+        """What evaluates a split, to the bits of the run; None where the task has no such data."""
+        dataset = make_data(self.task, self.config, split)
+        if dataset is None:
+            return None
+        return Evaluator(
+            model=self.model, loss=self.task.loss, dataset=dataset,
+            collate=getattr(self.task, "collate", batches.collate),
+            batch_size=evaluation_batch(self.config),
+            workers=loader_workers(self.config, dataset, self.world), seed=self.config.seed,
+            rank=0, num_ranks=1, device=self.world.device,
+            autocast=partial(precision.autocast, self.choice, self.world.device),
+            all_sum=self.world.all_sum, faults=Faults(), step=lambda: self.weights.step,
+            figures=self.task.figures() if hasattr(self.task, "figures") else {},
+        )  # fmt: skip
+
+    def fresh_model(self) -> nn.Module:
+        """Another model, as `model` is before it has its weights."""
+        return make_model(self.task, self.config, self.world.device)[0].eval()
+
+    @contextlib.contextmanager
+    def evaluating(self, number: int) -> Iterator[None]:
+        """Where a batch of an evaluation is computed with."""
+        rng.key_generators(self.config.seed, rng.EVALUATE, number)
+        with torch.inference_mode(), precision.autocast(self.choice, self.world.device):
+            yield
+
+
+def read(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> Reader:
+    """The run in a folder, with the weights of a checkpoint. Writes nothing.
+
+    Args:
+        checkpoint: best, last, or a step.
+        overrides: flags that win over the run's configuration.
+
+    Raises:
+        ConfigError: there is no run, no such checkpoint, it is damaged or doesn't fit, or a flag
+            is wrong.
+    """
+    config = configuration(run, overrides)
+    weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
+    threads = config.world.threads
+    if threads == "auto":  # their number decides bits
+        threads = weights.facts.get("circumstances", {}).get("threads")
+    world = World.form(device=config.device, threads=threads, launch=Launch())
+    precision.set_determinism(config.numerics.deterministic == "on", world.device)
+    precision.set_tf32(config.numerics.tf32 == "on")
+    task = bind_seed(config.task, config.seed)
+    model, choice = make_model(task, config, world.device)
+    load(model, weights.tensors, f"{run}: --checkpoint {checkpoint}")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in weights.average:
+                parameter.copy_(weights.average[name])
+    return Reader(config=config, task=task, world=world, model=model.eval(), choice=choice,
+                  weights=weights)
+
+
+def configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
+    """The configuration of the run in a folder.
+
+    Raises:
+        ConfigError: there is no run in it, or a flag is wrong.
+    """
+    path = run / folder.CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{run}: there is no run in this folder (no {folder.CONFIG}).")
+    return dataclasses.replace(cli.parse([str(path), *overrides]), run=str(run))
+
+
+def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
+    """The weights of a checkpoint: best, last, or a step.
+
+    Args:
+        averaged: take the average of the weights where the checkpoint has one.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is damaged.
+    """
+    store, tries = Store(run / folder.CHECKPOINTS), TRIES
+    product = run / folder.PRODUCT
+    while True:
+        seen = [info.path for info in store.checkpoints()]
+        try:
+            if checkpoint == "best" and not seen and product.is_file():
+                summary = folder.read_json(run / folder.SUMMARY) or {}
+                step = summary.get("best", {}).get("step", 0)
+                return Weights(step, tensorfile.load(product), {}, {})
+            return _weights(store, checkpoint, averaged=averaged)
+        except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
+            tries -= 1
+            if tries and seen != [info.path for info in store.checkpoints()]:
+                continue
+            steps = ", ".join(str(info.step) for info in store.checkpoints()) or "none"
+            raise ConfigError(f"{run}: --checkpoint {checkpoint}: {error}; there are best, last, "
+                              f"and of steps: {steps}.") from error
+
+
+def load(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Put weights into a model.
+
+    Raises:
+        ConfigError: they are another model's; says `where` they are from.
+    """
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        lines = " ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise ConfigError(f"{where}: the weights don't fit the model: {lines}") from error
+
+
+def _weights(store: Store, checkpoint: str, *, averaged: bool) -> Weights:
+    if checkpoint in ("best", "last"):
+        newest, skipped = store.newest_valid()
+        if newest is None:
+            raise CheckpointDamaged("; ".join(skipped) or "no checkpoint is there")
+        step = newest.step
+        if checkpoint == "best":
+            step = json.loads((newest.path / STATE).read_bytes())["best"]["step"] or step
+    elif checkpoint.isdecimal():
+        step = int(checkpoint)
+    else:
+        raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
+    info = store.verify(step)
+    facts = json.loads((info.path / STATE).read_bytes())
+    held = averaged and (info.path / EMA).is_file()
+    average = tensorfile.load(info.path / EMA) if held else {}
+    return Weights(info.step, tensorfile.load(info.path / MODEL), average, facts)
+
+
+@dataclass(frozen=True)
+class Call:
+    """How a loss calls its model, and what the model gives."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+def first_call(model: nn.Module, loss: Any, batch: Any) -> Call:
+    """The first call of the model in the loss of a batch.
+
+    Raises:
+        ConfigError: the loss calls something else.
+    """
+    calls: list[Call] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append(Call(args, kwargs, output))
+
+    handle = model.register_forward_hook(note, with_kwargs=True, always_call=False)
+    try:
+        loss(model, batch)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ConfigError("--task: loss() doesn't call the model itself (model(…)), so its output "
+                          "isn't known; give the task a method predict(model, batch).")
+    return calls[0]
