@@ -65,7 +65,7 @@ def zero_grad_after_step() -> Found:
     return f"same bits after {STEPS} updates", same(wrong.model, loop().model)
 
 
-@row("step before backward", "each update lacks the gradient that was just about to come")
+@row("step before backward", "the update finds the gradients just erased: nothing is learnt")
 def step_before_backward() -> Found:
     wrong = loop(("zero_grad", "forward", "step", "backward"))
     return f"largest change of a weight {moved(wrong.model):.0f}", moved(wrong.model) == 0
@@ -262,8 +262,8 @@ def sigmoid_twice() -> Found:
     return f"loss {low:.2f} instead of {high:.2f}", low > 0.6 > high
 
 
-@row("BCE-with-logits of N×1 outputs and N targets", "broadcast to N×N: each output is compared "
-     "with every target (torch refuses it for BCE, and computes it, with a warning, for MSE)")
+@row("outputs N×1 against N targets", "broadcast to N×N: each output is compared with every target "
+     "(torch refuses it for BCE, and computes it, with a warning, for MSE)")
 def broadcast() -> Found:
     x, y, *_ = data()
     outputs = x[:, :1]

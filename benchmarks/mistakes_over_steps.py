@@ -45,7 +45,7 @@ def schedule_per_epoch() -> Found:
     for _ in range(5):  # epochs of 8 updates
         schedule.step()
     last = optimizer.param_groups[0]["lr"] / 0.1
-    return f"after 5 epochs of 8 updates still {last:.0%} of the peak instead of 0 %", last > 0.9
+    return f"after 5 epochs of 8 updates still {last:.0%} of the peak instead of 0%", last > 0.9
 
 
 @row("schedule laid out in epochs, stepped at each update", "it is over after five updates, and "

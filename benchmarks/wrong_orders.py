@@ -10,6 +10,7 @@ has the table.
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -32,7 +33,7 @@ def measure(rows: Sequence[Row]) -> list[dict[str, Any]]:
         start = time.perf_counter()
         measured, holds = one.measure()
         found.append({"name": one.name, "change": one.change, "happens": one.happens,
-                      "measured": measured, "holds": holds,
+                      "measured": re.sub(r"(?<=\d)%", " %", measured), "holds": holds,
                       "seconds": round(time.perf_counter() - start, 2)})
     return found
 
