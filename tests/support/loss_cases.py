@@ -129,8 +129,7 @@ def one_step(
     step = step_of(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])), group)
     step.optimizer.register_step_pre_hook(lambda *_: found.append(model.values.grad.clone()))
     rows = torch.arange(len(output)).split(list(sizes))
-    rank, ranks = (dist.get_rank(group), step.num_ranks) if group is not None else (0, 1)
-    own = block(len(rows), rank, ranks)
+    own = block(len(rows), dist.get_rank(group) if group is not None else 0, step.num_ranks)
     result = step([
         Micro(Slot(1, 0, n, n == own[-1], tuple(rows[n].tolist())),
               (rows[n], *(o[rows[n]] for o in others)))
