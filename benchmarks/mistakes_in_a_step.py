@@ -134,7 +134,7 @@ def clip_without_unscale() -> Found:
 
 
 @row("clipping as a defence against NaN", "one NaN makes all gradients NaN, an infinity becomes "
-     "NaN, and nothing is raised: look at the norm and leave the update out")
+     "NaN beside zeros, and nothing is raised: look at the norm and leave the update out")
 def clip_and_nan() -> Found:
     told = []
     for bad in (math.nan, math.inf):

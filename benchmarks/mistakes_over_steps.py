@@ -27,6 +27,7 @@ from benchmarks.mistakes import (
     loop,
     moved,
     net,
+    norm_of,
     row,
     sgd,
 )
@@ -162,16 +163,20 @@ def mean_of_means() -> Found:
 @row("if (i + 1) % 4 == 0: step, with 10 micro-batches an epoch", "the last two are mixed into the "
      "next epoch's first update (or are lost)")
 def leftover_window() -> Found:
-    steps = [[m for m in range(n - 3, n + 1)] for n in range(20) if (n % 10 + 1) % 4 == 0]
-    held, windows = [], []
+    (model, (x, y, *_)), windows, held = (net(), data()), [], 0
+    optimizer, norms = sgd(model.parameters()), []
     for n in range(20):
-        held.append(n)
+        part = slice(16 * n, 16 * n + 16)
+        (functional.cross_entropy(model(x[part]), y[part]) / 4).backward()
+        held += 1
         if (n % 10 + 1) % 4 == 0:
             windows.append(held)
-            held = []
-    return (f"two epochs make {len(windows)} updates of {', '.join(str(len(w)) for w in windows)} "
-            f"micro-batches, each divided by 4; {len(held)} are lost",
-            len(steps) == 4 and [len(w) for w in windows] == [4, 4, 6, 4])
+            norms.append(norm_of(model))
+            optimizer.zero_grad()  # the weights stay, so that norms compare
+            held = 0
+    return (f"two epochs make {len(windows)} updates of {', '.join(map(str, windows))} "
+            f"micro-batches, the third with a norm of {norms[2]:.2f} beside {norms[1]:.2f}; {held} "
+            "are lost", windows == [4, 4, 6, 4] and norms[2] > 1.2 * norms[1])
 
 
 @row("accumulation under batch norm taken for the large batch", "statistics are those of each "
