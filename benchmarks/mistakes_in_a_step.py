@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 import warnings
 from contextlib import nullcontext
@@ -207,20 +208,26 @@ def no_no_grad() -> Found:
         def __del__(self) -> None:
             live[0] -= self.size
 
-    def bytes_of(context: Any, keep: bool) -> tuple[int, float]:
+    def bytes_of(context: Any, keep: bool) -> int:
         live[:] = [0, 0]
-        start, outputs = time.perf_counter(), []
+        outputs: list[Tensor] = []
         with torch.autograd.graph.saved_tensors_hooks(Kept, lambda k: k.tensor), context:
             for _ in range(20):
                 outputs = [*(outputs if keep else []), model(x)]  # the last one lives on
-        return live[1], time.perf_counter() - start
+        return live[1]
 
-    bytes_of(nullcontext(), False)
-    (dropped, slow), (kept, _), (none, fast) = (
-        bytes_of(nullcontext(), False), bytes_of(nullcontext(), True),
-        bytes_of(torch.no_grad(), True))
+    def spent_s(context: Any) -> float:
+        start = time.process_time()
+        with context:
+            model(x)
+        return time.process_time() - start
+
+    dropped, kept, none = (bytes_of(nullcontext(), False), bytes_of(nullcontext(), True),
+                           bytes_of(torch.no_grad(), True))
+    pairs = [(spent_s(nullcontext()), spent_s(torch.no_grad())) for _ in range(30)]
+    slow, fast = (statistics.median(times) for times in zip(*pairs, strict=True))
     return (f"20 batches hold up to {dropped / 1e6:.0f} MB for backward, {kept / 1e6:.0f} MB where "
-            f"outputs are kept, {none} under no_grad; time {slow / fast:.1f}-fold",
+            f"outputs are kept, {none} under no_grad; processor time {slow / fast:.2f}-fold",
             none == 0 and kept == 10 * dropped)
 
 
