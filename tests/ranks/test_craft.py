@@ -27,6 +27,20 @@ def until_done(ranks, size: int, folder: Path, *arguments: str) -> None:
     raise AssertionError("it isn't complete")
 
 
+@pytest.mark.parametrize("optimizer", [
+    ["--optim.name=sgd", "--optim.nesterov=on"], ["--optim.name=torch.optim:RMSprop"],
+], ids=["nesterov", "rmsprop"])  # fmt: skip
+def test_another_optimizer_goes_on_from_a_stop_with_the_same_bits(ranks, tmp_path, optimizer):
+    arguments = ["--steps=6", "--optim.lr=0.01", *optimizer]
+    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+
+    until_done(ranks, 1, straight, *arguments)
+    until_done(ranks, 1, stopped, *arguments, "--inject=term:step=2", "--inject=term:step=5")
+
+    assert not list(differences(straight, stopped))
+    assert load_file(stopped / "checkpoints/step-00000006/optimizer.safetensors")
+
+
 PLATEAU = ["--schedule.name=plateau", "--schedule.options=patience=0",
            "--schedule.options=factor=0.5", "--schedule.options=threshold=0.2",
            "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02"]  # fmt: skip

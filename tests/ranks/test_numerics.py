@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from runs import metrics, steps, train, weights
+from safetensors.torch import load_file
 
 from trainer.commands.compare import differences
 
@@ -44,6 +46,12 @@ def test_overflowing_updates_are_skipped_and_move_neither_rate_nor_count(ranks, 
     assert all(line["loss"] is None for line in first)
     assert metrics(straight) == metrics(stopped)
     assert not list(differences(straight, stopped))
+    for folder in (straight, stopped):
+        checkpoint = folder / "checkpoints/step-00000040"
+        state = json.loads((checkpoint / "state.json").read_text())
+        counts = {float(value) for name, value in load_file(
+            checkpoint / "optimizer.safetensors").items() if name.endswith("step")}
+        assert counts == {len(taken)} == {state["schedule"]["updates"]}
 
 
 def test_a_window_in_fp16_is_clipped_once_in_real_units(ranks, tmp_path):

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from trainer import rng
 from trainer.commands.compare import differences
+from trainer.tasks.fashion_mnist import FILES
 from trainer.tasks.image_models import SmallCNN
 from trainer.tasks.shapes import SHAPES, draw
 from trainer.tasks.text import Text
@@ -127,6 +128,42 @@ def test_a_killed_run_on_a_folder_of_images_ends_with_the_same_bits(ranks, tmp_p
                      "--task.model=squeezenet1_1", "--task.crop=32",
                      "--task.class-weights=balanced", "--batch.global-size=8",
                      "--batch.micro-size=2", "--data.workers=1")
+
+
+@pytest.mark.long
+def test_a_killed_run_on_the_sample_ends_with_the_same_bits(ranks, tmp_path):
+    kill_and_compare(ranks, tmp_path, "sample", "--batch.global-size=16", "--batch.micro-size=4",
+                     "--eval.every=off", "--task.validation-fraction=0.98")
+
+
+@pytest.mark.long
+def test_a_killed_run_on_the_full_set_ends_with_the_same_bits(ranks, tmp_path):
+    generator = np.random.default_rng(1)
+    for name in FILES:
+        count = 200 if name.startswith("train") else 40
+        images = "images" in name
+        head = [0x803 if images else 0x801, count, *([28, 28] if images else [])]
+        content = generator.integers(0, 256 if images else 10, count * (784 if images else 1))
+        path = tmp_path / "data" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(np.array(head, ">u4").tobytes() + content.astype(np.uint8).tobytes())
+
+    kill_and_compare(ranks, tmp_path, "fashion-mnist", f"--task.root={tmp_path / 'data'}",
+                     "--batch.global-size=16", "--batch.micro-size=4")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(300)
+def test_a_killed_run_on_cifar_ends_with_the_same_bits(ranks, tmp_path):
+    generator = np.random.default_rng(1)
+    (tmp_path / "data").mkdir()
+    for name in (*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"):
+        content = generator.integers(0, 256, (24, 3073), dtype=np.uint8)
+        content[:, 0] %= 10
+        (tmp_path / "data" / name).write_bytes(content.tobytes())
+
+    kill_and_compare(ranks, tmp_path, "cifar-10", f"--task.root={tmp_path / 'data'}",
+                     "--batch.global-size=8", "--batch.micro-size=4", "--eval.every=off")
 
 
 def kill_and_compare(ranks, tmp_path: Path, *arguments: str) -> None:

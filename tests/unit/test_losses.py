@@ -2,97 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from loss_cases import CASES, Plain, noise, numbers, one_step
+from torch import Tensor
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
 
-from trainer import Outcome, losses
-from trainer.config import Clip, Nonfinite
-from trainer.data.reading import Micro
-from trainer.data.sampler import Slot
+from trainer import losses
 from trainer.errors import ConfigError
-from trainer.faults import Faults
-from trainer.health import Health
-from trainer.parallel import Objective
-from trainer.progress import Progress
-from trainer.step import Step
-
-WEIGHT = (0.5, 2.0, 1.0, 3.0)
-CLASSES = len(WEIGHT)
-
-
-def noise(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def numbers(*shape: int, below: int = CLASSES, seed: int = 1) -> Tensor:
-    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
-
-
-def dice_bce(output: Tensor, target: Tensor) -> Tensor:
-    """Plain torch, one mask after the other."""
-    parts = []
-    for logits, mask in zip(output.flatten(0, 1), target.flatten(0, 1), strict=True):
-        share = torch.sigmoid(logits)
-        dice = (2 * (share * mask).sum() + 1) / (share.sum() + mask.sum() + 1)
-        cross = functional.binary_cross_entropy_with_logits(logits, mask)
-        parts.append(0.5 * (1 - dice) + 0.5 * cross)
-    return torch.stack(parts).mean()
-
-
-def softened_kl(output: Tensor, teacher: Tensor) -> Tensor:
-    own, other = (functional.log_softmax(x / 3, 1) for x in (output, teacher))
-    return 9 * functional.kl_div(own, other, reduction="batchmean", log_target=True)
-
-
-def ignoring() -> Tensor:
-    target = numbers(8, 5)
-    target[0], target[3, 1:], target[6, ::2] = -1, -1, -1
-    return target
-
-
-Plain = Callable[..., Tensor]
-CASES: dict[str, tuple[Any, Plain, tuple[Tensor, ...]]] = {
-    "cross-entropy": (losses.named("cross-entropy"), nn.CrossEntropyLoss(),
-                      (noise(8, CLASSES), numbers(8))),
-    "weighted": (losses.named("cross-entropy", weight=WEIGHT),
-                 nn.CrossEntropyLoss(torch.tensor(WEIGHT)), (noise(8, CLASSES), numbers(8))),
-    "smoothed": (losses.named("cross-entropy", weight=WEIGHT, label_smoothing=0.1),
-                 nn.CrossEntropyLoss(torch.tensor(WEIGHT), label_smoothing=0.1),
-                 (noise(8, CLASSES), numbers(8))),
-    "tokens": (losses.named("cross-entropy", ignore_index=-1, label_smoothing=0.1),
-               nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1),
-               (noise(8, CLASSES, 5), ignoring())),
-    "weighted tokens": (losses.named("cross-entropy", ignore_index=-1, weight=WEIGHT),
-                        nn.CrossEntropyLoss(torch.tensor(WEIGHT), ignore_index=-1),
-                        (noise(8, CLASSES, 5), ignoring())),
-    "probabilities": (losses.named("cross-entropy", weight=WEIGHT),
-                      nn.CrossEntropyLoss(torch.tensor(WEIGHT)),
-                      (noise(8, CLASSES), noise(8, CLASSES, seed=3).softmax(1))),
-    "bce": (losses.named("bce"), nn.BCEWithLogitsLoss(),
-            (noise(8, CLASSES), numbers(8, CLASSES, below=2).float())),
-    "bce, pos_weight": (losses.named("bce", pos_weight=WEIGHT),
-                        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHT)),
-                        (noise(8, CLASSES), numbers(8, CLASSES, below=2).float())),
-    "bce of masks": (losses.named("bce", pos_weight=WEIGHT),
-                     nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHT).reshape(-1, 1, 1)),
-                     (noise(8, CLASSES, 3, 3), numbers(8, CLASSES, 3, 3, below=2).float())),
-    "mse": (losses.named("mse"), nn.MSELoss(), (noise(8, 3), noise(8, 3, seed=1))),
-    "huber": (losses.named("huber", delta=0.3), nn.HuberLoss(delta=0.3),
-              (noise(8, 3), noise(8, 3, seed=1))),
-    "margin-ranking": (losses.named("margin-ranking", margin=0.2), nn.MarginRankingLoss(0.2),
-                       (noise(8), noise(8, seed=1), 2.0 * numbers(8, below=2) - 1)),
-    "kl": (losses.named("kl", temperature=3.0), softened_kl,
-           (noise(8, CLASSES), noise(8, CLASSES, seed=1))),
-    "dice+bce": (losses.named("dice+bce"), dice_bce,
-                 (noise(8, 2, 6, 6), numbers(8, 2, 6, 6, below=2).float())),
-}  # fmt: skip
 
 
 @pytest.fixture(params=CASES)
@@ -130,48 +49,17 @@ def test_no_sample_gives_zero_with_a_graph(case):
 
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 4), (2, 2, 2, 2), (5, 3), (1, 7)], ids=str)
-def test_micro_batches_of_any_size_give_the_gradient_of_the_whole_batch(case, sizes):
+@pytest.mark.parametrize("name", CASES)
+def test_micro_batches_of_any_size_give_the_gradient_of_the_whole_batch(name, sizes):
     """Through the trainer's own step: the count is corrected there, not in the loss."""
-    loss, plain, (output, *others) = case
+    _, plain, (output, *others) = CASES[name]
     expected = output.clone().requires_grad_()
     plain(expected, *others).backward()
 
-    model, found = Given(output), []
-    step = step_of(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])))
-    step.optimizer.register_step_pre_hook(
-        lambda *_: found.append(model.values.grad.clone()))
-    rows = torch.arange(len(output)).split(list(sizes))
-    result = step([
-        Micro(Slot(1, 0, n, n == len(rows) - 1, tuple(r.tolist())), (r, *(o[r] for o in others)))
-        for n, r in enumerate(rows)
-    ])  # fmt: skip
+    loss, gradient = one_step(name, sizes)
 
-    assert result is not None
-    assert abs(result.loss - float(plain(output, *others))) < 1e-6
-    torch.testing.assert_close(found[0], expected.grad, rtol=1e-6, atol=1e-7)
-
-
-class Given(nn.Module):
-    """Its outputs are its parameters."""
-
-    def __init__(self, values: Tensor) -> None:
-        super().__init__()
-        self.values = nn.Parameter(values.clone())
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return self.values[rows]
-
-
-def step_of(model: nn.Module, loss: Any) -> Step:
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    objective = Objective(model, loss, num_ranks=1, nominal_count=8, device=torch.device("cpu"))
-    return Step(
-        objective=objective, wrapped=objective, model=model, optimizer=optimizer,
-        schedule=LambdaLR(optimizer, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(norm=0), progress=Progress(), seed=0, num_ranks=1, nominal_count=8,
-        faults=Faults(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
-    )  # fmt: skip
+    assert abs(loss - float(plain(output, *others))) < 1e-6
+    torch.testing.assert_close(gradient, expected.grad, rtol=1e-6, atol=1e-7)
 
 
 # --- weights from counts

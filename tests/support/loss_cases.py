@@ -1,0 +1,140 @@
+"""Each loss beside torch's own, with inputs of eight samples; the trainer's step over them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+
+from trainer import Outcome, losses
+from trainer.config import Clip, Nonfinite
+from trainer.data.reading import Micro
+from trainer.data.sampler import Slot, block
+from trainer.faults import Faults
+from trainer.health import Health
+from trainer.parallel import Objective, wrap
+from trainer.progress import Progress
+from trainer.step import Step
+
+WEIGHT = (0.5, 2.0, 1.0, 3.0)
+CLASSES = len(WEIGHT)
+
+
+def noise(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def numbers(*shape: int, below: int = CLASSES, seed: int = 1) -> Tensor:
+    return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def dice_bce(output: Tensor, target: Tensor) -> Tensor:
+    """Plain torch, one mask after the other."""
+    parts = []
+    for logits, mask in zip(output.flatten(0, 1), target.flatten(0, 1), strict=True):
+        share = torch.sigmoid(logits)
+        dice = (2 * (share * mask).sum() + 1) / (share.sum() + mask.sum() + 1)
+        cross = functional.binary_cross_entropy_with_logits(logits, mask)
+        parts.append(0.5 * (1 - dice) + 0.5 * cross)
+    return torch.stack(parts).mean()
+
+
+def softened_kl(output: Tensor, teacher: Tensor) -> Tensor:
+    own, other = (functional.log_softmax(x / 3, 1) for x in (output, teacher))
+    return 9 * functional.kl_div(own, other, reduction="batchmean", log_target=True)
+
+
+def ignoring() -> Tensor:
+    target = numbers(8, 5)
+    target[0], target[3, 1:], target[6, ::2] = -1, -1, -1
+    return target
+
+
+Plain = Callable[..., Tensor]
+CASES: dict[str, tuple[Any, Plain, tuple[Tensor, ...]]] = {
+    "cross-entropy": (losses.named("cross-entropy"), nn.CrossEntropyLoss(),
+                      (noise(8, CLASSES), numbers(8))),
+    "weighted": (losses.named("cross-entropy", weight=WEIGHT),
+                 nn.CrossEntropyLoss(torch.tensor(WEIGHT)), (noise(8, CLASSES), numbers(8))),
+    "smoothed": (losses.named("cross-entropy", weight=WEIGHT, label_smoothing=0.1),
+                 nn.CrossEntropyLoss(torch.tensor(WEIGHT), label_smoothing=0.1),
+                 (noise(8, CLASSES), numbers(8))),
+    "tokens": (losses.named("cross-entropy", ignore_index=-1, label_smoothing=0.1),
+               nn.CrossEntropyLoss(ignore_index=-1, label_smoothing=0.1),
+               (noise(8, CLASSES, 5), ignoring())),
+    "weighted tokens": (losses.named("cross-entropy", ignore_index=-1, weight=WEIGHT),
+                        nn.CrossEntropyLoss(torch.tensor(WEIGHT), ignore_index=-1),
+                        (noise(8, CLASSES, 5), ignoring())),
+    "probabilities": (losses.named("cross-entropy", weight=WEIGHT),
+                      nn.CrossEntropyLoss(torch.tensor(WEIGHT)),
+                      (noise(8, CLASSES), noise(8, CLASSES, seed=3).softmax(1))),
+    "bce": (losses.named("bce"), nn.BCEWithLogitsLoss(),
+            (noise(8, CLASSES), numbers(8, CLASSES, below=2).float())),
+    "bce, pos_weight": (losses.named("bce", pos_weight=WEIGHT),
+                        nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHT)),
+                        (noise(8, CLASSES), numbers(8, CLASSES, below=2).float())),
+    "bce of masks": (losses.named("bce", pos_weight=WEIGHT),
+                     nn.BCEWithLogitsLoss(pos_weight=torch.tensor(WEIGHT).reshape(-1, 1, 1)),
+                     (noise(8, CLASSES, 3, 3), numbers(8, CLASSES, 3, 3, below=2).float())),
+    "mse": (losses.named("mse"), nn.MSELoss(), (noise(8, 3), noise(8, 3, seed=1))),
+    "huber": (losses.named("huber", delta=0.3), nn.HuberLoss(delta=0.3),
+              (noise(8, 3), noise(8, 3, seed=1))),
+    "margin-ranking": (losses.named("margin-ranking", margin=0.2), nn.MarginRankingLoss(0.2),
+                       (noise(8), noise(8, seed=1), 2.0 * numbers(8, below=2) - 1)),
+    "kl": (losses.named("kl", temperature=3.0), softened_kl,
+           (noise(8, CLASSES), noise(8, CLASSES, seed=1))),
+    "dice+bce": (losses.named("dice+bce"), dice_bce,
+                 (noise(8, 2, 6, 6), numbers(8, 2, 6, 6, below=2).float())),
+}  # fmt: skip
+
+
+class Given(nn.Module):
+    """Its outputs are its parameters."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.values = nn.Parameter(values.clone())
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.values[rows]
+
+
+def step_of(model: nn.Module, loss: Any, group: dist.ProcessGroup | None = None) -> Step:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ranks = dist.get_world_size(group) if group is not None else 1
+    device = torch.device("cpu")
+    objective = Objective(model, loss, num_ranks=ranks, nominal_count=8, device=device)
+    return Step(
+        objective=objective, wrapped=wrap(objective, group=group, device=device, bucket_mb=1),
+        model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
+        clip=Clip(norm=0), progress=Progress(), seed=0, num_ranks=ranks, nominal_count=8,
+        faults=Faults(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
+    )  # fmt: skip
+
+
+def one_step(
+    name: str, sizes: Sequence[int], group: dist.ProcessGroup | None = None
+) -> tuple[float, Tensor]:
+    """Loss and gradient of the trainer's step over micro-batches of these sizes, which the ranks
+    of the group share."""
+    loss, _, (output, *others) = CASES[name]
+    model, found = Given(output), []
+    step = step_of(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])), group)
+    step.optimizer.register_step_pre_hook(lambda *_: found.append(model.values.grad.clone()))
+    rows = torch.arange(len(output)).split(list(sizes))
+    own = block(len(rows), dist.get_rank(group) if group is not None else 0, step.num_ranks)
+    result = step([
+        Micro(Slot(1, 0, n, n == own[-1], tuple(rows[n].tolist())),
+              (rows[n], *(o[rows[n]] for o in others)))
+        for n in own
+    ])  # fmt: skip
+    assert result is not None
+    assert result.loss is not None
+    return result.loss, found[0]
