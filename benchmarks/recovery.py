@@ -64,8 +64,8 @@ LAUNCHERS = {
 
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """torchrun's agent otherwise keeps one store for all attempts, where the ranks of the second find
-the addresses of the first ("Gloo connectFullMesh … Connection refused"): Lightning, which meets there
-without a nonce, would spend a gloo timeout and a further attempt on most deaths."""
+the addresses of the first ("Gloo connectFullMesh … Connection refused"). Lightning has no handshake
+that would tell them apart, and needs further attempts or never gets through."""
 
 
 def command(launcher: str, ranks: int) -> list[str]:
