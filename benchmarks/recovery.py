@@ -62,6 +62,11 @@ LAUNCHERS = {
 }  # fmt: skip
 """Launcher → its phases. `lightning` is torchrun with another trainer."""
 
+FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""torchrun's agent otherwise keeps one store for all attempts, where the ranks of the second find
+the addresses of the first ("Gloo connectFullMesh … Connection refused"). Lightning has no handshake
+that would tell them apart, and needs further attempts or never gets through."""
+
 
 def command(launcher: str, ranks: int) -> list[str]:
     """The launcher's part of the command line."""
@@ -156,7 +161,8 @@ def _running(
     with shown.open("wb") as output:
         process = subprocess.Popen(
             [*command(launcher, ranks), *arguments], stdout=output, stderr=output,
-            process_group=0, env={**os.environ, "PYTHONPATH": path},
+            process_group=0, env={**os.environ, "PYTHONPATH": path,
+                                  **(FRESH_STORE if launcher == "lightning" else {})},
         )  # fmt: skip
         try:
             yield process

@@ -16,8 +16,8 @@ environment and five more variables:
   attempt has begun without this node (it leaves without saving).
 - `TRAINER_GRACE_S`: after a rank has died, what the others have to save and leave (`--grace-s`).
 - `TRAINER_LAUNCH_PHASES`: of a restart, what the launcher did and when it began, as JSON: `stop`
-  (the first end was noticed), `rendezvous` (all ranks had ended) and `fork`, in seconds since the
-  epoch.
+  (the first end was noticed, or a node's coming or going), `rendezvous` (all ranks had ended) and
+  `fork`, in seconds since the epoch.
 
 The entry module may define `preload(argv) -> int`, called once in the fork server: it imports what
 a run with these arguments needs, and may find that there is nothing to start: then it says why on

@@ -87,7 +87,7 @@ class HotAgent(SimpleElasticAgent):
         self._exits: list[Exit] = []
         self._failed: Exit | None = None  # what the next start is the answer to
         self._cause = ""  # of that, in words
-        self._phases: dict[str, float] = {}  # of that: when each began, in seconds since the epoch
+        self._phases: dict[str, float] = {}  # of a restart: when each began (seconds since 1970)
         self._stop_at_s: float | None = None
         self._stop_passed_on = False
         self._num_reminders = 0
@@ -99,9 +99,10 @@ class HotAgent(SimpleElasticAgent):
         self._exits = []
         self._stop_passed_on = False
         self._hurry_at, self._num_hurried = [], 0
-        if self._failed is not None:
+        if self._phases:
             self._phases["fork"] = time.time()
         pids = self._ranks.start(self._environments(worker_group))
+        self._phases = {}
         self._attempt += 1
         if self._failed is not None:
             self._say_restarted(self._failed)
@@ -217,9 +218,7 @@ class HotAgent(SimpleElasticAgent):
         self._cause = self._find_cause(cause)
         if self.verdict.restart and (self._remaining_restarts or self._spare(cause)):
             self._failed = cause
-            now_s, since_boot_s = time.time(), time.monotonic()
-            first_at_s = min(end.at_s for end in self._exits)
-            self._phases = {"stop": now_s - since_boot_s + first_at_s, "rendezvous": now_s}
+            self._note_phases()
         elif self.verdict.restart:
             used = f"{max_restarts} of {max_restarts} restarts used"
             self._output.say_last(f"{self._cause}; giving up, {used}")
@@ -229,6 +228,12 @@ class HotAgent(SimpleElasticAgent):
                 self._output.say(f"{self._cause} instead of stopping as asked")
             elif self.verdict.code == EXIT_CONFIG and self._ranks.failures:
                 self._output.say_last(f"{self._cause}; that is not started again")
+
+    def _note_phases(self) -> None:
+        """All ranks have left: what comes next is told with what went before."""
+        now_s, since_boot_s = time.time(), time.monotonic()
+        first_at_s = min(end.at_s for end in self._exits)
+        self._phases = {"stop": now_s - since_boot_s + first_at_s, "rendezvous": now_s}
 
     def _find_cause(self, cause: Exit) -> str:
         """What failed first, in words. A death that nobody has told of becomes an event."""

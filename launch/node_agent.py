@@ -80,6 +80,7 @@ class NodeAgent(HotAgent):
             self._nodes.is_changing() or self._nodes.lacks_member(all_stopped=True)
         ):  # fmt: skip
             self._remaining_restarts += 1  # which torch takes off again
+            self._note_phases()
             return
         if (ended := self._nodes.ended()) is not None:
             self._end(ended)
@@ -111,7 +112,9 @@ class NodeAgent(HotAgent):
         change, self._nodes.change = self._nodes.change, None
         if change is not None and self._ranks.living:
             self._output.say(f"{change.why}; the ranks save and start again")
+            noticed_s = time.time()
             self._stop_for(change)
+            self._phases = {"stop": noticed_s, "rendezvous": time.time()}
         super()._restart_workers(worker_group)
 
     def _stop_for(self, change: Change) -> None:

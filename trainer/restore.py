@@ -3,38 +3,38 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 from torch import Tensor
 
 from trainer import rng, tensorfile
+from trainer.errors import CheckpointDamaged
 from trainer.log import Log
+from trainer.manifest import look, verify
 from trainer.source import Found, holder_of
 from trainer.state import EMA, MODEL, TrainState
 from trainer.store import Store
 from trainer.world import World
 
+TENSORS = ".safetensors"
+
 
 def restore(found: Found, store: Store, state: TrainState, world: World, log: Log) -> None:
     """Collective. Bring a checkpoint's state to all ranks, into the storage in use.
 
+    Where each rank sees it whole, each reads it; else the holder sends it, which takes longer.
+
     Raises:
         CheckpointDamaged: it doesn't fit this run's parts; names what doesn't. On all ranks.
     """
-    tensors: dict[str, dict[str, Tensor]] = {}
-    described: dict[str, Any] = {}
-    if found.holder == world.rank:
-        place = found.path or _path(store, found.step)
-        files = {p.name: p for p in sorted(place.glob("*.safetensors"))}
-        tensors = {name: tensorfile.load(path) for name, path in files.items()}
-        described = {name: tensorfile.describe(t) for name, t in tensors.items()}
-    described = world.broadcast_json(described, found.holder)
-    if found.holder != world.rank:
-        tensors = {name: tensorfile.blank(d) for name, d in described.items()}
-    for name in described:
-        world.broadcast(list(tensors[name].values()), found.holder)
+    holds = found.holder == world.rank
+    place, checksums = _look_at(found, store, read=not holds)
+    every = world.gather_json(checksums)
+    alike = all(seen == every[found.holder] for seen in every)
+    tensors = {} if alike else _send(place if holds else None, found.holder, world)
     error = None
     try:
+        if alike:
+            tensors = _load(place)
         state.load(tensors, found.facts)
     except Exception as problem:
         error = problem
@@ -85,6 +85,39 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
     for name in (MODEL, EMA):
         world.broadcast(list(tensors.get(name, {}).values()), holder)
     return True
+
+
+def _look_at(found: Found, store: Store, *, read: bool) -> tuple[Path, dict[str, str]]:
+    """The folder of a checkpoint, and the checksums of its files of tensors; none where this rank
+    doesn't see it, or finds it damaged.
+
+    Args:
+        read: compare every byte with the checksums.
+    """
+    steps = {info.step: info.path for info in store.checkpoints()}
+    place = found.path or steps.get(found.step, Path())
+    try:
+        info = verify(place, found.step) if read else look(place, found.step)
+    except CheckpointDamaged:
+        return place, {}
+    files = info.manifest.get("files", {})
+    return place, {n: entry["xxh3_128"] for n, entry in files.items() if n.endswith(TENSORS)}
+
+
+def _load(place: Path) -> dict[str, dict[str, Tensor]]:
+    return {path.name: tensorfile.load(path) for path in sorted(place.glob(f"*{TENSORS}"))}
+
+
+def _send(place: Path | None, holder: int, world: World) -> dict[str, dict[str, Tensor]]:
+    """Collective. The tensors in the holder's folder, on all ranks."""
+    tensors = {} if place is None else _load(place)
+    described = {name: tensorfile.describe(t) for name, t in tensors.items()}
+    described = world.broadcast_json(described, holder)
+    if place is None:
+        tensors = {name: tensorfile.blank(d) for name, d in described.items()}
+    for name in described:
+        world.broadcast(list(tensors[name].values()), holder)
+    return tensors
 
 
 def _path(store: Store, step: int) -> Path:

@@ -223,26 +223,67 @@ def test_a_stop_of_one_node_stops_all_and_two_may_share_a_machine_and_a_folder(
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("more", "code"), [
-    (["--inject=raise:step=20:rank=1:always"], 1),
-    (["--batch.global-size=16"], 2),
+@pytest.mark.parametrize(("restarts", "more", "code"), [
+    (0, ["--inject=raise:step=20:rank=1:always"], 1),
+    (9, ["--inject=raise:step=20:rank=1:always"], 76),
+    (0, ["--inject=nan:step=20:rank=1", "--nonfinite.max-total=0"], 77),
+    (0, ["--batch.global-size=16"], 2),
 ])  # fmt: skip
-def test_an_end_on_one_node_is_the_same_end_on_all(tmp_path: Path, more: list[str], code: int):
+def test_an_end_on_one_node_is_the_same_end_on_all(
+    tmp_path: Path, restarts: int, more: list[str], code: int
+) -> None:
     (tmp_path / "hurry").touch()
     first, second = neighbours(tmp_path, free_port(), "--steps=10")
     with first, second:
         first.start(), second.start()
         assert (first.end(), second.end()) == (0, 0), told(first, second)
-    first, second = neighbours(tmp_path, free_port(), *more)
+    first, second = neighbours(tmp_path, free_port(), *more, restarts=restarts)
     with first, second:
         first.start(), second.start()
         assert (first.end(), second.end()) == (code, code), told(first, second)
 
 
-def neighbours(folder: Path, port: int, *more: str) -> tuple[Node, Node]:
+@pytest.mark.long
+@pytest.mark.timeout(400)
+def test_a_death_and_a_stop_of_one_rank_are_those_of_all_nodes(tmp_path: Path) -> None:
+    kill = "--inject=kill:rank=1:step=12:phase=backward"
+    first, second = neighbours(tmp_path, free_port(), kill, restarts=1)
+    with first, second:
+        first.start(), second.start()
+        wait_until(lambda: first.events(event="fault"), "the death", first, second)
+        again(first, second, since=first.events(event="fault")[0]["time"])
+        [saved] = first.events(event="save", kind="survivor")
+        assert saved["at_step"] == 11  # what was made before the step of the death
+        phases = first.events(event="first-step", rank=0)[-1]["entered"]
+        assert list(phases)[:4] == ["stop", "rendezvous", "fork", "start"]
+        reach(15, first)
+
+        os.kill(rank_process(first, 1), signal.SIGTERM)
+        assert (first.end(), second.end()) == (75, 75), told(first, second)
+        assert inspect(first.run)["checkpoints"][-1]["kind"] == "stop"
+        wait_until(lambda: not first.pids(), "all processes leave", first, second)
+
+        (tmp_path / "hurry").touch()
+        first.start(), second.start()
+        assert (first.end(), second.end()) == (0, 0), told(first, second)
+
+    straight = Node(None, tmp_path / "straight", "--nproc-per-node=2", "--", *training(tmp_path))
+    with straight:
+        straight.start()
+        assert straight.end() == 0, told(straight)
+    assert not list(differences(straight.run, first.run))
+
+
+def rank_process(node: Node, number: int) -> int:
+    """The process of a rank of this run folder."""
+    return next(pid for pid in node.pids()
+                if Path(f"/proc/{pid}/comm").read_text().strip() == f"rank {number}")
+
+
+def neighbours(folder: Path, port: int, *more: str, restarts: int = 0) -> tuple[Node, Node]:
     """Two nodes on this machine, with one run folder."""
-    options = ["--nnodes=2", "--max-restarts=0", f"--rdzv-endpoint=127.0.0.1:{port}", "--",
-               *training(folder, *more)]  # fmt: skip
+    options = ["--nnodes=2", f"--max-restarts={restarts}", f"--rdzv-endpoint=127.0.0.1:{port}",
+               "--", *training(folder, *more)]  # fmt: skip
     first, second = (Node(None, folder / "run", *options) for _ in range(2))
     second.err = folder / "second.stderr"
     return first, second

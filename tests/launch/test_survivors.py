@@ -14,6 +14,8 @@ from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 
 ROOT = Path(__file__).parents[2]
+PHASES = ("stop", "rendezvous", "fork", "start", "join", "build", "warm-up", "restore", "train")
+"""Of a restart, from the end of a rank to the first step, which begins with the first batch."""
 
 
 def launch(size: int, run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -49,6 +51,9 @@ def test_the_next_attempt_starts_from_the_last_boundary(tmp_path, size, sync_bn)
         told = [e for e in events if e["event"] == "lost-peer" and e["attempt"] == fault["attempt"]]
         assert len(told) == size - 1, f"rank {rank} at step {step}"
         assert all(e["time"] - fault["time"] < 0.5 for e in told)
+    begun = [e["entered"] for e in events if e["event"] == "first-step" and e["rank"] == 0]
+    assert {tuple(phases) for phases in begun[1:]} == {PHASES}
+    assert all(list(phases.values()) == sorted(phases.values()) for phases in begun)
 
 
 @pytest.mark.long

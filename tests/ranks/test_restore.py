@@ -1,0 +1,62 @@
+"""A checkpoint comes back alike on all ranks, whoever sees it."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+
+def bring_back(folder: str, view: str) -> tuple[str, int]:
+    """In a rank: restore what rank 0 has saved, with another `view` of it on rank 1; a digest of
+    the state that is there then, and how often tensors were sent."""
+    import torch
+    import xxhash
+
+    from benchmarks.synthetic_state import make_checkpointer, make_subject
+    from trainer import tensorfile
+    from trainer.log import Log
+    from trainer.restore import restore
+    from trainer.source import STATE, Found
+    from trainer.store import Store
+    from trainer.world import World
+
+    with World.form(device="cpu", threads=1) as world:
+        torch.manual_seed(world.rank)
+        subject = make_subject(1)
+        own = Path(folder, str(world.rank))
+        if world.rank == 0 or view == "another":
+            subject.state.progress.step = 1
+            checkpoint = make_checkpointer(subject, own)
+            checkpoint.save("periodic")
+            checkpoint.close()
+        world.barrier()
+        if world.rank == 1 and view in ("whole", "damaged"):
+            shutil.copytree(Path(folder, "0"), own)
+        if world.rank == 1 and view == "damaged":
+            path = own / "step-00000001/model.safetensors"
+            data = bytearray(path.read_bytes())
+            data[-1] ^= 1
+            path.write_bytes(data)
+        facts = world.broadcast_json(
+            json.loads((own / "step-00000001" / STATE).read_text()) if world.is_main else None)
+        sends, broadcast = [], world.broadcast
+        world.broadcast = lambda *a: (sends.append(a), broadcast(*a))  # type: ignore[method-assign]
+        restore(Found(1, 0, 0, facts), Store(own), subject.state, world, Log())
+        hasher = xxhash.xxh3_128()
+        for tensors in subject.state.tensors().values():
+            for chunk in tensorfile.chunks(tensors):
+                hasher.update(chunk)
+    return hasher.hexdigest(), len(sends)
+
+
+@pytest.mark.parametrize("view", ["whole", "damaged", "another", "none"])
+def test_each_rank_reads_a_checkpoint_that_all_see_and_gets_it_sent_otherwise(
+    ranks, tmp_path, view
+):
+    (first, sends), (second, _) = ranks(2, bring_back, str(tmp_path), view, group=False)
+
+    assert first == second
+    assert (sends == 0) == (view == "whole")
