@@ -23,11 +23,11 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes confusion diagnosis durable handshake hang job length network "
+    0: "errors append attributes communication confusion diagnosis durable handshake hang job length network "
        "packing processes rng snapshot stop progress tensorfile data tasks commands recipes",
     # One thing each on top of that.
     1: "anomaly attempts device ema groups heartbeats leaf lock log manifest orders pairing "
-       "pretrained pulse recompute stacks data.augment data.bad data.batch data.sampler",
+       "pretrained pulse recompute stacks timing data.augment data.bad data.batch data.sampler",
     2: "config_run config_training data.reading faults losses pace state store task tasks.gpt "
        "waiting world",
     3: "agreement alarm config data.loader folder launcher parallel source sync_batchnorm "

@@ -18,6 +18,7 @@ from trainer.stop import StopRequest, process_descriptor
 COMMANDS = {
     "inspect": "what is in a run folder",
     "compare": "whether two runs have the same bits",
+    "report": "what happened in one or more runs: a page with plots, and the plots",
 }
 PREPARING = ("start", "join", "build", "warm-up", "restore")
 """Phases in which there is nothing that isn't on disk already."""
@@ -171,6 +172,7 @@ def _train(  # type: ignore[no-untyped-def]
     with Watchdog(world, log, limit_s=limit_s, tell=partial(tell, "failure")) as watchdog:
         parts = watched["parts"] = build(config, world, log, stop, watchdog.pulse)
         watchdog.rescue_with(parts.survive_beside)
+        watchdog.gather(parts.timing)
         watchdog.in_flight = lambda: parts.checkpoint.in_flight
         try:
             train(parts)

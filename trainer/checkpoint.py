@@ -50,6 +50,8 @@ class Checkpointer:
         self.generation = 0
         self.waits = 0
         """Saves that had to wait for the one before."""
+        self.held_s = 0.0
+        """How long `save` has held up the training."""
         self.overlap = False
         """Whether nothing but an update moves parameters, so that they may be copied during the
         next forward and backward."""
@@ -113,9 +115,13 @@ class Checkpointer:
         Raises:
             OSError: with --checkpoint.on-error stop: the one before couldn't be written.
         """
+        self._last_s = self._clock()
+        self._save(kind)
+        self.held_s += self._clock() - self._last_s
+
+    def _save(self, kind: str) -> None:
         progress = self._state.progress
         boundary = (progress.step, progress.validated)
-        self._last_s = self._clock()
         # A stop or a survivor may have saved the step before its validation was done.
         if boundary == self._saved:
             return

@@ -16,6 +16,8 @@ from trainer.data.loader import SampledSource, Source
 from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler
 from trainer.data.stream import Stream
+from trainer.device import share_of_cores
+from trainer.folder import TIMING, Identity
 from trainer.level import Lines
 from trainer.log import Log
 from trainer.metrics import Metrics, Sink
@@ -23,6 +25,7 @@ from trainer.prepare import REMEDY, Work
 from trainer.sinks import Console, TensorBoard
 from trainer.source import Found
 from trainer.state import TrainState
+from trainer.timing import Timing
 from trainer.world import World
 
 
@@ -79,6 +82,15 @@ def open_metrics(
         sinks.append(Console(log, total=total, every=every, start=position,
                              bar=sys.stderr.isatty()))
     metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking)
+
+
+def open_timing(path: Path, identity: Identity, world: World, log: Log, workers: int) -> Timing:
+    """The record of where the time goes; rank 0 writes it, the others tell theirs."""
+    timing = Timing(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
+                    cores=share_of_cores(world.local_size), tell=log.warning)
+    if world.is_main:
+        timing.open(path / TIMING)
+    return timing
 
 
 def _preview(task: Any, position: int) -> Any:
