@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes communication confusion diagnosis durable handshake hang job length network "
-       "packing processes rng snapshot stop progress tensorfile data tasks commands recipes",
+    0: "errors append attributes communication confusion diagnosis durable handshake hang job "
+       "length network packing processes rng snapshot stop progress tensorfile data tasks commands "
+       "recipes",
     # One thing each on top of that.
     1: "anomaly attempts device ema groups heartbeats leaf lock log manifest orders pairing "
        "pretrained pulse recompute stacks timing data.augment data.bad data.batch data.sampler",
@@ -40,9 +41,9 @@ LAYERS = {
     7: "metrics",
     8: "level parts sinks",
     # The one that constructs, and what uses all of it.
-    9: "opening product recovery",
-    10: "boundary build start",
-    11: "loop",
+    9: "opening product recovery commands.history",
+    10: "boundary build start commands.drawing commands.inspect",
+    11: "loop commands.page commands.plots",
     12: "commands.*",
     13: "__main__ __init__",
 }

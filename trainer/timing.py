@@ -249,16 +249,3 @@ def resident_mb() -> float:
     except OSError:
         return 0.0
     return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)
-
-
-def read_timing(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a timing.jsonl; torn ones are left out."""
-    lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and "step_s" in line:
-            lines.append(line)
-    return lines
