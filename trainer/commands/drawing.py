@@ -70,7 +70,8 @@ class Plot:
         """An <svg> element, for a page whose style sheet has the variables of `style`."""
         buffer = io.StringIO()
         with self._figure(BY_NAME, wide) as figure:
-            figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+            figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(
+                ("Creator", "Date", "Format", "Type")))
         text = buffer.getvalue()
         text = text[text.index("<svg"):]
         for name, place in _PLACES.items():
@@ -153,11 +154,13 @@ def time_unit(seconds: float) -> tuple[float, str]:
 
 
 def span(seconds: float) -> str:
-    """A length of time for people: 3.4 s, 12 min 5 s, 7 h 3 min."""
+    """A length of time for people, on one line: 3.4 s, 12 min 5 s, 7 h 3 min."""
     if seconds < 0.1:
-        return f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "0 s"
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, left = divmod(minutes, 60)
-    return f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
+        text = f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "0 s"
+    elif seconds < 100:
+        text = f"{seconds:.1f} s"
+    else:
+        minutes, rest = divmod(round(seconds), 60)
+        hours, left = divmod(minutes, 60)
+        text = f"{hours} h {left} min" if hours else f"{minutes} min {rest} s"
+    return text.replace(" ", "\N{NO-BREAK SPACE}")

@@ -22,6 +22,7 @@ step · nobody runs it."""
 FATAL = ("kill", "exit", "raise", "hang", "stop", "corrupt")
 """Injected faults that stop the step they happen in."""
 _NOTICES = ("failure", "lost-peer", "death", "hang")
+_ORDINARY = ("start", "fresh", "restore", "first-step", "save", "lost-peer")
 _BEFORE_TRAINING = ("stop", "rendezvous", "fork")  # phases of the launcher, in `entered`
 
 
@@ -278,6 +279,23 @@ def step_seconds(timing: Sequence[Mapping[str, Any]], passage: Passage | None = 
     return ((passage.fault or passage.over) - passage.trains) / made if made > 0 else 0.0
 
 
+def happenings(history: History) -> list[tuple[float, Event, str]]:
+    """(seconds since the start, event, in words) of what people want to know of, each told once
+    though several ranks tell it; what merely echoes a failure is left out."""
+    found, told = list[tuple[float, Event, str]](), set[tuple[Any, ...]]()
+    for event in history.events:
+        name = event["event"]
+        if name in _ORDINARY or event.get("echo") or event.get("error") == "StaleAttempt":
+            continue
+        what = event.get("fault") or event.get("why") or event.get("what") or ""
+        key = (event["attempt"], name, event.get("at_step", event["step"]), what)
+        if key not in told:
+            told.add(key)
+            text = f"{name}: {what}" if what else name
+            found.append((event["time"] - history.begun, event, text))
+    return found
+
+
 def figures(history: History) -> dict[str, Any]:
     """What is worth knowing of a run, by name: for the page's table, and for programs."""
     steps, summary = history.steps, history.summary or {}
@@ -296,7 +314,8 @@ def figures(history: History) -> dict[str, Any]:
         and history.summary.get("step") == last.get("step"),
         "attempts": len(history.passages), "faults": len(faults),
         "skipped": sum(bool(s.get("skipped")) for s in steps), "lost_steps": history.lost_steps,
-        "wall_s": history.wall_s, "goodput": history.useful_share, "parts_s": history.goodput,
+        "wall_s": history.wall_s, "goodput": history.useful_share,
+        "goodput_running": history.useful_share_running, "parts_s": history.goodput,
         "loss": last.get("loss"), "best": best.get("value"), "best_metric": best.get("metric"),
         "best_step": best.get("step"), "test": summary.get("test"),
         "clip_norm": limit, "clipped": _share(norms, limit), "clipped_last_half": _share(
@@ -316,7 +335,7 @@ def _share(norms: Sequence[float | None], limit: float) -> float | None:
 
 
 def _pairs(found: Sequence[Passage]) -> list[tuple[Passage, Passage | None]]:
-    return list(zip(found, [*found[1:], None], strict=True))
+    return list(itertools.zip_longest(found, found[1:]))
 
 
 def _config(path: Path) -> dict[str, Any]:

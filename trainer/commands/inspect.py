@@ -50,11 +50,11 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
     step = newest["step"] if newest else 0
     finished = story.summary is not None and story.summary["step"] == step
     if found and not valid:
-        label, why, then = "refused", "there are checkpoints and none is whole", "fails"
+        kind, why, then = "refused", "there are checkpoints and none is whole", "fails"
     elif finished:
-        label, why, then = *_judged(run, step), "nothing to do: the run is complete"
+        kind, why, then = *_judged(run, step), "nothing to do: the run is complete"
     else:
-        label, why, then = _following(run, story, step, has_checkpoint=newest is not None)
+        kind, why, then = _following(run, story, step, has_checkpoint=newest is not None)
     at_work = is_at_work(run / folder.LOCK)
     if at_work:
         then = f"is turned away while the run is at work; after it: {then}"
@@ -62,7 +62,7 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
         "step": step, "finished": finished, "running": at_work,
         "attempts": [_attempt(p) for p in story.passages],
         "world_sizes": sorted({p.attempt.world_size for p in story.passages}),
-        "checkpoints": found, "next": label, "why": why, "does": then,
+        "checkpoints": found, "next": kind, "why": why, "does": then,
         "wall_s": round(story.wall_s, 6),
         "goodput": {part: round(seconds, 6) for part, seconds in story.goodput.items()},
         "lost_steps": story.lost_steps,
@@ -114,23 +114,30 @@ def _following(
 
 
 def _judged(run: Path, step: int) -> tuple[str, str]:
-    """How a start from a checkpoint would be called: with the last start's configuration, ranks
-    and kind of device, and the libraries that are installed here."""
     facts = folder.read_json(run / folder.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
+    return label(run, facts)
+
+
+def label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
+    """How a start from a checkpoint would be called, and why: with the last start's configuration,
+    ranks and kind of device, and the libraries that are installed here.
+
+    Args:
+        facts: of the checkpoint: its state.json.
+    """
     determinism = (folder.read_json(run / folder.ENVIRONMENT) or {}).get("determinism", {})
-    label, why = determinism.get("label", "exact"), determinism.get("why", "")
+    last = determinism.get("label", "exact"), determinism.get("why", "")
     if not {"settings", "circumstances"} <= facts.keys():
-        return label, why
+        return last
     try:
         verdict = resume.judge(
             cli.load(run / folder.CONFIG), facts["settings"], before=facts.get("inexact", ()),
             now=_here(facts["circumstances"]), then=facts["circumstances"])
     except ConfigError as error:
-        # The task can't be found from here: what the last start has said holds.
-        return ("refused", str(error)) if "--accept" in str(error) else (label, why)
-    if verdict.label == "exact":
-        return label, why  # which may be so for another reason, such as the kernels
-    return verdict.label, verdict.why
+        # Where the task can't be found from here, what the last start has said holds.
+        return ("refused", str(error)) if "--accept" in str(error) else last
+    # The last start may have had another reason, such as the kernels.
+    return last if verdict.label == "exact" else (verdict.label, verdict.why)
 
 
 def _here(then: Mapping[str, Any]) -> dict[str, Any]:

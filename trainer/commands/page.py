@@ -9,7 +9,10 @@ from typing import Any
 
 from trainer.attempts import sentence
 from trainer.commands.drawing import DARK, LIGHT, Plot, span, style
-from trainer.commands.history import History
+from trainer.commands.history import History, happenings
+
+MOST = 100
+"""So many events are shown."""
 
 _LEFT_OUT = ("command",)
 """Of the environment: differs always, and is shown by itself."""
@@ -44,8 +47,11 @@ svg text { font-family: inherit !important }
 .scroll { overflow-x: auto }
 table { border-collapse: collapse; width: 100%%; font-size: .9rem }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid var(--faint);
-  vertical-align: top; overflow-wrap: anywhere; min-width: 3.5em }
+  vertical-align: top }
+tr.any td { overflow-wrap: anywhere } tr.any td:first-child { white-space: nowrap }
+table.any td:not(:first-child), .more td, .bad td { overflow-wrap: anywhere; min-width: 3.5em }
 thead th { border-top: 0; color: var(--soft); font-weight: 600; overflow-wrap: normal }
+tr.more td { border-top: 0; color: var(--soft); padding-top: 0 }
 tr.differs td, tr.differs th { background: var(--mark) }
 .bad { color: var(--alarm) }
 details { margin-top: 8px }
@@ -70,6 +76,7 @@ def page(
         *(_checkpoints(run, own, several=len(runs) > 1)
           for run, own in zip(runs, checkpoints, strict=True)),
         *(_attempts(run, several=len(runs) > 1) for run in runs),
+        *(_happenings(run, several=len(runs) > 1) for run in runs),
         _settings("Environment", [_flat(run.environment) for run in runs], runs),
         _settings("Configuration", [run.config for run in runs], runs), "</div>",
     ]  # fmt: skip
@@ -143,7 +150,7 @@ def _summary(runs: Sequence[History], found: Sequence[Mapping[str, Any]]) -> str
         accuracy = (f["test"] or {}).get("accuracy")
         top = [("state", state(runs[0], f)), ("step", f"{f['step']:,}"),
                ("test accuracy", "" if accuracy is None else f"{accuracy:.4f}"),
-               (f"best {_words(f['best_metric'])}", "" if f["best"] is None else _number(f["best"])),
+               (f"best {_words(f['best_metric'])}", _number(f["best"])),
                ("goodput" + " while it ran" * (f["parts_s"]["waiting"] > 0),
                 "" if f["goodput_running"] is None else f"{f['goodput_running']:.1%}"),
                ("wall time", span(f["wall_s"])),
@@ -160,7 +167,7 @@ def _summary(runs: Sequence[History], found: Sequence[Mapping[str, Any]]) -> str
     for part in (names[:half], names[half:]):
         body = "".join(_row([name, *(table.get(name, "") for table in tables)]) for name in part)
         if part:
-            shown += f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+            shown += f"<table class=any><thead>{head}</thead><tbody>{body}</tbody></table>"
     return (f'{facts}<div class="card summary scroll"><h2>Summary</h2>'
             f"<div class=tables>{shown}</div></div>")
 
@@ -176,11 +183,23 @@ def _attempts(run: History, *, several: bool) -> str:
     body = ""
     for passage in run.passages:
         a = passage.attempt
-        cause = "" if a.cause is None else f": {sentence(a.cause)}"
         body += _row([str(a.number), str(a.world_size), f"{a.start_step:,} – {a.end_step:,}",
-                      span(passage.over - passage.begun), a.end + cause])
+                      span(passage.over - passage.begun), a.end])
+        if a.cause is not None:
+            body += f"<tr class=more><td></td><td colspan=4>{_text(sentence(a.cause))}</td></tr>"
     head = _row(["attempt", "ranks", "steps", "took", "ended"], "th")
     return _table(f"Attempts{_of(run, several)}", head, body, wide=True)
+
+
+def _happenings(run: History, *, several: bool) -> str:
+    found = happenings(run)
+    body = "".join(
+        _row([span(at), str(event["rank"]), f"{event.get('at_step', event['step']):,}", text],
+             mark="any") for at, event, text in found[:MOST])
+    if len(found) > MOST:
+        body += _row(["…", "", "", f"{len(found) - MOST} more in events.jsonl"])
+    head = _row(["after", "rank", "step", "what"], "th")
+    return _table(f"What happened{_of(run, several)}", head, body, wide=True) if found else ""
 
 
 def _checkpoints(run: History, found: Sequence[Mapping[str, Any]], *, several: bool) -> str:
@@ -201,7 +220,7 @@ def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[Hi
     def table(chosen: Sequence[str], mark: str) -> str:
         body = "".join(_row([n, *("" if own.get(n) is None else str(own[n]) for own in values)],
                             mark=mark) for n in chosen)
-        return f"<table><thead>{head}</thead><tbody>{body}</tbody></table>"
+        return f"<table class=any><thead>{head}</thead><tbody>{body}</tbody></table>"
 
     alike = [name for name in names if name not in differ]
     shown = ""
@@ -217,8 +236,8 @@ def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[Hi
 
 
 def _table(title: str, head: str, body: str, *, wide: bool = False) -> str:
-    return (f'<section class="card{" wide" * wide} scroll"><h2>{_text(title)}</h2><table><thead>{head}</thead>'
-            f"<tbody>{body}</tbody></table></section>")
+    return (f'<section class="card{" wide" * wide} scroll"><h2>{_text(title)}</h2>'
+            f"<table><thead>{head}</thead><tbody>{body}</tbody></table></section>")
 
 
 def _row(cells: Sequence[str], tag: str = "td", *, mark: str = "", bad: bool = False) -> str:
@@ -250,7 +269,8 @@ def _number(value: Any) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    text = f"{1000 * seconds:.1f} ms" if seconds < 1 else f"{seconds:.2f} s"
+    return text.replace(" ", "\N{NO-BREAK SPACE}")
 
 
 def _text(value: str) -> str:

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 from matplotlib.axes import Axes
+from matplotlib.ticker import LogLocator, NullFormatter
 
 from trainer.commands.drawing import Colors, Plot, grouped, smoothed, span, time_unit
 from trainer.commands.history import PARTS, History
@@ -36,7 +37,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                    partial(_curves, runs, "lr", "learning rate", marks=False))
     if any(run.wall_s > 0 for run in runs):
         yield Plot("goodput", "Goodput", "What the wall time went into.",
-                   partial(_goodput, runs), wide=True, height=1.3 + 0.35 * len(runs))
+                   partial(_goodput, runs), wide=True, height=1.3 + 0.35 * max(2, len(runs)))
     for number, run in enumerate(runs):
         if run.passages:
             own = f" of {run.name}" * several
@@ -103,22 +104,23 @@ def _curves(
 
 
 def _goodput(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
-    names = [_short(run.name) for run in runs]
-    left = [0.0] * len(runs)
+    shown = [(_short(run.name), run.goodput) for run in runs]
+    if len(runs) == 1:
+        shown = [("wall time", runs[0].goodput)]
+        if runs[0].goodput["waiting"] > 0:
+            shown += [("while it ran", runs[0].goodput | {"waiting": 0.0})]
+    names = [name for name, _ in shown]
+    left = [0.0] * len(shown)
     for part, color in zip(PARTS, colors.parts, strict=True):
-        widths = [100 * run.goodput.get(part, 0.0) / run.wall_s if run.wall_s else 0.0
-                  for run in runs]
-        if max(widths) <= 0:
-            continue
-        axes.barh(names, widths, left=left, color=color, height=0.6,
-                  label=_labelled(part, runs))
+        widths = [100 * parts[part] / (sum(parts.values()) or 1.0) for _, parts in shown]
+        if max(widths) > 0:
+            axes.barh(names, widths, left=left, color=color, height=0.6,
+                      label=_labelled(part, runs))
         left = [a + b for a, b in zip(left, widths, strict=True)]
     axes.invert_yaxis()
     axes.set_xlim(0, 100)
-    axes.set_xlabel("% of the wall time")
+    axes.set_xlabel("%")
     axes.grid(False, axis="y")
-    if len(runs) == 1:
-        axes.set_yticks([])
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
                 columnspacing=1.2)
 
@@ -141,11 +143,9 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
             axes.barh(rank, (at(end) - at(begin)) / unit, left=at(begin) / unit, height=0.55,
                       color=color, label=shown)
 
-    for begin, end in gaps:
-        axes.axvspan(at(begin) / unit, at(end) / unit, color=colors.faint, linewidth=0)
-        axes.text((at(begin) + at(end)) / 2 / unit, (len(ranks) - 1) / 2, "waiting "
-                  + span(end - begin), color=colors.ink, ha="center", va="center", fontsize=8,
-                  rotation=90)
+    for number, (begin, end) in enumerate(gaps):
+        axes.axvspan(at(begin) / unit, at(end) / unit, color=colors.faint, linewidth=0,
+                     label="waiting" if number == 0 else None)
     restarting, useful, detecting = (colors.parts[PARTS.index(p)] for p in (
         "restarting", "useful", "detecting"))
     for passage in run.passages:
@@ -177,7 +177,9 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
     axes.set_yticks(ranks, [f"rank {r}" for r in ranks])
     axes.invert_yaxis()
     axes.set_xlim(left=0)
-    axes.set_xlabel(f"{name} since the start" + ", waiting left out" * bool(gaps))
+    left_out = sum(end - begin for begin, end in gaps)
+    axes.set_xlabel(f"{name} since the start" + f", {span(left_out)} of waiting left out"
+                    * bool(gaps))
     axes.grid(False, axis="y")
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
                 columnspacing=1.2)
@@ -219,10 +221,11 @@ def _norms(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
             axes.hist(norms, bins=edges, color=color, alpha=0.85 if len(runs) == 1 else 0.5,
                       label=run.name)
         axes.set_xscale("log")
+        if high - low < 2.5:
+            axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
-        axes.xaxis.set_minor_formatter(
-            (lambda x, _: f"{x:g}") if high - low < 1.2 else lambda x, _: "")
-        axes.tick_params(axis="x", which="minor", colors=colors.ink, color=colors.faint)
+        axes.xaxis.set_minor_formatter(NullFormatter())
+        axes.tick_params(axis="x", which="minor", color=colors.faint)
     for limit in sorted({run.config.get("clip.norm") or 0.0 for run in runs}):
         if limit:
             axes.axvline(limit, color=colors.alarm, linestyle="--", linewidth=1.2)
