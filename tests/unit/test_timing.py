@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
+from trainer.hang import Report
+from trainer.heartbeats import Heartbeats, own_identity
 from trainer.timing import EVERY_S, LONGEST_S, MARKS, Timing, slowest, waits_most
 
 
@@ -136,3 +141,25 @@ def test_a_line_torn_by_a_crash_spoils_no_other(tmp_path):
     world.train(30, [0.1])
 
     assert [json.loads(text)["steps"] for text in path.read_text().splitlines()[1:] if text]
+
+
+def test_heartbeats_carry_what_the_ranks_tell_to_rank_0(tmp_path):
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = World(tmp_path / "timing.jsonl", size=3)
+    world.train(100, [0.1, 0.1, 0.1], beat=False)
+    report = Report(phase="forward", step=100, idle_s=0.0, waits=False, over=False)
+    beats = [Heartbeats(host.clone(), rank=rank, size=3, identity=own_identity(os.getpid()),
+                        report=report, tick_s=0.02) for rank in range(3)]
+    try:
+        for beat, timing in zip(beats, world.ranks, strict=True):
+            beat.times = timing
+        deadline_s = time.monotonic() + 30
+        while not world.lines and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    finally:
+        for beat in beats:
+            beat.stop()
+
+    [line] = world.lines
+    assert line["step_s"] == [pytest.approx(10.0)] * 3
+    assert line["memory_mb"] == [100.0, 101.0, 102.0]
