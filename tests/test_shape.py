@@ -42,7 +42,7 @@ LAYERS = {
     8: "level parts sinks",
     # The one that constructs, and what uses all of it.
     9: "opening product recovery commands.history",
-    10: "boundary build start commands.drawing commands.inspect",
+    10: "boundary build start commands.drawing commands.figures commands.inspect",
     11: "loop commands.page commands.plots",
     12: "commands.*",
     13: "__main__ __init__",

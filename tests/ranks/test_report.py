@@ -15,6 +15,7 @@ from runs import steps, train
 
 from benchmarks import pictures
 from trainer.commands import history, inspect, report
+from trainer.commands.figures import figures
 from trainer.log import read_events
 
 TASK = ["--task=failing_task:Failing", "--device=cpu", "--data.workers=0", "--task.samples=160",
@@ -118,7 +119,7 @@ def test_the_page_shows_the_run_and_needs_nothing_else(out):
 def test_what_is_clipped_is_counted_from_the_norms(run):
     norms = [line["grad_norm"] for line in steps(run) if line["grad_norm"] is not None]
 
-    told = history.figures(history.read(run))
+    told = figures(history.read(run))
 
     assert told["clipped"] == sum(norm > 0.5 for norm in norms) / len(norms)
     assert told["skipped"] == 1

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commands.history import PARTS, figures, goodput, passages, read, read_lines
+from trainer.commands.figures import figures
+from trainer.commands.history import PARTS, goodput, passages, read, read_lines
 
 Event = dict[str, Any]
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from trainer.attempts import sentence
 from trainer.commands.drawing import DARK, LIGHT, Plot, span, style
-from trainer.commands.history import History, happenings
+from trainer.commands.figures import happenings
+from trainer.commands.history import History
 
 MOST = 100
 """So many events are shown."""
@@ -66,7 +67,7 @@ def page(
     """The whole page.
 
     Args:
-        found: `history.figures` of each run.
+        found: `figures` of each run.
         checkpoints: of each run, as `inspect` has them.
         now: when it is made, in seconds since the epoch.
     """

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainer.commands import history
+from trainer.commands.figures import figures
 from trainer.commands.inspect import checkpoints
 
 PAGE, PLOTS = "report.html", "report"
@@ -61,7 +62,7 @@ def report(runs: Sequence[Path], out: Path) -> Path:
     from trainer.commands.plots import plots
 
     drawn = list(plots(stories))
-    text = page(stories, [history.figures(story) for story in stories],
+    text = page(stories, [figures(story) for story in stories],
                 [checkpoints(path) for path in runs], drawn, now=time.time())
     (out / PLOTS).mkdir(parents=True, exist_ok=True)
     for plot in drawn:
