@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from trainer.data.loader import SampledSource, Source
 from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler
 from trainer.data.stream import Stream
-from trainer.device import share_of_cores
+from trainer.device import device_mb, share_of_cores
 from trainer.folder import TIMING, Identity
 from trainer.level import Lines
 from trainer.log import Log
@@ -25,7 +26,7 @@ from trainer.prepare import REMEDY, Work
 from trainer.sinks import Console, TensorBoard
 from trainer.source import Found
 from trainer.state import TrainState
-from trainer.timing import Timing
+from trainer.timing import Timing, resident_mb
 from trainer.world import World
 
 
@@ -86,8 +87,10 @@ def open_metrics(
 
 def open_timing(path: Path, identity: Identity, world: World, log: Log, workers: int) -> Timing:
     """The record of where the time goes; rank 0 writes it, the others tell theirs."""
+    on_cuda = world.device.type == "cuda"
     timing = Timing(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
-                    cores=share_of_cores(world.local_size), tell=log.warning)
+                    cores=share_of_cores(world.local_size), tell=log.warning,
+                    memory=partial(device_mb, world.device) if on_cuda else resident_mb)
     if world.is_main:
         timing.open(path / TIMING)
     return timing

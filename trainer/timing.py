@@ -4,6 +4,7 @@ the training (`heartbeats`) into `timing.jsonl`, and names what holds the run up
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import statistics
@@ -147,7 +148,8 @@ class Timing:
                 mark = [*self._mark()[:-1], self._memory()]
                 self._line([mark if r == self._rank else None for r in range(self._size)])
             self._file = None
-        file.flush()
+        with contextlib.suppress(OSError):  # of no use to the run
+            file.close()
 
     def _line(self, ends: Sequence[Mark | None]) -> dict[str, Any]:
         own, base = ends[self._rank], self._base[self._rank]

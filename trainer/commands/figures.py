@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.attempts import Event
@@ -10,6 +11,11 @@ from trainer.commands.history import History
 
 ORDINARY = ("start", "fresh", "restore", "first-step", "save", "lost-peer")
 """Events of any run that goes well, and echoes of others."""
+
+WINDOWS = 150
+"""So many lines of timing are drawn; more are added up."""
+
+STEP_PARTS = ("data", "compute", "communication", "save")
 
 
 def happenings(history: History) -> list[tuple[float, Event, str]]:
@@ -27,6 +33,12 @@ def happenings(history: History) -> list[tuple[float, Event, str]]:
             text = f"{name}: {what}" if what else name
             found.append((event["time"] - history.begun, event, text))
     return found
+
+
+def whose(event: Event) -> int:
+    """The rank that an event is about: of a hang another one tells."""
+    culprit = event.get("culprit")
+    return event["rank"] if culprit is None else culprit
 
 
 def figures(history: History) -> dict[str, Any]:
@@ -59,6 +71,26 @@ def figures(history: History) -> dict[str, Any]:
             sums["step"]) else None,
         "memory_mb": max(memory, default=None),
     }  # fmt: skip
+
+
+def windows(timing: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """The lines of a timing.jsonl; where there are more than `WINDOWS`, sums of so many groups, in
+    which lines that lack a rank are left out, and memory is the most."""
+    lines = [line for line in timing if line["steps"]]
+    if len(lines) <= WINDOWS:
+        return lines
+    lines = [line for line in lines if None not in line["step_s"]]
+    size, found = math.ceil(len(lines) / WINDOWS), list[Mapping[str, Any]]()
+    for i in range(0, len(lines), size):
+        group = [line for line in lines[i : i + size]
+                 if len(line["step_s"]) == len(lines[i]["step_s"])]
+        whole: dict[str, Any] = {"step": group[-1]["step"]}
+        whole |= {key: sum(line[key] for line in group) for key in ("steps", "samples")}
+        for key in ("step_s", *(f"{part}_s" for part in STEP_PARTS), "memory_mb"):
+            of = max if key == "memory_mb" else sum
+            whole[key] = [of(values) for values in zip(*(line[key] for line in group), strict=True)]
+        found.append(whole)
+    return found
 
 
 def _share(norms: Sequence[float | None], limit: float) -> float | None:

@@ -9,11 +9,11 @@ from typing import Any
 
 from trainer.attempts import sentence
 from trainer.commands.drawing import DARK, LIGHT, Plot, span, style
-from trainer.commands.figures import happenings
+from trainer.commands.figures import happenings, whose
 from trainer.commands.history import History
 
 MOST = 100
-"""So many events are shown."""
+"""So many events are shown, and so many attempts."""
 
 _LEFT_OUT = ("command",)
 """Of the environment: differs always, and is shown by itself."""
@@ -181,8 +181,9 @@ def _plot(plot: Plot) -> str:
 
 
 def _attempts(run: History, *, several: bool) -> str:
-    body = ""
-    for passage in run.passages:
+    left_out = max(0, len(run.passages) - MOST)
+    body = _row(["…", "", f"{left_out} earlier", "", ""]) if left_out else ""
+    for passage in run.passages[left_out:]:
         a = passage.attempt
         body += _row([str(a.number), str(a.world_size), f"{a.start_step:,} – {a.end_step:,}",
                       span(passage.over - passage.begun), a.end])
@@ -195,7 +196,7 @@ def _attempts(run: History, *, several: bool) -> str:
 def _happenings(run: History, *, several: bool) -> str:
     found = happenings(run)
     body = "".join(
-        _row([span(at), str(event["rank"]), f"{event.get('at_step', event['step']):,}", text],
+        _row([span(at), str(whose(event)), f"{event.get('at_step', event['step']):,}", text],
              mark="any") for at, event, text in found[:MOST])
     if len(found) > MOST:
         body += _row(["…", "", "", f"{len(found) - MOST} more in events.jsonl"])
@@ -209,7 +210,7 @@ def _checkpoints(run: History, found: Sequence[Mapping[str, Any]], *, several: b
               "–" if c["generation"] is None else str(c["generation"]),
               "whole" if c["valid"] else c["why"]], bad=not c["valid"]) for c in found)
     head = _row(["step", "kind", "generation", "state"], "th")
-    return _table(f"Checkpoints{_of(run, several)}", head, body)
+    return _table(f"Checkpoints{_of(run, several)}", head, body) if found else ""
 
 
 def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[History]) -> str:

@@ -10,9 +10,10 @@ from functools import partial
 from typing import Any
 
 from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullFormatter
+from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from trainer.commands.drawing import Colors, Plot, grouped, smoothed, span, time_unit
+from trainer.commands.figures import STEP_PARTS, whose, windows
 from trainer.commands.history import PARTS, History
 from trainer.metrics import RESERVED
 from trainer.timing import own_s
@@ -20,8 +21,6 @@ from trainer.timing import own_s
 RANKS, MOST_RANKS = 8, 24
 """More ranks than that are drawn as the slowest, the median and the fastest; so many have a bar in
 the time line."""
-
-STEP_PARTS = ("data", "compute", "communication", "save")
 
 
 def plots(runs: Sequence[History]) -> Iterator[Plot]:
@@ -61,7 +60,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                        "What each rank itself needs for a step, without its waiting for others.",
                        partial(_ranks, run))
     if any(run.timing for run in runs):
-        yield Plot("memory", "Memory", "Resident, of the rank that has most.",
+        yield Plot("memory", "Memory", "Of the rank that has most: resident, or on its GPU.",
                    partial(_memory, runs))
 
 
@@ -92,12 +91,13 @@ def _curves(
         if checked:
             axes.plot(*zip(*checked, strict=True), "o", color=colors.ink if not several else color,
                       markersize=4, label=None if several else "validation")
-        for passage in run.passages[1:] if marks else []:
-            axes.axvline(passage.attempt.start_step, color=color if several else colors.alarm,
-                         linewidth=1, linestyle=":")
+        if marks and run.passages[1:]:
+            axes.vlines([p.attempt.start_step for p in run.passages[1:]], 0, 1, linewidth=1,
+                        transform=axes.get_xaxis_transform(), linestyle=":",
+                        color=color if several else colors.alarm)
     if not marks:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
-    axes.set_xlabel("step")
+    _steps_along(axes)
     axes.set_ylabel(label)
     if marks or several:
         axes.legend()
@@ -133,30 +133,29 @@ def _labelled(part: str, runs: Sequence[History]) -> str:
 
 def _timeline(run: History, axes: Axes, colors: Colors) -> None:
     unit, name = time_unit(run.wall_s - run.goodput["waiting"])
-    ranks, labels = _ranks_of(run)[:MOST_RANKS], set[str]()
+    ranks = _ranks_of(run)[:MOST_RANKS]
     at, gaps = without_waiting(run)
-
-    def bar(rank: int, begin: float, end: float, color: str, label: str) -> None:
-        if end > begin:
-            shown = None if label in labels else label
-            labels.add(label)
-            axes.barh(rank, (at(end) - at(begin)) / unit, left=at(begin) / unit, height=0.55,
-                      color=color, label=shown)
 
     for number, (begin, end) in enumerate(gaps):
         axes.axvspan(at(begin) / unit, at(end) / unit, color=colors.faint, linewidth=0,
                      label="waiting" if number == 0 else None)
-    restarting, useful, detecting = (colors.parts[PARTS.index(p)] for p in (
-        "restarting", "useful", "detecting"))
+    bars: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for passage in run.passages:
         for rank, (begin, end) in passage.ranks.items():
-            if rank not in ranks:
-                continue
             trains = min(end, passage.over if passage.trains is None else passage.trains)
-            fault = min(end, passage.over if passage.fault is None else passage.fault)
-            bar(rank, begin, trains, restarting, "starting")
-            bar(rank, trains, max(trains, fault), useful, "training")
-            bar(rank, max(trains, fault), end, detecting, "not getting on")
+            fault = max(trains, min(end, passage.over if passage.fault is None else passage.fault))
+            for label, part, left, right in (
+                ("starting", "restarting", begin, trains), ("training", "useful", trains, fault),
+                ("not getting on", "detecting", fault, end),
+            ):  # fmt: skip
+                if right > left and rank in ranks:
+                    bars.setdefault((label, part, rank), []).append(
+                        (at(left) / unit, (at(right) - at(left)) / unit))
+    labels = set[str]()
+    for (label, part, rank), places in bars.items():
+        axes.broken_barh(places, (rank - 0.275, 0.55), color=colors.parts[PARTS.index(part)],
+                         linewidth=0, label=None if label in labels else label)
+        labels.add(label)
     kinds = (
         ("fault", "X", colors.alarm, "injected fault", lambda e: e["event"] == "fault"
          and str(e.get("fault", "")).split(":")[0] != "slow"),
@@ -168,9 +167,8 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
         ("end", "*", colors.ink, "end", lambda e: e["event"] == "end"),
     )
     for _, marker, color, label, fits in kinds:
-        found = [(at(e["time"]) / unit, e.get("culprit") if e["event"] == "hang" and
-                  e.get("culprit") is not None else e["rank"]) for e in run.events if fits(e)]
-        found = [(x, y) for x, y in found if y in ranks]
+        found = [(at(e["time"]) / unit, whose(e)) for e in run.events
+                 if fits(e) and whose(e) in ranks]
         if found:
             axes.plot(*zip(*found, strict=True), marker, color=color, markersize=7, label=label,
                       markeredgecolor=color, clip_on=False)
@@ -238,12 +236,12 @@ def _norms(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
 def _step_time(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
     palette = (colors.parts[1], colors.parts[0], colors.parts[2], colors.parts[3])
     if len(runs) == 1:
-        lines = [line for line in runs[0].timing if line["steps"]]
+        lines = windows(runs[0].timing)
         x = [line["step"] for line in lines]
         rows = [[1000 * _mean(line[f"{part}_s"]) / line["steps"] for line in lines]
                 for part in STEP_PARTS]
         axes.stackplot(x, *rows, labels=STEP_PARTS, colors=palette, linewidth=0)
-        axes.set_xlabel("step")
+        _steps_along(axes)
         axes.set_ylabel("ms a step")
         axes.set_ylim(bottom=0)
     else:
@@ -276,20 +274,20 @@ def _over_steps(
     value: Callable[[Mapping[str, Any]], float | None],
 ) -> None:  # fmt: skip
     for run, color in zip(runs, _series(colors), strict=False):
-        points = [(line["step"], value(line)) for line in run.timing]
+        points = [(line["step"], value(line)) for line in windows(run.timing)]
         known = [(x, y) for x, y in points if y is not None]
         if known:
             axes.plot(*zip(*known, strict=True), color=color, linewidth=1.5, label=run.name,
                       marker="." if len(known) < 30 else None)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
+    _steps_along(axes)
     if len(runs) > 1:
         axes.legend()
 
 
 def _ranks(run: History, axes: Axes, colors: Colors) -> None:
-    lines = [line for line in run.timing if None not in line["step_s"]
-             and len(line["step_s"]) > 1]
+    lines = windows([line for line in run.timing if None not in line["step_s"]
+                     and len(line["step_s"]) > 1])
     size = max(len(line["step_s"]) for line in lines)
     x = [line["step"] for line in lines]
     rows = [[1000 * own / line["steps"] for own in own_s(line)] for line in lines]
@@ -303,7 +301,7 @@ def _ranks(run: History, axes: Axes, colors: Colors) -> None:
                                 ("median", statistics.median, colors.series[0])):
             axes.plot(x, [of(row) for row in rows], color=color, linewidth=1.4, label=name)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("step")
+    _steps_along(axes)
     axes.set_ylabel("ms a step")
     axes.legend(ncols=2)
 
@@ -311,6 +309,13 @@ def _ranks(run: History, axes: Axes, colors: Colors) -> None:
 def _series(colors: Colors) -> Iterator[str]:
     while True:
         yield from colors.series
+
+
+def _steps_along(axes: Axes) -> None:
+    axes.set_xlabel("step")
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.xaxis.set_major_formatter(
+        lambda x, _: f"{x / 1e6:g}M" if x >= 1e6 else f"{x / 1e3:g}k" if x >= 1e4 else f"{x:g}")
 
 
 def _mean(values: Sequence[float | None]) -> float:
