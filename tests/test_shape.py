@@ -23,12 +23,12 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes confusion diagnosis durable handshake hang job length memory "
-       "network packing processes rng snapshot stop progress tensorfile data tasks commands "
-       "recipes",
+    0: "errors append attributes communication confusion diagnosis durable handshake hang job "
+       "length memory network packing processes rng snapshot stop progress tensorfile data tasks "
+       "commands recipes",
     # One thing each on top of that.
     1: "anomaly attempts device ema given groups heartbeats leaf lock log manifest orders pairing "
-       "pretrained pulse recompute stacks data.augment data.bad data.batch data.sampler",
+       "pretrained pulse recompute stacks timing data.augment data.bad data.batch data.sampler",
     2: "config_run config_training data.reading faults losses pace state store task tasks.gpt "
        "waiting world",
     3: "agreement alarm config data.loader folder launcher parallel source sync_batchnorm "
@@ -41,9 +41,9 @@ LAYERS = {
     7: "metrics",
     8: "level parts sinks",
     # The one that constructs, and what uses all of it.
-    9: "opening product recovery",
-    10: "boundary build start",
-    11: "loop reader",
+    9: "opening product recovery commands.history",
+    10: "boundary build start commands.drawing commands.figures commands.inspect",
+    11: "loop reader commands.page commands.plots",
     12: "commands.*",
     13: "__main__",
     14: "library",

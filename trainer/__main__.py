@@ -22,6 +22,7 @@ COMMANDS = {
     "evaluate": "the metrics of a checkpoint",
     "predict": "what a checkpoint's model gives for each sample",
     "export": "a checkpoint's model as files for others, read back and compared",
+    "report": "what happened in one or more runs: a page with plots, and the plots",
 }
 PREPARING = ("start", "join", "build", "warm-up", "restore")
 """Phases in which there is nothing that isn't on disk already."""
@@ -184,6 +185,7 @@ def attempt(  # type: ignore[no-untyped-def]
     with Watchdog(world, log, limit_s=limit_s, tell=partial(tell, "failure")) as watchdog:
         parts = watched["parts"] = build(config, world, log, stop, watchdog.pulse)
         watchdog.rescue_with(parts.survive_beside)
+        watchdog.gather(parts.timing)
         watchdog.in_flight = lambda: parts.checkpoint.in_flight
         try:
             train(parts)

@@ -42,7 +42,7 @@ from trainer.level import level, record
 from trainer.lock import RunLock
 from trainer.log import Log
 from trainer.metrics import Metrics
-from trainer.opening import open_metrics, open_source
+from trainer.opening import open_metrics, open_source, open_timing
 from trainer.parts import Parts
 from trainer.pictures import FOLDER, Pictures
 from trainer.prepare import Work, prepare
@@ -210,6 +210,7 @@ def build(
         metrics=metrics, intervals=work.intervals, found=found, card=card, reopen=reopen,
         pictures=pictures,
         agreement=Agreement(partial(_shared, state), world, position),
+        timing=open_timing(path, identity, world, log, workers),
     )  # fmt: skip
 
 

@@ -50,6 +50,8 @@ class Checkpointer:
         self.generation = 0
         self.waits = 0
         """Saves that had to wait for the one before."""
+        self.held_s = 0.0
+        """How long `save` has held up the training."""
         self.overlap = False
         """Whether nothing but an update moves parameters, so that they may be copied during the
         next forward and backward."""
@@ -77,16 +79,11 @@ class Checkpointer:
             self._clock() - self._last_s >= self._every_s)
 
     @property
-    def committed(self) -> bool:
-        """Whether the last save of this rank is whole on disk."""
-        job = self._job
-        return self.saved_step >= 0 and self._world.is_main and (
-            self.failed is None if job is None else job.done and job.error is None)
-
-    @property
     def has_news(self) -> bool:
         """Whether the last save of this rank is whole on disk, and not all ranks know."""
-        return self._saved is not self._known and self.committed
+        job = self._job
+        return self._saved is not self._known and self.saved_step >= 0 and self._world.is_main and (
+            self.failed is None if job is None else job.done and job.error is None)
 
     @property
     def in_flight(self) -> int | None:
@@ -119,9 +116,13 @@ class Checkpointer:
         Raises:
             OSError: with --checkpoint.on-error stop: the one before couldn't be written.
         """
+        self._last_s = self._clock()
+        self._save(kind)
+        self.held_s += self._clock() - self._last_s
+
+    def _save(self, kind: str) -> None:
         progress = self._state.progress
         boundary = (progress.step, progress.validated)
-        self._last_s = self._clock()
         # A stop or a survivor may have saved the step before its validation was done.
         if boundary == self._saved:
             return

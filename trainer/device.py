@@ -54,3 +54,8 @@ def share_of_cores(local_size: int) -> int:
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // local_size)
+
+
+def device_mb(device: torch.device) -> float:
+    """The most memory that tensors of this process have had on a GPU, in MB."""
+    return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)

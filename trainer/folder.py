@@ -30,7 +30,7 @@ SUMMARY, PRODUCT, METRICS, EVENTS = (
 )  # fmt: skip
 TAIL_BYTES = 1 << 16
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
-COMPILED = "compile-cache"
+COMPILED, TIMING = "compile-cache", "timing.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)

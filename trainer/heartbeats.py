@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from torch.distributed import Store
 
@@ -23,6 +23,23 @@ class Identity:
     pid: int
     started: int | None
     host: str
+
+
+class Times(Protocol):
+    """What the ranks tell rank 0 beside their reports (`timing`)."""
+
+    @property
+    def due(self) -> bool:
+        """Whether rank 0 is to collect."""
+        ...
+
+    def told(self) -> Any:
+        """Of this rank: JSON."""
+        ...
+
+    def collect(self, told: Any) -> None:
+        """Of all ranks, on rank 0."""
+        ...
 
 
 class Heartbeats:
@@ -41,6 +58,7 @@ class Heartbeats:
         listening: whether to ask for the others' reports at each tick.
         alarm: what the first rank that found a hang has told; None as long as there is none.
         identities: of the other ranks, as far as they are known.
+        times: gathered by rank 0, which is late by a tick and holds nobody up.
     """
 
     def __init__(
@@ -51,6 +69,7 @@ class Heartbeats:
         self.listening = False
         self.alarm: dict[str, Any] | None = None
         self.identities: dict[int, Identity] = {}
+        self.times: Times | None = None
         self._store, self._rank, self._tick_s, self._clock = store, rank, tick_s, clock
         self._peers = [peer for peer in range(size) if peer != rank]
         self._identity = identity
@@ -132,10 +151,21 @@ class Heartbeats:
             self.alarm = json.loads(self._store.compare_set("alarm", "", json.dumps(self._cry)))
         elif self.alarm is None and self._store.check(["alarm"]):
             self.alarm = json.loads(self._store.get("alarm"))
+        if self.times is not None:
+            self._gather(self.times)
         if self.listening:
             self._listen()
         else:
             self._seen, self._since = {}, {}
+
+    def _gather(self, times: Times) -> None:
+        if self._rank:
+            self._store.set(f"times/{self._rank}", json.dumps(times.told()))
+        elif times.due:
+            keys = [f"times/{peer}" for peer in self._peers]
+            if self._store.check(keys):
+                told = self._store.multi_get(keys)
+                times.collect([times.told(), *map(json.loads, told)])
 
     def _listen(self) -> None:
         for peer in self._peers:

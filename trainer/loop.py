@@ -41,7 +41,9 @@ def train(run: Parts) -> dict[str, object]:
         run.log.stepped(progress.step)
         if not result.skipped:
             run.state.meter.add(result.sums.loss, result.sums.count)
-        run.metrics.step(result, waited_s=run.loader.waited_s)
+        times = run.metrics.step(result, waited_s=run.loader.waited_s)
+        run.timing.add(result.step, times, samples=result.sums.samples,
+                       held_s=run.checkpoint.held_s)
         face_skipped(run, result)
         refuse_copies(progress.replaced, progress.step * run.config.batch.global_size)
 

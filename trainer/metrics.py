@@ -163,15 +163,20 @@ class Metrics:
         if self.recent and self.recent[0]["step"] <= step:  # rank 0 says so at every step
             self.recent[:] = [line for line in self.recent if line["step"] > step]
 
-    def step(self, result: StepResult, *, waited_s: float) -> None:
-        """Record a training step.
+    def step(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
+        """Record a training step; this rank's times in it, in seconds.
 
         Args:
             waited_s: seconds that this rank has waited for data so far.
         """
         data, self._waited_s = waited_s - self._waited_s, waited_s
-        compute = result.seconds - data if result.device_s is None else result.device_s
-        self._record(step_line(result), {"step": result.seconds, "data": data, "compute": compute})
+        waits = result.communication_s
+        compute = (result.seconds - data - result.held_s if result.device_s is None
+                   else result.device_s) - waits
+        times = {"step": result.seconds, "data": data, "compute": max(0.0, compute),
+                 "communication": waits, "held": result.held_s}
+        self._record(step_line(result), times)
+        return times
 
     def validation(self, line: dict[str, Any]) -> None:
         """Record a validation."""

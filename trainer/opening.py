@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from trainer.data.loader import SampledSource, Source
 from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler
 from trainer.data.stream import Stream
+from trainer.device import device_mb, share_of_cores
+from trainer.folder import TIMING, Identity
 from trainer.level import Lines
 from trainer.log import Log
 from trainer.metrics import Metrics, Sink
@@ -23,6 +26,7 @@ from trainer.prepare import REMEDY, Work
 from trainer.sinks import Console, Own, TensorBoard
 from trainer.source import Found
 from trainer.state import TrainState
+from trainer.timing import Timing, resident_mb
 from trainer.world import World
 
 
@@ -80,6 +84,17 @@ def open_metrics(
                              bar=sys.stderr.isatty()))
         sinks += [Own(name, make, path, log) for name, make in work.sinks.items()]
     metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking)
+
+
+def open_timing(path: Path, identity: Identity, world: World, log: Log, workers: int) -> Timing:
+    """The record of where the time goes; rank 0 writes it, the others tell theirs."""
+    on_cuda = world.device.type == "cuda"
+    timing = Timing(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
+                    cores=share_of_cores(world.local_size), tell=log.warning,
+                    memory=partial(device_mb, world.device) if on_cuda else resident_mb)
+    if world.is_main:
+        timing.open(path / TIMING)
+    return timing
 
 
 def _preview(task: Any, position: int) -> Any:

@@ -30,6 +30,7 @@ from trainer.source import Found
 from trainer.state import TrainState
 from trainer.step import Step
 from trainer.stop import StopRequest
+from trainer.timing import Timing
 from trainer.world import World
 
 
@@ -54,6 +55,7 @@ class Parts:
     metrics: Metrics
     intervals: Intervals
     agreement: Agreement
+    timing: Timing
     reopen: Callable[[Found], None]
     """Opens the data and the record once more, at the place of a checkpoint."""
     found: Found | None
@@ -110,6 +112,7 @@ class Parts:
             OSError: the state or a line of metrics.jsonl couldn't be written.
         """
         self.loader.close()
+        self.timing.close()
         self.checkpoint.close()
         self.metrics.close()
 
@@ -204,6 +207,7 @@ class Parts:
 
         Loader processes end with this one.
         """
+        self.timing.close()
         self.checkpoint.abandon()
         with contextlib.suppress(OSError):  # the lines travel in the checkpoints too
             self.metrics.close()

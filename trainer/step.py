@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.communication import Communication
 from trainer.config import Clip
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
@@ -23,6 +24,7 @@ from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip
 from trainer.parallel import COUNT, Objective, Sums, synchronised
 from trainer.progress import Progress
+from trainer.sync_batchnorm import SyncBatchNorm
 
 
 class StepResult(NamedTuple):
@@ -42,6 +44,10 @@ class StepResult(NamedTuple):
     seconds: float
     device_s: float | None
     """CUDA: seconds from zero_grad to clip on the device's own time line."""
+    communication_s: float = 0.0
+    """Seconds that this rank waited for the others: an estimate (see `communication`)."""
+    held_s: float = 0.0
+    """Seconds that the update waited for the copy of a save."""
 
     @property
     def skipped(self) -> bool:
@@ -162,6 +168,11 @@ class Step:
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
+        self.communication = Communication(ranks=self.num_ranks,
+                                           on_cuda=self.parameters[0].is_cuda)
+        for module in self.model.modules():
+            if isinstance(module, SyncBatchNorm):
+                module.communication = self.communication
         self.in_progress = False
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
         self.updating = False
@@ -228,8 +239,11 @@ class Step:
             self.broadcast(self.moving, self.num_ranks - 1)
         self.shut = self.gate.acquire()
         at("optimizer", step=step, epoch=epoch)
+        held_s = 0.0
         if not fault:
+            held_s = -self.clock()
             self.before_update()
+            held_s += self.clock()
             self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
@@ -244,9 +258,11 @@ class Step:
         self.progress.replaced += sums.replaced
         self.progress.step, self.in_progress, self.updating = step, False, False
         at("step-end", step=step, epoch=epoch)
+        seconds = self.clock() - start
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
-            fault=fault, seconds=self.clock() - start, device_s=self.marks.between_s(),
+            fault=fault, seconds=seconds, device_s=self.marks.between_s(), held_s=held_s,
+            communication_s=self.communication.take(seconds),
         )  # fmt: skip
 
     def forward_backward(
@@ -269,7 +285,11 @@ class Step:
                 loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else None,
                                     len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
+            if slot.last:
+                self.communication.watch(loss)
             self.scaler.scale(loss).backward()
+        if slot.last:
+            self.communication.reduced()
 
     def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult:
         """Consume a global batch without computing anything with it."""

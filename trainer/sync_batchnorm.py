@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
+from trainer.communication import Communication
+
 
 def convert(model: nn.Module, world_size: int, device_type: str,
             process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, int]:
@@ -99,6 +101,8 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     process_group: dist.ProcessGroup | None = None
+    communication: Communication | None = None
+    """Told how long the ranks wait for each other here."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -116,7 +120,8 @@ class SyncBatchNorm(_BatchNorm):
             _uncount_empty(self, (input,), output)
             return output
         self._check_input_dim(input)
-        mean, variance, count = _global_statistics(input.detach(), self.process_group)
+        mean, variance, count = _global_statistics(input.detach(), self.process_group,
+                                                   self.communication)
         if count == 1:
             raise ValueError("Expected more than 1 value per channel when training, got input size "
                              f"{tuple(input.shape)} on this rank and one value on all ranks")
@@ -125,7 +130,7 @@ class SyncBatchNorm(_BatchNorm):
         if self.track_running_stats:
             self._update_buffers(mean, variance, count)
         return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps,
-                                self.process_group)
+                                self.process_group, self.communication)
 
     def _update_buffers(self, mean: Tensor, variance: Tensor, count: int) -> None:
         factor = self.momentum
@@ -143,16 +148,23 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _gather_rows(row: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def _gather_rows(
+    row: Tensor, group: dist.ProcessGroup | None, communication: Communication | None
+) -> Tensor:
     """Collective. `row` (K,) of every rank, as (ranks, K)."""
     rows = row.new_empty(dist.get_world_size(group), row.numel())
     # All-gather also where a sum is wanted: with gloo it takes 2/3 of an all-reduce's time, and
     # the order of the sum is the order of ranks.
+    began_s = 0.0 if communication is None else communication.began()
     dist.all_gather(list(rows.unbind()), row, group=group)
+    if communication is not None:
+        communication.ended(began_s)
     return rows
 
 
-def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tensor, Tensor, int]:
+def _global_statistics(
+    x: Tensor, group: dist.ProcessGroup | None, communication: Communication | None = None
+) -> tuple[Tensor, Tensor, int]:
     """Collective. Mean (C,), biased variance (C,) and number of values a channel, of all ranks.
 
     Each rank sends its own (mean, variance, count). They are combined without cancellation: Chan,
@@ -167,7 +179,7 @@ def _global_statistics(x: Tensor, group: dist.ProcessGroup | None) -> tuple[Tens
             x.to(dtype), None, None, 0.0)
         own_count = x.new_full((1,), x.numel() // channels, dtype=torch.float64)
         row = torch.cat((own_mean, own_variance, own_count))  # in fp64
-    rows = _gather_rows(row, group)
+    rows = _gather_rows(row, group, communication)
     means, variances, counts = rows.split((channels, channels, 1), dim=1)
     count = counts.sum()
     shares = counts / count
@@ -186,9 +198,10 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
                 variance: Tensor, count: int, eps: float,
-                group: dist.ProcessGroup | None) -> Tensor:
+                group: dist.ProcessGroup | None,
+                communication: Communication | None = None) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.count, ctx.eps, ctx.group = count, eps, group
+        ctx.count, ctx.eps, ctx.group, ctx.communication = count, eps, group, communication
         if x.numel() == 0:
             return torch.empty_like(x)
         return _affine(x.to(mean.dtype), weight, bias, mean, variance, eps).to(x.dtype)
@@ -211,7 +224,7 @@ class _Normalize(torch.autograd.Function):
                 [False, True, True])[1:])
         grad_x = None
         if needs_x:
-            total = _gather_rows(sums, ctx.group).sum(0)
+            total = _gather_rows(sums, ctx.group, ctx.communication).sum(0)
             if x.numel() == 0:
                 grad_x = torch.empty_like(x)
             else:
@@ -224,7 +237,7 @@ class _Normalize(torch.autograd.Function):
                 grad_x = grad_x.add_(g).mul_(scale.view(per_channel)).to(x.dtype)
         return (grad_x, sums[:channels].to(weight.dtype) if needs_weight else None,
                 sums[channels:].to(weight.dtype) if needs_bias else None, None, None, None, None,
-                None)
+                None, None)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,

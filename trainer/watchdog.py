@@ -24,7 +24,7 @@ from typing import Any
 from trainer import processes, waiting
 from trainer.alarm import Alarm
 from trainer.hang import Patience, Peer, Report, judge, patience, saving_patience, shown
-from trainer.heartbeats import Heartbeats, own_identity
+from trainer.heartbeats import Heartbeats, Times, own_identity
 from trainer.log import Log
 from trainer.pace import Pace
 from trainer.pulse import Pulse
@@ -91,6 +91,11 @@ class Watchdog:
     def rescue_with(self, rescue: Callable[[], bool]) -> None:
         """How to save the last boundary beside a main thread that can't; tells whether it could."""
         self._alarm.rescue = rescue
+
+    def gather(self, times: Times) -> None:
+        """What the heartbeats are to carry to rank 0 beside."""
+        if self._alarm.beats is not None:
+            self._alarm.beats.times = times
 
     def stop(self) -> None:
         """The main thread leaves by itself from here. While the watchdog saves and leaves in its

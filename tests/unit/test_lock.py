@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import StaleAttempt
-from trainer.lock import ByteLocks, RunLock
+from trainer.lock import ByteLocks, RunLock, is_at_work
 from trainer.store import Store
 
 REPOSITORY = Path(__file__).parents[2]
@@ -330,3 +330,16 @@ def test_errors_of_the_disk_are_not_taken_for_missing_locks(
 
     with pytest.raises(OSError, match="Input/output error"):
         RunLock(tmp_path / "lock", "one").take()
+
+
+def test_who_takes_no_lock_sees_whether_the_owner_lives(processes):
+    path = processes.path
+    assert not is_at_work(path)
+    owner = processes.attempt("a")
+    assert owner.ask("take") == "None"
+
+    assert is_at_work(path)
+    assert owner.ask("check") == "None"
+    owner.kill()
+
+    assert not is_at_work(path)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import folder
-from trainer.attempts import read_attempts, sentence
-from trainer.errors import CheckpointDamaged
-from trainer.log import read_events
+from trainer import cli, folder, resume
+from trainer.attempts import repeated, sentence
+from trainer.commands import history
+from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.lock import is_at_work
+from trainer.source import STATE
 from trainer.store import Store
 
 
@@ -19,8 +21,8 @@ def main(argv: Sequence[str]) -> int:
     """Print what a run folder holds; exit code 2 if there is no run in it."""
     parser = argparse.ArgumentParser(
         prog="trainer inspect",
-        description="Checkpoints and their validity, attempts, the step, and how the next start "
-        "would go on.",
+        description="Checkpoints and their validity, attempts, the step, what the time went into, "
+        "and how the next start would go on.",
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("others", type=Path, nargs="*", metavar="other",
@@ -41,24 +43,34 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
     Args:
         others: folders of the same run on other nodes, for their events.
     """
-    checkpoints = _checkpoints(run)
-    summary = folder.read_json(run / folder.SUMMARY)
-    valid = [c for c in checkpoints if c["valid"]]
+    story = history.read(run, *others)
+    found = checkpoints(run)
+    valid = [c for c in found if c["valid"]]
     newest = max(valid, key=lambda c: (c["generation"], c["step"]), default=None)
     step = newest["step"] if newest else 0
-    finished = summary is not None and summary["step"] == step
-    determinism = (folder.read_json(run / folder.ENVIRONMENT) or {}).get("determinism", {})
-    if checkpoints and not valid:
-        following, why = "refused", "there are checkpoints and none is whole"
+    finished = story.summary is not None and story.summary["step"] == step
+    if found and not valid:
+        kind, why, then = "refused", "there are checkpoints and none is whole", "fails"
+    elif finished:
+        kind, why, then = *_judged(run, step), "nothing to do: the run is complete"
     else:
-        following, why = determinism.get("label", "exact"), determinism.get("why", "")
+        kind, why, then = _following(run, story, step, has_checkpoint=newest is not None)
+    at_work = is_at_work(run / folder.LOCK)
+    if at_work:
+        then = f"is turned away while the run is at work; after it: {then}"
     return {
-        "step": step, "finished": finished, "attempts": _attempts(run, *others),
-        "checkpoints": checkpoints, "next": following, "why": why,
+        "step": step, "finished": finished, "running": at_work,
+        "attempts": [_attempt(p) for p in story.passages],
+        "world_sizes": sorted({p.attempt.world_size for p in story.passages}),
+        "checkpoints": found, "next": kind, "why": why, "does": then,
+        "wall_s": round(story.wall_s, 6),
+        "goodput": {part: round(seconds, 6) for part, seconds in story.goodput.items()},
+        "lost_steps": story.lost_steps,
     }  # fmt: skip
 
 
-def _checkpoints(run: Path) -> list[dict[str, Any]]:
+def checkpoints(run: Path) -> list[dict[str, Any]]:
+    """Each checkpoint of a run, oldest first, with whether it is whole, and why not."""
     store = Store(run / folder.CHECKPOINTS)
     found = []
     for info in store.checkpoints():
@@ -73,23 +85,82 @@ def _checkpoints(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _attempts(*runs: Path) -> list[dict[str, Any]]:
+def _attempt(passage: history.Passage) -> dict[str, Any]:
     """From what every rank has noted. A node's own folder tells of its ranks only."""
-    return [
-        {"attempt": a.number, "world_size": a.world_size, "start_step": a.start_step,
-         "end_step": a.end_step, "end": a.end,
-         "cause": None if a.cause is None else sentence(a.cause)}
-        for a in read_attempts(read_events(*(run / folder.EVENTS for run in runs)))
-    ]  # fmt: skip
+    a = passage.attempt
+    return {"attempt": a.number, "world_size": a.world_size, "start_step": a.start_step,
+            "end_step": a.end_step, "end": a.end, "seconds": round(passage.over - passage.begun, 6),
+            "cause": None if a.cause is None else sentence(a.cause)}
+
+
+def _following(
+    run: Path, story: history.History, step: int, *, has_checkpoint: bool
+) -> tuple[str, str, str]:
+    """What the same command would do now: (label, why, in words)."""
+    attempts = [p.attempt for p in story.passages]
+    limit = story.config.get("restart.max_same_step", 3)
+    version = next((a.version for a in reversed(attempts)), None) or ""
+    reached = story.steps[-1]["step"] if story.steps else 0
+    row = repeated(attempts, reached=reached, version=version)
+    if len(row) >= limit:
+        first = next((a.cause for a in row if a.cause is not None), None)
+        why = f"step {row[0].failed_step} has failed {len(row)} times in a row"
+        if first is not None:
+            why += f": {sentence(first)}"
+        return "refused", why, "gives up, unless the configuration or the task's file has changed"
+    if not has_checkpoint:
+        return "exact", "", "begins at step 0: there is no checkpoint"
+    return *_judged(run, step), f"goes on from step {step}"
+
+
+def _judged(run: Path, step: int) -> tuple[str, str]:
+    facts = folder.read_json(run / folder.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
+    return label(run, facts)
+
+
+def label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
+    """How a start from a checkpoint would be called, and why: with the last start's configuration,
+    ranks and kind of device, and the libraries that are installed here.
+
+    Args:
+        facts: of the checkpoint: its state.json.
+    """
+    determinism = (folder.read_json(run / folder.ENVIRONMENT) or {}).get("determinism", {})
+    last = determinism.get("label", "exact"), determinism.get("why", "")
+    if not {"settings", "circumstances"} <= facts.keys():
+        return last
+    try:
+        verdict = resume.judge(
+            cli.load(run / folder.CONFIG), facts["settings"], before=facts.get("inexact", ()),
+            now=_here(facts["circumstances"]), then=facts["circumstances"])
+    except ConfigError as error:
+        # Where the task can't be found from here, what the last start has said holds.
+        return ("refused", str(error)) if "--accept" in str(error) else last
+    # The last start may have had another reason, such as the kernels.
+    return last if verdict.label == "exact" else (verdict.label, verdict.why)
+
+
+def _here(then: Mapping[str, Any]) -> dict[str, Any]:
+    import numpy
+    import torch
+
+    return {**then, "torch": torch.__version__, "numpy": numpy.__version__}
 
 
 def _table(report: dict[str, Any], run: Path) -> str:
-    state = "finished" if report["finished"] else "not finished"
+    state = "finished" if report["finished"] else "running" if report["running"] else "not finished"
+    wall_s, parts = report["wall_s"], report["goodput"]
     lines = [f"{run}: step {report['step']}, {state}",
-             f"the next start: {report['next']}" + (f" ({report['why']})" * bool(report["why"])),
-             "", "attempt  ranks  from  to    ended"]  # fmt: skip
+             f"the next start {report['does']}",
+             f"it would be {report['next']}" + f": {report['why']}" * bool(report["why"])]
+    if wall_s > 0:
+        lines.append(f"goodput {parts['useful'] / wall_s:.1%} of {wall_s:.1f} s: " + ", ".join(
+            f"{part} {seconds:.1f} s" for part, seconds in parts.items() if seconds >= 0.05)
+            + f"; {report['lost_steps']} steps made again")
+    lines += ["", "attempt  ranks  from  to    seconds  ended"]
     lines += [f"{a['attempt']:<8} {a['world_size']:<6} {a['start_step']:<5} {a['end_step']:<5} "
-              f"{a['end']}" + f": {a['cause']}" * bool(a["cause"]) for a in report["attempts"]]
+              f"{a['seconds']:<8.1f} {a['end']}" + f": {a['cause']}" * bool(a["cause"])
+              for a in report["attempts"]]
     lines += ["", "checkpoint  generation  kind      state"]
     lines += [f"{c['step']:<11} {c['generation'] if c['generation'] is not None else '-':<11} "
               f"{c['kind'] or '-':<9} {'whole' if c['valid'] else c['why']}"

@@ -135,10 +135,10 @@ class Loader:
         self._faults.pulse.beat("reading", self._next_step)
         micro = next(self._source)
         self._next_step = micro.slot.step + micro.slot.last
-        self.waited_s += time.perf_counter() - start
         if micro.replaced:
             self._tell(micro)
         self._faults.at("data", step=micro.slot.step, epoch=micro.slot.epoch)
+        self.waited_s += time.perf_counter() - start
         self.read.append(micro)
         if self._on_host:
             return micro

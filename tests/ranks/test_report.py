@@ -1,0 +1,282 @@
+"""`report` and `inspect`: what they tell of a real run that was killed, skipped a step, was stopped
+and went on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from runs import steps, train
+
+from benchmarks import pictures
+from trainer.commands import history, inspect, report
+from trainer.commands.figures import figures
+from trainer.log import read_events
+
+TASK = ["--task=failing_task:Failing", "--device=cpu", "--data.workers=0", "--task.samples=160",
+        "--batch.global-size=8", "--batch.micro-size=2", "--task.norm=batch", "--steps=40",
+        "--clip.norm=0.5", "--checkpoint.every=15"]  # fmt: skip
+FAULTS = ["--inject=kill:rank=1:step=12:phase=backward", "--inject=nan:step=20",
+          "--inject=term:step=25"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(ranks, tmp_path_factory) -> Path:
+    """Three attempts of two ranks: killed in step 12, stopped after step 25, finished."""
+    path = tmp_path_factory.mktemp("runs") / "night"
+    ends = [[o.exit_code or o.value for o in ranks.outcomes(
+        2, train, *TASK, *FAULTS, f"--run={path}", group=False)] for _ in range(3)]
+    assert ends == [[1, None], [75, 75], [0, 0]]
+    return path
+
+
+@pytest.fixture
+def copy(run, tmp_path) -> Path:
+    return Path(shutil.copytree(run, tmp_path / "copy"))
+
+
+class Page(HTMLParser):
+    """What a browser would make of a page: its elements, attributes and texts."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags, self.attributes, self.texts = set[str](), list[tuple[str, str]](), list[str]()
+        self.feed((path / "report.html").read_text())
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data):
+        self.texts.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.texts).split())
+
+
+def written(*runs: Path, out: Path) -> Path:
+    assert report.main([*map(str, runs), "--out", str(out)]) == 0
+    return out
+
+
+@pytest.fixture(scope="module")
+def out(run, tmp_path_factory) -> Path:
+    """The report of the run."""
+    return written(run, out=tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def both(run, tmp_path_factory) -> Path:
+    """The report of the run, and of one that has another seed."""
+    folder = tmp_path_factory.mktemp("both")
+    other = Path(shutil.copytree(run, folder / "other"))
+    config = other / "config.toml"
+    config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
+    line = history.read(other).timing[0]  # the attempts may have been too short to hear of rank 1
+    line |= {key: [values[0]] * 2 for key, values in line.items() if isinstance(values, list)}
+    with (other / "timing.jsonl").open("a") as file:
+        file.write(json.dumps(line) + "\n")
+    return written(run, other, out=folder)
+
+
+def test_the_time_of_a_real_run_is_accounted_for(run):
+    story = history.read(run)
+
+    events = read_events(run / "events.jsonl")
+    first = min(e["entered"]["start"] for e in events if e["event"] == "first-step")
+    assert sum(story.goodput.values()) == pytest.approx(story.wall_s)
+    assert story.wall_s == pytest.approx(events[-1]["time"] - first, rel=0.01)
+    assert [p.attempt.start_step for p in story.passages] == [0, 11, 25]
+    assert story.goodput["useful"] > 0
+    assert story.goodput["waiting"] > 0  # no launcher has joined these attempts
+    assert story.lost_steps == 0
+    assert sum(line["steps"] for line in story.timing) == len(steps(run)) == 40
+
+
+def test_the_page_shows_the_run_and_needs_nothing_else(out):
+    page = Page(out)
+
+    for told in ("night", "finished", "kill:rank=1", "a peer of rank 0 was lost at step 12",
+                 "stopped on request after step 25", "whole", "goodput", "clipped steps",
+                 "batch.global_size", "Time line", "Learning rate"):
+        assert told in page.text, told
+    assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
+    for name, value in page.attributes:
+        assert name not in ("src", "srcset")
+        assert not name.startswith("on")
+        assert "href" not in name or value.startswith("#")
+        assert "url(" not in (value or "") or "url(#" in value
+    assert {path.stem for path in (out / "report").glob("*.png")} >= {
+        "loss", "goodput", "timeline", "lr", "gradients", "step-time", "samples", "memory"}
+
+
+def test_what_is_clipped_is_counted_from_the_norms(run):
+    norms = [line["grad_norm"] for line in steps(run) if line["grad_norm"] is not None]
+
+    told = figures(history.read(run))
+
+    assert told["clipped"] == sum(norm > 0.5 for norm in norms) / len(norms)
+    assert told["skipped"] == 1
+
+
+def test_of_several_runs_what_differs_is_highlighted(both):
+    text = (both / "report.html").read_text()
+
+    assert re.search(r'<tr class="differs"><td>seed</td><td>0</td><td>7</td>', text)
+    assert text.count('class="differs"') == 1
+    assert "night · other" in Page(both).text
+    assert "Ranks of other" in Page(both).text
+
+
+def test_the_texts_of_a_run_are_shown_as_texts(copy, tmp_path):
+    evil = "<img src=x onerror=alert(1)>&amp;$x_1$"
+    path = copy.rename(copy.with_name(evil))
+    for name in ("events.jsonl", "metrics.jsonl", "config.toml", "environment.json"):
+        text = (path / name).read_text()
+        for old in ("failure", "accuracy", "RuntimeError", '"constant"', '"cosine"', "stopped on"):
+            text = text.replace(f'"{old}"' if old == "accuracy" else old, json.dumps(evil)
+                                if old == "accuracy" or old[0] == '"' else old + evil)
+        (path / name).write_text(text)
+
+    page = Page(written(path, out=tmp_path / "out"))
+
+    assert "img" not in page.tags
+    assert not any(name.startswith("on") for name, _ in page.attributes)
+    assert evil in page.text
+
+
+def test_a_run_that_is_being_written_can_be_shown(copy, tmp_path):
+    (copy / "summary.json").unlink()
+    for name in ("events.jsonl", "metrics.jsonl", "timing.jsonl"):
+        data = (copy / name).read_bytes()
+        (copy / name).write_bytes(data[: len(data) * 2 // 3])
+    torn = (copy / "checkpoints").glob("*/model.safetensors")
+    next(torn).write_bytes(b"torn")
+
+    page = Page(written(copy, out=tmp_path / "out"))
+
+    assert "finished" not in page.text
+    assert "Loss" in page.text
+    assert "model.safetensors" in page.text  # of the torn checkpoint
+
+
+@pytest.mark.parametrize("rest", [["run.json"], ["run.json", "config.toml", "events.jsonl"],
+                                  ["run.json", "metrics.jsonl"]])
+def test_a_run_of_which_there_is_little_can_be_shown(copy, tmp_path, rest):
+    little = tmp_path / "little"
+    little.mkdir()
+    for name in rest:
+        shutil.copy(copy / name, little)
+
+    assert "little" in Page(written(little, out=tmp_path / "out")).text
+
+
+def test_a_folder_without_a_run_is_one_clear_error(tmp_path, capsys):
+    codes = [report.main([str(tmp_path / "none")]), report.main([str(tmp_path)])]
+
+    assert codes == [2, 2]
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == f"{tmp_path}/none: there is no such folder"
+    assert second == f"{tmp_path}: there is no run in this folder (no run.json)"
+
+
+def test_a_missing_library_is_one_clear_error(run, tmp_path, capsys, monkeypatch):
+    for name in ("drawing", "page", "plots"):
+        monkeypatch.delitem(sys.modules, f"trainer.commands.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+
+    assert report.main([str(run), "--out", str(tmp_path)]) == 2
+
+    assert "pip install matplotlib" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(pictures.browser() is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize(("name", "width"), [("out", 380), ("both", 380), ("both", 1200)])
+def test_a_page_fits_its_window(request, tmp_path, width, name):
+    page = request.getfixturevalue(name) / "report.html"
+
+    assert pictures.scroll_width(page, width, tmp_path) <= width
+
+
+@pytest.mark.long
+def test_a_slow_rank_of_a_real_run_is_named(ranks, tmp_path):
+    outcomes = ranks.outcomes(
+        2, train, *TASK, "--steps=80", "--inject=slow:rank=1:seconds=0.05:always",
+        f"--run={tmp_path}/run", group=False, timeout_s=90)  # fmt: skip
+
+    assert [o.value for o in outcomes] == [0, 0]
+    assert outcomes[0].output.count("rank 1 holds the others back: it needs ") == 1
+    assert "Ranks" in Page(written(tmp_path / "run", out=tmp_path)).text
+
+
+# --- inspect
+
+def test_inspect_tells_people_and_programs_the_same(run, capsys):
+    assert inspect.main([str(run)]) == 0
+    people = capsys.readouterr().out
+    assert inspect.main([str(run), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+
+    assert told["finished"] is True
+    assert told["running"] is False
+    assert told["step"] == 40
+    assert told["world_sizes"] == [2]
+    assert [a["end"] for a in told["attempts"]] == ["failure", "stopped", "finished"]
+    assert sum(told["goodput"].values()) == pytest.approx(told["wall_s"], rel=1e-3)
+    assert (told["next"], told["does"]) == ("exact", "nothing to do: the run is complete")
+    assert "step 40, finished" in people
+    assert f"{told['goodput']['useful'] / told['wall_s']:.1%}" in people
+
+
+def test_the_next_start_goes_on_and_says_from_where(copy):
+    (copy / "summary.json").unlink()
+
+    told = inspect.inspect(copy)
+
+    assert (told["next"], told["why"]) == ("exact", "")
+    assert told["does"] == "goes on from step 40"
+
+
+def test_another_library_makes_it_equivalent(copy):
+    (copy / "summary.json").unlink()
+    state = copy / "checkpoints/step-00000040/state.json"
+    facts = json.loads(state.read_text())
+    facts["circumstances"]["numpy"] = "1.2.3"
+
+    label, why = inspect.label(copy, facts)
+
+    assert label == "equivalent"
+    assert why.startswith("numpy was 1.2.3 and is ")
+
+
+def test_without_a_whole_checkpoint_it_is_refused(copy):
+    (copy / "summary.json").unlink()
+    for path in (copy / "checkpoints").glob("step-*/model.safetensors"):
+        path.write_bytes(b"torn")
+
+    told = inspect.inspect(copy)
+
+    assert (told["next"], told["why"]) == ("refused", "there are checkpoints and none is whole")
+
+
+def test_a_step_that_fails_again_and_again_is_refused(copy):
+    (copy / "summary.json").unlink()
+    with (copy / "events.jsonl").open("a") as file:
+        start = [e for e in read_events(copy / "events.jsonl") if e["event"] == "start"][-1]
+        for attempt in (3, 4, 5):
+            more = {"attempt": attempt, "time": start["time"] + 100 * attempt}
+            failure = {"event": "failure", "why": "ValueError: x", "echo": False,
+                       "failed_step": 41, "step": 40}
+            file.write(json.dumps(start | more) + "\n" + json.dumps(start | more | failure) + "\n")
+
+    told = inspect.inspect(copy)
+
+    assert told["next"] == "refused"
+    assert told["why"].startswith("step 41 has failed 3 times in a row: rank ")
+    assert told["does"].startswith("gives up")

@@ -1,0 +1,172 @@
+"""What the wall time of a run went into, from its events: the parts cover it, once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainer.commands.figures import figures
+from trainer.commands.history import PARTS, goodput, passages, read, read_lines
+
+Event = dict[str, Any]
+
+
+def event(time: float, attempt: int, name: str, *, rank: int = 0, step: int = 0, **more: Any
+          ) -> Event:  # fmt: skip
+    return {"time": time, "attempt": attempt, "rank": rank, "step": step, "phase": "train",
+            "event": name, **more}
+
+
+def begun(time: float, attempt: int, *, step: int = 0, launch: str | None = "a", reached: int = 0,
+          trains: float | None = 1.0) -> list[Event]:  # fmt: skip
+    """An attempt of two ranks that starts at `time`, and trains from `time + trains` on."""
+    events = [event(time + 0.5, attempt, "start", rank=rank, step=step, world_size=2,
+                    launch=launch, version="v", reached=reached) for rank in (0, 1)]
+    if trains is not None:
+        told = {"stop": time - 0.3, "fork": time - 0.1, "start": time, "train": time + trains}
+        events += [event(time + trains + 0.1, attempt, "first-step", rank=rank, step=step + 1,
+                         entered=told) for rank in (0, 1)]
+    return events
+
+
+def line(time: float, attempt: int, step: int, steps: int, *, step_s: float, save_s: float = 0.0
+         ) -> dict[str, Any]:  # fmt: skip
+    both = {f"{part}_s": [0.0, 0.0] for part in ("data", "compute", "communication")}
+    return {"time": time, "attempt": attempt, "step": step, "steps": steps, "samples": 8 * steps,
+            "step_s": [step_s * steps] * 2, "save_s": [save_s, 0.0], "memory_mb": [1.0, 1.0],
+            **both}  # fmt: skip
+
+
+def parts(events: list[Event], timing: list[dict[str, Any]] | None = None) -> dict[str, float]:
+    events = sorted(events, key=lambda e: e["time"])
+    found = passages(events, timing or [])
+    told = goodput(found, events, timing or [])
+    assert sum(told.values()) == pytest.approx(found[-1].over - found[0].begun)
+    return {part: round(seconds, 6) for part, seconds in told.items() if seconds > 1e-9}
+
+
+def test_a_run_without_faults_is_useful_from_its_first_step_on():
+    assert parts([*begun(10.0, 0), event(21.0, 0, "end", step=9)]) == {
+        "useful": 10.0, "restarting": 1.0}
+
+
+def test_a_death_costs_until_it_is_noticed_then_until_the_next_step():
+    events = [*begun(0.0, 0), event(11.0, 0, "fault", rank=1, step=9, fault="kill:rank=1"),
+              event(11.5, 0, "lost-peer", step=9, failed_step=10),
+              event(11.6, 0, "death", rank=1, step=9),
+              event(12.0, 0, "save", step=9, kind="survivor", seconds=0.25),
+              *begun(13.0, 1, step=9, reached=9), event(24.0, 1, "end", step=19)]  # fmt: skip
+
+    assert parts(events) == {"useful": 20.0, "saving": 0.25, "detecting": 0.5,
+                             "restarting": 1.0 + 1.25 + 1.0}
+
+
+def test_a_hang_began_when_the_culprit_stopped_to_get_on():
+    events = [*begun(0.0, 0), event(21.0, 0, "hang", step=9, culprit=1, idle_s=4.0, why="stuck"),
+              *begun(22.0, 1, step=9, reached=9), event(33.0, 1, "end", step=19)]
+
+    assert parts(events) == {"useful": 16.0 + 10.0, "detecting": 4.0, "restarting": 3.0}
+
+
+def test_nobody_runs_it_between_a_stop_and_the_next_launch():
+    events = [*begun(0.0, 0, launch="a"), event(11.0, 0, "stop", step=9, exit_code=75),
+              *begun(3600.0, 1, step=9, launch="b", reached=9), event(3611.0, 1, "end", step=19)]
+
+    assert parts(events) == {"useful": 20.0, "restarting": 2.0, "waiting": 3589.0}
+
+
+def test_steps_that_the_next_attempt_makes_again_are_not_useful():
+    events = [*begun(0.0, 0), event(11.0, 0, "failure", step=10, why="x", failed_step=11),
+              *begun(12.0, 1, step=6, reached=10), event(23.0, 1, "end", step=16)]
+    timing = [line(11.0, 0, 10, 10, step_s=1.0), line(23.0, 1, 16, 10, step_s=1.0)]
+
+    assert parts(events, timing) == {"useful": 16.0, "redone": 4.0, "restarting": 3.0}
+
+
+def test_what_a_save_holds_up_is_told_by_the_timing():
+    timing = [line(6.0, 0, 5, 5, step_s=1.0, save_s=0.5), line(11.0, 0, 10, 5, step_s=1.0)]
+
+    assert parts([*begun(0.0, 0), event(11.0, 0, "end", step=10)], timing) == {
+        "useful": 9.5, "saving": 0.5, "restarting": 1.0}
+
+
+def test_an_attempt_that_vanished_with_its_launcher_lasted_as_long_as_its_steps():
+    # The last sign is of step 10; metrics.jsonl had 25 when the next attempt began.
+    events = [*begun(0.0, 0, launch="a"),
+              *begun(1000.0, 1, step=20, launch="b", reached=25), event(1006.0, 1, "end", step=25)]
+    timing = [line(11.0, 0, 10, 10, step_s=1.0), line(1006.0, 1, 25, 5, step_s=1.0)]
+
+    assert parts(events, timing) == {"useful": 20.0 + 5.0, "redone": 5.0, "restarting": 2.0,
+                                     "waiting": 1000.0 - 26.0}
+
+
+def test_a_rollback_within_an_attempt_makes_steps_again():
+    events = [*begun(0.0, 0), event(8.0, 0, "rollback", step=7, at_step=7, to_step=4, left_out=[]),
+              event(21.0, 0, "end", step=17)]
+    timing = [line(21.0, 0, 17, 20, step_s=1.0)]
+
+    assert parts(events, timing) == {"useful": 17.0, "redone": 3.0, "restarting": 1.0}
+
+
+def test_an_attempt_that_never_trained_was_a_start_only():
+    events = [*begun(0.0, 0, trains=None), event(2.0, 0, "refused", why="no"),
+              *begun(5.0, 1, launch="b"), event(16.0, 1, "end", step=10)]
+
+    # Its first sign is the event of its start, half a second after its processes'.
+    assert parts(events) == {"useful": 10.0, "restarting": 1.5 + 1.0, "waiting": 3.0}
+
+
+ATTEMPT = st.fixed_dictionaries({
+    "after": st.floats(-1.0, 50.0), "trains": st.none() | st.floats(0.0, 5.0),
+    "lasts": st.floats(0.0, 100.0), "launch": st.sampled_from(["a", "b", None]),
+    "step": st.integers(0, 50), "skew": st.floats(-2.0, 2.0),
+    "end": st.sampled_from(["end", "stop", "failure", "lost-peer", "death", "hang", None]),
+    "fault": st.sampled_from(["kill", "nan", "stop", None]), "save": st.floats(0.0, 30.0),
+    "idle": st.floats(0.0, 300.0), "reached": st.integers(0, 80),
+})  # fmt: skip
+
+
+@settings(deadline=None)
+@given(st.lists(ATTEMPT, min_size=1, max_size=6))
+def test_the_parts_cover_the_wall_time_whatever_happened(attempts):
+    now, events, timing = 0.0, [], []
+    for number, a in enumerate(attempts):
+        now += a["after"]
+        events += begun(now, number, step=a["step"], launch=a["launch"], reached=a["reached"],
+                        trains=a["trains"])
+        now += a["lasts"]
+        step = a["step"] + 7
+        if a["fault"]:
+            events.append(event(now + a["skew"], number, "fault", rank=1, step=step,
+                                fault=a["fault"]))
+        if a["end"]:
+            events.append(event(now, number, a["end"], step=step, idle_s=a["idle"], why="w",
+                                exit_code=75, failed_step=step))
+        events.append(event(now + 0.1, number, "save", step=step, seconds=a["save"],
+                            kind="survivor" if a["save"] > 15 else "stop"))
+        timing.append(line(now, number, step, 7, step_s=a["lasts"] / 7, save_s=a["save"] / 9))
+
+    told = parts(events, timing)
+
+    assert set(told) <= set(PARTS)
+    assert all(seconds >= 0 for seconds in told.values())
+
+
+def test_a_folder_of_which_there_is_little_yet_can_be_read(tmp_path):
+    (tmp_path / "run.json").write_text('{"run": "x", "attempt": 0}')
+
+    story = read(tmp_path)
+
+    assert story.wall_s == 0
+    assert figures(story)["goodput"] is None
+    assert figures(story)["step"] == 0
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n\n[3]\n\xff\xfe\n{"step": 2, "lo')
+
+    assert read_lines(path) == [{"step": 1, "loss": 2.0}]

@@ -1,0 +1,165 @@
+"""Where the time of the steps goes: what ranks tell, what rank 0 makes of it, what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from trainer.hang import Report
+from trainer.heartbeats import Heartbeats, own_identity
+from trainer.timing import EVERY_S, LONGEST_S, MARKS, Timing, slowest, waits_most
+
+
+class World:
+    """Ranks in lock step, on a clock of their own, whose rank 0 hears all of them."""
+
+    def __init__(self, path: Path, *, size: int = 2, workers: int = 0, cores: int = 4) -> None:
+        self.now, self.said, self.path = 1000.0, list[str](), path
+        clock = lambda: self.now  # noqa: E731
+        self.ranks = [
+            Timing(rank=rank, size=size, workers=workers, cores=cores, tell=self.said.append,
+                   memory=lambda rank=rank: 100.0 + rank, clock=clock, now=clock)
+            for rank in range(size)
+        ]
+        self.ranks[0].open(path)
+        self.step = 0
+
+    def train(self, steps: int, own: list[float], *, data: float = 0.0, beat: bool = True) -> None:
+        """Each step lasts as long as the slowest rank needs; the others wait for it."""
+        for _ in range(steps):
+            self.step += 1
+            self.now += max(own)
+            for timing, own_s in zip(self.ranks, own, strict=True):
+                times = {"step": max(own), "data": data, "compute": own_s - data,
+                         "communication": max(own) - own_s, "held": 0.0}
+                timing.add(self.step, times, samples=8, held_s=0.0)
+            if beat and len(self.ranks) > 1 and self.ranks[0].due:
+                self.ranks[0].collect([timing.told() for timing in self.ranks])
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        return [json.loads(text) for text in self.path.read_text().splitlines() if text]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("step_s", [0.001, 0.09, 3.0])
+def test_the_lines_cover_each_step_once(tmp_path, size, step_s):
+    world = World(tmp_path / "timing.jsonl", size=size)
+
+    world.train(1000, [step_s] * size)
+    world.ranks[0].close()
+
+    lines = world.lines
+    assert sum(line["steps"] for line in lines) == 1000
+    assert sum(line["samples"] for line in lines) == 8000
+    assert lines[-1]["step"] == 1000
+    assert sum(line["step_s"][0] for line in lines) == pytest.approx(1000 * step_s)
+    assert sum(line["wall_s"] for line in lines) == pytest.approx(1000 * step_s)
+    assert all(line["memory_mb"][0] == 100.0 for line in lines)
+    assert all(None not in line["step_s"] for line in lines[:-1])
+    assert all(len(timing.told()) <= MARKS for timing in world.ranks)
+
+
+def test_lines_become_rarer_with_the_age_of_an_attempt(tmp_path):
+    world = World(tmp_path / "timing.jsonl")
+
+    world.train(20_000, [1.0, 1.0])
+
+    apart = [line["wall_s"] for line in world.lines]
+    assert apart[0] <= 2 * EVERY_S
+    assert LONGEST_S <= apart[-1] <= LONGEST_S + 5
+    assert len(apart) < 800
+
+
+def test_ranks_that_tell_at_different_moments_are_compared_at_a_step_they_share(tmp_path):
+    world = World(tmp_path / "timing.jsonl")
+    world.train(2000, [0.001, 0.001], beat=False)
+    early = world.ranks[1].told()
+    world.train(700, [0.001, 0.001], beat=False)  # 0.7 s later
+
+    world.ranks[0].collect([world.ranks[0].told(), early])
+
+    [line] = world.lines
+    assert line["step"] > 1900
+    assert line["step_s"] == pytest.approx([line["steps"] / 1000] * 2)
+
+
+def test_a_rank_that_holds_the_others_back_is_named_once(tmp_path):
+    world = World(tmp_path / "timing.jsonl", size=4)
+
+    world.train(200, [0.06, 0.06, 0.09, 0.06])
+
+    assert world.said == ["rank 2 holds the others back: it needs 90 ms a step, they 60 ms: "
+                          "33% of each step is spent on waiting for it"]
+
+
+def test_what_a_few_lines_show_is_not_said(tmp_path):
+    world = World(tmp_path / "timing.jsonl")
+
+    for _ in range(20):
+        world.train(12, [0.06, 0.09])  # two lines at most
+        world.train(30, [0.06, 0.063])
+
+    assert world.said == []
+
+
+@pytest.mark.parametrize(("workers", "cores", "remedy"), [
+    (0, 4, "--data.workers 2"), (2, 4, "--data.workers 4"), (4, 4, "cheaper samples"),
+    (0, 1, "--data.workers 2"),
+])  # fmt: skip
+def test_a_loader_that_is_the_bottleneck_is_named_once_with_what_to_try(
+    tmp_path, workers, cores, remedy
+):
+    world = World(tmp_path / "timing.jsonl", size=1, workers=workers, cores=cores)
+
+    world.train(200, [0.1], data=0.038)
+
+    [said] = world.said
+    assert said.startswith("your loader is the bottleneck: 38% of each step waits for data "
+                           f"(38 ms of 100 ms); try {remedy}")
+
+
+def test_lines_that_lack_a_rank_blame_nobody():
+    line = {"steps": 9, "step_s": [1.0, None], "communication_s": [0.9, None],
+            "data_s": [0.9, None]}  # fmt: skip
+
+    assert slowest(line) is None
+    assert waits_most(line) is None
+
+
+def test_a_line_torn_by_a_crash_spoils_no_other(tmp_path):
+    path = tmp_path / "timing.jsonl"
+    path.write_text('{"time": 1.0, "step": 3')
+    world = World(path, size=1)
+
+    world.train(30, [0.1])
+
+    assert [json.loads(text)["steps"] for text in path.read_text().splitlines()[1:] if text]
+
+
+def test_heartbeats_carry_what_the_ranks_tell_to_rank_0(tmp_path):
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    world = World(tmp_path / "timing.jsonl", size=3)
+    world.train(100, [0.1, 0.1, 0.1], beat=False)
+    report = Report(phase="forward", step=100, idle_s=0.0, waits=False, over=False)
+    beats = [Heartbeats(host.clone(), rank=rank, size=3, identity=own_identity(os.getpid()),
+                        report=report, tick_s=0.02) for rank in range(3)]
+    try:
+        for beat, timing in zip(beats, world.ranks, strict=True):
+            beat.times = timing
+        deadline_s = time.monotonic() + 30
+        while not world.lines and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+    finally:
+        for beat in beats:
+            beat.stop()
+
+    [line] = world.lines
+    assert line["step_s"] == [pytest.approx(10.0)] * 3
+    assert line["memory_mb"] == [100.0, 101.0, 102.0]

@@ -1,0 +1,296 @@
+"""What happened in a run: its records → attempts, phases and goodput. Pure but for `read`."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import tomllib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer import folder
+from trainer.attempts import Attempt, Event, read_attempts
+from trainer.log import read_events
+
+PARTS = ("useful", "redone", "saving", "detecting", "restarting", "waiting")
+"""What the wall time of a run goes into: training and validating · steps that are made again ·
+held up by saves · from a fault until somebody notices · from then, or from the start, to the next
+step · nobody runs it."""
+
+FATAL = ("kill", "exit", "raise", "hang", "stop", "corrupt")
+"""Injected faults that stop the step they happen in."""
+_NOTICES = ("failure", "lost-peer", "death", "hang")
+_BEFORE_TRAINING = ("stop", "rendezvous", "fork")  # phases of the launcher, in `entered`
+
+
+class NoRun(ValueError):
+    """There is no run in a folder."""
+
+
+@dataclass(kw_only=True)
+class Passage:
+    """An attempt in time, in seconds since the epoch; in order, each None where it wasn't reached.
+
+    `begun` processes start · `trains` the first step begins · `fault` what ends it happens ·
+    `noticed` the run knows · `over` its last sign.
+    """
+
+    attempt: Attempt
+    begun: float
+    trains: float | None
+    fault: float | None
+    noticed: float | None
+    over: float
+    ranks: dict[int, tuple[float, float]] = field(default_factory=dict)
+    """First and last sign of each rank."""
+
+
+@dataclass(kw_only=True)
+class History:
+    """All that a run folder tells, however far the run has come."""
+
+    name: str
+    path: Path
+    events: list[dict[str, Any]]
+    steps: list[dict[str, Any]]
+    """The lines of training steps in metrics.jsonl."""
+    validations: list[dict[str, Any]]
+    timing: list[dict[str, Any]]
+    config: dict[str, Any]
+    """Dotted name → value."""
+    environment: dict[str, Any]
+    summary: dict[str, Any] | None
+    passages: list[Passage] = field(default_factory=list)
+    goodput: dict[str, float] = field(default_factory=dict)
+    """Part → seconds; together `wall_s`."""
+
+    @property
+    def begun(self) -> float:
+        """When the first process of the first attempt started."""
+        return self.passages[0].begun if self.passages else 0.0
+
+    @property
+    def over(self) -> float:
+        """The last sign of the run."""
+        return max((p.over for p in self.passages), default=0.0)
+
+    @property
+    def wall_s(self) -> float:
+        """From the first process to the last sign."""
+        return self.over - self.begun
+
+    @property
+    def useful_share(self) -> float | None:
+        """The part of the wall time that the result needed."""
+        return self.goodput["useful"] / self.wall_s if self.wall_s > 0 else None
+
+    @property
+    def useful_share_running(self) -> float | None:
+        """The same of the time in which somebody ran it."""
+        ran = self.wall_s - self.goodput["waiting"]
+        return self.goodput["useful"] / ran if ran > 0 else None
+
+    @property
+    def lost_steps(self) -> int:
+        """Finished steps that were made again."""
+        return sum(lost_steps(p, after) for p, after in _pairs(self.passages)) + sum(
+            redone_by(e) for e in self.events)
+
+
+def read(path: Path, *others: Path) -> History:
+    """Everything in a run folder, also of a run that is being written.
+
+    Args:
+        others: folders of the same run on other nodes, for their events.
+
+    Raises:
+        NoRun: there is none.
+    """
+    if not path.is_dir():
+        raise NoRun(f"{path}: there is no such folder")
+    if folder.read_json(path / folder.IDENTITY) is None and not (path / folder.EVENTS).exists():
+        raise NoRun(f"{path}: there is no run in this folder (no {folder.IDENTITY})")
+    lines = read_lines(path / folder.METRICS)
+    history = History(
+        name=path.resolve().name, path=path,
+        events=[e for e in read_events(*(run / folder.EVENTS for run in (path, *others)))
+                if {"time", "attempt", "rank", "step", "event"} <= e.keys()],
+        steps=[line for line in lines if "loss" in line],
+        validations=[line for line in lines if "val_loss" in line],
+        timing=[line for line in read_lines(path / folder.TIMING) if "step_s" in line],
+        config=_config(path / folder.CONFIG),
+        environment=folder.read_json(path / folder.ENVIRONMENT) or {},
+        summary=folder.read_json(path / folder.SUMMARY),
+    )  # fmt: skip
+    history.passages = passages(history.events, history.timing)
+    history.goodput = goodput(history.passages, history.events, history.timing)
+    return history
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line; torn and empty lines are left out."""
+    found = []
+    for text in path.read_bytes().splitlines() if path.exists() else []:
+        try:
+            line = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(line, dict):
+            found.append(line)
+    return found
+
+
+def passages(events: Sequence[Event], timing: Sequence[Mapping[str, Any]]) -> list[Passage]:
+    """The attempts in time, none beginning before the one before it was over."""
+    found: list[Passage] = []
+    attempts = read_attempts(events)
+    by_number: dict[int, list[Event]] = {a.number: [] for a in attempts}
+    for event in events:
+        by_number.get(event["attempt"], []).append(event)
+    for number, attempt in enumerate(attempts):
+        own = by_number[attempt.number]
+        lines = [line for line in timing if line["attempt"] == attempt.number]
+        following = attempts[number + 1] if number + 1 < len(attempts) else None
+        limit = min((e["time"] for e in by_number[following.number]), default=None) if (
+            following is not None) else None
+        found.append(_passage(attempt, own, lines, limit))
+    for before, after in itertools.pairwise(found):
+        before.over = min(before.over, max(before.begun, after.begun))
+        _in_order(before)
+    return found
+
+
+def _passage(
+    attempt: Attempt, events: Sequence[Event], timing: Sequence[Mapping[str, Any]],
+    limit: float | None,
+) -> Passage:  # fmt: skip
+    entered = [e["entered"] for e in events if e["event"] == "first-step" and e.get("entered")]
+    starts = [min(v for k, v in told.items() if k not in _BEFORE_TRAINING) for told in entered
+              if set(told) - set(_BEFORE_TRAINING)]
+    trains = [min(told[k] for k in ("train", "evaluate") if k in told) for told in entered
+              if {"train", "evaluate"} & set(told)]
+    ends = [e["time"] for e in events if e["event"] in _NOTICES]
+    noticed = min(ends, default=None)
+    fault = None
+    if noticed is not None:
+        faults = [e["time"] for e in events if e["event"] == "fault" and e["time"] <= noticed
+                  and str(e.get("fault", "")).split(":")[0] in FATAL]
+        hangs = [e["time"] - e.get("idle_s", 0.0) for e in events if e["event"] == "hang"]
+        fault = min([*faults[-1:], *hangs, noticed])
+    over = max([e["time"] for e in events] + [line["time"] for line in timing])
+    reached, told = attempt.reached, [(e["time"], e["step"]) for e in events]
+    told += [(line["time"], line["step"]) for line in timing]
+    if noticed is None and attempt.end == "died" and reached is not None and limit is not None:
+        # It vanished with its launcher, which told nobody: metrics.jsonl knows how far it came.
+        last, step = max(told)
+        over = min(limit, max(over, last + max(0, reached - step) * step_seconds(timing)))
+    passage = Passage(
+        attempt=attempt, begun=min([e["time"] for e in events] + starts),
+        trains=min(trains, default=None), fault=fault, noticed=noticed, over=over,
+    )  # fmt: skip
+    for rank in sorted({e["rank"] for e in events}):
+        times = [e["time"] for e in events if e["rank"] == rank]
+        times += [e["entered"]["start"] for e in events if e["event"] == "first-step"
+                  and e["rank"] == rank and "start" in e.get("entered", {})]
+        silent = not any(e["rank"] == rank and e["event"] in (*_NOTICES, "stop", "end", "refused")
+                         for e in events)
+        last = (noticed or over) if silent else max(times)
+        passage.ranks[rank] = (min(times), max(*times, last))
+    _in_order(passage)
+    return passage
+
+
+def _in_order(passage: Passage) -> None:
+    """Clocks of several nodes may differ: no point of an attempt comes before the one before."""
+    least = passage.begun
+    for name in ("trains", "fault", "noticed"):
+        value = getattr(passage, name)
+        if value is not None:
+            least = min(max(least, value), passage.over)
+            setattr(passage, name, least)
+
+
+def goodput(
+    found: Sequence[Passage], events: Sequence[Event], timing: Sequence[Mapping[str, Any]]
+) -> dict[str, float]:
+    """What the wall time went into; the parts cover it without a gap, once."""
+    parts = dict.fromkeys(PARTS, 0.0)
+    for passage, after in _pairs(found):
+        number = passage.attempt.number
+        lines = [line for line in timing if line["attempt"] == number]
+        saves = [e for e in events if e["attempt"] == number and e["event"] == "save"]
+        trains = passage.over if passage.trains is None else passage.trains
+        stopped = passage.over if passage.fault is None else passage.fault
+        noticed = passage.over if passage.noticed is None else passage.noticed
+        stopped = max(trains, stopped)
+        noticed = max(noticed, stopped)
+        parts["restarting"] += trains - passage.begun
+
+        training = stopped - trains
+        held = sum(line["save_s"][0] or 0.0 for line in lines)
+        held += sum(e.get("seconds", 0.0) for e in saves if e.get("kind") == "stop")
+        saving = min(training, held)
+        steps = lost_steps(passage, after) + sum(
+            redone_by(e) for e in events if e["attempt"] == number and e["rank"] == 0)
+        redone = min(training - saving, steps * step_seconds(lines, passage))
+        parts["saving"] += saving
+        parts["redone"] += redone
+        parts["useful"] += training - saving - redone
+
+        parts["detecting"] += noticed - stopped
+        # What follows is the way to the next attempt, if one launcher has made both.
+        rest = passage.over - noticed
+        last_save = min(rest, sum(e.get("seconds", 0.0) for e in saves
+                                  if e.get("kind") == "survivor"))
+        parts["saving"] += last_save
+        parts["restarting"] += rest - last_save
+        if after is not None:
+            gap = after.begun - passage.over
+            parts["restarting" if passage.attempt.relaunched else "waiting"] += gap
+    return parts
+
+
+def lost_steps(passage: Passage, after: Passage | None) -> int:
+    """Finished steps of an attempt that the next one made again."""
+    if after is None:
+        return 0
+    reached = max(passage.attempt.end_step, passage.attempt.reached or 0)
+    return max(0, reached - after.attempt.start_step)
+
+
+def redone_by(event: Event) -> int:
+    """Finished steps that a rollback within an attempt had made again."""
+    if event["event"] != "rollback" or "at_step" not in event or event["rank"] != 0:
+        return 0
+    return int(max(0, event["at_step"] - event["to_step"]))
+
+
+def step_seconds(timing: Sequence[Mapping[str, Any]], passage: Passage | None = None) -> float:
+    """Mean time of a step; from the attempt's length, where none was recorded."""
+    steps = sum(line["steps"] for line in timing)
+    if steps:
+        return float(sum(line["step_s"][0] for line in timing) / steps)
+    if passage is None or passage.trains is None:
+        return 0.0
+    made = passage.attempt.end_step - passage.attempt.start_step
+    return ((passage.fault or passage.over) - passage.trains) / made if made > 0 else 0.0
+
+
+def _pairs(found: Sequence[Passage]) -> list[tuple[Passage, Passage | None]]:
+    return list(itertools.zip_longest(found, found[1:]))
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        nested = tomllib.loads(path.read_text())
+    except (OSError, tomllib.TOMLDecodeError):
+        return {}
+    flat: dict[str, Any] = {}
+    for key, value in nested.items():
+        if isinstance(value, dict):
+            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
+        else:
+            flat[key] = value
+    return flat

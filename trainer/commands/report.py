@@ -1,0 +1,82 @@
+"""`python -m trainer report RUN …`: one page that shows what happened, and its plots as files."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands import history
+from trainer.commands.figures import figures
+from trainer.commands.inspect import checkpoints
+
+PAGE, PLOTS = "report.html", "report"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report; exit code 2 if there is no run, or nothing to draw with."""
+    parser = argparse.ArgumentParser(
+        prog="trainer report",
+        description=f"Write {PAGE}, one page for a browser that needs nothing else, and its plots "
+        f"as PNG files in {PLOTS}/. Several runs are shown in the same plots.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--out", type=Path, help="folder to write to; default: the first run's")
+    options = parser.parse_args(argv)
+    try:
+        path = report(options.runs, options.out or options.runs[0])
+    except history.NoRun as error:
+        print(error, file=sys.stderr)
+        return 2
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print("the report draws with matplotlib, which isn't installed: pip install matplotlib",
+              file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"the report can't be written: {error}; choose a folder with --out",
+              file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+def report(runs: Sequence[Path], out: Path) -> Path:
+    """Read the runs, write the page and its plots into a folder; the page's path.
+
+    Raises:
+        NoRun: one of the runs isn't there.
+        ImportError: matplotlib isn't installed.
+        OSError: the folder can't be written.
+    """
+    stories = [history.read(path) for path in runs]
+    if len({story.name for story in stories}) < len(stories):
+        for story in stories:
+            story.name = str(story.path)
+    from trainer.commands.page import page
+    from trainer.commands.plots import plots
+
+    drawn = list(plots(stories))
+    text = page(stories, [figures(story) for story in stories],
+                [checkpoints(path) for path in runs], drawn, now=time.time())
+    (out / PLOTS).mkdir(parents=True, exist_ok=True)
+    for plot in drawn:
+        _replace(out / PLOTS / f"{plot.name}.png", plot.png())
+    _replace(out / PAGE, text.encode())
+    return out / PAGE
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Whoever looks at the old file sees it whole."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_bytes(data)
+        aside.replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            aside.unlink()
