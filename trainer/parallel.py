@@ -37,6 +37,7 @@ Vector = Tensor | list[float]
 
 _FIXED = ("loss", "count", "samples", "replaced", *WISHES)
 COUNT = _FIXED.index("count")
+WISHED = slice(_FIXED.index(WISHES[0]), len(_FIXED))
 _NO_WISHES = (False,) * len(WISHES)
 
 
@@ -139,6 +140,12 @@ class Objective(nn.Module):
         assert self._local is not None, "no forward has run"
         sums, self._local = self._local, None
         return sums
+
+    def swap_sums(self, sums: Vector | None) -> Vector | None:
+        """The sums of the forwards since the last time, where there is no ride; `sums` take their
+        place."""
+        own, self._local = self._local, sums
+        return own
 
     def forget(self) -> None:
         """Start anew, after forwards that belong to no step."""

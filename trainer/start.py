@@ -80,7 +80,7 @@ def refuse_unused(step: Step, world: World) -> None:
 
 def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
     """Collective. The buffers that the forward has just moved on some rank, and that no
-    synchronised batch norm keeps equal."""
+    synchronised batch norm, or the reduction, keeps equal."""
     if world.size == 1:
         return []
     moved = torch.tensor([float(torch.any(a != b)) for a, b in step.buffers.pairs()])
@@ -89,4 +89,5 @@ def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
     shared = {id(b) for m in step.model.modules() if isinstance(m, synchronised)
               for b in nn.Module.buffers(m, recurse=False)}
     live = [b for b, _ in step.buffers.pairs()]
-    return [b for b, m in zip(live, moved.tolist(), strict=True) if m and id(b) not in shared]
+    return [b for b, m in zip(live, moved.tolist(), strict=True)
+            if m and id(b) not in shared and b not in step.shared]

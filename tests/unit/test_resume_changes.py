@@ -48,7 +48,7 @@ def other_value(name: str, value: Any) -> str:
     if name in CHANGES:
         return CHANGES[name]
     known = {"optim.name": "sgd", "schedule.name": "constant", "precision.dtype": "bf16",
-             "optim.betas": "0.5 0.6", "checkpoint.on_error": "stop", "data.on_error": "skip",
+             "optim.betas": "0.5 0.6", "parallel.reduction": "canonical", "checkpoint.on_error": "stop", "data.on_error": "skip",
              "log.level": "debug", "eval.best": "val_loss:min"}  # fmt: skip
     if name in known:
         return known[name]
