@@ -53,7 +53,7 @@ def warm_up(step: Step, loader: Loader, world: World, *, find_unused: bool = Fal
     micro = loader.peek()
     slot = dataclasses.replace(micro.slot, last=True)
     step.forward_backward(dataclasses.replace(micro, slot=slot), rehearsal=True)
-    if world.size > 1 and not find_unused:
+    if (world.size > 1 or step.reduction is not iter) and not find_unused:
         refuse_unused(step, world)
     step.objective.take_sums(world.size)
     step.moving = moving_buffers(step, world)
@@ -64,7 +64,8 @@ def warm_up(step: Step, loader: Loader, world: World, *, find_unused: bool = Fal
 
 
 def refuse_unused(step: Step, world: World) -> None:
-    """Collective. DDP waits for ever for the gradient of a parameter that isn't used.
+    """Collective. DDP waits for ever for the gradient of a parameter that isn't used; and where
+    the number of ranks may change, one rank refuses what several would.
 
     Raises:
         ConfigError: names the parameters that got no gradient on some rank.
