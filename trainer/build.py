@@ -159,7 +159,7 @@ def build(
         before_update=checkpoint.finish_copy,
     )  # fmt: skip
     if config.parallel.reduction == "canonical":
-        canonical.reduce(step, world, work.plan.micro_batches, config.parallel.find_unused)
+        canonical.reduce(step, world, work.plan, config.parallel.find_unused)
     if config.numerics.anomaly == "on":
         step.hunt = lambda slot: anomaly.hunt(wrapped, work.model, partial(_tell_origin, log, slot))
     collate = getattr(work.task, "collate", batches.collate)

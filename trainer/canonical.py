@@ -4,7 +4,7 @@ same bits for any number of ranks (docs/elastic.md)."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.data.reading import Micro
-from trainer.data.sampler import Slot, slots
+from trainer.data.sampler import Plan as Windows
+from trainer.data.sampler import Slot, block, slots
 from trainer.leaf import OnOff
 from trainer.parallel import WISHED
 from trainer.step import Step
@@ -104,17 +105,19 @@ class Statistics:
             return
         before = torch.cat([b.reshape(-1).double() for b in self._kept])
         base, base_count = before[: self._split], before[self._split :]
-        now, count = base, base_count
-        for row in rows:
-            calls = row[self._split :] - base_count
-            k, made = calls[self._owner], row[: self._split]
-            after = made + self._decay**k * (now - base)
+        calls = rows[:, self._split :] - base_count
+        counts = base_count + calls.cumsum(0)
+        of_each = calls[:, self._owner]
+        now = base
+        for i, (made, k, decay) in enumerate(
+                zip(rows[:, : self._split], of_each, self._decay**of_each, strict=True)):
+            after = torch.addcmul(made, decay, now - base)
             if self._mean is not None:  # momentum None: the plain mean over all calls
-                old, first = count[self._owner], base_count[self._owner]
-                mean = (old * now + made * (first + k) - first * base) / (old + k).clamp(min=1)
+                first, new = base_count[self._owner], counts[i][self._owner]
+                mean = ((new - k) * now + made * (first + k) - first * base) / new.clamp(min=1)
                 after = torch.where(self._mean, mean, after)
-            now, count = after, count + calls
-        torch._foreach_copy_(self.live, self.views(torch.cat([now, count])))
+            now = after
+        torch._foreach_copy_(self.live, self.views(torch.cat([now, counts[-1]])))
 
 
 class Reduction:
@@ -122,23 +125,22 @@ class Reduction:
 
     Args:
         step: the objective, the model, what is trained, and the buffers of the last boundary.
-        micro_batches: tells M of a step.
+        windows: tell M of a step.
         optional: whether a parameter may have no gradient on any rank, and is then left alone.
     """
 
-    def __init__(
-        self, step: Step, world: World, micro_batches: Callable[[int], int], *, optional: bool
-    ) -> None:
+    def __init__(self, step: Step, world: World, windows: Windows, *, optional: bool) -> None:
         self._objective, self._parameters, self._buffers = (
             step.objective, step.parameters, step.buffers)
         self._rank, self._size, self._group = world.rank, world.size, world.group
-        self._micro_batches, self._optional = micro_batches, optional
+        self._windows, self._optional = windows, optional
         self.statistics = Statistics(step.model, dict(step.buffers.pairs()))
         self._layout = Layout(self._parameters)
         self._plan = functools.cache(functools.partial(Plan.of, num_ranks=world.size))
         self._memory: dict[Any, Tensor] = {}
         self._views: dict[int, list[Tensor]] = {}
-        self._rows: list[tuple[Tensor, list[Tensor]]] = []
+        self._rows: Tensor | None = None
+        self._records: list[list[Tensor]] = []
 
     def __call__(self, micro_batches: Iterable[Micro]) -> Iterator[Micro]:
         """Collective. The same micro-batches; gradients and sums are complete after the last."""
@@ -152,7 +154,8 @@ class Reduction:
         self._finish()
 
     def _begin(self, step: int) -> None:
-        self._now = plan = self._plan(self._micro_batches(step))
+        self._now = plan = self._plan(self._windows.micro_batches(step))
+        self._mine = block(plan.leaves, self._rank, self._size)
         self._fold: Fold[list[Tensor]] = Fold(plan.leaves, _add)
         self._round, self._works = 0, list[Any]()
         num = sum(map(len, plan.spans))
@@ -164,19 +167,23 @@ class Reduction:
         own = self._objective.swap_sums(None)
         assert own is not None, "no forward has run"
         self._on_host = isinstance(own, list)
-        if place == len(self._rows):
-            self._add_row(len(own))
-        row, statistics = self._rows[place]
+        if self._rows is None:
+            self._rows = self._make_rows(len(own))
+        row = self._rows[place]
         row[: len(own)] = torch.tensor(own, dtype=row.dtype) if isinstance(own, list) else own
         if self._optional:
             there = torch.tensor([float(p.grad is not None) for p in self._parameters])
             row[len(own) : len(own) + len(there)] = there
         if self.statistics.live:
-            torch._foreach_copy_(statistics, self.statistics.live)
-        if slot.number >= 0:
-            gradients = [torch.zeros_like(p) if p.grad is None else p.grad
-                         for p in self._parameters]
-            self._fold.push((slot.number, slot.number + 1), gradients)
+            torch._foreach_copy_(self._records[place], self.statistics.live)
+        number = slot.number
+        if number >= 0:
+            if number % 2 == 0 and number + 1 in self._mine:
+                return  # the backward of its sibling adds to it, which makes their node
+            gradients = [torch.full_like(p, -0.0) if p.grad is None else p.grad
+                         for p in self._parameters]  # -0.0 changes no bit of what it is added to
+            first = number - (number % 2 == 1 and number - 1 in self._mine)
+            self._fold.push((first, number + 1), gradients)
         for parameter in self._parameters:
             parameter.grad = None
         mine = self._now.spans[self._rank]
@@ -184,13 +191,15 @@ class Reduction:
                 self._fold.parts[-1][0] == mine[self._round]):
             self._send(self._fold.parts.pop()[1])
 
-    def _add_row(self, sums: int) -> None:
-        """A row of numbers for a slot: sums; which parameters had a gradient; statistics."""
+    def _make_rows(self, sums: int) -> Tensor:
+        """For each slot a row of numbers: sums; which parameters had a gradient; statistics."""
         self._sums = sums
         self._width = sums + self._optional * len(self._parameters)
-        row = torch.zeros(self._width + self.statistics.width, dtype=torch.float64,
-                          device=self._parameters[0].device)
-        self._rows.append((row, self.statistics.views(row[self._width :])))
+        most = slots(-(-self._windows.global_size // self._windows.micro_size), self._size)
+        rows = torch.zeros(most, self._width + self.statistics.width, dtype=torch.float64,
+                           device=self._parameters[0].device)
+        self._records = [self.statistics.views(row[self._width :]) for row in rows]
+        return rows
 
     def _send(self, gradients: list[Tensor] | None) -> None:
         """Collective. Begin the next round: this rank's next partial sum, if it has one, for those
@@ -228,12 +237,12 @@ class Reduction:
 
     def _finish(self) -> None:
         """Collective. Gradients, sums and statistics of all micro-batches."""
-        plan, rows = self._now, torch.stack([row for row, _ in self._rows])
-        rows = rows[: slots(plan.leaves, self._size)]
-        every = rows.unsqueeze(0)
+        assert self._rows is not None, "no micro-batch was taken"
+        plan, rows = self._now, self._rows[: slots(self._now.leaves, self._size)]
         gradients: Sequence[Tensor]
         if self._group is None:
             (_, gradients), = self._fold.parts
+            every = numbered = rows
         else:
             every = rows.new_empty(self._size, *rows.shape)
             every[self._rank] = rows
@@ -243,8 +252,8 @@ class Reduction:
             self._exchange([(rows, rank) for rank in others], [(every[r], r) for r in others])
             self.wait_for_peers()
             gradients = self._add_up()
-        every = every.flatten(0, 1)
-        numbered = every[plan.order]
+            every = every.flatten(0, 1)
+            numbered = every[plan.order]
         had = numbered[:, self._sums : self._width].sum(0).tolist() if self._optional else None
         for i, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
             parameter.grad = gradient if had is None or had[i] else None
@@ -295,12 +304,10 @@ class Reduction:
         return self._memory[key]
 
 
-def reduce(
-    step: Step, world: World, micro_batches: Callable[[int], int], find_unused: OnOff
-) -> None:
+def reduce(step: Step, world: World, windows: Windows, find_unused: OnOff) -> None:
     """Collective. Make a step's sums canonical; ranks begin with the weights of rank 0."""
     world.broadcast([*step.model.parameters(), *step.model.buffers()])
-    reduction = Reduction(step, world, micro_batches, optional=find_unused == "on")
+    reduction = Reduction(step, world, windows, optional=find_unused == "on")
     step.reduction, step.shared = reduction, frozenset(reduction.statistics.live)
 
 

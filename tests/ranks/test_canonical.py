@@ -1,4 +1,4 @@
-"""--parallel.reduction canonical: the same bits for any number of ranks, also changed in mid-run."""
+"""--parallel.reduction canonical: the same bits for any number of ranks, and for a changing one."""
 
 from __future__ import annotations
 
