@@ -55,6 +55,31 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path, sizes, more):
     assert steps(tmp_path / "of-1")[-1]["samples"] < 10, "the last window is smaller"
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("more", [
+    [*SMALL, "--precision.dtype=bf16"],
+    [*SMALL, "--precision.dtype=fp16"],
+    [*SMALL, "--nonfinite.spike-z=0.1"],
+    [*SMALL, "--optim.name=sgd", "--clip.value=0.01", "--schedule.name=one-cycle"],
+    ["--task=tape_task:Tape", "--task.norm=batch", "--task.samples=41", "--task.nan-at=17",
+     "--batch.global-size=12"],
+    ["--task=tape_task:Tokens", "--batch.global-size=12"],
+    ["--task=stream_task:StreamTape", "--task.kind=lanes", "--task.sizes=9,6,7,11",
+     "--batch.global-size=12", "--task.validation=5"],
+    ["--task=stream_task:StreamTape", "--task.samples=50", "--data.drop-last=on",
+     "--batch.global-size=12"],
+], ids=["bf16", "fp16", "spikes", "sgd", "nan", "tokens", "lanes", "stream"])  # fmt: skip
+def test_other_ways_to_train_depend_on_the_number_of_ranks_no_more(ranks, tmp_path, more):
+    arguments = [*TASK, *more, "--steps=24"]
+
+    run(ranks, [1], tmp_path / "of-1", *arguments)
+    run(ranks, [3, 1, 2], tmp_path / "changed", *arguments, "--inject=term:step=5",
+        "--inject=term:step=14")
+
+    assert not list(differences(tmp_path / "of-1", tmp_path / "changed"))
+    assert metrics(tmp_path / "of-1") == metrics(tmp_path / "changed")
+
+
 def changes(seed: int, last: int) -> tuple[list[int], list[str]]:
     """Numbers of ranks, and the faults after each of which the next one begins."""
     draw, step, sizes, faults = random.Random(seed), 0, [], []
