@@ -6,7 +6,7 @@ does that cost?
 
 `--runs`: each run trains the task of `benchmarks.chaos` with `--parallel.reduction canonical` and a
 random number of ranks (1 to 4) at each start; each start ends by the SIGKILL of a rank at a named
-place or at any moment, of the launcher, or by a stop. In the end weights, optimizer, progress,
+place or at any moment, or by a stop. In the end weights, optimizer, progress,
 metrics.jsonl and the product are compared with those of an undisturbed run on one rank.
 
 `--cost`: the time of a step beside that of DDP's all-reduce with the same number of ranks. Both are
@@ -61,17 +61,20 @@ def disturbed(setting: Setting, folder: Path, launcher: Launcher, draw: random.R
         ranks, kind = draw.randint(1, MOST_RANKS), draw.choice(("kill", "kill", "rank", "term"))
         step = min(step + draw.randint(2, 8), STEPS)
         rank, phase = draw.randrange(ranks), draw.choice(IN_STEP)
-        delay_s = draw.uniform(0.4, 1.6)
+        delay_s, victims = draw.uniform(0.0, 2.0), list[int]()
         if len(told) >= CHANGES:
             kind = "none"
         arguments = [*setting.arguments(str(folder)), "--parallel.reduction", "canonical"]
         if kind in ("kill", "term"):
             arguments += ["--inject", f"{kind}:rank={rank}:step={step}:phase={phase}"]
         pid = launcher.start(ranks, arguments, folder.with_suffix(".log"))
-        if kind == "rank" and not _ends(pid, delay_s):
-            victims = launcher.ranks(pid) or [pid]
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(draw.choice(victims), signal.SIGKILL)
+        while kind == "rank" and not _ends(pid, delay_s if victims else 0.01):
+            if victims:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(victims[rank], signal.SIGKILL)
+                break
+            found = sorted(launcher.ranks(pid))
+            victims = found if len(found) == ranks else []
         if not _ends(pid, max(1.0, deadline_s - time.monotonic())):
             os.killpg(pid, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])

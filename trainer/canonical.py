@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.data.reading import Micro
 from trainer.data.sampler import Plan as Windows
 from trainer.data.sampler import Slot, block, slots
+from trainer.errors import ConfigError
 from trainer.leaf import OnOff
 from trainer.parallel import WISHED
 from trainer.step import Step
@@ -192,7 +193,14 @@ class Reduction:
             self._send(self._fold.parts.pop()[1])
 
     def _make_rows(self, sums: int) -> Tensor:
-        """For each slot a row of numbers: sums; which parameters had a gradient; statistics."""
+        """For each slot a row of numbers: sums; which parameters had a gradient; statistics.
+
+        Raises:
+            ConfigError: gradients are sparse.
+        """
+        if any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters):
+            raise ConfigError("--parallel.reduction canonical: the gradient of a parameter is "
+                              "sparse (nn.Embedding(sparse=True)?); use a dense one, or ddp.")
         self._sums = sums
         self._width = sums + self._optional * len(self._parameters)
         most = slots(-(-self._windows.global_size // self._windows.micro_size), self._size)
