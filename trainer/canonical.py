@@ -78,7 +78,6 @@ class Statistics:
         modules = [m for m in model.modules() if isinstance(m, _BatchNorm)
                    and type(m).forward is _BatchNorm.forward
                    and m.running_mean is not None and m.num_batches_tracked is not None]
-        self.modules = len(modules)
         found = [b for m in modules for b in (m.running_mean, m.running_var)]
         self.live = [b for b in (*found, *(m.num_batches_tracked for m in modules))
                      if b is not None]
@@ -86,12 +85,13 @@ class Statistics:
         self._sizes = [b.numel() for b in self.live]
         self.width = sum(self._sizes)
         device = self.live[0].device if self.live else None
-        self._split = self.width - self.modules
+        self._split = self.width - len(modules)
+        self._memory = torch.empty(self.width, dtype=torch.float64, device=device)
+        self._views = self.views(self._memory)
         self._owner = torch.tensor([i for i, m in enumerate(modules)
                                     for _ in range(2 * m.num_features)], device=device)
         decays = [1.0 if m.momentum is None else 1 - m.momentum for m in modules]
-        self._decay = torch.tensor(decays, dtype=torch.float64, device=device)[self._owner] \
-            if modules else torch.empty(0)
+        self._decay = torch.tensor(decays, dtype=torch.float64, device=device)
         plain = torch.tensor([m.momentum is None for m in modules], device=device)
         self._mean = plain[self._owner] if any(m.momentum is None for m in modules) else None
 
@@ -104,21 +104,21 @@ class Statistics:
         """Put the statistics after all micro-batches in place; float64, (M, width)."""
         if not self.live:
             return
-        before = torch.cat([b.reshape(-1).double() for b in self._kept])
-        base, base_count = before[: self._split], before[self._split :]
+        torch._foreach_copy_(self._views, self._kept)
+        base, base_count = self._memory[: self._split], self._memory[self._split :]
         calls = rows[:, self._split :] - base_count
         counts = base_count + calls.cumsum(0)
-        of_each = calls[:, self._owner]
+        decays = (self._decay**calls).index_select(1, self._owner)
         now = base
-        for i, (made, k, decay) in enumerate(
-                zip(rows[:, : self._split], of_each, self._decay**of_each, strict=True)):
+        for i, (made, decay) in enumerate(zip(rows[:, : self._split], decays, strict=True)):
             after = torch.addcmul(made, decay, now - base)
             if self._mean is not None:  # momentum None: the plain mean over all calls
-                first, new = base_count[self._owner], counts[i][self._owner]
+                k, first, new = (count[self._owner] for count in (calls[i], base_count, counts[i]))
                 mean = ((new - k) * now + made * (first + k) - first * base) / new.clamp(min=1)
                 after = torch.where(self._mean, mean, after)
             now = after
-        torch._foreach_copy_(self.live, self.views(torch.cat([now, counts[-1]])))
+        torch.cat([now, counts[-1]], out=self._memory)
+        torch._foreach_copy_(self.live, self._views)
 
 
 class Reduction:
