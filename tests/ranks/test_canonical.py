@@ -132,11 +132,3 @@ def test_the_default_reduction_agrees_to_rounding_and_says_so(ranks, tmp_path):
     losses = [[line["loss"] for line in steps(tmp_path / name)] for name in ("straight", "elastic")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-5)
     assert losses[0] != losses[1]
-
-
-def test_batch_norms_over_all_ranks_are_refused(ranks, tmp_path, capfd):
-    assert ranks(1, train, *TASK, *SMALL, "--parallel.sync-bn=on", f"--run={tmp_path / 'run'}",
-                 group=False) == [2]
-    told = capfd.readouterr()
-    assert "statistics over all of them" in told.out + told.err
-    assert not (tmp_path / "run").exists()
