@@ -51,7 +51,7 @@ def shared_out(draw: st.DrawFn) -> tuple[list[list[np.ndarray]], list[np.ndarray
     return [values[a:b] for a, b in itertools.pairwise(ends)], values
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(shared_out())
 def test_the_bits_of_a_sum_do_not_depend_on_who_adds(case):
     blocks, values = case
