@@ -15,7 +15,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.data.reading import Micro
 from trainer.data.sampler import Plan as Windows
 from trainer.data.sampler import Slot, block, slots
-from trainer.errors import ConfigError
 from trainer.leaf import OnOff
 from trainer.parallel import WISHED
 from trainer.step import Step
@@ -138,8 +137,14 @@ class Reduction:
         self.statistics = Statistics(step.model, dict(step.buffers.pairs()))
         self._layout = Layout(self._parameters)
         self._plan = functools.cache(functools.partial(Plan.of, num_ranks=world.size))
-        self._memory: dict[Any, Tensor] = {}
-        self._views: dict[int, list[Tensor]] = {}
+        self._flats: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
+        """Partial sums: whole buffers, their views as gradients, and as vectors."""
+        self._open: int | None = None
+        """The buffer to which the backward adds."""
+        self._pieces: dict[Any, Tensor] = {}
+        self._used: set[int] = set()
+        for i, parameter in enumerate(self._parameters if optional else ()):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._used.add(i))
         self._rows: Tensor | None = None
         self._records: list[list[Tensor]] = []
 
@@ -150,6 +155,8 @@ class Reduction:
                 self._buffers.put_back()
             else:
                 self._begin(micro.slot.step)
+            if self._open is None and micro.slot.number >= 0:
+                self._accumulate()
             yield micro
             self._take(micro.slot, place)
         self._finish()
@@ -157,12 +164,37 @@ class Reduction:
     def _begin(self, step: int) -> None:
         self._now = plan = self._plan(self._windows.micro_batches(step))
         self._mine = block(plan.leaves, self._rank, self._size)
-        self._fold: Fold[list[Tensor]] = Fold(plan.leaves, _add)
-        self._round, self._works = 0, list[Any]()
+        self._fold: Fold[int] = Fold(plan.leaves, self._join)
+        self._free, self._open = list(range(len(self._flats))), None
+        self._sent, self._round, self._works = list[int](), 0, list[Any]()
         num = sum(map(len, plan.spans))
         self._whole = self._size == num == 2 or num * self._layout.size <= SMALL
         self._slices = ([(0, self._layout.size)] * self._size if self._whole
                         else cut(self._layout.size, self._size))
+
+    def _accumulate(self) -> None:
+        """Let the next backward add to memory that is neutral: x + -0.0 has the bits of x."""
+        self._open = self._flat()
+        _, views, numbers = self._flats[self._open]
+        for part in numbers:
+            part.fill_(-0.0)
+        for parameter, view in zip(self._parameters, views, strict=True):
+            parameter.grad = view
+
+    def _flat(self) -> int:
+        """The number of a buffer that isn't in use."""
+        if self._free:
+            return self._free.pop()
+        whole = (0, self._layout.size)
+        flat = self._layout.buffer(whole).zero_()
+        self._flats.append((flat, self._layout.views(flat), self._layout.numbers(flat, whole)))
+        return len(self._flats) - 1
+
+    def _join(self, left: int, right: int) -> int:
+        for a, b in zip(self._flats[left][2], self._flats[right][2], strict=True):
+            a.add_(b)
+        self._free.append(right)
+        return left
 
     def _take(self, slot: Slot, place: int) -> None:
         own = self._objective.swap_sums(None)
@@ -173,34 +205,29 @@ class Reduction:
         row = self._rows[place]
         row[: len(own)] = torch.tensor(own, dtype=row.dtype) if isinstance(own, list) else own
         if self._optional:
-            there = torch.tensor([float(p.grad is not None) for p in self._parameters])
-            row[len(own) : len(own) + len(there)] = there
+            there = torch.tensor([float(i in self._used) for i in range(len(self._parameters))])
+            row[len(own) : len(own) + len(there)] = there * (slot.number >= 0)
+            self._used.clear()
         if self.statistics.live:
             torch._foreach_copy_(self._records[place], self.statistics.live)
         number = slot.number
-        if number >= 0:
-            if number % 2 == 0 and number + 1 in self._mine:
-                return  # the backward of its sibling adds to it, which makes their node
-            gradients = [torch.full_like(p, -0.0) if p.grad is None else p.grad
-                         for p in self._parameters]  # -0.0 changes no bit of what it is added to
-            first = number - (number % 2 == 1 and number - 1 in self._mine)
-            self._fold.push((first, number + 1), gradients)
+        if number % 2 == 0 and number + 1 in self._mine:
+            return  # the backward of its sibling adds to it, which makes their node
         for parameter in self._parameters:
             parameter.grad = None
+        if number < 0:
+            return
+        assert self._open is not None, "there is memory for each micro-batch"
+        first = number - (number % 2 == 1 and number - 1 in self._mine)
+        self._fold.push((first, number + 1), self._open)
+        self._open = None
         mine = self._now.spans[self._rank]
         if self._group is not None and self._fold.parts and self._round < len(mine) and (
                 self._fold.parts[-1][0] == mine[self._round]):
             self._send(self._fold.parts.pop()[1])
 
     def _make_rows(self, sums: int) -> Tensor:
-        """For each slot a row of numbers: sums; which parameters had a gradient; statistics.
-
-        Raises:
-            ConfigError: gradients are sparse.
-        """
-        if any(p.grad is not None and p.grad.layout != torch.strided for p in self._parameters):
-            raise ConfigError("--parallel.reduction canonical: the gradient of a parameter is "
-                              "sparse (nn.Embedding(sparse=True)?); use a dense one, or ddp.")
+        """For each slot a row of numbers: sums; which parameters had a gradient; statistics."""
         self._sums = sums
         self._width = sums + self._optional * len(self._parameters)
         most = slots(-(-self._windows.global_size // self._windows.micro_size), self._size)
@@ -209,13 +236,13 @@ class Reduction:
         self._records = [self.statistics.views(row[self._width :]) for row in rows]
         return rows
 
-    def _send(self, gradients: list[Tensor] | None) -> None:
+    def _send(self, own: int | None) -> None:
         """Collective. Begin the next round: this rank's next partial sum, if it has one, for those
         of the others."""
         number, outgoing, incoming = self._round, list[Any](), list[Any]()
-        if gradients is not None:
-            flat = self._flat(number)
-            torch._foreach_copy_(self._views[number], gradients)
+        if own is not None:
+            flat = self._flats[own][0]
+            self._sent.append(own)
             outgoing = [(flat[first:end], rank) for rank, (first, end) in enumerate(self._slices)]
         for rank, spans in enumerate(self._now.spans):
             if number < len(spans):
@@ -247,9 +274,8 @@ class Reduction:
         """Collective. Gradients, sums and statistics of all micro-batches."""
         assert self._rows is not None, "no micro-batch was taken"
         plan, rows = self._now, self._rows[: slots(self._now.leaves, self._size)]
-        gradients: Sequence[Tensor]
         if self._group is None:
-            (_, gradients), = self._fold.parts
+            (_, total), = self._fold.parts
             every = numbered = rows
         else:
             every = rows.new_empty(self._size, *rows.shape)
@@ -259,20 +285,22 @@ class Reduction:
             others = range(self._size)
             self._exchange([(rows, rank) for rank in others], [(every[r], r) for r in others])
             self.wait_for_peers()
-            gradients = self._add_up()
+            total = self._add_up()
             every = every.flatten(0, 1)
             numbered = every[plan.order]
         had = numbered[:, self._sums : self._width].sum(0).tolist() if self._optional else None
-        for i, (parameter, gradient) in enumerate(zip(self._parameters, gradients, strict=True)):
+        views = self._flats[total][1]
+        for i, (parameter, gradient) in enumerate(zip(self._parameters, views, strict=True)):
             parameter.grad = gradient if had is None or had[i] else None
         sums = numbered[:, : self._sums].sum(0)
         sums[WISHED] = every[:, WISHED].sum(0)  # those that ride in an empty micro-batch too
         self._objective.swap_sums(sums.tolist() if self._on_host else sums)
         self.statistics.fold(numbered[:, self._width :])
 
-    def _add_up(self) -> Sequence[Tensor]:
+    def _add_up(self) -> int:
         """Collective. The sums of this rank's slice; then the slices of all."""
-        home = self._flat(0)
+        result = self._sent[0] if self._sent else self._flat()
+        home = self._flats[result][0]
         first, end = own = self._slices[self._rank]
         target = home[first:end]
 
@@ -286,8 +314,8 @@ class Reduction:
         fold = Fold(self._now.leaves, join)
         for rank, spans in enumerate(self._now.spans):
             for number, span in enumerate(spans):
-                fold.push(span, self._flat(number)[first:end] if rank == self._rank
-                          else self._piece(rank, number))
+                fold.push(span, self._piece(rank, number) if rank != self._rank else
+                          self._flats[self._sent[number]][0][first:end])
         (_, total), = fold.parts
         if total.data_ptr() != target.data_ptr():
             target.copy_(total)
@@ -295,21 +323,14 @@ class Reduction:
             self._exchange([(target, rank) for rank in range(self._size)],
                            [(home[a:b], rank) for rank, (a, b) in enumerate(self._slices)])
             self.wait_for_peers()
-        return self._views[0]
-
-    def _flat(self, number: int) -> Tensor:
-        """This rank's partial sum of a round; the first one's memory takes the result."""
-        if number not in self._views:
-            self._memory[number] = self._layout.buffer((0, self._layout.size)).zero_()
-            self._views[number] = self._layout.views(self._memory[number])
-        return self._memory[number]
+        return result
 
     def _piece(self, rank: int, number: int) -> Tensor:
         """What another rank's partial sum of a round adds to this rank's slice."""
         key = (rank, number, self._whole)
-        if key not in self._memory:
-            self._memory[key] = self._layout.buffer(self._slices[self._rank])
-        return self._memory[key]
+        if key not in self._pieces:
+            self._pieces[key] = self._layout.buffer(self._slices[self._rank])
+        return self._pieces[key]
 
 
 def reduce(step: Step, world: World, windows: Windows, find_unused: OnOff) -> None:
@@ -317,8 +338,3 @@ def reduce(step: Step, world: World, windows: Windows, find_unused: OnOff) -> No
     world.broadcast([*step.model.parameters(), *step.model.buffers()])
     reduction = Reduction(step, world, windows, optional=find_unused == "on")
     step.reduction, step.shared = reduction, frozenset(reduction.statistics.live)
-
-
-def _add(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    torch._foreach_add_(left, right)
-    return left

@@ -13,7 +13,6 @@ import torch
 
 from trainer import cli
 from trainer.build import build
-from trainer.canonical import _add
 from trainer.commands.compare import differences
 from trainer.data.reading import Micro
 from trainer.data.sampler import block
@@ -97,11 +96,16 @@ def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, argument
         assert all(torch.equal(a, b) for a, b in zip(found[0], gradients, strict=True))
 
 
+def add(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch._foreach_add_(left, right)
+    return left
+
+
 def in_blocks(step: Step, micros: list[Micro], num_ranks: int) -> list[torch.Tensor]:
     """The sum of the gradients, added up in the blocks of so many ranks, one after the other."""
-    whole = Fold(len(micros), _add)
+    whole = Fold(len(micros), add)
     for rank in range(num_ranks):
-        own = Fold(len(micros), _add)
+        own = Fold(len(micros), add)
         for number in block(len(micros), rank, num_ranks):
             step.optimizer.zero_grad(set_to_none=True)
             step.buffers.put_back()
