@@ -30,14 +30,14 @@ LAYERS = {
     1: "anomaly attempts device ema given groups heartbeats leaf lock log manifest orders pairing "
        "pretrained pulse recompute stacks timing data.augment data.bad data.batch data.sampler",
     2: "config_run config_training data.reading faults losses pace state store task tasks.gpt "
-       "waiting world",
+       "tree waiting world",
     3: "agreement alarm config data.loader folder launcher parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models tasks.shapes tasks.spiral tasks.text",
     # What the configuration sets.
     4: "budget cli compile_cache data.feed failure health optim pictures precision restore resume "
        "schedules tasks.images tasks.photos watchdog",
     5: "checkpoint data.lanes prepare step",
-    6: "blame data.stream evaluate testing",
+    6: "blame canonical data.stream evaluate testing",
     7: "metrics",
     8: "level parts sinks",
     # The one that constructs, and what uses all of it.

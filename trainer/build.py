@@ -16,6 +16,7 @@ from torch.utils.data import IterableDataset
 
 from trainer import (
     anomaly,
+    canonical,
     cli,
     compile_cache,
     faults,
@@ -118,7 +119,8 @@ def build(
     verdict = resume.Verdict()
     if found is not None:
         then = found.facts["circumstances"]
-        if config.world.threads == "auto" and then["world_size"] == world.size:
+        by_number = config.parallel.reduction == "canonical"
+        if config.world.threads == "auto" and (by_number or then["world_size"] == world.size):
             world.use_threads(then["threads"])  # their number decides bits
             circumstances["threads"] = world.threads
         verdict = resume.judge(config, found.facts["settings"], now=circumstances, then=then,
@@ -156,6 +158,8 @@ def build(
         health=health, ema=state.ema,
         before_update=checkpoint.finish_copy,
     )  # fmt: skip
+    if config.parallel.reduction == "canonical":
+        canonical.reduce(step, world, work.plan, config.parallel.find_unused)
     if config.numerics.anomaly == "on":
         step.hunt = lambda slot: anomaly.hunt(wrapped, work.model, partial(_tell_origin, log, slot))
     collate = getattr(work.task, "collate", batches.collate)
@@ -233,16 +237,15 @@ def _agreed(world: World, make: Callable[[], Any]) -> Any:
     return made
 
 
-def _wrap(
-    config: Config[Any], work: Work, world: World
-) -> tuple[nn.Module, parallel.Objective]:
+def _wrap(config: Config[Any], work: Work, world: World) -> tuple[nn.Module, parallel.Objective]:
     if work.choice.compile:
         work.model.compile()  # in place: the names in the state dict stay plain
+    group = world.group if config.parallel.reduction == "ddp" else None
     objective = parallel.Objective(
-        work.model, work.task.loss, num_ranks=world.size,
+        work.model, work.task.loss, num_ranks=world.size if group else 1,
         nominal_count=config.batch.global_size, device=world.device,
     )  # fmt: skip
-    wrapped = parallel.wrap(objective, group=world.group, device=world.device,
+    wrapped = parallel.wrap(objective, group=group, device=world.device,
                             bucket_mb=config.parallel.bucket_mb,
                             find_unused=config.parallel.find_unused == "on")
     return wrapped, objective

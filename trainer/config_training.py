@@ -177,8 +177,12 @@ class Precision:
 class Parallel:
     """Several ranks."""
 
-    sync_bn: Literal["auto", "off"] = leaf("auto", "announced")
-    """BatchNorm statistics over all ranks; auto: where there are several."""
+    reduction: Literal["ddp", "canonical"] = leaf("ddp", "announced")
+    """How gradients are summed: DDP's all-reduce; or a fixed tree over the numbers of the
+    micro-batches, with the same bits for any number of ranks (batch norms see a micro-batch)."""
+    sync_bn: Literal["auto", "on", "off"] = leaf("auto", "announced")
+    """BatchNorm statistics over all ranks; auto: where there are several, unless the reduction is
+    canonical."""
     find_unused: OnOff = leaf("off", "announced")
     """Allow trainable parameters that some batches don't use (DDP's find_unused_parameters)."""
     bucket_mb: float = leaf(25.0, "announced")
@@ -188,6 +192,9 @@ class Parallel:
     save too. off: never."""
 
     def __post_init__(self) -> None:
+        check(self.reduction == "ddp" or self.sync_bn != "on", "parallel.sync-bn", self.sync_bn,
+              "with --parallel.reduction canonical nothing may depend on the number of ranks, as "
+              "statistics over all of them do; use auto or off, or --parallel.reduction ddp.")
         check(self.bucket_mb > 0, "parallel.bucket-mb", self.bucket_mb, "use more than 0.")
 
 

@@ -38,6 +38,7 @@ Vector = Tensor | list[float]
 _FIXED = ("loss", "count", "samples", "replaced", *WISHES)
 COUNT = _FIXED.index("count")
 _NOTHING = contextlib.nullcontext()
+WISHED = slice(_FIXED.index(WISHES[0]), len(_FIXED))
 _NO_WISHES = (False,) * len(WISHES)
 
 
@@ -78,6 +79,8 @@ class Tally:
         """The loss of each of this rank's micro-batches in the last step, on the device or host."""
         self._on_host = on_host
         self._rows: list[list[Any]] = []
+        self._totals: list[Tensor | float] = []
+        self._reduced: Vector | None = None
         self._wishes: tuple[bool, ...] = _NO_WISHES
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
@@ -105,17 +108,34 @@ class Tally:
         else:
             row = [n.detach() if isinstance(n, Tensor) else float(n) for n in row]
         self._rows.append(row)
+        self._totals.append(row[0])
         return total
 
     def wish(self, wishes: tuple[bool, ...]) -> None:
         """What this rank wants to happen after the step."""
         self._wishes = wishes or _NO_WISHES
 
-    def take(self) -> list[Any]:
-        """The sums, those of `_FIXED` first, on the host or the device; starts anew."""
+    def take(self) -> Vector:
+        """The sums, those of `_FIXED` first, each on the host or the device; starts anew."""
+        self.totals = self._totals
+        sums = self._add_up() if self._reduced is None else self._reduced
+        self.forget()
+        return sums
+
+    def swap(self, sums: Vector | None) -> Vector:
+        """The sums of the forwards since the last time; `sums` take their place."""
+        own = self._add_up() if self._rows else []
+        self._rows, self._wishes, self._reduced = [], _NO_WISHES, sums
+        return own
+
+    def forget(self) -> None:
+        """Start anew."""
+        self._rows, self._wishes = [], _NO_WISHES
+        self._totals, self._reduced = [], None
+
+    def _add_up(self) -> list[Any]:
         assert self._rows, "no forward has run"
         rows = self._rows
-        self.totals = [row[0] for row in rows]
         sums = rows[0]
         if self._on_host:
             for row in rows[1:]:
@@ -123,12 +143,7 @@ class Tally:
         elif len(rows) > 1:
             sums = [_sum(column) for column in zip(*rows, strict=True)]
         sums[4:4] = map(float, self._wishes)
-        self.forget()
         return sums
-
-    def forget(self) -> None:
-        """Start anew."""
-        self._rows, self._wishes = [], _NO_WISHES
 
     def _learn(self, names: tuple[str, ...]) -> None:
         if self.names is None:
@@ -190,7 +205,7 @@ class Objective(nn.Module):
         if wishes is not None:
             self.tally.wish(wishes)
             if self.ride is not None:
-                sums = self.tally.take()
+                sums = list(self.tally.take())
                 sums += [0.0] * (CAPACITY - len(sums))
                 loss = loss + (self.ride * _stack(sums, self._device)).sum()
         return loss
@@ -203,12 +218,21 @@ class Objective(nn.Module):
             scale: what the backward's loss was multiplied by (fp16), and the ride with it.
         """
         if self.ride is None:
-            sums = self.tally.take()
-            return sums if self._device.type == "cpu" else _stack(sums, self._device)
+            return self._on_device(self.tally.take())
         assert self.ride.grad is not None, "no synchronised backward has run"
         vector = self.ride.grad * (num_ranks / scale)
         self.ride.grad = None
         return vector
+
+    def swap_sums(self, sums: Vector | None) -> Vector:
+        """The sums of the forwards since the last time, where there is no ride; `sums` take their
+        place."""
+        return self._on_device(self.tally.swap(sums))
+
+    def _on_device(self, sums: Vector) -> Vector:
+        if self._device.type == "cpu" or isinstance(sums, Tensor):
+            return sums
+        return _stack(sums, self._device)
 
     def forget(self) -> None:
         """Start anew, after forwards that belong to no step."""

@@ -74,7 +74,10 @@ def prepare(config: Config[Any], world: World) -> Work:
     plan, intervals = _plan(config, data, world)
     model, choice = make_model(task, config, world.device)
     synced = 0
-    if config.parallel.sync_bn == "auto":
+    canonical = config.parallel.reduction == "canonical"
+    if canonical:
+        sync_batchnorm.refuse(model)
+    elif config.parallel.sync_bn != "off":
         model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
     sync_batchnorm.guard_plain(model)
     frozen = optim.freeze(model, config.freeze)
@@ -85,7 +88,8 @@ def prepare(config: Config[Any], world: World) -> Work:
         "parameters": sum(p.numel() for p in model.parameters()),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
-        "ranks": f"{world.size} rank" + "s" * (world.size > 1),
+        "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
+            ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,
         "frozen_parameters": frozen,
         "recomputed_blocks": recomputed,

@@ -63,7 +63,7 @@ def warm_up(
     activations = memory.activations(
         step.model, lambda: step.forward_backward(
             dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
-    if world.size > 1 and not find_unused:
+    if (world.size > 1 or step.reduction is not iter) and not find_unused:
         refuse_unused(step, world)
     step.objective.take_sums(world.size)
     step.communication.take(0.0)
@@ -77,7 +77,8 @@ def warm_up(
 
 
 def refuse_unused(step: Step, world: World) -> None:
-    """Collective. DDP waits for ever for the gradient of a parameter that isn't used.
+    """Collective. DDP waits for ever for the gradient of a parameter that isn't used; and where
+    the number of ranks may change, one rank refuses what several would.
 
     Raises:
         ConfigError: names the parameters that got no gradient on some rank.
@@ -93,7 +94,7 @@ def refuse_unused(step: Step, world: World) -> None:
 
 def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
     """Collective. The buffers that the forward has just moved on some rank, and that no
-    synchronised batch norm keeps equal."""
+    synchronised batch norm, or the reduction, keeps equal."""
     if world.size == 1:
         return []
     moved = torch.tensor([float(torch.any(a != b)) for a, b in step.buffers.pairs()])
@@ -102,4 +103,5 @@ def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
     shared = {id(b) for m in step.model.modules() if isinstance(m, synchronised)
               for b in nn.Module.buffers(m, recurse=False)}
     live = [b for b, _ in step.buffers.pairs()]
-    return [b for b, m in zip(live, moved.tolist(), strict=True) if m and id(b) not in shared]
+    return [b for b, m in zip(live, moved.tolist(), strict=True)
+            if m and id(b) not in shared and b not in step.shared]

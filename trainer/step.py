@@ -6,7 +6,7 @@ import contextlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -158,6 +158,11 @@ class Step:
     ema: Ema | None = None
     hunt: Callable[[Slot], contextlib.AbstractContextManager[None]] = lambda slot: NOTHING
     """Makes the context that looks for what makes a NaN."""
+    reduction: Callable[[Iterable[Micro]], Iterable[Micro]] = iter
+    """Goes over the micro-batches of a step; after the last, gradients and sums are those of all
+    ranks, where DDP doesn't see to it."""
+    shared: Container[Tensor] = ()
+    """Buffers that are equal on all ranks after `reduction`."""
     least_samples: int = 0
     """Samples that a window must have to count; it hasn't where the epoch of a stream ends."""
     clock: Callable[[], float] = time.perf_counter
@@ -216,7 +221,7 @@ class Step:
             self.shut = False
             self.gate.release()
         self.optimizer.zero_grad(set_to_none=True)
-        for micro in micro_batches:
+        for micro in self.reduction(micro_batches):
             epoch = micro.slot.epoch
             self.forward_backward(micro, wishes=wishes)
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else None

@@ -18,6 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainer.communication import Communication
+from trainer.errors import ConfigError
 
 
 def convert(model: nn.Module, world_size: int, device_type: str,
@@ -53,6 +54,16 @@ def convert(model: nn.Module, world_size: int, device_type: str,
         SyncBatchNorm.forward = torch.compiler.disable(  # type: ignore[method-assign]
             SyncBatchNorm.forward)
     return model, number
+
+
+def refuse(model: nn.Module) -> None:
+    """Raises: ConfigError: a batch norm is synchronised by the model itself."""
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+    if names:
+        raise ConfigError(
+            f"--parallel.reduction canonical: {names[0]} of the model is a SyncBatchNorm, whose "
+            "statistics depend on how many ranks share a batch; use nn.BatchNorm, or "
+            "--parallel.reduction ddp.")
 
 
 def guard_plain(model: nn.Module) -> int:

@@ -19,6 +19,9 @@ _COLLECTIVES = ("torch/distributed/", "torch/nn/parallel/", "torch/nn/modules/_f
                 "torch/autograd/graph.py", "trainer/world.py", "trainer/handshake.py")
 """Where a thread is that waits for other ranks, in a backward too: parts of paths."""
 
+_WAITING = ("read_sums", "wait_for_peers")
+"""Functions outside of these that wait for other ranks, or for the device."""
+
 _DEPTH = 8
 
 
@@ -32,7 +35,7 @@ def waits_for(frame: FrameType | None) -> str:
     if not places:
         return NOBODY
     file, function = places[0]
-    if any(f"/{part}" in file for part in _COLLECTIVES) or function == "read_sums":
+    if any(f"/{part}" in file for part in _COLLECTIVES) or function in _WAITING:
         return PEERS
     if any(f.endswith("trainer/checkpoint.py") and name in ("finish_copy", "finish_pending",
                                                             "abandon") for f, name in places):

@@ -1,4 +1,5 @@
-"""On one CUDA card: a stopped run ends with the bits of a straight one; devices are timed."""
+"""On one CUDA card: a stopped run ends with the bits of a straight one, and sums of gradients don't
+depend on who adds them; devices are timed."""
 
 from __future__ import annotations
 
@@ -10,8 +11,18 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer import cli
+from trainer.build import build
 from trainer.commands.compare import differences
-from trainer.step import Marks
+from trainer.data.reading import Micro
+from trainer.data.sampler import block
+from trainer.log import Log
+from trainer.start import start
+from trainer.step import Marks, Step
+from trainer.stop import StopRequest
+from trainer.tree import Fold
+from trainer.watchdog import Watchdog
+from trainer.world import Launch, World
 
 pytestmark = [
     pytest.mark.gpu,
@@ -20,6 +31,7 @@ pytestmark = [
 ]
 
 ROOT = Path(__file__).parents[2]
+DEVICE = "cuda"
 
 
 def train(run: Path, *arguments: str) -> int:
@@ -55,3 +67,72 @@ def test_the_time_between_two_marks_is_the_devices_own():
     seconds = marks.between_s()
     assert seconds is not None
     assert seconds > 0
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--task.dropout=0.2", "--precision.compile=off"],
+    ["--task.dropout=0.2", "--precision.dtype=fp32", "--precision.compile=off"],
+    ["--task.dropout=0.2", "--precision.dtype=fp16", "--precision.compile=off"],
+    ["--task.dropout=0.2", "--precision.compile=on"],
+    ["--task.model=resnet18", "--precision.compile=off"],
+])  # fmt: skip
+def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, arguments):
+    config = cli.parse([f"--device={DEVICE}", "--steps=4", f"--run={tmp_path / 'run'}",
+                        "--parallel.reduction=canonical", "--batch.global-size=96",
+                        "--batch.micro-size=16", *arguments])
+    log = Log(level="warning")
+    with (World.form(device=DEVICE, launch=Launch()) as world,
+          Watchdog(world, log, limit_s=None) as watchdog):
+        parts = build(config, world, log, StopRequest(), watchdog.pulse)
+        start(parts)
+        parts.step(parts.loader.window())  # an optimizer state, and other weights
+        micros = list(parts.loader.window())
+        parts.step.buffers.keep()
+        found = [in_step(parts.step, micros),
+                 *(in_blocks(parts.step, micros, ranks) for ranks in (1, 2, 4, 5))]
+        parts.close()
+
+    assert len(micros) == 6
+    for gradients in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], gradients, strict=True))
+
+
+def in_step(step: Step, micros: list[Micro]) -> list[torch.Tensor]:
+    """The sum of the gradients as a step makes it."""
+    step.optimizer.zero_grad(set_to_none=True)
+    for micro in step.reduction(micros):
+        step.forward_backward(micro, rehearsal=True)
+    step.objective.forget()
+    return [p.grad.clone() for p in step.parameters if p.grad is not None]
+
+
+def add(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tensor]:
+    torch._foreach_add_(left, right)
+    return left
+
+
+def in_blocks(step: Step, micros: list[Micro], num_ranks: int) -> list[torch.Tensor]:
+    """The sum of the gradients, added up in the blocks of so many ranks, one after the other."""
+    whole = Fold(len(micros), add)
+    for rank in range(num_ranks):
+        own = Fold(len(micros), add)
+        for number in block(len(micros), rank, num_ranks):
+            step.optimizer.zero_grad(set_to_none=True)
+            step.buffers.put_back()
+            step.forward_backward(micros[number], rehearsal=True)
+            own.push((number, number + 1), [p.grad for p in step.parameters])
+        step.objective.forget()
+        for span, gradients in own.parts:
+            whole.push(span, gradients)
+    (_, gradients), = whole.parts
+    return gradients
+
+
+def test_a_canonical_run_goes_on_with_the_same_bits(tmp_path):
+    canonical, stop = "--parallel.reduction=canonical", "--inject=term:step=13"
+
+    assert train(tmp_path / "straight", canonical) == 0
+    assert train(tmp_path / "stopped", canonical, stop) == 75
+    assert train(tmp_path / "stopped", canonical, stop) == 0
+
+    assert not list(differences(tmp_path / "straight", tmp_path / "stopped"))

@@ -115,10 +115,15 @@ def test_deaths_of_whole_nodes_change_no_bit_where_all_come_back(tmp_path: Path)
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_run_whose_nodes_come_and_go_keeps_batch_schedule_and_order(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [
+    # A batch norm's statistics depend on how many micro-batches are computed side by side,
+    ["--task.norm=group"],
+    # unless each micro-batch has its own.
+    ["--task.norm=batch", "--parallel.reduction=canonical"],
+], ids=["ddp", "canonical"])  # fmt: skip
+def test_a_run_whose_nodes_come_and_go_keeps_batch_schedule_and_order(tmp_path, more) -> None:
     with two_hosts() as hosts:
-        # A batch norm's statistics depend on how many micro-batches are computed side by side.
-        a, b = nodes(hosts, tmp_path, "1:2", "--task.norm=group")
+        a, b = nodes(hosts, tmp_path, "1:2", *more)
         with a, b:
             a.start()
             reach(4, a)  # alone, and in mid-epoch
@@ -156,9 +161,10 @@ def test_a_run_whose_nodes_come_and_go_keeps_batch_schedule_and_order(tmp_path: 
             (tmp_path / "hurry").touch()
             assert (a.end(), b.end()) == (0, 0), told(a, b)
 
-    straight = undisturbed(tmp_path, "--task.norm=group")
+    straight = undisturbed(tmp_path, *more)
     for run in (a.run, b.run):
         assert consumed(run) == consumed(straight)
+        assert "canonical" not in more[-1] or not list(differences(straight, run))
         for kind in (steps, validations):
             for line, expected in zip(kind(run), kind(straight), strict=True):
                 assert line == pytest.approx(expected, rel=1e-5, abs=1e-5)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainer.config import Batch, Config
+from trainer.config import Batch, Config, Parallel
 from trainer.errors import ConfigError
 from trainer.prepare import prepare
 from trainer.world import Launch, World
@@ -47,9 +47,10 @@ class Made:
         raise AssertionError("nothing is trained here")
 
 
-def prepared(task: Made) -> Any:
+def prepared(task: Made, **sections: Any) -> Any:
     world = World(Launch(), torch.device("cpu"), threads=torch.get_num_threads())
-    config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2))  # type: ignore[type-var]
+    config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2),  # type: ignore[type-var]
+                         **sections)
     return prepare(config, world)
 
 
@@ -128,3 +129,15 @@ def test_a_model_that_no_checkpoint_could_hold_is_refused_with_what_it_has(net, 
 
 def test_what_is_not_part_of_the_state_may_be_of_any_kind():
     assert prepared(Made(net=lambda: Complex(persistent=False))).card["parameters"] == 2
+
+
+def test_a_synchronised_batch_norm_is_refused_where_ranks_may_come_and_go():
+    task = Made(net=lambda: nn.Sequential(nn.Linear(2, 1), nn.SyncBatchNorm(1)))
+    canonical = Parallel(reduction="canonical")
+
+    assert prepared(task)
+    with pytest.raises(ConfigError, match=r"^--parallel\.reduction canonical: 1 of the model is a "
+                                          r"SyncBatchNorm.*use nn\.BatchNorm"):
+        prepared(task, parallel=canonical)
+    with pytest.raises(ConfigError, match=r"^--parallel\.sync-bn on: with"):
+        Parallel(reduction="canonical", sync_bn="on")

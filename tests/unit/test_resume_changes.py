@@ -48,7 +48,8 @@ def other_value(name: str, value: Any) -> str:
     if name in CHANGES:
         return CHANGES[name]
     known = {"optim.name": "sgd", "schedule.name": "constant", "precision.dtype": "bf16",
-             "optim.betas": "0.5 0.6", "checkpoint.on_error": "stop", "data.on_error": "skip",
+             "optim.betas": "0.5 0.6", "parallel.reduction": "canonical",
+             "checkpoint.on_error": "stop", "data.on_error": "skip",
              "log.level": "debug", "eval.best": "val_loss:min"}  # fmt: skip
     if name in known:
         return known[name]
@@ -138,6 +139,17 @@ def test_other_circumstances_are_announced_and_no_longer_exact(key, value, line)
     verdict = judge(parsed(), saved(), now=HERE | {key: value}, then=HERE)
 
     assert verdict == Verdict(changes=(line,), label="equivalent", reasons=(line,))
+
+
+def test_another_number_of_ranks_is_said_and_exact_where_the_reduction_is_canonical():
+    line = "world size was 2 and is 3: the same bits (--parallel.reduction canonical)"
+    canonical = "--parallel.reduction=canonical"
+
+    verdict = judge(parsed(canonical), saved(canonical), now=HERE | {"world_size": 3}, then=HERE)
+    assert verdict == Verdict(changes=(line,), label="exact")
+
+    changed = judge(parsed(canonical), saved(), now=HERE | {"world_size": 3}, then=HERE)
+    assert changed.label == "equivalent"
 
 
 @pytest.mark.parametrize(("key", "accept"), [("data", "data"), ("task", "task.class")])

@@ -1,0 +1,179 @@
+"""The tree of micro-batches: its sum has the same bits however the leaves are shared out."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from trainer.canonical import Layout, Statistics
+from trainer.data.sampler import block
+from trainer.sync_batchnorm import guard_plain
+from trainer.tree import ALIGN, Fold, Plan, cut, subtrees
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
+    with np.errstate(over="ignore", invalid="ignore"):
+        return left + right
+
+
+def total(blocks: list[list[Any]], join: Any) -> Any:
+    """The sum over blocks of neighbouring leaves, each folded where it is."""
+    leaves = sum(map(len, blocks))
+    end, whole = 0, Fold(leaves, join)
+    for mine in blocks:
+        own = Fold(leaves, join)
+        for value in mine:
+            own.push((end, end + 1), value)
+            end += 1
+        for span, value in own.parts:
+            whole.push(span, value)
+    (span, value), = whole.parts
+    assert span == (0, leaves)
+    return value
+
+
+@st.composite
+def shared_out(draw: st.DrawFn) -> tuple[list[list[np.ndarray]], list[np.ndarray]]:
+    leaves = draw(st.integers(1, 40))
+    values = [np.array(draw(st.lists(FLOATS, min_size=3, max_size=3)), dtype=np.float32)
+              for _ in range(leaves)]
+    ends = sorted(draw(st.sets(st.integers(1, leaves), max_size=leaves)) | {0, leaves})
+    return [values[a:b] for a, b in itertools.pairwise(ends)], values
+
+
+@settings(max_examples=100, deadline=None)
+@given(shared_out())
+def test_the_bits_of_a_sum_do_not_depend_on_who_adds(case):
+    blocks, values = case
+
+    assert total(blocks, add).tobytes() == total([values], add).tobytes()
+
+
+@given(st.integers(1, 300), st.data())
+def test_ranks_own_whole_nodes_and_not_many(leaves, data):
+    size = data.draw(st.integers(1, leaves))
+    spans = [subtrees(leaves, rank, size) for rank in range(size)]
+
+    flat = [span for mine in spans for span in mine]
+    assert [flat[0][0], flat[-1][1]] == [0, leaves]
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(flat))
+    for rank, mine in enumerate(spans):
+        share = block(leaves, rank, size)
+        assert (mine[0][0], mine[-1][1]) == (share.start, share.stop)
+        assert len(mine) <= 2 * math.log2(len(share)) + 1
+        assert all(a < b for a, b in itertools.pairwise(mine))
+    plan = Plan.of(leaves, size)
+    assert plan.spans == tuple(spans)
+    assert len(set(plan.order)) == leaves
+
+
+@given(st.integers(1, 100))
+def test_the_tree_splits_after_the_largest_power_of_two_below_the_size(leaves):
+    def tree(first: int, end: int) -> Any:
+        if end - first == 1:
+            return first
+        middle = first + 2 ** math.ceil(math.log2(end - first) - 1)
+        return tree(first, middle), tree(middle, end)
+
+    assert total([list(range(leaves))], lambda a, b: (a, b)) == tree(0, leaves)
+
+
+@given(st.integers(0, 10_000), st.integers(1, 20))
+def test_slices_cover_a_buffer(size, num_ranks):
+    slices = cut(size, num_ranks)
+
+    assert len(slices) == num_ranks
+    assert (slices[0][0], slices[-1][1]) == (0, size)
+    assert all(a[1] == b[0] for a, b in itertools.pairwise(slices))
+    assert all(first % ALIGN == 0 or first == size for first, _ in slices)
+
+
+def test_gradients_of_any_dtype_and_layout_find_room_in_one_buffer():
+    conv = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
+    tensors = [conv, torch.randn(5, dtype=torch.float64), torch.randn(3, 1), torch.randn(7).half(),
+               torch.randn(2, 2).t()]
+    layout = Layout(tensors)
+    whole = (0, layout.size)
+    flat = layout.buffer(whole)
+    torch._foreach_copy_(layout.views(flat), tensors)
+
+    for view, tensor in zip(layout.views(flat), tensors, strict=True):
+        assert torch.equal(view, tensor)
+        assert view.stride() == tensor.stride()
+    for num_ranks in (1, 2, 3, 7):
+        pieces = [layout.numbers(flat[a:b], (a, b)) for a, b in cut(layout.size, num_ranks)]
+        for dtype in {t.dtype for t in tensors}:
+            expected = sum(t.numel() for t in tensors if t.dtype == dtype)
+            assert sum(p.numel() for found in pieces for p in found if p.dtype == dtype) == expected
+
+
+def folded(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The buffers after batches that each begin with those of the boundary."""
+    kept = {b: b.clone() for b in model.buffers()}
+    statistics = Statistics(model, kept)
+    rows = torch.zeros(len(batches), statistics.width, dtype=torch.float64)
+    for row, batch in zip(rows, batches, strict=True):
+        for live, copy in kept.items():
+            live.copy_(copy)
+        model(batch)
+        torch._foreach_copy_(statistics.views(row), statistics.live)
+    statistics.fold(rows)
+    return {name: buffer.clone() for name, buffer in model.named_buffers()}
+
+
+class Twice(nn.Module):
+    """Batch norms of each kind: one that is called twice, one without momentum, a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mean = nn.BatchNorm1d(5), nn.BatchNorm1d(5, momentum=None)
+        self.frozen = nn.BatchNorm1d(5).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.frozen(self.mean(self.norm(2 * self.norm(x) + 1)))
+
+
+def test_running_statistics_are_those_of_one_micro_batch_after_the_other():
+    torch.manual_seed(0)
+    plain, ours = Twice(), Twice()
+    guard_plain(plain)
+    guard_plain(ours)
+    for step in range(3):
+        batches = [torch.randn(n, 5) * (step + 1) + n for n in (4, 0, 7, 2)]
+        for batch in batches:
+            plain(batch)
+        found = folded(ours, batches)
+    for name, buffer in plain.named_buffers():
+        torch.testing.assert_close(found[name], buffer, rtol=1e-6, atol=1e-6)
+
+
+def test_one_micro_batch_moves_running_statistics_as_torch_does():
+    torch.manual_seed(0)
+    plain, ours = Twice(), Twice()
+    batch = torch.randn(9, 5)
+
+    plain(batch)
+    found = folded(ours, [batch])
+
+    same = {n: torch.equal(found[n], b) for n, b in plain.named_buffers() if "mean." not in n}
+    assert all(same.values()), same
+
+
+def test_a_sum_over_floats_depends_on_its_tree():
+    """So the tests above compare something."""
+    ones = [1.0, 2.0**-24, 2.0**-24, 2.0**-24]
+
+    def f32(a: float, b: float) -> float:
+        return struct.unpack("f", struct.pack("f", a + b))[0]
+
+    assert total([ones], f32) != f32(f32(f32(*ones[:2]), ones[2]), ones[3])
