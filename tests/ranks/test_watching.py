@@ -79,17 +79,17 @@ def resize(folder: Path, size: int) -> None:
 
 def full_disk_run(folder: Path, size: int, *arguments: str) -> int:
     """In a rank: train on a disk of `size` bytes until step 9, then on a large one."""
-    from trainer.faults import Faults
+    from trainer.pulse import Pulse
 
     resize(folder, size)
-    original = Faults.at
+    original = Pulse.beat
 
-    def at(self, phase: str, *, step: int, epoch: int = 0) -> None:
-        if phase == "step-end" and step == 9:
+    def beat(self, point: str, step: int | None = None, epoch: int = 0) -> None:
+        if point == "step-end" and step == 9:
             resize(folder, 64 << 20)
-        original(self, phase, step=step, epoch=epoch)
+        original(self, point, step, epoch)
 
-    Faults.at = at  # type: ignore[method-assign]
+    Pulse.beat = beat  # type: ignore[method-assign]
     return train(*arguments)
 
 
