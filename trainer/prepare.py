@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
 from trainer import optim, precision, recompute, rng, sync_batchnorm, tensorfile
@@ -93,6 +94,8 @@ def prepare(config: Config[Any], world: World) -> Work:
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "batch_norms": sum(isinstance(m, _BatchNorm) and m.training for m in model.modules()),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1),
