@@ -43,7 +43,7 @@ LAYERS = {
     # The one that constructs, and what uses all of it.
     9: "opening product recovery",
     10: "boundary build start",
-    11: "loop",
+    11: "loop scratch",
     12: "commands.*",
     13: "__main__ __init__",
 }

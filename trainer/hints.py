@@ -251,7 +251,8 @@ class Hints:
 
     def _judge(self, step: int) -> None:
         facts, points = self._facts, self._points
-        losses, norms, rates = ([p[i] for p in points] for i in (1, 2, 3))
+        losses, norms, rates = [p[1] for p in points], [p[2] for p in points], [
+            p[3] for p in points]
         self._judge_first(None)
         if step >= max(200, facts.total // 10):
             self.give("flat-loss", judge_flat_loss(losses))
