@@ -34,16 +34,18 @@ def judge_first_loss(measured: float, expected: float) -> str:
             f"(the logarithm of {round(math.exp(expected))} classes)")
 
 
-def judge_flat_loss(losses: Sequence[float]) -> str:
-    """The losses of a run from its first step on."""
+def judge_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
+    """The losses of a run so far; the first one counts apart, since a rate that is too high drives
+    it up at once."""
     if len(losses) < 100:
         return ""
     part = len(losses) // 5
-    first, last = statistics.median(losses[:part]), statistics.median(losses[-part:])
-    if first - last > 0.02 * abs(first):
+    before, now = statistics.median(losses[:part]), statistics.median(losses[-part:])
+    before = before if first is None else min(before, first)
+    if before - now > 0.02 * abs(before):
         return ""
-    return (f"the loss doesn't fall: its median was {first:.4g} in the first fifth of the steps "
-            f"and is {last:.4g} in the last")
+    return (f"the loss doesn't fall: it was {before:.4g} at the beginning and is {now:.4g} in the "
+            "median of the last fifth of the steps")
 
 
 def judge_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
@@ -255,7 +257,7 @@ class Hints:
             p[3] for p in points]
         self._judge_first(None)
         if step >= max(200, facts.total // 10):
-            self.give("flat-loss", judge_flat_loss(losses))
+            self.give("flat-loss", judge_flat_loss(losses, self._first))
         if step >= max(100, facts.total // 5):
             self.give("clipped-steps", judge_clipped(norms[len(norms) // 2 :], facts.clip_norm))
             self.give("rising-norm", judge_rising_norm(norms, losses))

@@ -10,8 +10,8 @@ from runs import train
 
 SICK = ["--task=hinted_task:Hinted", "--device=cpu", "--batch.global-size=8",
         "--batch.micro-size=4", "--steps=240", "--schedule.name=constant", "--schedule.warmup=off",
-        "--optim.lr=1e-4", "--task.scale=50", "--task.shuffled=True", "--task.leaked=True",
-        "--task.dead=True", "--clip.norm=1"]  # fmt: skip
+        "--optim.lr=1e-4", "--task.scale=50", "--task.shuffled", "--task.leaked",
+        "--task.dead", "--clip.norm=1"]  # fmt: skip
 
 
 def hints(run: Path) -> list[str]:
@@ -35,7 +35,7 @@ def test_a_sick_run_is_given_each_hint_once_also_over_a_restart(ranks, tmp_path,
 
 
 def test_hints_that_are_not_wanted_are_not_given(ranks, tmp_path):
-    off = "small-batchnorm shared-samples first-loss".split()
+    off = ["small-batchnorm", "shared-samples", "first-loss", "constant-rate"]
 
     assert ranks(1, train, *SICK, "--steps=60", *[f"--log.hints-off={name}" for name in off],
                  f"--run={tmp_path / 'run'}", group=False) == [0]
