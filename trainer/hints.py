@@ -141,7 +141,9 @@ def judge_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
         return ""
     best = min(range(len(validations)), key=lambda i: validations[i][2])
     (at, train_then, then), (_, train, now) = validations[best], validations[-1]
-    if len(validations) - 1 - best < 3 or now < 1.1 * then or train >= train_then:
+    low = min(loss for _, _, loss in validations[-3:])
+    least = then + 0.1 * max(abs(then), validations[0][2] - then)
+    if len(validations) - 1 - best < 3 or low < least or train >= train_then:
         return ""
     return (f"validation has been best at step {at} (loss {then:.4g}, now {now:.4g}), and the "
             f"training loss falls on ({train_then:.4g}, {train:.4g})")

@@ -91,7 +91,7 @@ def open_metrics(
     scalars_every = config.log.tensorboard_every.steps(**lengths) or total
     board = TensorBoard(
         path / folder.TENSORBOARD, every=scalars_every, first=first if position else 0,
-        images=_preview(work.task, position), card=about, restarts=log.attempt if position else 0,
+        images=_preview(work.task, position), card=about, restarts=log.attempt,
         class_names=names, norms=_norms_before(kept, first),
         histograms=config.log.histograms.steps(**lengths), tensors=partial(_tensors, work.model),
     )  # fmt: skip

@@ -64,22 +64,19 @@ class TensorBoard:
         self._names, self._norms = class_names, list(norms)
         self._histograms, self._tensors = histograms, tensors
         folder.mkdir(exist_ok=True)
+        new = not any(folder.iterdir())  # a reader doesn't drop texts, so they are written once
         # Event files are read in the order of their names.
         name = f"events.out.tfevents.{clock():017.6f}.{platform.node()}.{os.getpid()}"
         self._file = _Records(AppendFile(folder / name))
         self._writer = RecordWriter(self._file)
         self._event(file_version="brain.Event:2")
         self._event(session_log=SessionLog(status=SessionLog.START), step=first)
-        if not first:
+        if new:
             self._event(summary=summary.custom_scalars(LAYOUT))
-            if card:
-                self._event(summary=summary.text("run", "    " + "\n    ".join(card)), step=0)
-            if images is not None:
-                self._event(summary=summary.image("samples", _grid(images), dataformats="CHW"),
-                            step=0)
+            self._event(summary=summary.text("run", "    " + "\n    ".join(card)), step=0)
+        if images is not None:
+            self._event(summary=summary.image("samples", _grid(images), dataformats="CHW"), step=0)
         if restarts:
-            text = f"start {restarts + 1} of the run shows it from step {first} on"
-            self._event(summary=summary.text("restarts", text), step=first)
             self._scalars({"run/restarts": restarts}, first)
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
