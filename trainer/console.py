@@ -28,7 +28,8 @@ class Console:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self._log, self._total, self._every, self._clock = log, total, every, clock
-        self._began, self._start, self._bar, self._shown_s = clock(), start, None, clock()
+        self._start, self._bar = start, None
+        self._began = self._shown_s = clock()
         self._tail = f"  restarts {restarts}" if restarts else ""
         if bar:
             from tqdm import tqdm

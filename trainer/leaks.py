@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -64,7 +64,7 @@ def _equal(
 
 
 def _hashes(dataset: Any, seed: int, go_on: Callable[[], bool]) -> Iterator[int]:
-    """Of each sample's largest tensor."""
+    """Of each sample's input: its first tensor, or, where they have names, its largest."""
     samples = KeyedSamples(dataset, seed=seed, augment=False)
     for first in range(0, len(dataset), _CHUNK):
         if not go_on():
@@ -74,7 +74,8 @@ def _hashes(dataset: Any, seed: int, go_on: Callable[[], bool]) -> Iterator[int]
         tensors = [t for t in batches.tensors(batch) if t.dim() and len(t) == len(indices)]
         if not tensors:
             return
-        largest: Tensor = max(tensors, key=lambda t: t.numel())
-        rows: np.ndarray = largest.reshape(len(indices), -1).contiguous().numpy()
+        named = isinstance(batch, Mapping)
+        content: Tensor = max(tensors, key=lambda t: t.numel()) if named else tensors[0]
+        rows: np.ndarray = content.reshape(len(indices), -1).contiguous().numpy()
         for row in rows:
             yield xxhash.xxh3_64_intdigest(row.data)
