@@ -45,7 +45,7 @@ class WandB:
             replace_text(known, run_id)
         # Its own console capture would put a pipe between the run and the terminal.
         self._run = self._wandb.init(
-            project="trainer", id=known.read_text().strip(), name=path.name, resume="allow",
+            id=known.read_text().strip(), name=path.name, resume="allow",
             mode=mode, dir=str(path), config=dict(settings),
             settings=self._wandb.Settings(console="off", silent=True),
         )  # fmt: skip

@@ -91,6 +91,18 @@ def test_the_log_is_short_and_plain_without_a_terminal(ranks, tmp_path, capfd):
     assert not any(ord(c) < 32 and c != "\n" for c in output)
 
 
+def test_only_the_first_rank_speaks_and_a_quiet_run_says_nothing(ranks, tmp_path):
+    first, second = ranks.outcomes(2, train, *TASK, "--steps=6", f"--run={tmp_path / 'run'}",
+                                   group=False)
+    quiet, = ranks.outcomes(1, train, *TASK, "--steps=6", "--quiet",
+                            f"--run={tmp_path / 'quiet'}", group=False)
+
+    assert (first.value, second.value, quiet.value) == (0, 0, 0)
+    assert "2 ranks × micro-batches of 2 × 2 (accumulated) = global batch of 8; each BatchNorm " \
+           "sees 4 samples" in first.output
+    assert second.output == quiet.output == ""
+
+
 @pytest.fixture
 def small_disk(tmp_path) -> Iterator[Path]:
     """A tmpfs that can be made larger."""
@@ -110,17 +122,17 @@ def resize(folder: Path, size: int) -> None:
 
 def full_disk_run(folder: Path, size: int, *arguments: str) -> int:
     """In a rank: train on a disk of `size` bytes until step 9, then on a large one."""
-    from trainer.faults import Faults
+    from trainer.pulse import Pulse
 
     resize(folder, size)
-    original = Faults.at
+    original = Pulse.beat
 
-    def at(self, phase: str, *, step: int, epoch: int = 0) -> None:
-        if phase == "step-end" and step == 9:
+    def beat(self, point: str, step: int | None = None, epoch: int = 0) -> None:
+        if point == "step-end" and step == 9:
             resize(folder, 64 << 20)
-        original(self, phase, step=step, epoch=epoch)
+        original(self, point, step, epoch)
 
-    Faults.at = at  # type: ignore[method-assign]
+    Pulse.beat = beat  # type: ignore[method-assign]
     return train(*arguments)
 
 
