@@ -55,8 +55,8 @@ class Console:
         # The loss and the first figure stand below those of the training lines.
         others = "  ".join(f"{k.removeprefix('val_')} {v:.3f}" for k, v in line.items()
                            if isinstance(v, float) and k not in ("train_loss", "val_loss"))
-        train = _loss(line["train_loss"]).replace("  ", " ")
-        self._log.info(f"{self._place(line['step'])}  {_loss(line['val_loss'])}  {others}"
+        train = _loss(line["train_loss"], "none").replace("  ", " ")
+        self._log.info(f"{self._place(line['step'])}  {_loss(line['val_loss'], 'nan')}  {others}"
                        + "  " * bool(others) + f"(validation; training {train})")
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
@@ -86,8 +86,8 @@ def _columns(line: Mapping[str, Any], timing: Mapping[str, float]) -> str:
     return "  ".join([*parts, f"{line['samples'] / timing['step']:.0f} samples/s"])
 
 
-def _loss(value: float | None) -> str:
-    return "loss skipped" if value is None else f"loss {value:7.4f}"
+def _loss(value: float | None, otherwise: str = "skipped") -> str:
+    return f"loss {otherwise:>7}" if value is None else f"loss {value:7.4f}"
 
 
 def _span(seconds: float) -> str:

@@ -23,7 +23,8 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
 
     seen: list[tuple[Any, ...]] = []
     hook = model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
-    training = model.training
+    training, compiled = model.training, model._compiled_call_impl
+    model._compiled_call_impl = None  # compiled code can't be traced
     model.eval()
     try:
         with rng.preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
@@ -35,4 +36,5 @@ def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -
             return definition
     finally:
         hook.remove()
+        model._compiled_call_impl = compiled
         model.train(training)

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
 from torch.utils.data import IterableDataset, Subset
 
 from trainer import rng
 from trainer.data import batch as batches
+from trainer.data.bad import SampleError
 from trainer.data.reading import KeyedSamples, in_memory
 from trainer.data.sampler import Slot
 
@@ -39,8 +41,11 @@ def shared_samples(
         mine = {int(i) for i in train.indices}
         found, looked = sum(int(i) in mine for i in validation.indices), len(validation)
     elif in_memory(train) and in_memory(validation):
-        with rng.preserved():
-            found, looked = _equal(train, validation, seed, clock)
+        try:
+            with rng.preserved():
+                found, looked = _equal(train, validation, seed, clock)
+        except (SampleError, TypeError, RuntimeError):
+            return ""  # a sample that can't be read is told of where it is used
     else:
         return ""
     if not looked or found < max(2, SHARE * looked):
@@ -76,6 +81,7 @@ def _hashes(dataset: Any, seed: int, go_on: Callable[[], bool]) -> Iterator[int]
             return
         named = isinstance(batch, Mapping)
         content: Tensor = max(tensors, key=lambda t: t.numel()) if named else tensors[0]
-        rows: np.ndarray = content.reshape(len(indices), -1).contiguous().numpy()
+        rows: np.ndarray = (
+            content.reshape(len(indices), -1).contiguous().view(torch.uint8).cpu().numpy())
         for row in rows:
             yield xxhash.xxh3_64_intdigest(row.data)

@@ -55,3 +55,19 @@ def test_no_validation_and_no_reading_of_data_that_are_fetched():
 
     assert shared_samples(points(0), None, seed=0) == ""
     assert shared_samples(Fetched(), Fetched(), seed=0) == ""
+
+
+def test_a_sample_that_cannot_be_read_is_left_to_the_training():
+    class Broken(TensorDataset):
+        def __getitem__(self, index: int) -> None:
+            raise ValueError("torn file")
+
+    assert shared_samples(Broken(torch.ones(9, 2)), points(0), seed=0) == ""
+
+
+def test_labels_that_are_larger_than_the_input_do_not_count():
+    def drawn(seed: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(seed)
+        return TensorDataset(torch.randn(50, 2, generator=generator), torch.zeros(50, 9))
+
+    assert shared_samples(drawn(0), drawn(1), seed=0) == ""
