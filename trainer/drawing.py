@@ -63,6 +63,12 @@ def predictions(
     return captioned(pixels, captions, [f == t for f, t in zip(found, truth, strict=True)])
 
 
+def is_matrix(table: Any) -> bool:
+    """Whether a table of counts has a row and a column for each class."""
+    shape = np.shape(table)
+    return len(shape) == 2 and shape[0] == shape[1]
+
+
 def matrix(table: Sequence[Sequence[float]], names: Sequence[str], *, side: int = 34) -> np.ndarray:
     """A confusion matrix: rows are the true classes, columns what they were taken for; each row's
     shares as shades, with the counts where there is room. HxWx3 uint8."""

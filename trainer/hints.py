@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.drawing import is_matrix
 from trainer.log import Log
 
 MOST_POINTS = 1024
@@ -273,9 +274,7 @@ class Hints:
 
     def _judge_validation(self, line: dict[str, Any]) -> None:
         table = line.get("val_table")
-        square = table is not None and isinstance(table[0], list) and (
-            len(table) == len(table[0]) and not isinstance(table[0][0], list))
-        self._judge_first(len(table) if table is not None and square else None)
+        self._judge_first(len(table) if table is not None and is_matrix(table) else None)
         if line["step"] <= self._facts.epoch:
             recent = self._points[-max(8, len(self._points) // 4) :]
             self.give("easy-validation", judge_easy_validation(

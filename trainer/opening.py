@@ -101,7 +101,7 @@ def open_metrics(
         sinks += [Console(log, total=total, every=every, start=position, bar=bar,
                           restarts=log.attempt)]
         if config.log.wandb != "off":
-            sinks.append(WandB(path, run_id, mode=config.log.wandb, every=scalars_every,
+            sinks.append(WandB(path, run_id, log, mode=config.log.wandb, every=scalars_every,
                                settings=resume.settings(config), class_names=names))
         sinks.append(_hints(config, work, world, log, path, kept, leak))
         if config.log.graph == "on" and not position:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
-from trainer import optim, precision, recompute, rng, sync_batchnorm, tensorfile
+from trainer import optim, precision, recompute, rng, sync_batchnorm, tensorfile, wandb_sink
 from trainer.config import Config
 from trainer.data.feed import first_samples, known_length
 from trainer.data.reading import KeyedSamples
@@ -61,6 +61,7 @@ def prepare(config: Config[Any], world: World) -> Work:
     """
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
+    wandb_sink.check_installed(config.log.wandb)
     task = bind_seed(config.task, config.seed)
     data = {}
     for split in ("train", "validation", "test"):

@@ -100,7 +100,7 @@ class TensorBoard:
         norms, self._norms = self._norms, []
         if norms:
             self._histogram("optimizer/grad_norms", np.asarray(norms), step)
-        if table and np.shape(table) == (len(table), len(table)):
+        if table is not None and drawing.is_matrix(table):
             self._image("confusion", drawing.matrix(table, self._names), step)
 
     def picture(self, image: Any, step: int) -> None:

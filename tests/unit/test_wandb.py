@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import pytest
 from wandb_stand_in import StandIn
 
 from trainer.errors import ConfigError
-from trainer.wandb_sink import ID, WandB
+from trainer.log import Log
+from trainer.wandb_sink import ID, WandB, check_installed
 
 STEP = {"step": 1, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "samples": 4}
 VALIDATION = {"step": 10, "train_loss": 0.6, "val_loss": 0.4, "val_accuracy": 0.8,
@@ -21,7 +23,7 @@ VALIDATION = {"step": 10, "train_loss": 0.6, "val_loss": 0.4, "val_accuracy": 0.
 def shown(path: Path, monkeypatch, run_id: str) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
-    sink = WandB(path, run_id, mode="offline", every=10, settings={"seed": 0},
+    sink = WandB(path, run_id, Log(), mode="offline", every=10, settings={"seed": 0},
                  class_names=("no", "yes"))
     for number in (1, 2, 10):
         sink.step({**STEP, "step": number}, {"step": 0.5})
@@ -51,18 +53,38 @@ def test_each_start_of_a_run_has_the_id_of_the_first(tmp_path, monkeypatch):
     assert (second["mode"], second["dir"]) == ("offline", str(tmp_path))
 
 
-def test_without_wandb_the_run_is_refused_with_the_way_out(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb", None)
+def test_without_wandb_the_run_is_refused_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
-    with pytest.raises(ConfigError, match=r"pip install '.\[wandb\]'"):
-        WandB(tmp_path, "abc", mode="offline", every=10, settings={})
+    check_installed("off")
+    with pytest.raises(ConfigError, match=r"--log.wandb online.*pip install '.\[wandb\]'"):
+        check_installed("online")
+
+
+def test_an_error_of_wandb_costs_a_warning_and_not_the_run(tmp_path, monkeypatch, capfd):
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+
+    def fail(**options: object) -> None:
+        raise OSError("no network")
+
+    stand_in.init = fail  # type: ignore[method-assign, assignment]
+    sink = WandB(tmp_path, "abc", Log(), mode="online", every=1, settings={})
+    sink.step(STEP, {})
+    sink.validation(VALIDATION)
+    sink.finish({}, {}, 10)
+    sink.close()
+
+    assert capfd.readouterr().err == ("warning: nothing more is shown at Weights & Biases: "
+                                      "OSError: no network\n")
 
 
 REAL = """
 import sys
 from pathlib import Path
+from trainer.log import Log
 from trainer.wandb_sink import WandB
-sink = WandB(Path(sys.argv[1]), "abcd1234", mode="offline", every=1, settings={"seed": 0},
+sink = WandB(Path(sys.argv[1]), "abcd1234", Log(), mode="offline", every=1, settings={"seed": 0},
              class_names=("no", "yes"))
 for step in range(int(sys.argv[2]), int(sys.argv[3])):
     sink.step({"step": step, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "samples": 4},
