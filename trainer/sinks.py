@@ -29,6 +29,9 @@ LAYOUT = {
 }
 """The charts of the page "custom scalars"."""
 
+BINS = 64
+"""Of a histogram: a number that numpy chose could be any, for a tensor with one value far out."""
+
 Tensors = Callable[[], Iterable[tuple[str, Any]]]
 
 
@@ -125,8 +128,8 @@ class TensorBoard:
         self._event(summary=Summary(value=values), step=step)
 
     def _histogram(self, tag: str, values: Any, step: int) -> None:
-        if np.isfinite(values).all():
-            self._event(summary=self._summary.histogram(tag, values, "auto", 64), step=step)
+        if values.size and np.isfinite(values).all():
+            self._event(summary=self._summary.histogram(tag, values, BINS), step=step)
 
     def _image(self, tag: str, image: Any, step: int) -> None:
         self._event(summary=self._summary.image(tag, image, dataformats="HWC"), step=step)
