@@ -23,27 +23,28 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes communication confusion diagnosis durable handshake hang job "
-       "length memory network packing processes rng snapshot stop progress tensorfile data tasks "
-       "commands recipes",
+    0: "errors append attributes communication confusion diagnosis drawing durable handshake hang "
+       "job length memory network packing processes rng snapshot stop progress tensorfile data "
+       "tasks commands recipes",
     # One thing each on top of that.
-    1: "anomaly attempts device ema given groups heartbeats leaf lock log manifest orders pairing "
-       "pretrained pulse recompute stacks timing data.augment data.bad data.batch data.sampler",
-    2: "config_run config_training data.reading faults losses pace state store task tasks.gpt "
-       "tree waiting world",
-    3: "agreement alarm config data.loader folder launcher parallel source sync_batchnorm "
+    1: "anomaly attempts device ema given graph groups heartbeats leaf lock log manifest orders "
+       "pairing pretrained pulse recompute stacks timing data.augment data.bad data.batch "
+       "data.sampler",
+    2: "config_run config_training data.reading faults hints losses pace sinks state store task "
+       "tasks.gpt tree waiting world",
+    3: "agreement alarm config data.loader folder launcher leaks parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models tasks.shapes tasks.spiral tasks.text",
     # What the configuration sets.
     4: "budget cli compile_cache data.feed failure health optim pictures precision restore resume "
-       "schedules tasks.images tasks.photos watchdog",
+       "schedules tasks.images tasks.photos wandb_sink watchdog",
     5: "checkpoint data.lanes prepare step",
     6: "blame canonical data.stream evaluate testing",
     7: "metrics",
-    8: "level parts sinks",
+    8: "card console level parts",
     # The one that constructs, and what uses all of it.
     9: "opening product recovery commands.history",
     10: "boundary build start commands.drawing commands.figures commands.inspect",
-    11: "loop reader commands.page commands.plots",
+    11: "loop reader scratch commands.page commands.plots",
     12: "commands.*",
     13: "__main__",
     14: "library",

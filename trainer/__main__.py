@@ -23,6 +23,8 @@ COMMANDS = {
     "predict": "what a checkpoint's model gives for each sample",
     "export": "a checkpoint's model as files for others, read back and compared",
     "report": "what happened in one or more runs: a page with plots, and the plots",
+    "lr-find": "a range test of the learning rate",
+    "profile": "where the time of a step goes",
 }
 PREPARING = ("start", "join", "build", "warm-up", "restore")
 """Phases in which there is nothing that isn't on disk already."""
@@ -40,7 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments and arguments[0] in COMMANDS:
         from importlib import import_module
 
-        return import_module(f"trainer.commands.{arguments[0]}").main(arguments[1:])
+        name = arguments[0].replace("-", "_")
+        return import_module(f"trainer.commands.{name}").main(arguments[1:])
     stop = StopRequest()
     stop.install()  # before anything heavy is imported
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:

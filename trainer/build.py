@@ -29,6 +29,7 @@ from trainer import (
     schedules,
 )  # fmt: skip
 from trainer.agreement import Agreement
+from trainer.card import announce, card_lines
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data import batch as batches
@@ -39,6 +40,7 @@ from trainer.ema import Ema
 from trainer.errors import ConfigError
 from trainer.evaluate import Evaluator
 from trainer.health import Health
+from trainer.leaks import shared_samples
 from trainer.level import level, record
 from trainer.lock import RunLock
 from trainer.log import Log
@@ -165,6 +167,9 @@ def build(
     collate = getattr(work.task, "collate", batches.collate)
     workers = loader_workers(config, work.data["train"], world)
     at_place = partial(open_source, config, work, world, state, workers)
+    leak = ""
+    if world.is_main and found is None and not {"all", "shared-samples"} & {*config.log.hints_off}:
+        leak = shared_samples(work.data["train"], work.data["validation"], seed=config.seed)
     if isinstance(work.data["train"], IterableDataset):
         # No sampler knows where its epochs end: the first window that isn't whole tells.
         whole = config.data.drop_last == "on"
@@ -177,7 +182,8 @@ def build(
         metrics.rewind()
         lines = record(found, path / folder.METRICS, world)
         if world.keeps_folder:
-            open_metrics(metrics, path, log, lines, world, work, found.step)
+            open_metrics(metrics, path, log, lines, world, work, found.step, config,
+                         run_id=identity.run)
 
     evaluators = {
         split: None if work.data[split] is None else Evaluator(
@@ -195,14 +201,17 @@ def build(
     card = work.card | {
         "workers": workers, "precision": str(work.choice), "fingerprint": work.fingerprint,
     }  # fmt: skip
+    about = card_lines(config, card, world, path)
     if world.keeps_folder:
         folder.replace_text(path / folder.CONFIG, cli.to_toml(config))
         label, why = _determinism(config, world, verdict)
         folder.replace_json(path / folder.ENVIRONMENT,
                             folder.environment(world, card, label=label, why=why))
         checkpoint.store.clean()
-        open_metrics(metrics, path, log, lines, world, work, position)
-        _announce(log, config, card, found, verdict, path)
+        announce(log, about, [f"--init {config.init}: {line}" for line in card.get("init", ())],
+                 found, verdict, path)
+        open_metrics(metrics, path, log, lines, world, work, position, config,
+                     run_id=identity.run, about=about, leak=leak)
     pictures = None
     if world.is_main and hasattr(work.task, "picture"):
         pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,
@@ -321,29 +330,3 @@ def _determinism(
     if world.device.type == "mps":
         return "equivalent", "mps has no deterministic kernels"
     return verdict.label, verdict.why
-
-
-def _announce(
-    log: Log, config: Config[Any], card: dict[str, Any], found: Found | None,
-    verdict: resume.Verdict, path: Path,
-) -> None:  # fmt: skip
-    batch, samples = config.batch, card["samples"]
-    log.info(f"{card['model']}: {card['parameters']:,} parameters, {card['precision']}")
-    log.info(f"data: {card['data']}: " + ", ".join(
-        f"{n:,} {split}" for split, n in samples.items() if n is not None))
-    log.info(f"global batch {batch.global_size} = {batch.micro_batches} micro-batches of "
-             f"{batch.micro_size}, over {card['ranks']}")
-    for line in card.get("init", ()):
-        log.warning(f"--init {config.init}: {line}")
-    if card["frozen_parameters"]:
-        log.info(f"frozen: {len(card['frozen_parameters'])} parameter tensors")
-    for change in verdict.changes:
-        log.warning(f"changed: {change}")
-        log.event("changed", what=change)
-    if found is None:
-        log.info(f"run folder {path}: a fresh start")
-    else:
-        log.info(f"run folder {path}: continuing from step {found.step} ({verdict.label}"
-                 + (f": {verdict.why}" if verdict.why else "") + ")")
-    log.event("restore" if found else "fresh", at_step=found.step if found else 0,
-              label=verdict.label, why=verdict.why)

@@ -41,6 +41,7 @@ A LENGTH is 200 (optimizer steps), 1ep (epochs), 5% (of the run) or off.
 --task NAME|module:Class chooses what is trained ({tasks}, or your own);
 its fields are the flags below --task.
 
+--quiet shows warnings and errors only (--log.level warning).
 Under torchrun write --run-dir PATH for --run PATH, which torchrun would take for its own.
 """
 
@@ -60,6 +61,8 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
     # torchrun takes --run for its own --run-path, abbreviated (and, with Python 3.11, ambiguous).
     arguments = [re.sub(r"^--run-dir(?==|$)", "--run", argument) for argument in arguments]
+    # Short for a level of the log, and no key of its own.
+    arguments = ["--log.level=warning" if a == "--quiet" else a for a in arguments]
     task_name, arguments = take_task(arguments)
     path = find_recipe(recipe)
     default = load(path, task_name=task_name)

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass
 from typing import Literal
 
 from trainer.leaf import OnOff, check, leaf
 from trainer.length import Length
+
+HINTS = (
+    "first-loss", "flat-loss", "rising-norm", "clipped-steps", "small-batchnorm", "odd-sizes",
+    "idle-memory", "dead-gradient", "easy-validation", "shared-samples", "overfitting",
+    "constant-rate",
+)  # fmt: skip
+"""What can be hinted at, each with a row in docs/hints.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,12 +129,29 @@ class Logging:
     """What is shown."""
 
     every: Length = leaf(Length(50), "free")
-    """Interval of console lines and TensorBoard scalars; metrics.jsonl has each step."""
+    """Interval of console lines; metrics.jsonl has each step."""
     level: Literal["debug", "info", "warning", "error"] = leaf("info", "free")
     """Least level of console lines."""
     sinks: tuple[str, ...] = leaf((), "free")
     """Your own sinks of steps and validations, as module:Class (called with the run's folder)."""
+    tensorboard_every: Length = leaf(Length(50), "free")
+    """Interval of TensorBoard's scalars of training steps."""
+    histograms: Length = leaf(Length(0), "free")
+    """Interval of TensorBoard's histograms of each parameter and each gradient (as it was applied);
+    off: none."""
+    graph: OnOff = leaf("off", "free")
+    """Show the model's graph in TensorBoard."""
+    wandb: Literal["off", "online", "offline"] = leaf("off", "free")
+    """Show the run at Weights & Biases too (pip install '.[wandb]'); offline: into the run folder,
+    for `wandb sync`."""
+    hints_off: tuple[str, ...] = leaf((), "free")
+    """Hints about the training that are not to be given: their names, or all."""
 
     def __post_init__(self) -> None:
         for path in self.sinks:
             check(":" in path, "log.sinks", path, "write module:Class.")
+        for name in self.hints_off:
+            near = difflib.get_close_matches(name, HINTS, n=1)
+            check(name in (*HINTS, "all"), "log.hints-off", name,
+                  f"no such hint; did you mean {near[0]}?" if near else
+                  f"no such hint; there are {', '.join(HINTS)}, and all.")

@@ -15,6 +15,8 @@ from typing import Any, TextIO
 from trainer.append import AppendFile
 
 LEVELS = ("debug", "info", "warning", "error")
+COLOURS = {"warning": 33, "error": 31}
+"""Of the word before a line on a terminal: yellow, red."""
 
 
 class Log:
@@ -134,15 +136,23 @@ class Log:
         number = LEVELS.index(level)
         if number < self._threshold or (self.rank != 0 and number < LEVELS.index("warning")):
             return
+        stream = self._stream or sys.stderr
         mark = "" if level in ("info", "debug") else f"{level}: "
+        if mark and _has_colours(stream):
+            mark = f"\x1b[{COLOURS[level]}m{mark}\x1b[0m"
         tag = f"[rank {self.rank}] " if self.rank != 0 else ""
         if self.echo is not None:
             self.echo(f"{tag}{mark}{text}")
         else:
             # One write a line, so that the lines of several ranks don't mix.
-            stream = self._stream or sys.stderr
             stream.write(f"{tag}{mark}{text}\n")
             stream.flush()
+
+
+def _has_colours(stream: TextIO) -> bool:
+    """Whether it is a terminal, and colours are welcome (https://no-color.org)."""
+    return (not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+            and stream.isatty())
 
 
 def _launch_phases() -> dict[str, float]:

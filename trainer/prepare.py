@@ -11,9 +11,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
-from trainer import optim, precision, recompute, rng, sync_batchnorm, tensorfile
+from trainer import optim, precision, recompute, rng, sync_batchnorm, tensorfile, wandb_sink
 from trainer.config import Config
 from trainer.data.feed import first_samples, known_length
 from trainer.data.reading import KeyedSamples
@@ -63,6 +64,7 @@ def prepare(config: Config[Any], world: World) -> Work:
     """
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
+    wandb_sink.check_installed(config.log.wandb)
     task = bind_seed(config.task, config.seed)
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
@@ -86,6 +88,8 @@ def prepare(config: Config[Any], world: World) -> Work:
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
+        "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "batch_norms": sum(isinstance(m, _BatchNorm) and m.training for m in model.modules()),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (

@@ -1,4 +1,4 @@
-"""Where a run can be seen: TensorBoard, and the console."""
+"""What TensorBoard shows of a run."""
 
 from __future__ import annotations
 
@@ -7,78 +7,134 @@ import os
 import platform
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
 
+from trainer import drawing
 from trainer.append import AppendFile
 from trainer.log import Log
-from trainer.metrics import RESERVED
+
+LAYOUT = {
+    "the run": {
+        "loss": ["Multiline", ["train/loss", "validation/train_loss", "validation/loss"]],
+        "accuracy": ["Multiline", ["train/accuracy", "validation/accuracy"]],
+        "learning rate": ["Multiline", ["optimizer/lr.*"]],
+        "gradient norm": ["Multiline", ["optimizer/grad_norm"]],
+        "samples per second": ["Multiline", ["speed/samples_per_s"]],
+        "restarts": ["Multiline", ["run/restarts"]],
+    }
+}
+"""The charts of the page "custom scalars"."""
+
+BINS = 64
+"""Of a histogram: a number that numpy chose could be any, for a tensor with one value far out."""
+
+Tensors = Callable[[], Iterable[tuple[str, Any]]]
 
 
 class TensorBoard:
-    """Scalars at an interval, validations, and once: sample images, hyperparameters.
+    """Scalars at an interval, validations with their histogram of gradient norms and confusion
+    matrix, and once: layout, sample images, card; at the end hyperparameters and final figures.
 
     Written by this thread, record by record: torch's SummaryWriter has a thread and a buffer, which
     a forked loader worker would inherit, and it dies of a full disk.
 
     Args:
-        purge_step: first step of this attempt; what an earlier one showed from there is dropped.
+        every: steps between scalars.
+        first: the first step that is shown from now on; what an earlier attempt showed from there
+            is dropped. 0 at the beginning of a run.
+        card: lines about the run, shown at its beginning.
+        restarts: how often the run has been started again.
+        class_names: of the confusion matrix.
+        norms: gradient norms since the last validation that an earlier attempt has shown.
+        histograms: steps between those of `tensors`, 0 for none.
+        tensors: names and values to make histograms of.
     """
 
     def __init__(
-        self, folder: Path, *, every: int, purge_step: int, images: Any = None,
+        self, folder: Path, *, every: int, first: int, images: Any = None,
+        card: Sequence[str] = (), restarts: int = 0, class_names: Sequence[str] = (),
+        norms: Iterable[float] = (), histograms: int = 0, tensors: Tensors = lambda: (),
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
         self._summary, self._every, self._clock = summary, every, clock
+        self._names, self._norms = class_names, list(norms)
+        self._histograms, self._tensors = histograms, tensors
         folder.mkdir(exist_ok=True)
+        new = not any(folder.iterdir())  # a reader doesn't drop texts, so they are written once
         # Event files are read in the order of their names.
         name = f"events.out.tfevents.{clock():017.6f}.{platform.node()}.{os.getpid()}"
         self._file = _Records(AppendFile(folder / name))
         self._writer = RecordWriter(self._file)
         self._event(file_version="brain.Event:2")
-        self._event(session_log=SessionLog(status=SessionLog.START), step=purge_step)
+        self._event(session_log=SessionLog(status=SessionLog.START), step=first)
+        if new:
+            self._event(summary=summary.custom_scalars(LAYOUT))
+            self._event(summary=summary.text("run", "    " + "\n    ".join(card)), step=0)
         if images is not None:
             self._event(summary=summary.image("samples", _grid(images), dataformats="CHW"), step=0)
+        if restarts:
+            self._scalars({"run/restarts": restarts}, first)
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
+        if line["grad_norm"] is not None:
+            self._norms.append(line["grad_norm"])
+        if self._histograms and timing and step % self._histograms == 0:
+            for tag, values in self._tensors():
+                self._histogram(tag, values, step)
         if step % self._every and step != 1:
             return
-        for tag, value in train_scalars(line).items():
-            self._scalar(tag, value, step)
+        tags = train_scalars(line)
         if timing:
-            self._scalar("speed/samples_per_s", line["samples"] / timing["step"], step)
-            for part in ("data", "compute"):
-                self._scalar(f"speed/{part}_s", timing[part], step)
+            tags["speed/samples_per_s"] = line["samples"] / timing["step"]
+            tags |= {f"speed/{part}_s": timing[part] for part in ("data", "compute")}
+        self._scalars(tags, step)
 
     def validation(self, line: dict[str, Any]) -> None:
-        for tag, value in validation_scalars(line).items():
-            self._scalar(tag, value, line["step"])
+        step, table = line["step"], line.get("val_table")
+        self._scalars(validation_scalars(line), step)
+        norms, self._norms = self._norms, []
+        if norms:
+            self._histogram("optimizer/grad_norms", np.asarray(norms), step)
+        if table is not None and drawing.is_matrix(table):
+            self._image("confusion", drawing.matrix(table, self._names), step)
 
     def picture(self, image: Any, step: int) -> None:
-        shown = self._summary.image("validation", image, dataformats="HWC")
-        self._event(summary=shown, step=step)
+        self._image("validation", image, step)
+
+    def graph(self, definition: Any) -> None:
+        """Show a graph of the model (a GraphDef)."""
+        self._event(graph_def=definition.SerializeToString())
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         plain = {k: v if isinstance(v, bool | int | float | str) else str(v)
                  for k, v in settings.items() if v is not None}
         for summary in self._summary.hparams(plain, dict(figures)):
             self._event(summary=summary)
-        for name, value in figures.items():
-            self._scalar(name, value, step)
+        self._scalars(figures, step)
 
     def close(self) -> None:
         self._file.close()
 
-    def _scalar(self, tag: str, value: float, step: int) -> None:
-        self._event(summary=self._summary.scalar(tag, value), step=step)
+    def _scalars(self, tags: Mapping[str, float], step: int) -> None:
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        self._event(summary=Summary(value=values), step=step)
+
+    def _histogram(self, tag: str, values: Any, step: int) -> None:
+        if values.size and np.isfinite(values).all():
+            self._event(summary=self._summary.histogram(tag, values, BINS), step=step)
+
+    def _image(self, tag: str, image: Any, step: int) -> None:
+        self._event(summary=self._summary.image(tag, image, dataformats="HWC"), step=step)
 
     def _event(self, **fields: Any) -> None:
         event = Event(wall_time=self._clock(), **fields)
@@ -109,6 +165,7 @@ def train_scalars(line: dict[str, Any]) -> dict[str, float]:
     skip = ("step", "epoch", "lr", "lrs", "grad_norm", "samples", "scale", "skipped")
     tags = {f"train/{k}": v for k, v in line.items() if k not in skip}
     tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"]}
+    tags |= {f"optimizer/lr_{number}": rate for number, rate in enumerate(line.get("lrs", ()))}
     if "scale" in line:
         tags["optimizer/loss_scale"] = line["scale"]
     return {k: v for k, v in tags.items() if v is not None}
@@ -120,53 +177,6 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
             if k.startswith("val_") and k not in ("val_samples", "val_table")}
     tags["validation/train_loss"] = line["train_loss"]
     return {k: v for k, v in tags.items() if v is not None}
-
-
-class Console:
-    """The run for people: a progress bar on a terminal, plain lines elsewhere."""
-
-    def __init__(
-        self, log: Log, *, total: int, every: int, start: int, bar: bool,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
-        self._log, self._total, self._every, self._clock = log, total, every, clock
-        self._began, self._start, self._bar = clock(), start, None
-        if bar:
-            from tqdm import tqdm
-
-            self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
-            log.echo = tqdm.write
-
-    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        step = line["step"]
-        if not timing:
-            return  # made by an earlier attempt
-        if self._bar is not None:
-            self._bar.update(1)
-        if step % self._every and step != self._total:
-            return
-        text = _columns(line)
-        if self._bar is not None:
-            self._bar.set_postfix_str(text)
-        else:
-            done = max(1, step - self._start)
-            left = (self._clock() - self._began) / done * (self._total - step)
-            self._log.info(f"step {step:>{len(str(self._total))}}/{self._total}  {text}  "
-                           f"{line['samples'] / timing['step']:.0f} samples/s  ETA {_span(left)}")
-
-    def validation(self, line: dict[str, Any]) -> None:
-        if line["step"] < self._start:
-            return
-        shown = "  ".join(f"{k} {v:.4f}" for k, v in line.items() if isinstance(v, float))
-        self._log.info(f"step {line['step']:>{len(str(self._total))}}/{self._total}  {shown}")
-
-    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        pass  # the closing lines say it
-
-    def close(self) -> None:
-        if self._bar is not None:
-            self._bar.close()
-            self._log.echo = None
 
 
 class Own:
@@ -209,20 +219,6 @@ class Own:
             self._log.warning(f"--log.sinks {self._name} has failed, and is left out from here:\n"
                               + "".join(traceback.format_exception(error)).rstrip())
             return None
-
-
-def _columns(line: dict[str, Any]) -> str:
-    parts = ["loss skipped" if line["loss"] is None else f"loss {line['loss']:.4f}"]
-    parts += [f"{k} {v:.3f}" for k, v in line.items() if k not in RESERVED and v is not None][:2]
-    norm = line["grad_norm"]
-    parts.append(f"lr {line['lr']:.2e}  norm {'-' if norm is None else f'{norm:.2f}'}")
-    return "  ".join(parts)
-
-
-def _span(seconds: float) -> str:
-    minutes, seconds = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
 
 
 def _grid(images: Any, columns: int = 8) -> Any:

@@ -61,6 +61,8 @@ class Task(Protocol):
     from which `python -m launch` forks them, so it starts no thread, touches no device and makes no
     tensor; `figures() -> {name: function}` gives further figures of an evaluation, each a function
     of (its means by name, "loss" among them; the summed `Outcome.table`, float64, or None);
+    `first_loss() -> float` is the loss of a model that knows nothing yet (log C for C classes; 0:
+    not known), beside which the measured one is looked at; `class_names` are the words of a table;
     `picture(model) -> HxWx3 uint8 array` is drawn after each validation, by one rank, so it takes
     part in no collective. A field named `seed` that is None takes the run's seed.
     """

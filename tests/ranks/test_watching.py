@@ -6,6 +6,7 @@ import os
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from runs import metrics, steps, train, validations
@@ -17,19 +18,22 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0",
         "--task.norm=batch", "--task.samples=160", "--task.validation=6"]  # fmt: skip
 
 
-def scalars(run: Path) -> dict[str, list[tuple[int, float]]]:
-    """Tag → (step, value) as TensorBoard itself reads them."""
+def shown_by(run: Path) -> Any:
+    """What TensorBoard itself reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    accumulator = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    everything = dict.fromkeys(("scalars", "images", "tensors", "histograms"), 0)
+    accumulator = EventAccumulator(str(run / "tensorboard"), size_guidance=everything)
     accumulator.Reload()
-    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)]
-            for tag in accumulator.Tags()["scalars"]}
+    return accumulator
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_has_each_step_once_after_kills(ranks, tmp_path):
-    arguments = [*TASK, "--steps=24", "--checkpoint.every=5", "--eval.every=8", "--log.every=1"]
+def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, tmp_path):
+    arguments = ["spiral", "--device=cpu", "--data.workers=0", "--task.points=120",
+                 "--batch.global-size=10", "--batch.micro-size=5", "--steps=24", "--epochs=None",
+                 "--checkpoint.every=5", "--eval.every=8", "--log.tensorboard-every=1",
+                 "--log.histograms=4", "--log.graph=on"]  # fmt: skip
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert ranks(1, train, *arguments, f"--run={straight}", group=False) == [0]
     faults = [f"--inject=kill:step={n}:phase={p}" for n, p in
@@ -40,14 +44,41 @@ def test_tensorboard_has_each_step_once_after_kills(ranks, tmp_path):
         assert outcome.signal == 9
     assert ranks(1, train, *arguments, *faults, f"--run={killed}", group=False) == [0]
 
-    expected, shown = scalars(straight), scalars(killed)
+    expected, shown = shown_by(straight), shown_by(killed)
     assert len(list((killed / "tensorboard").iterdir())) == 4
-    assert [step for step, _ in shown["train/loss"]] == list(range(1, 25))
-    for tag in expected:
+    assert [e.step for e in shown.Scalars("train/loss")] == list(range(1, 25))
+    tags = expected.Tags()
+    assert {"train/loss", "train/accuracy", "optimizer/lr", "optimizer/grad_norm",
+            "speed/samples_per_s", "validation/loss", "validation/train_loss",
+            "final/test_accuracy"} <= set(tags["scalars"])
+    for tag in tags["scalars"]:
         if not tag.startswith("speed/"):
-            assert shown[tag] == expected[tag], tag
+            found = [(e.step, e.value) for e in shown.Scalars(tag)]
+            assert found == [(e.step, e.value) for e in expected.Scalars(tag)], tag
+    for tag in ("confusion", "validation"):
+        found = [(e.step, e.encoded_image_string) for e in shown.Images(tag)]
+        assert found == [(e.step, e.encoded_image_string) for e in expected.Images(tag)], tag
+        assert [step for step, _ in found] == [8, 16, 24]
+    norms = [(e.step, e.histogram_value) for e in shown.Histograms("optimizer/grad_norms")]
+    assert norms == [(e.step, e.histogram_value)
+                     for e in expected.Histograms("optimizer/grad_norms")]
+    assert [(step, value.num) for step, value in norms] == [(8, 8), (16, 8), (24, 8)]
+    for kind in ("parameters", "gradients"):
+        drawn = [e.step for e in shown.Histograms(f"{kind}/0.weight")]
+        assert drawn == sorted(set(drawn))
+        assert [e.step for e in expected.Histograms(f"{kind}/0.weight")] == list(range(4, 25, 4))
+    marks = [(e.step, e.value) for e in shown.Scalars("run/restarts")]
+    assert [value for _, value in marks] == [1, 2, 3]
+    assert len({step for step, _ in marks}) == 3
+    for run in (expected, shown):
+        card, = run.Tensors("run/text_summary")
+        assert b"global batch of 10" in card.tensor_proto.string_val[0]
+        assert len(run.Tensors("custom_scalars__config__")) == 1
+        assert "_hparams_/session_end_info" in run.summary_metadata
+        assert run.Graph().node
     losses = {line["step"]: line["loss"] for line in steps(killed)}
-    assert [v for _, v in shown["train/loss"]] == pytest.approx(list(losses.values()), rel=1e-6)
+    read = [e.value for e in shown.Scalars("train/loss")]
+    assert read == pytest.approx(list(losses.values()), rel=1e-6)
     assert metrics(straight) == metrics(killed)
 
 
@@ -58,6 +89,18 @@ def test_the_log_is_short_and_plain_without_a_terminal(ranks, tmp_path, capfd):
     output = capfd.readouterr().out
     assert len(output.splitlines()) <= 60
     assert not any(ord(c) < 32 and c != "\n" for c in output)
+
+
+def test_only_the_first_rank_speaks_and_a_quiet_run_says_nothing(ranks, tmp_path):
+    first, second = ranks.outcomes(2, train, *TASK, "--steps=6", f"--run={tmp_path / 'run'}",
+                                   group=False)
+    quiet, = ranks.outcomes(1, train, *TASK, "--steps=6", "--quiet",
+                            f"--run={tmp_path / 'quiet'}", group=False)
+
+    assert (first.value, second.value, quiet.value) == (0, 0, 0)
+    assert "2 ranks × micro-batches of 2 × 2 (accumulated) = global batch of 8; each BatchNorm " \
+           "sees 4 samples" in first.output
+    assert second.output == quiet.output == ""
 
 
 @pytest.fixture

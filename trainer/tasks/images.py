@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import functools
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -19,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from trainer import losses, rng
+from trainer import drawing, losses, rng
 from trainer.confusion import Figure, confusion, macro
 from trainer.data import augment
 from trainer.errors import ConfigError
@@ -31,6 +32,8 @@ Data = Literal["sample", "fashion-mnist"]
 Norm = Literal["batch", "group", "none"]
 Augment = Literal["flip", "flip+crop", "none"]
 
+SHOWN = 24
+"""Images in a picture."""
 CROP_PADDING = 2
 """Pixels; 4, usual for photographs of 32x32, cuts sleeves and soles off here."""
 
@@ -193,6 +196,18 @@ class Images:
     def figures(self) -> dict[str, Figure]:
         """Means over the classes."""
         return {name: macro(name) for name in ("precision", "recall", "f1")}
+
+    def first_loss(self) -> float:
+        """Of a model that knows nothing yet; 0 with a teacher, whose part of it isn't known."""
+        return 0.0 if self.teacher is not None else math.log(len(self.class_names))
+
+    def picture(self, model: nn.Module) -> np.ndarray:
+        """The first validation images, and what the model takes them for."""
+        shown = self.dataset("validation") or self.dataset("test")
+        assert shown is not None
+        images, labels = shown.__getitems__(range(min(SHOWN, len(shown))))
+        logits = model(images.to(next(model.parameters()).device))
+        return drawing.predictions(images, logits, labels, self.class_names)
 
     def fingerprint(self) -> str:
         """Differs where an image, a label, the split or the teacher differs; the same in another

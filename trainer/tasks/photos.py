@@ -4,6 +4,7 @@ classifier of torchvision, from scratch or from its published weights."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +17,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from trainer import losses, rng
+from trainer import drawing, losses, rng
 from trainer.confusion import Figure, confusion, macro
 from trainer.data import augment
 from trainer.errors import ConfigError
@@ -162,6 +163,16 @@ class Photos:
         """Means over the classes."""
         return {name: macro(name) for name in ("precision", "recall", "f1")}
 
+    def first_loss(self) -> float:
+        """Of a model that knows nothing yet; 0 with weights, which do."""
+        return 0.0 if self.weights is not None else math.log(len(self.class_names))
+
+    def picture(self, model: nn.Module) -> np.ndarray:
+        """The first validation images, and what the model takes them for."""
+        images, labels = _shown(self)
+        logits = model(images.to(next(model.parameters()).device))
+        return drawing.predictions(images, logits, labels, self.class_names)
+
     def fingerprint(self) -> str:
         """Differs where a name, a size, a label or the part held out differs."""
         digest = xxhash.xxh3_64()
@@ -271,6 +282,14 @@ def _divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarra
     order = np.argsort(keys, kind="stable")
     held_out = round(number * held_out_fraction)
     return np.sort(order[held_out:]), np.sort(order[:held_out])
+
+
+@functools.lru_cache(maxsize=1)
+def _shown(task: Photos) -> tuple[Tensor, list[int]]:
+    """12 images of the validation, evenly taken, and their labels."""
+    data: Any = task.dataset("validation") or task.dataset("test") or task.dataset("train")
+    samples = [data[i] for i in range(0, len(data), -(-len(data) // 12))]
+    return torch.stack([image for image, _ in samples]), [int(label) for _, label in samples]
 
 
 @functools.cache

@@ -68,6 +68,10 @@ class Spiral:
         """Means over the arms."""
         return {name: macro(name) for name in ("precision", "recall", "f1")}
 
+    def first_loss(self) -> float:
+        """Of a model that knows nothing yet."""
+        return math.log(CLASSES)
+
     def picture(self, model: nn.Module) -> np.ndarray:
         """Which arm the model sees where, the paler the less sure; and the validation points."""
         line = torch.linspace(-_REACH, _REACH, _PIXELS)

@@ -166,6 +166,10 @@ class Text:
         """Perplexity, e to the loss; and bits a byte, the loss over ln 2."""
         return {"perplexity": _perplexity, "bits_per_byte": _bits}
 
+    def first_loss(self) -> float:
+        """Of a model that knows nothing yet."""
+        return math.log(BYTES)
+
     def fingerprint(self) -> str:
         """Differs where the text or the part held out differs."""
         text = self._text()

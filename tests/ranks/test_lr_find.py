@@ -1,0 +1,81 @@
+"""The learning-rate range test: what it suggests, and that it touches nothing."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+
+import pytest
+from runs import train
+
+from trainer.commands import lr_find
+from trainer.commands.lr_find import suggest
+
+RATES = [10 ** (-5 + i / 20) for i in range(100)]
+
+
+def test_the_suggestion_is_a_tenth_of_the_rate_of_the_lowest_loss():
+    losses = [2.3 if r < 1e-3 else 2.3 - 0.9 * min(1.0, (r - 1e-3) / 0.02) for r in RATES]
+    losses = [loss if r < 0.1 else loss + 5 * (r - 0.1) for r, loss in zip(RATES, losses,
+              strict=True)]  # fmt: skip
+
+    found = suggest(RATES, losses)
+
+    assert found.rate == pytest.approx(found.lowest / 10)
+    assert 0.05 < found.lowest < 0.3
+    assert 1e-3 < found.steepest < 0.05
+
+
+def test_a_loss_that_never_falls_gives_no_suggestion():
+    assert suggest(RATES, [2.3 + 0.001 * (i % 2) for i in range(100)]).rate == 0
+    assert suggest(RATES, [2.3 + 0.01 * i for i in range(100)]).rate == 0
+
+
+def find(folder: str, *arguments: str, without_plots: bool = False) -> tuple[int, list[str]]:
+    """In a rank: the exit code of lr-find, in a folder, and what is there then."""
+    import os
+
+    os.chdir(folder)
+    if without_plots:
+        original = builtins.__import__
+
+        def refuse(name, *rest, **named):
+            if name == "matplotlib":
+                raise ModuleNotFoundError("No module named 'matplotlib'")
+            return original(name, *rest, **named)
+
+        builtins.__import__ = refuse
+    code = lr_find.main([*arguments, "--world.threads=1", "--device=cpu"])
+    return code, sorted(path.name for path in Path(folder).iterdir())
+
+
+def test_the_test_prints_a_table_and_a_suggestion_and_leaves_the_run_as_it_is(
+    ranks, tmp_path, capfd
+):
+    run = tmp_path / "run"
+    arguments = ["spiral", "--task.points=300", f"--run={run}"]
+    assert ranks(1, train, *arguments, "--device=cpu", "--steps=5", "--eval.every=off",
+                 group=False) == [0]
+    before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
+    capfd.readouterr()
+
+    (code, there), = ranks(1, find, str(tmp_path), *arguments, "--points=60", group=False)
+
+    output = capfd.readouterr().out
+    assert (code, there) == (0, ["lr-find.png", "run"])
+    assert "suggestion: --optim.lr" in output
+    assert len([line for line in output.splitlines() if "e-0" in line]) >= 10
+    assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
+
+
+@pytest.mark.parametrize(("arguments", "code", "told"), [
+    (["spiral", "--points=20", "--task.points=300"], 0, "matplotlib isn't installed (pip install"),
+    (["spiral", "--points=5"], 2, "--points 10 or more"),
+    (["spirl"], 2, "did you mean 'spiral'?"),
+])
+def test_what_is_missing_is_said(ranks, tmp_path, capfd, arguments, code, told):
+    (found, there), = ranks(1, find, str(tmp_path), *arguments, without_plots=True, group=False)
+
+    output = capfd.readouterr().out
+    assert (found, there) == (code, [])
+    assert told in output

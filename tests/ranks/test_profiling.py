@@ -1,0 +1,36 @@
+"""Where the time of a step goes: tables, and a trace."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from trainer.commands import profile
+
+
+def profiled(*arguments: str) -> int:
+    """In a rank: the exit code of `python -m trainer profile`."""
+    return profile.main([*arguments, "--world.threads=1", "--device=cpu"])
+
+
+def test_phases_and_operations_are_shown_and_the_trace_is_whole(ranks, tmp_path, capfd):
+    assert ranks(1, profiled, "spiral", "--task.points=300", "--active=3", f"--to={tmp_path}",
+                 group=False) == [0]
+
+    output = capfd.readouterr().out
+    phases, operations, *_ = output[output.index("phase  "):].split("\n\n")
+    for phase in ("data", "forward", "backward and clip", "update", "between steps"):
+        assert f"\n{phase} " in phases
+    shares = [float(line.split()[-2]) for line in phases.splitlines() if line.endswith("%")]
+    assert 99 < sum(shares) < 101
+    lines = operations[operations.index("operation (on the CPU)"):].splitlines()[1:]
+    assert len(lines) == profile.OPERATIONS
+    trace, = Path(tmp_path).glob("*.pt.trace.json")
+    names = [event.get("name", "") for event in json.loads(trace.read_text())["traceEvents"]]
+    assert sum(name == "phase: forward" for name in names) == 3 * 2
+
+
+def test_a_wrong_argument_is_refused(ranks, tmp_path, capfd):
+    assert ranks(1, profiled, "spiral", "--optim.lr=x", f"--to={tmp_path}", group=False) == [2]
+
+    assert "--optim.lr" in capfd.readouterr().out

@@ -1,0 +1,81 @@
+"""What a terminal shows: the bar and its figures, plain lines elsewhere, colours where welcome."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import pytest
+
+from trainer.console import Console
+from trainer.log import Log
+
+LINE = {"step": 0, "epoch": 0, "loss": 0.5, "lr": 1e-3, "grad_norm": 2.0, "samples": 64,
+        "accuracy": 0.75}
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_of_training_and_validation_stand_below_each_other():
+    stream, clock = io.StringIO(), itertools.count()
+    console = Console(Log(stream=stream), total=100, every=50, start=0, bar=False, restarts=2,
+                      clock=lambda: next(clock))
+
+    console.step({**LINE, "step": 49}, {"step": 0.5})
+    console.step({**LINE, "step": 50}, {"step": 0.5})
+    console.validation({"step": 50, "train_loss": 0.6, "val_loss": 0.4, "val_accuracy": 0.8,
+                        "val_samples": 10, "val_table": [[1, 0], [0, 1]]})
+
+    assert stream.getvalue().splitlines() == [
+        "step  50/100  loss  0.5000  accuracy 0.750  lr 1.00e-03  norm 2.00  128 samples/s  "
+        "ETA 0:01  restarts 2",
+        "step  50/100  loss  0.4000  accuracy 0.800  (validation; training loss 0.6000)",
+    ]
+
+
+def test_the_bar_has_the_figures_and_the_restarts(capsys):
+    now = itertools.count()
+    console = Console(Log(), total=100, every=50, start=10, bar=True, restarts=1,
+                      clock=lambda: next(now))
+
+    for step in range(11, 101):
+        console.step({**LINE, "step": step}, {"step": 0.5})
+    console.close()
+
+    shown = capsys.readouterr().err.split("\r")[-1]
+    assert "100/100" in shown
+    assert "loss  0.5000  accuracy 0.750  lr 1.00e-03  norm 2.00  128 samples/s  restarts 1" in (
+        shown)
+
+
+@pytest.mark.parametrize(("variables", "expected"), [
+    ({}, "\x1b[33mwarning: \x1b[0mlook\n"), ({"NO_COLOR": "1"}, "warning: look\n"),
+    ({"TERM": "dumb"}, "warning: look\n"),
+])
+def test_a_warning_has_a_colour_on_a_terminal_unless_it_is_not_wanted(
+    monkeypatch, variables, expected
+):
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    terminal, pipe = Terminal(), io.StringIO()
+
+    Log(stream=terminal).warning("look")
+    Log(stream=pipe).warning("look")
+
+    assert terminal.getvalue() == expected
+    assert pipe.getvalue() == "warning: look\n"
+
+
+def test_ranks_other_than_the_first_speak_of_failures_only():
+    stream = io.StringIO()
+    log = Log(1, stream=stream)
+
+    log.info("all is well")
+    log.error("it broke")
+
+    assert stream.getvalue() == "[rank 1] error: it broke\n"

@@ -1,0 +1,68 @@
+"""Pictures with words, and the model's graph."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from trainer import drawing, graph
+from trainer.tasks.images import Images
+from trainer.tasks.spiral import Spiral
+
+
+def greener(picture: np.ndarray) -> int:
+    """How much more green than red there is in it; the images themselves are grey."""
+    return int(picture[..., 1].sum(dtype=int)) - int(picture[..., 0].sum(dtype=int))
+
+
+def test_predictions_have_a_caption_green_where_right_and_red_where_wrong():
+    images = torch.rand(3, 1, 8, 8)
+    logits = torch.tensor([[9.0, 0.0], [9.0, 0.0], [0.0, 9.0]])
+
+    right = drawing.predictions(images, logits, [0, 0, 1], ("cat", "dog"))
+    wrong = drawing.predictions(images, logits, [1, 1, 0], ("cat", "dog"))
+
+    assert right.shape == (112 + drawing.CAPTION + drawing.GAP, 6 * (112 + drawing.GAP), 3)
+    assert greener(right) > 0 > greener(wrong)
+
+
+def test_a_confusion_matrix_is_dark_where_the_counts_are():
+    table = [[8, 2], [0, 5]]
+
+    picture = drawing.matrix(table, ("cat",))  # a class without a name has its number
+
+    left, top, side = 84, drawing.CAPTION + drawing.GAP, 34
+    assert picture.shape == (top + 2 * side, left + 2 * side, 3)
+    assert tuple(picture[top + side, left + side]) == drawing.RIGHT  # all of the second row
+    assert tuple(picture[top + side, left]) == (245, 245, 245)
+
+
+def test_a_matrix_of_many_classes_has_shades_only():
+    assert drawing.matrix(np.eye(100).tolist(), ()).shape == (700, 700, 3)
+
+
+def test_the_pictures_of_the_image_task_show_its_validation_images():
+    task = Images()
+
+    picture = task.picture(task.model().eval())
+
+    assert picture.dtype == np.uint8
+    assert picture.shape[2] == 3
+
+
+def test_a_graph_is_drawn_of_a_compiled_model_too_and_leaves_it_as_it_is():
+    task = Spiral(points=9)
+    model = task.model().train()
+    before = torch.get_rng_state()
+
+    def compiled(*inputs: torch.Tensor) -> None:
+        raise AssertionError("called")
+
+    model._compiled_call_impl = compiled
+
+    definition = graph.trace(model, task.loss, [t[:2] for t in task.dataset("train").tensors])
+
+    assert sum("Linear" in node.name for node in definition.node) >= 3
+    assert model.training
+    assert model._compiled_call_impl is compiled
+    assert torch.equal(torch.get_rng_state(), before)

@@ -1,0 +1,154 @@
+"""Hints: each judge speaks where it should and is silent where it should be; each hint once."""
+
+from __future__ import annotations
+
+import io
+import math
+from typing import Any
+
+import pytest
+
+from trainer import hints
+from trainer.config_run import HINTS
+from trainer.hints import Facts, Hints
+from trainer.log import Log
+
+FALLING = [2.3 * 0.99**i + 0.01 * (i % 3) for i in range(200)]
+FLAT = [2.3 + 0.01 * (i % 3) for i in range(200)]
+STEADY, GROWING = [1.0 + 0.1 * (i % 5) for i in range(200)], [1.02**i for i in range(200)]
+
+
+@pytest.mark.parametrize(("why", "expected"), [
+    (hints.judge_first_loss(230.3, math.log(10)), "the first loss is 230.3"),
+    (hints.judge_first_loss(0.02, math.log(10)), "2.303 (the logarithm of 10 classes)"),
+    (hints.judge_first_loss(2.5, math.log(10)), ""),
+    (hints.judge_flat_loss(FLAT), "2.31 at the beginning and is 2.31"),
+    (hints.judge_flat_loss([9.0] * 20 + FLAT, 2.3), "was 2.3 at the beginning"),
+    (hints.judge_flat_loss(FALLING, 2.3), ""),
+    (hints.judge_flat_loss(FLAT[:90]), ""),
+    (hints.judge_rising_norm(GROWING, FLAT), "the gradient norm rises, from"),
+    (hints.judge_rising_norm(GROWING, FALLING), ""),
+    (hints.judge_rising_norm(STEADY, FLAT), ""),
+    (hints.judge_rising_norm(GROWING[:80], FLAT[:80]), ""),
+    (hints.judge_clipped([8.0, 9.0, 10.0] * 20, 1.0), "9.0 times --clip.norm 1"),
+    (hints.judge_clipped([2.0, 3.0, 9.0] * 20, 1.0), ""),
+    (hints.judge_clipped([8.0, 9.0, 10.0] * 20, 0.0), ""),
+    (hints.judge_batchnorm(8), "over 8 samples, fewer than 16"),
+    (hints.judge_batchnorm(16), ""),
+    (hints.judge_batchnorm(None), ""),
+    (hints.judge_sizes([("head", 50257), ("fc", 10), ("body", 64)], 32), "head 50257"),
+    (hints.judge_sizes([("body", 64)], 30), "--batch.micro-size 30"),
+    (hints.judge_sizes([("fc", 10), ("body", 64)], 4), ""),
+    (hints.judge_memory(2 << 30, 80 << 30, 8, 64), "2.0 of 80 GiB"),
+    (hints.judge_memory(2 << 30, 80 << 30, 64, 64), ""),
+    (hints.judge_memory(60 << 30, 80 << 30, 8, 64), ""),
+    (hints.judge_dead([["a"], ["a", "b"], ["a"]]), "the gradient of a was exactly zero"),
+    (hints.judge_dead([["a"], ["b"], ["a"]]), ""),
+    (hints.judge_dead([["a"], ["a"]]), ""),
+    (hints.judge_easy_validation({"val_loss": 0.1, "val_accuracy": 0.97}, [1.0] * 9, [0.6] * 9),
+     "an accuracy of 0.970"),
+    (hints.judge_easy_validation({"val_loss": 0.4, "val_accuracy": 0.86}, [1.0] * 9, [0.8] * 9),
+     ""),
+    (hints.judge_easy_validation({"val_loss": 0.4}, [1.0] * 9, []), "a loss of 0.4"),
+    (hints.judge_easy_validation({"val_loss": 0.8}, [1.0] * 9, []), ""),
+    (hints.judge_easy_validation({"val_loss": None}, [1.0] * 9, []), ""),
+    (hints.judge_overfitting([(1, 1, 1), (2, 0.6, 0.8), (3, 0.5, 0.9), (4, 0.3, 0.95),
+                              (5, 0.1, 1.0)]), "best at step 2"),
+    (hints.judge_overfitting([(1, 1, 1), (2, 0.1, 0.1), (3, 0.09, 0.12), (4, 0.08, 0.12),
+                              (5, 0.07, 0.13)]), ""),
+    (hints.judge_overfitting([(1, 1, 1), (2, 0.9, 0.8), (3, 0.8, 0.7), (4, 0.7, 0.6)]), ""),
+    (hints.judge_overfitting([(1, 1, 0.5), (2, 1, 0.8), (3, 1, 0.9), (4, 1.2, 0.9)]), ""),
+    (hints.judge_rate([1e-3] * 60), "has been 0.001 at each step"),
+    (hints.judge_rate([1e-3] * 60 + [9e-4]), ""),
+])  # fmt: skip
+def test_a_judge_tells_the_evidence_or_nothing(why, expected):
+    assert expected in why if expected else why == ""
+
+
+def step(number: int, loss: float | None = 1.0, norm: float = 1.0, lr: float = 1.0) -> dict:
+    return {"step": number, "loss": loss, "grad_norm": norm, "lr": lr}
+
+
+def made(stream: Any = None, **options: Any) -> Hints:
+    facts = {"total": 400, "epoch": 100, "clip_norm": 0.0, "micro_size": 8, "per_rank": 8}
+    given = {name: options.pop(name) for name in list(options) if name in Facts.__annotations__}
+    log = Log(stream=stream or io.StringIO())
+    return Hints(log, Facts(**{**facts, **given}), **options)
+
+
+def lines(hints: Hints) -> list[str]:
+    return hints._log._stream.getvalue().splitlines()  # type: ignore[union-attr]
+
+
+def test_a_hint_is_one_line_with_its_place_in_the_documentation_and_its_switch():
+    given = made()
+
+    for number in range(1, 401):
+        given.step(step(number), {"step": 1.0})
+    given.finish({}, {}, 400)
+
+    flat, rate = lines(given)
+    assert flat.startswith("hint: the loss doesn't fall")
+    assert flat.endswith("(docs/hints.md#flat-loss; --log.hints-off flat-loss)")
+    assert "constant-rate" in rate
+
+
+@pytest.mark.parametrize("options", [{"off": ["all"]}, {"off": ["flat-loss", "constant-rate"]},
+                                     {"said": ["flat-loss", "constant-rate"]}])
+def test_what_is_not_wanted_or_was_said_before_is_not_said(options):
+    given = made(**options)
+
+    for number in range(1, 401):
+        given.step(step(number), {"step": 1.0})
+
+    assert lines(given) == []
+
+
+def test_a_restarted_run_knows_the_steps_from_before():
+    given = made(lines=[step(n) for n in range(1, 350)])
+
+    given.step(step(349), {})  # shown again
+    for number in range(350, 401):
+        given.step(step(number), {"step": 1.0})
+
+    assert "flat-loss" in lines(given)[0]
+
+
+def test_a_long_run_is_remembered_in_part():
+    given = made(total=100_000)
+
+    for number in range(1, 10_001):
+        given.step(step(number, loss=None if number % 7 == 0 else 1.0), {"step": 1.0})
+
+    assert len(given._points) <= hints.MOST_POINTS
+    assert "flat-loss" in lines(given)[0]
+
+
+def test_the_first_loss_is_compared_with_the_classes_of_a_table():
+    given = made()
+    given.step(step(1, loss=100.0), {"step": 1.0})
+
+    given.validation({"step": 1, "train_loss": 1.0, "val_loss": 1.0, "val_table": [[1, 0], [0, 1]]})
+
+    assert "0.6931 (the logarithm of 2 classes)" in lines(given)[0]
+
+
+def test_a_hint_that_fails_costs_one_line_and_no_run():
+    def broken() -> list[str]:
+        raise RuntimeError("no gradients here")
+
+    given = made(zero_gradients=broken)
+
+    for number in range(1, 401):
+        given.step(step(number), {"step": 1.0})
+
+    assert lines(given) == ["warning: no more hints: RuntimeError: no gradients here"]
+
+
+def test_each_hint_has_a_row_in_the_documentation():
+    from pathlib import Path
+
+    page = (Path(__file__).parents[2] / "docs/hints.md").read_text()
+
+    assert [line.removeprefix("## ") for line in page.splitlines()
+            if line.startswith("## ")] == list(HINTS)

@@ -1,0 +1,110 @@
+"""The sink for Weights & Biases: against a stand-in, and against itself where it is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from wandb_stand_in import StandIn
+
+from trainer.errors import ConfigError
+from trainer.log import Log
+from trainer.wandb_sink import ID, WandB, check_installed
+
+STEP = {"step": 1, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "samples": 4}
+VALIDATION = {"step": 10, "train_loss": 0.6, "val_loss": 0.4, "val_accuracy": 0.8,
+              "val_samples": 10, "val_table": [[1, 0], [0, 1]]}
+
+
+def shown(path: Path, monkeypatch, run_id: str) -> StandIn:
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    sink = WandB(path, run_id, Log(), mode="offline", every=10, settings={"seed": 0},
+                 class_names=("no", "yes"))
+    for number in (1, 2, 10):
+        sink.step({**STEP, "step": number}, {"step": 0.5})
+    sink.validation(VALIDATION)
+    sink.finish({}, {"final/test_accuracy": 0.8}, 10)
+    sink.close()
+    return stand_in
+
+
+def test_steps_at_the_interval_validations_and_final_figures_are_logged(tmp_path, monkeypatch):
+    calls = shown(tmp_path, monkeypatch, "abc").calls
+
+    assert [call[0] for call in calls] == ["init", "log", "log", "log", "summary", "finish"]
+    assert [call[1] for call in calls if call[0] == "log"] == [1, 10, 10]
+    assert calls[1][2]["train/loss"] == 0.5
+    assert calls[1][2]["speed/samples_per_s"] == 8
+    assert calls[3][2]["validation/accuracy"] == 0.8
+    assert calls[3][2]["confusion"][0] == "image"
+
+
+def test_each_start_of_a_run_has_the_id_of_the_first(tmp_path, monkeypatch):
+    first = shown(tmp_path, monkeypatch, "abc").calls[0][1]
+    second = shown(tmp_path, monkeypatch, "another").calls[0][1]
+
+    assert first["id"] == second["id"] == "abc" == (tmp_path / ID).read_text()
+    assert second["resume"] == "allow"
+    assert (second["mode"], second["dir"]) == ("offline", str(tmp_path))
+
+
+def test_without_wandb_the_run_is_refused_with_the_way_out(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    check_installed("off")
+    with pytest.raises(ConfigError, match=r"--log.wandb online.*pip install '.\[wandb\]'"):
+        check_installed("online")
+
+
+def test_an_error_of_wandb_costs_a_warning_and_not_the_run(tmp_path, monkeypatch, capfd):
+    stand_in = StandIn()
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+
+    def fail(**options: object) -> None:
+        raise OSError("no network")
+
+    stand_in.init = fail  # type: ignore[method-assign, assignment]
+    sink = WandB(tmp_path, "abc", Log(), mode="online", every=1, settings={})
+    sink.step(STEP, {})
+    sink.validation(VALIDATION)
+    sink.finish({}, {}, 10)
+    sink.close()
+
+    assert capfd.readouterr().err == ("warning: nothing more is shown at Weights & Biases: "
+                                      "OSError: no network\n")
+
+
+REAL = """
+import sys
+from pathlib import Path
+from trainer.log import Log
+from trainer.wandb_sink import WandB
+sink = WandB(Path(sys.argv[1]), "abcd1234", Log(), mode="offline", every=1, settings={"seed": 0},
+             class_names=("no", "yes"))
+for step in range(int(sys.argv[2]), int(sys.argv[3])):
+    sink.step({"step": step, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "samples": 4},
+              {"step": 0.5})
+sink.validation({"step": step, "train_loss": 0.6, "val_loss": 0.4, "val_samples": 10,
+                 "val_table": [[1, 0], [0, 1]]})
+sink.finish({}, {"final/test_accuracy": 0.8}, step)
+sink.close()
+print(sink._run.id)
+"""
+
+
+@pytest.mark.long
+def test_wandb_itself_resumes_the_same_run_offline(tmp_path):
+    pytest.importorskip("wandb")
+    env = os.environ | {"WANDB_MODE": "offline", "WANDB_CACHE_DIR": str(tmp_path / "cache")}
+
+    told = [subprocess.run([sys.executable, "-c", REAL, str(tmp_path), *steps], env=env, text=True,
+                           capture_output=True, timeout=100, check=True).stdout.split()[-1]
+            for steps in (("1", "4"), ("3", "6"))]
+
+    assert told == ["abcd1234", "abcd1234"]
+    assert len(list(tmp_path.glob("wandb/offline-run-*-abcd1234/run-abcd1234.wandb"))) == 2

@@ -1,0 +1,153 @@
+"""`python -m trainer lr-find`: a range test of the learning rate on the real task."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import ConfigError
+
+SMOOTHING = 0.9
+"""Weight of the losses before in the smoothed one."""
+DIVERGED = 4.0
+"""The test ends where the smoothed loss is so many times its lowest."""
+ROWS = 20
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """What a range test says. Rates at which the smoothed loss falls fastest and is lowest; and the
+    one to take, a tenth of the latter, 0 where the loss never fell."""
+
+    steepest: float
+    lowest: float
+    rate: float
+
+
+def smooth(losses: Sequence[float]) -> list[float]:
+    """The exponential average, corrected for its beginning."""
+    smoothed, average = [], 0.0
+    for number, loss in enumerate(losses, 1):
+        average = SMOOTHING * average + (1 - SMOOTHING) * loss
+        smoothed.append(average / (1 - SMOOTHING**number))
+    return smoothed
+
+
+def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
+    """From the losses of steps at rising rates (Smith, "Cyclical learning rates for training neural
+    networks", 2015)."""
+    smoothed = smooth(losses)
+    lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
+    start = min(lowest, len(smoothed) // 10)
+    fall = [(smoothed[i + 1] - smoothed[i]) / math.log(rates[i + 1] / rates[i])
+            for i in range(start, lowest)]
+    fell = bool(fall) and smoothed[start] - smoothed[lowest] > 0.02 * abs(smoothed[start])
+    steepest = start + fall.index(min(fall)) if fell else 0
+    return Suggestion(rates[steepest] if fell else 0.0, rates[lowest],
+                      rates[lowest] / 10 if fell else 0.0)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Make the test and print what it says; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="trainer lr-find", allow_abbrev=False,
+        description="Train at rates that rise from step to step, with a copy of the weights that "
+        "is thrown away, and suggest one. The other arguments are those of a training.")
+    parser.add_argument("--from", dest="low", type=float, default=1e-6, help="first rate (1e-6)")
+    parser.add_argument("--to", dest="high", type=float, default=10.0, help="last rate (10)")
+    parser.add_argument("--points", type=int, default=100, help="steps (100)")
+    parser.add_argument("--plot", type=Path, default=Path("lr-find.png"), help="(lr-find.png)")
+    options, rest = parser.parse_known_args(argv)
+    if not 0 < options.low < options.high or options.points < 10:
+        print("trainer lr-find: --from has to be above 0 and below --to, and --points 10 or more.",
+              file=sys.stderr)
+        return 2
+    try:
+        rates, losses = measure(rest, options.low, options.high, options.points)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    if len(losses) < 2:
+        print("the loss was no number within the first steps: nothing can be suggested")
+        return 1
+    found = suggest(rates, losses)
+    print(_table(rates, losses))
+    if found.rate:
+        print(f"steepest fall at {found.steepest:.2e}, lowest at {found.lowest:.2e}")
+        print(f"suggestion: --optim.lr {found.rate:.1e}")
+    else:
+        print("the loss never fell: no suggestion; look at the data and the loss first, or widen "
+              "--from and --to")
+    print(_plot(options.plot, rates, losses, found))
+    return 0
+
+
+def measure(
+    argv: Sequence[str], low: float, high: float, points: int
+) -> tuple[list[float], list[float]]:
+    """Rates, and the loss of the step made before each rate was applied; up to where it diverges.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+    from trainer.scratch import scratch_run
+
+    rates: list[float] = []
+    losses: list[float] = []
+    with scratch_run(argv, steps=points, command="lr-find") as run:
+        groups = run.step.optimizer.param_groups
+        shares = [group["lr"] / run.config.optim.lr for group in groups]
+        for number in range(points):
+            rate = low * (high / low) ** (number / (points - 1))
+            for group, share in zip(groups, shares, strict=True):
+                group["lr"] = rate * share
+            result = run.step(run.loader.window())
+            if result is None:  # a stream's epoch was over
+                run.loader.next_epoch()
+                continue
+            if result.loss is None or not math.isfinite(result.loss):
+                break
+            rates.append(rate)
+            losses.append(result.loss)
+            smoothed = smooth(losses)
+            if smoothed[-1] > DIVERGED * max(min(smoothed), 1e-12) and number > points // 10:
+                break
+    return rates, losses
+
+
+def _table(rates: Sequence[float], losses: Sequence[float]) -> str:
+    smoothed, every = smooth(losses), max(1, -(-len(rates) // ROWS))
+    rows = [f"{rates[i]:>10.2e}  {losses[i]:>10.4g}  {smoothed[i]:>10.4g}"
+            for i in range(0, len(rates), every)]
+    return "\n".join([f"{'rate':>10}  {'loss':>10}  {'smoothed':>10}", *rows])
+
+
+def _plot(
+    path: Path, rates: Sequence[float], losses: Sequence[float], found: Suggestion
+) -> str:
+    """Draw the curve; a line that says where, or why not."""
+    try:
+        import matplotlib
+    except ModuleNotFoundError:
+        return "no plot: matplotlib isn't installed (pip install matplotlib)"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    smoothed = smooth(losses)
+    axes.semilogx(rates, losses, color="0.8", label="loss")
+    axes.semilogx(rates, smoothed, color="tab:blue", label="smoothed")
+    if found.rate:
+        axes.axvline(found.rate, color="tab:green", linestyle="--",
+                     label=f"suggestion {found.rate:.1e}")
+    low, high = min(smoothed), max(smoothed[: max(2, len(smoothed) // 2)])
+    axes.set_ylim(low - 0.1 * (high - low), high + 0.5 * (high - low) + 1e-9)
+    axes.set_xlabel("learning rate")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+    return f"plot: {path}"

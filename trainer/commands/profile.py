@@ -1,0 +1,139 @@
+"""`python -m trainer profile`: where the time of a step goes, by torch's profiler."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import ConfigError
+from trainer.pulse import Pulse
+
+WARM_UP = 3
+"""Steps before the ones that are looked at."""
+OPERATIONS = 10
+PHASES = {"reading": "data", "data": "data", "forward": "forward",
+          "backward": "backward and clip", "optimizer": "update", "step-end": "between steps"}
+"""What follows each point of a step."""
+
+
+class PhaseClock(Pulse):
+    """A pulse that takes the time of each phase, and names it in the profile.
+
+    On a GPU it waits for the device at each point, so that a phase has its own time.
+    """
+
+    def __init__(self) -> None:
+        self.spent_s: dict[str, float] = {}
+        self.on = False
+        self._phase, self._since_s, self._record = "", 0.0, None
+        super().__init__()
+
+    def beat(self, point: str, step: int | None = None, epoch: int = 0) -> None:
+        super().beat(point, step, epoch)
+        if self.on and point in PHASES:
+            self.switch(PHASES[point])
+
+    def switch(self, phase: str) -> None:
+        """The phase begins; "" is none."""
+        if phase == self._phase:
+            return
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if self._phase:
+            self.spent_s[self._phase] = (
+                self.spent_s.get(self._phase, 0.0) + now - self._since_s)
+        if self._record is not None:
+            self._record.__exit__(None, None, None)
+        self._phase, self._since_s, self._record = phase, now, None
+        if phase:
+            self._record = torch.profiler.record_function(f"phase: {phase}")  # type: ignore
+            self._record.__enter__()  # type: ignore
+
+
+def main(argv: Sequence[str]) -> int:
+    """Profile and print; the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="trainer profile", allow_abbrev=False,
+        description="A few steps of a training that is thrown away, under torch's profiler: a "
+        "trace for TensorBoard (pip install torch-tb-profiler) or ui.perfetto.dev, and tables. The "
+        "other arguments are those of a training.")
+    parser.add_argument("--active", type=int, default=10, help="steps to look at (10)")
+    parser.add_argument("--to", type=Path, default=Path("profile"), help="folder (profile)")
+    options, rest = parser.parse_known_args(argv)
+    if options.active < 1:
+        print("trainer profile: --active has to be 1 or more.", file=sys.stderr)
+        return 2
+    try:
+        spent_s, averages, on_gpu = measure(rest, options.active, options.to)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
+    print(_phases(spent_s, options.active))
+    print(_operations(averages, on_gpu, options.active))
+    print(f"trace: {options.to} (tensorboard --logdir {options.to}, with torch-tb-profiler; or "
+          "ui.perfetto.dev)")
+    return 0
+
+
+def measure(
+    argv: Sequence[str], active: int, folder: Path
+) -> tuple[dict[str, float], list[Any], bool]:
+    """Seconds in each phase, the profiler's sums by operation, and whether a GPU computed.
+
+    Raises:
+        ConfigError: the configuration is wrong.
+    """
+    from trainer.scratch import scratch_run
+
+    clock = PhaseClock()
+    steps = WARM_UP + active
+    with scratch_run(argv, steps=2 * steps, command="profile", pulse=clock) as run:
+        on_gpu = run.world.device.type == "cuda"
+        kinds = [torch.profiler.ProfilerActivity.CPU]
+        kinds += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
+        with torch.profiler.profile(
+            activities=kinds, schedule=torch.profiler.schedule(
+                wait=0, warmup=WARM_UP, active=active, repeat=1),
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder)),
+        ) as profiler:  # fmt: skip
+            for number in range(steps):
+                if number == WARM_UP:
+                    clock.on = True
+                    clock.switch("between steps")
+                result = run.step(run.loader.window())
+                if result is None:  # a stream's epoch was over
+                    run.loader.next_epoch()
+                else:
+                    run.metrics.step(result, waited_s=run.loader.waited_s)
+                if number == steps - 1:
+                    clock.switch("")
+                    clock.on = False
+                profiler.step()
+        return clock.spent_s, list(profiler.key_averages()), on_gpu
+
+
+def _phases(spent_s: dict[str, float], steps: int) -> str:
+    total = sum(spent_s.values())
+    rows = [f"{name:<18} {1e3 * s / steps:>9.3f} {100 * s / total:>6.1f} %"
+            for name, s in sorted(spent_s.items(), key=lambda item: -item[1])]
+    return "\n".join([f"{'phase':<18} {'ms a step':>9} {'share':>8}", *rows, ""])
+
+
+def _operations(averages: list[Any], on_gpu: bool, steps: int) -> str:
+    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    found = [a for a in averages if not a.key.startswith(("phase: ", "ProfilerStep"))]
+    total = sum(getattr(a, own) for a in found) or 1
+    found.sort(key=lambda a: -getattr(a, own))
+    rows = [f"{a.key[:48]:<48} {getattr(a, own) / 1e3 / steps:>9.3f} "
+            f"{100 * getattr(a, own) / total:>6.1f} % {a.count / steps:>7.1f}"
+            for a in found[:OPERATIONS]]
+    where = "on the GPU" if on_gpu else "on the CPU"
+    return "\n".join([f"{f'operation ({where})':<48} {'ms a step':>9} {'share':>8} {'calls':>7}",
+                      *rows, ""])
