@@ -27,7 +27,8 @@ CHANGES = {
     "task.label_smoothing": "0.2", "task.dropout": "0.1", "task.validation_fraction": "0.1",
     "task.teacher": "/there", "task.teacher_model": "resnet18", "init": "/there",
     "freeze": "body.*", "optim.rates": "body.*=0.1", "optim.ema": "0.9",
-    "schedule.options": "min_ratio=0.2", "task.seed": "3", "log.sinks": "mine:Sink",
+    "schedule.options": "min_ratio=0.2", "task.seed": "3",
+    "log.sinks": "mine:Sink", "log.wandb": "offline", "log.hints_off": "all",
     "batch.global_size": "64", "batch.micro_size": "16",
 }  # fmt: skip
 """A value other than `BASE`'s for each leaf of which none can be guessed."""
