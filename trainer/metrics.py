@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -119,6 +120,7 @@ class Metrics:
         """Lines since the last checkpoint, oldest first."""
         self._file: AppendFile | None = None
         self._unwritten: list[dict[str, Any]] = []
+        self._writing = threading.Lock()  # a save's thread writes too, and lines keep their order
         self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
@@ -175,7 +177,7 @@ class Metrics:
                    else result.device_s) - waits
         times = {"step": result.seconds, "data": data, "compute": max(0.0, compute),
                  "communication": waits, "held": result.held_s}
-        self._record(step_line(result), times)
+        self._record(step_line(result), dict(times))  # a user's sink may move its own
         return times
 
     def validation(self, line: dict[str, Any]) -> None:
@@ -216,10 +218,12 @@ class Metrics:
                 self._write()
 
     def _write(self) -> None:
-        lines, self._unwritten = self._unwritten, []
-        if self._file is not None and lines:
-            self._file.append("".join(encode(line) + "\n" for line in lines).encode())
-            self._written_s = time.monotonic()
+        with self._writing:
+            lines = self._unwritten[:]
+            del self._unwritten[:len(lines)]
+            if self._file is not None and lines:
+                self._file.append("".join(encode(line) + "\n" for line in lines).encode())
+                self._written_s = time.monotonic()
 
     def _show(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         for sink in self._sinks:
