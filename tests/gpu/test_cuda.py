@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from trainer.commands.compare import differences
-from trainer.communication import Communication
 from trainer.step import Marks
 
 pytestmark = [
@@ -43,21 +42,6 @@ def test_a_stopped_run_ends_with_the_same_bits(tmp_path, arguments):
     assert not list(differences(tmp_path / "straight", tmp_path / "stopped"))
 
 
-def test_what_a_warm_up_waited_is_forgotten_while_the_device_is_still_at_it():
-    communication = Communication(ranks=2, on_cuda=True)
-    matrix = torch.randn(4096, 4096, device="cuda", requires_grad=True)
-    product = matrix
-    for _ in range(50):
-        product = product @ matrix
-
-    communication.watch(loss := product.sum())
-    loss.backward()
-    communication.reduced()
-    communication.forget()
-
-    assert communication.take(1.0) == 0.0
-
-
 def test_the_time_between_two_marks_is_the_devices_own():
     marks = Marks(on_cuda=True)
     matrix = torch.randn(4096, 4096, device="cuda")
@@ -71,3 +55,20 @@ def test_the_time_between_two_marks_is_the_devices_own():
     seconds = marks.between_s()
     assert seconds is not None
     assert seconds > 0
+
+
+def test_what_a_warm_up_waited_is_forgotten_while_the_device_is_still_at_it():
+    from trainer.communication import Communication
+
+    communication = Communication(ranks=2, on_cuda=True)
+    matrix = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    product = matrix
+    for _ in range(50):
+        product = product @ matrix
+
+    communication.watch(loss := product.sum())
+    loss.backward()
+    communication.reduced()
+    communication.forget()
+
+    assert communication.take(1.0) == 0.0
