@@ -28,6 +28,23 @@ def train(run: Path, *arguments: str) -> int:
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
 
 
+def test_what_a_warm_up_waited_is_forgotten_while_the_device_is_still_at_it():
+    from trainer.communication import Communication
+
+    communication = Communication(ranks=2, on_cuda=True)
+    matrix = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    product = matrix
+    for _ in range(50):
+        product = product @ matrix
+
+    communication.watch(loss := product.sum())
+    loss.backward()
+    communication.reduced()
+    communication.forget()
+
+    assert communication.take(1.0) == 0.0
+
+
 @pytest.mark.parametrize("arguments", [
     ["--precision.compile=off"], ["--precision.dtype=fp32", "--precision.compile=off"],
     ["--precision.dtype=fp16", "--precision.compile=off"], ["--precision.compile=on"],
@@ -55,20 +72,3 @@ def test_the_time_between_two_marks_is_the_devices_own():
     seconds = marks.between_s()
     assert seconds is not None
     assert seconds > 0
-
-
-def test_what_a_warm_up_waited_is_forgotten_while_the_device_is_still_at_it():
-    from trainer.communication import Communication
-
-    communication = Communication(ranks=2, on_cuda=True)
-    matrix = torch.randn(4096, 4096, device="cuda", requires_grad=True)
-    product = matrix
-    for _ in range(50):
-        product = product @ matrix
-
-    communication.watch(loss := product.sum())
-    loss.backward()
-    communication.reduced()
-    communication.forget()
-
-    assert communication.take(1.0) == 0.0
