@@ -69,9 +69,14 @@ class Communication:
         if self._weight and self._marks is not None and self._computed_s is not None:
             self._waited_s = self._weight * self._marks[0].elapsed_time(self._marks[1]) / 1000
         found = self._gathered_s + self._waited_s
-        self._gathered_s = self._waited_s = 0.0
-        self._weight, self._computed_s, self._last_s = 0, None, step_s
+        self.forget()
+        self._last_s = step_s
         return found
+
+    def forget(self) -> None:
+        """Start anew, after what is no step. The device may still be at it."""
+        self._gathered_s = self._waited_s = 0.0
+        self._weight, self._computed_s, self._last_s = 0, None, 0.0
 
     def _call_back(self, _: Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._computed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,10 +19,6 @@ RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale
 
 LARGEST_TABLE = 10_000
 """Counts in a table that goes into the record: a confusion matrix of 100 classes."""
-PAUSE_S = 0.5
-"""Lines of steps that are faster than this are written together: those that a death takes belong to
-steps that are made again, or travel in the save."""
-
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
@@ -118,8 +113,6 @@ class Metrics:
         self.recent: list[dict[str, Any]] = []
         """Lines since the last checkpoint, oldest first."""
         self._file: AppendFile | None = None
-        self._unwritten: list[dict[str, Any]] = []
-        self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
 
@@ -145,7 +138,6 @@ class Metrics:
     @property
     def durable(self) -> bool:
         """Whether no line waits for space on this rank."""
-        self._write()
         return self._file is None or self._file.flush()
 
     def sync(self) -> None:
@@ -154,7 +146,6 @@ class Metrics:
         Raises:
             OSError: lines are left that can't be written.
         """
-        self._write()
         if self._file is not None:
             self._file.sync()
 
@@ -175,7 +166,7 @@ class Metrics:
                    else result.device_s) - waits
         times = {"step": result.seconds, "data": data, "compute": max(0.0, compute),
                  "communication": waits, "held": result.held_s}
-        self._record(step_line(result), times)
+        self._record(step_line(result), dict(times))  # a user's sink may move its own
         return times
 
     def validation(self, line: dict[str, Any]) -> None:
@@ -201,7 +192,6 @@ class Metrics:
         """
         for sink in self._sinks:
             sink.close()
-        self._write()
         if self._file is not None:
             self._file.close()
 
@@ -211,15 +201,8 @@ class Metrics:
         # finds missing there is what it has to show again.
         self._show(line, timing)
         if self._file is not None:
-            self._unwritten.append(line)
-            if time.monotonic() - self._written_s >= PAUSE_S:
-                self._write()
-
-    def _write(self) -> None:
-        lines, self._unwritten = self._unwritten, []
-        if self._file is not None and lines:
-            self._file.append("".join(encode(line) + "\n" for line in lines).encode())
-            self._written_s = time.monotonic()
+            # At once: the last line tells which step a process died in that could tell nothing.
+            self._file.append(encode(line).encode() + b"\n")
 
     def _show(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         for sink in self._sinks:

@@ -66,7 +66,7 @@ def warm_up(
     if (world.size > 1 or step.reduction is not iter) and not find_unused:
         refuse_unused(step, world)
     step.objective.take_sums(world.size)
-    step.communication.take(0.0)
+    step.communication.forget()
     loader.waited_s = 0.0
     step.moving = moving_buffers(step, world)
     step.buffers.put_back()

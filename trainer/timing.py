@@ -165,6 +165,7 @@ class Timing:
                                  for end, before in zip(ends, self._base, strict=True)]
         line["memory_mb"] = [None if end is None else end[-1] for end in ends]
         self._file.append((json.dumps(line) + "\n").encode())
+        self._file.flush()  # what a full disk held up before
         self._last, now_s = own[3], self._clock()
         self._next_s = now_s + min(LONGEST_S, max(EVERY_S, GROWTH * (now_s - self._began_s)))
         self._lines += 1

@@ -40,6 +40,23 @@ def train(run: Path, *arguments: str) -> int:
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
 
 
+def test_what_a_warm_up_waited_is_forgotten_while_the_device_is_still_at_it():
+    from trainer.communication import Communication
+
+    communication = Communication(ranks=2, on_cuda=True)
+    matrix = torch.randn(4096, 4096, device="cuda", requires_grad=True)
+    product = matrix
+    for _ in range(50):
+        product = product @ matrix
+
+    communication.watch(loss := product.sum())
+    loss.backward()
+    communication.reduced()
+    communication.forget()
+
+    assert communication.take(1.0) == 0.0
+
+
 @pytest.mark.parametrize("arguments", [
     ["--precision.compile=off"], ["--precision.dtype=fp32", "--precision.compile=off"],
     ["--precision.dtype=fp16", "--precision.compile=off"], ["--precision.compile=on"],

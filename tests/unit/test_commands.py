@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 from runs import metrics, validations
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file, save
 from small_task import Net, Small, samples
 
 from trainer import Config
 from trainer.__main__ import main
+from trainer.commands.predict import _stacked
 from trainer.config import Batch, Checkpoint, Eval, Optim, Ranks
 from trainer.length import Length
 from trainer.library import _settings, train
@@ -124,6 +125,7 @@ BAD = {
                              "it is best, last, or the step of a checkpoint"),
     "damaged": (["export", "{damaged}", "--to={out}", "--checkpoint=12"],
                 "--checkpoint 12: step-00000012: model.safetensors"),
+    "export into a run": (["export", "{run}", "--to={run}"], "this is a run or a checkpoint"),
     "unknown flag": (["predict", "{run}", "--optm.lr=1"], "did you mean --optim.lr?"),
     "unknown split": (["predict", "{run}", "--split=tset"], "--split tset: dataset('tset') raised"),
     "unknown kind of file": (["predict", "{run}", "--out=p.npz"], "--out p.npz: the name ends"),
@@ -194,6 +196,14 @@ def test_predictions_go_into_the_run_folder_or_into_json_lines(run, tmp_path):
     assert [line["index"] for line in lines] == list(range(30))
     assert torch.equal(torch.tensor([line["output"] for line in lines]), found["output"])
     assert content(run / "checkpoints") == checkpoints
+
+
+def test_predictions_that_are_not_contiguous_are_written_too():
+    images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
+
+    found = load(save(_stacked([{"output": images}, {"output": images}])))
+
+    assert torch.equal(found["output"], torch.cat([images, images]))
 
 
 # --- export

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.commands.figures import figures
-from trainer.commands.history import PARTS, goodput, passages, read, read_lines
+from trainer.commands.history import PARTS, History, goodput, passages, read, read_lines
+from trainer.commands.plots import without_waiting
 
 Event = dict[str, Any]
 
@@ -170,3 +172,17 @@ def test_torn_and_foreign_lines_are_left_out(tmp_path):
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n\n[3]\n\xff\xfe\n{"step": 2, "lo')
 
     assert read_lines(path) == [{"step": 1, "loss": 2.0}]
+
+
+def test_a_sign_from_before_the_start_by_another_clock_has_its_place_too():
+    events = [*begun(100.0, 0, launch="a"), event(111.0, 0, "stop", step=9, exit_code=75),
+              *begun(90.0, 1, step=9, launch="b", reached=9), event(101.0, 1, "end", step=19)]
+    told = sorted(events, key=lambda e: e["time"])
+    run = History(name="run", path=Path("run"), events=told, steps=[], validations=[], timing=[],
+                  config={}, environment={}, summary=None, passages=passages(told, []))
+    run.goodput = goodput(run.passages, told, [])
+
+    at, _ = without_waiting(run)
+
+    assert at(run.begun) == 0.0
+    assert at(run.begun - 2.0) <= 0.0

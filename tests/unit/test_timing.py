@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from trainer.communication import Communication
 from trainer.hang import Report
 from trainer.heartbeats import Heartbeats, own_identity
 from trainer.timing import EVERY_S, LONGEST_S, MARKS, Timing, slowest, waits_most
@@ -163,3 +165,15 @@ def test_heartbeats_carry_what_the_ranks_tell_to_rank_0(tmp_path):
     [line] = world.lines
     assert line["step_s"] == [pytest.approx(10.0)] * 3
     assert line["memory_mb"] == [100.0, 101.0, 102.0]
+
+
+def test_a_warm_up_counts_in_no_step():
+    communication = Communication(ranks=2, clock=iter(range(9)).__next__)
+    communication.ended(communication.began())
+    communication.watch(loss := torch.ones(2, requires_grad=True).sum())
+    loss.backward()
+    communication.reduced()
+
+    communication.forget()
+
+    assert communication.take(1.0) == 0.0

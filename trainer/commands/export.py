@@ -21,6 +21,7 @@ from trainer.cli import task_path
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.log import Log
+from trainer.manifest import MANIFEST
 from trainer.reader import Call, Reader, first_call, load, read
 
 SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
@@ -51,6 +52,9 @@ def main(argv: Sequence[str]) -> int:
     try:
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
         call = _example(reader)
+        if any((options.to / name).exists() for name in (folder.IDENTITY, MANIFEST)):
+            raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
+                              f"{SAFETENSORS} of its own; give another folder.")
         options.to.mkdir(parents=True, exist_ok=True)
         files = {}
         for kind in dict.fromkeys(options.format or ["safetensors"]):

@@ -285,7 +285,7 @@ def _pairs(found: Sequence[Passage]) -> list[tuple[Passage, Passage | None]]:
 def _config(path: Path) -> dict[str, Any]:
     try:
         nested = tomllib.loads(path.read_text())
-    except (OSError, tomllib.TOMLDecodeError):
+    except (OSError, ValueError):
         return {}
     flat: dict[str, Any] = {}
     for key, value in nested.items():

@@ -198,7 +198,7 @@ def without_waiting(
 
     def at(time: float) -> float:
         start, x = max((k for k in knots if k[0] <= time), default=knots[0])
-        after = next((k for k in knots if k[0] > time), None)
+        after = next((k for k in knots if k[0] > max(time, start)), None)
         slope = 1.0 if after is None else (after[1] - x) / (after[0] - start)
         return x + (time - start) * slope
 

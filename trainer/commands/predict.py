@@ -85,6 +85,8 @@ def _predicted(reader: Reader, split: str | None) -> tuple[str, list[dict[str, T
             output = predict(reader.model, batch) if predict is not None else first_call(
                 reader.model, reader.task.loss, batch).output
         rows.append(_named(output, micro.samples))
+    if not rows:
+        raise ConfigError(f"--split {name}: the stream has no samples.")
     return name, rows
 
 
@@ -109,7 +111,7 @@ def _named(output: Any, samples: int) -> dict[str, Tensor]:
 
 def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     try:
-        tensors = {name: torch.cat([row[name] for row in rows]) for name in rows[0]}
+        tensors = {name: torch.cat([row[name] for row in rows]).contiguous() for name in rows[0]}
     except RuntimeError as error:
         raise ConfigError("--out: the outputs of the batches differ in size, and a safetensors "
                           f"file holds one tensor; write to a .jsonl file ({error}).") from error
