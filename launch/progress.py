@@ -1,8 +1,8 @@
 """How far the run has come, read from its folder: has it advanced, and what does a death cost.
 
 Read only when a rank has died, and only what is new: each line of `events.jsonl` tells by `at_step`
-(else `step`) where the run was, the events `save` and `restore` what it would go on from; the last
-line of `metrics.jsonl` tells the newest finished step.
+(else `step`) where the run was, the events `save` and `restore` what it would go on from; the file
+`last-step` and the last line of `metrics.jsonl` tell the newest finished step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ class Progress:
             elif line.get("event") == "save":
                 self.kept = max(self.kept, step)
             self.reached = max(self.reached, step)
-        self.reached = max(self.reached, _last_step(Path(run_folder, "metrics.jsonl")))
+        self.reached = max(self.reached, _last_step(Path(run_folder, "metrics.jsonl")),
+                           _marked_step(Path(run_folder, "last-step")))
 
     def take_advance(self) -> bool:
         """Whether a later step was kept since the last call."""
@@ -86,6 +87,13 @@ def note(run_folder: str, event: dict[str, Any]) -> None:
         os.write(descriptor, (json.dumps(event) + "\n").encode())
     finally:
         os.close(descriptor)
+
+
+def _marked_step(path: Path) -> int:
+    try:
+        return int(path.read_bytes())
+    except (OSError, ValueError):
+        return 0
 
 
 def _last_step(path: Path) -> int:

@@ -3,9 +3,40 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import threading
 from pathlib import Path
+
+
+class Mark:
+    """A number in a file of its own that survives the death of the process, at the cost of a store
+    to memory: no call into the system. Its block is there before it is mapped, so that a disk which
+    fills later can't take it away.
+    """
+
+    def __init__(self, path: Path, number: int) -> None:
+        self._memory: mmap.mmap | None = None
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            text = b"%-15d\n" % number
+            os.pwrite(descriptor, text, 0)
+            os.fsync(descriptor)
+            self._memory = mmap.mmap(descriptor, len(text))
+        except OSError:
+            os.truncate(descriptor, 0)  # a full disk: there is no mark
+        finally:
+            os.close(descriptor)
+
+    def set(self, number: int) -> None:
+        """Change it."""
+        if self._memory is not None:
+            self._memory[:] = b"%-15d\n" % number
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._memory is not None:
+            self._memory.close()
 
 
 class AppendFile:

@@ -66,6 +66,8 @@ class Communication:
 
     def take(self, step_s: float) -> float:
         """Seconds waited in the step that took `step_s`; starts anew. The device is through it."""
+        if not self._on:
+            return 0.0
         if self._weight and self._marks is not None and self._computed_s is not None:
             self._waited_s = self._weight * self._marks[0].elapsed_time(self._marks[1]) / 1000
         found = self._gathered_s + self._waited_s

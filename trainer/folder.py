@@ -30,7 +30,7 @@ SUMMARY, PRODUCT, METRICS, EVENTS = (
 )  # fmt: skip
 TAIL_BYTES = 1 << 16
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
-COMPILED, TIMING = "compile-cache", "timing.jsonl"
+COMPILED, TIMING, LAST_STEP = "compile-cache", "timing.jsonl", "last-step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,7 +163,7 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
         GaveUp: there have been so many.
     """
     error = None
-    reached = _last_step(path / METRICS) if world.is_main else 0
+    reached = _last_step(path) if world.is_main else 0
     if world.is_main and identity.attempt:
         before = read_attempts(read_events(path / EVENTS))
         row = repeated(before, reached=reached, version=version)
@@ -180,18 +180,21 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
     world.agree(error)
 
 
-def _last_step(metrics: Path) -> int:
-    """The newest step in metrics.jsonl; 0 if there is none."""
+def _last_step(path: Path) -> int:
+    """The newest step that is marked, or in metrics.jsonl; 0 if there is none."""
+    marked = 0
+    with contextlib.suppress(OSError, ValueError):
+        marked = int((path / LAST_STEP).read_bytes())
     try:
-        with metrics.open("rb") as file:
+        with (path / METRICS).open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
             lines = file.read().splitlines()
     except FileNotFoundError:
-        return 0
+        return marked
     for line in reversed(lines):
         with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
-            return int(json.loads(line)["step"])
-    return 0
+            return max(marked, int(json.loads(line)["step"]))
+    return marked
 
 
 def _launch_id(world: World) -> str | None:

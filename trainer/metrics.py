@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.append import AppendFile
+from trainer.append import AppendFile, Mark
 from trainer.evaluate import Scores
-from trainer.folder import replace_text
+from trainer.folder import LAST_STEP, replace_text
 from trainer.step import StepResult
 
 RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped",
@@ -19,6 +21,10 @@ RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale
 
 LARGEST_TABLE = 10_000
 """Counts in a table that goes into the record: a confusion matrix of 100 classes."""
+PAUSE_S = 0.5
+"""Lines of steps that are faster than this are written together: those that a death takes belong to
+steps that are made again, or travel in the save."""
+
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
@@ -113,6 +119,10 @@ class Metrics:
         self.recent: list[dict[str, Any]] = []
         """Lines since the last checkpoint, oldest first."""
         self._file: AppendFile | None = None
+        self._mark: Mark | None = None
+        self._lock = threading.Lock()  # the writer of a save makes the file durable
+        self._unwritten: list[dict[str, Any]] = []
+        self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
 
@@ -126,6 +136,8 @@ class Metrics:
         """
         replace_text(path, "".join(encode(line) + "\n" for line in kept))
         self._file, self._sinks = AppendFile(path), list(sinks)
+        last = max((line["step"] for line in kept), default=0)
+        self._mark = Mark(path.with_name(LAST_STEP), last)
         for line in lacking:
             self._show(line, {})
 
@@ -138,6 +150,7 @@ class Metrics:
     @property
     def durable(self) -> bool:
         """Whether no line waits for space on this rank."""
+        self._write()
         return self._file is None or self._file.flush()
 
     def sync(self) -> None:
@@ -146,6 +159,7 @@ class Metrics:
         Raises:
             OSError: lines are left that can't be written.
         """
+        self._write()
         if self._file is not None:
             self._file.sync()
 
@@ -192,6 +206,10 @@ class Metrics:
         """
         for sink in self._sinks:
             sink.close()
+        self._write()
+        mark, self._mark = self._mark, None
+        if mark is not None:
+            mark.close()
         if self._file is not None:
             self._file.close()
 
@@ -200,9 +218,21 @@ class Metrics:
         # Shown first, written last: a line in the file has been shown, so what a later attempt
         # finds missing there is what it has to show again.
         self._show(line, timing)
-        if self._file is not None:
-            # At once: the last line tells which step a process died in that could tell nothing.
-            self._file.append(encode(line).encode() + b"\n")
+        if self._mark is None:
+            return
+        with self._lock:
+            self._unwritten.append(line)
+        if time.monotonic() - self._written_s >= PAUSE_S:
+            self._write()
+        else:  # tells which step a process died in that could tell nothing
+            self._mark.set(line["step"])
+
+    def _write(self) -> None:
+        with self._lock:
+            lines, self._unwritten = self._unwritten, []
+            if lines and self._file is not None:
+                self._file.append("".join(encode(line) + "\n" for line in lines).encode())
+                self._written_s = time.monotonic()
 
     def _show(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         for sink in self._sinks:

@@ -117,32 +117,33 @@ class Tally:
 
     def take(self) -> Vector:
         """The sums, those of `_FIXED` first, each on the host or the device; starts anew."""
-        self.totals = self._totals
-        sums = self._add_up() if self._reduced is None else self._reduced
-        self.forget()
-        return sums
+        self.totals, self._totals = self._totals, []
+        if self._reduced is not None:
+            sums, self._reduced = self._reduced, None
+            return sums
+        rows, self._rows = self._rows, []
+        return self._add_up(rows)
 
     def swap(self, sums: Vector | None) -> Vector:
         """The sums of the forwards since the last time; `sums` take their place."""
-        own = self._add_up() if self._rows else []
-        self._rows, self._wishes, self._reduced = [], _NO_WISHES, sums
-        return own
+        rows, self._rows, self._reduced = self._rows, [], sums
+        return self._add_up(rows) if rows else []
 
     def forget(self) -> None:
         """Start anew."""
         self._rows, self._wishes = [], _NO_WISHES
         self._totals, self._reduced = [], None
 
-    def _add_up(self) -> list[Any]:
-        assert self._rows, "no forward has run"
-        rows = self._rows
+    def _add_up(self, rows: list[list[Any]]) -> list[Any]:
+        assert rows, "no forward has run"
         sums = rows[0]
         if self._on_host:
             for row in rows[1:]:
                 sums = list(map(add, sums, row))
         elif len(rows) > 1:
             sums = [_sum(column) for column in zip(*rows, strict=True)]
-        sums[4:4] = map(float, self._wishes)
+        sums[4:4] = self._wishes  # each counts as 0 or 1
+        self._wishes = _NO_WISHES
         return sums
 
     def _learn(self, names: tuple[str, ...]) -> None:
@@ -248,7 +249,8 @@ class Objective(nn.Module):
             *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
             values = [_snap(v) for v in numbers]
         loss, count, samples, replaced = values[:4]
-        wishes = [w for w, v in zip(WISHES, values[4:], strict=False) if v > 0]
+        wishes = ([w for w, v in zip(WISHES, values[WISHED], strict=True) if v > 0]
+                  if any(values[WISHED]) else ())
         at = len(_FIXED)
         metrics = {name: (values[at + 2 * i], values[at + 2 * i + 1])
                    for i, name in enumerate(self.tally.names or ())}
