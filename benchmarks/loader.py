@@ -1,4 +1,4 @@
-"""How fast batches are made, and for how long a step waits for them: this trainer's loader and others.
+"""How fast batches are made, and for how long a step waits for them, by this loader and others.
 
     python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick] [--json]
 
@@ -83,7 +83,7 @@ def other(name: str, workers: int) -> Contestant:
 
     kind: Any = DataLoader
     if name == "stateful":
-        from torchdata.stateful_dataloader import StatefulDataLoader as kind  # noqa: N813
+        from torchdata.stateful_dataloader import StatefulDataLoader as kind
     data = transformed.dataset(name)
     loader = kind(
         data, MICRO, sampler=RandomSampler(data, num_samples=ENDLESS), drop_last=True,

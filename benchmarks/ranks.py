@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
 import socket
 import traceback
 from collections.abc import Callable
@@ -51,10 +52,11 @@ def _call(
 ) -> None:  # fmt: skip
     from trainer.world import Launch
 
-    launch = Launch(rank=rank, size=size, local_rank=rank, local_size=size,
-                    master_address="127.0.0.1", master_port=port)
+    os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_RANK": f"{rank}",
+                   "LOCAL_WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1",
+                   "MASTER_PORT": f"{port}"}
     try:
-        pipe.send((target(launch, *arguments), None))
+        pipe.send((target(Launch.from_environment(), *arguments), None))
     except BaseException:
         pipe.send((None, traceback.format_exc()))
         raise SystemExit(1) from None

@@ -1,4 +1,4 @@
-"""Contestants measured in turn (A B C A B C …), so that what disturbs the machine meets all alike."""
+"""Contestants measured in turn (A B C A B C …): what disturbs the machine meets all alike."""
 
 from __future__ import annotations
 
