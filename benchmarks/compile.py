@@ -1,6 +1,6 @@
 """How long compiled code makes a run wait for its first step: cold, from the kept cache, restarted.
 
-    python -m benchmarks.compile [--repeats N] [--task sample] [--quick] [--json]
+    python -m benchmarks.compile [--repeats N] [--argument WORD …] [--quick] [--json]
 
 One rank under `python -m launch` on the small CNN, `--precision.compile on`. In each repeat:
 
@@ -10,8 +10,8 @@ restart   the same run: its rank is killed at step 3, and the launcher starts it
 warm      the same command again after the run was stopped: new processes, the cache kept
 
 Seconds from the start of the command (restart: from the kill) to the first step, and of them those
-of the warm-up, in which the code is compiled or loaded. New files in the cache tell whether anything
-was compiled once more.
+of the warm-up, in which the code is compiled or loaded. New files in the cache tell whether
+anything was compiled once more.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def launch(run: Path, *arguments: str) -> float:
         SystemExit: it ended neither complete (0) nor stopped (75).
     """
     command = [sys.executable, "-m", "launch", "--nproc-per-node=1", "--max-restarts=2", "--",
-               "--run", str(run), f"--steps={STEPS}", "--eval.every=off", "--log.level=error",
-               *arguments]
+               *arguments, "--run", str(run), f"--steps={STEPS}", "--eval.every=off",
+               "--log.level=error"]
     root = Path(__file__).parents[1]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}
@@ -77,11 +77,11 @@ def measure(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
         return {"seconds": first["time"] - began, "warm-up": warm, "new_files": new}
 
     plain, run = folder / "off", folder / "on"
-    began = launch(plain, "--precision.compile=off", f"--inject=term:step={KILLED}", *arguments)
+    began = launch(plain, *arguments, "--precision.compile=off", f"--inject=term:step={KILLED}")
     found = {"off": times(told(plain)[0][0], began, 0)}
     # The first launch: cold, killed, restarted, stopped.
-    arguments = ["--precision.compile=on", f"--inject=kill:step={KILLED}",
-                 f"--inject=term:step={STOPPED}", *arguments]
+    arguments = [*arguments, "--precision.compile=on", f"--inject=kill:step={KILLED}",
+                 f"--inject=term:step={STOPPED}"]
     cache = run / COMPILED
     began = launch(run, *arguments)
     firsts, kills = told(run)
