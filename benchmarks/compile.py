@@ -56,9 +56,10 @@ def launch(run: Path, *arguments: str) -> float:
     return began
 
 
-def code_in(cache: Path) -> set[Path]:
-    """The files of compiled code."""
-    return {path.relative_to(cache) for path in cache.rglob("*") if path.suffix in CODE}
+def code_in(cache: Path, until: float) -> set[Path]:
+    """The files of compiled code that were written by then."""
+    return {path for path in cache.rglob("*")
+            if path.suffix in CODE and path.stat().st_mtime < until}
 
 
 def measure(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
@@ -85,13 +86,14 @@ def measure(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
     cache = run / COMPILED
     began = launch(run, *arguments)
     firsts, kills = told(run)
-    made = {path for path in code_in(cache)
-            if (cache / path).stat().st_mtime < kills[0]["time"]}
+    made = code_in(cache, kills[0]["time"])
     found["cold"] = times(firsts[0], began, len(made))
-    found["restart"] = times(firsts[1], kills[0]["time"], len(code_in(cache) - made))
-    before = code_in(cache)
+    again = code_in(cache, firsts[1]["time"]) - made
+    found["restart"] = times(firsts[1], kills[0]["time"], len(again))
+    before = code_in(cache, time.time())
     began = launch(run, *arguments)
-    found["warm"] = times(told(run)[0][2], began, len(code_in(cache) - before))
+    first = told(run)[0][2]  # after it, the end of the run compiles the test
+    found["warm"] = times(first, began, len(code_in(cache, first["time"]) - before))
     return found
 
 

@@ -68,7 +68,7 @@ def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, 
 
 
 def growth(readings: list[tuple[int, float]]) -> dict[str, float]:
-    """MB at the beginning, in the middle and at the end, and MB per 1,000 steps of the last half."""
+    """MB at the beginning, half-way and at the end; MB per 1,000 steps of the last half."""
     half = readings[len(readings) // 2:]
     steps, sizes = zip(*half, strict=True)
     return {"first_mb": readings[0][1], "middle_mb": half[0][1], "last_mb": half[-1][1],
