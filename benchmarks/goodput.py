@@ -140,8 +140,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         if not deaths:
             continue
         mean_s = factor * recovery_s
+        # A recovery ends with a step, which is work.
         costs = Costs(step_s=times[-1], interval_s=options.every * times[-1],
-                      save_s=options.save_s, restart_s=recovery_s)
+                      save_s=options.save_s, restart_s=max(0.0, recovery_s - times[-1]))
         expected = daly(costs, mean_s)
         steps = math.ceil(deaths * mean_s * expected / times[-1])
         side = disturbed(steps, kill_times(mean_s, deaths, options.seed))

@@ -13,8 +13,9 @@ PIL a sample      torchvision.transforms on each image as a PIL image, in a Data
 
 They take turns; an iterator lives through all of them, and what its workers have made while others
 had their turn is read first and doesn't count. Then the small CNN makes steps of 4 micro-batches
-with each: the share of a step in which it waits for data. Without workers the processor time of
-this process is told too, which other programs don't prolong.
+with each: the share of a step in which it waits for data. Batches are read with one thread, as in a
+loader's process; the CNN computes with all cores. Without workers the processor time is told too,
+which other programs don't prolong.
 """
 
 from __future__ import annotations
@@ -129,12 +130,12 @@ class Trainee:
         self._model = Images().model().to(memory_format=torch.channels_last)
         self._optimizer = optim.build(Optim(), self._model)
 
-    def step(self, batches: Iterator[Any]) -> tuple[float, float]:
-        """Seconds of a step, and of them those spent waiting for its batches."""
+    def step(self, batches: Iterator[Any], clock: Callable[[], float] = time.perf_counter
+             ) -> tuple[float, float]:
+        """Seconds of a step by a clock, and of them those spent waiting for its batches."""
         from torch.nn import functional
 
-        clock, waited = time.perf_counter, 0.0
-        began = clock()
+        waited, began = 0.0, clock()
         self._optimizer.zero_grad(set_to_none=True)
         for _ in range(MICRO_BATCHES):
             asked = clock()
@@ -144,12 +145,13 @@ class Trainee:
         self._optimizer.step()
         return clock() - began, waited
 
-    def share(self, batches: Iterator[Any], steps: int) -> Callable[[], float]:
+    def share(self, batches: Iterator[Any], steps: int, clock: Callable[[], float]
+              ) -> Callable[[], float]:
         """The share of `steps` steps in which they wait, after one that doesn't count."""
 
         def measure() -> float:
             self.step(batches)
-            times = [self.step(batches) for _ in range(steps)]
+            times = [self.step(batches, clock) for _ in range(steps)]
             return sum(wait for _, wait in times) / sum(whole for whole, _ in times)
 
         return measure
@@ -157,17 +159,26 @@ class Trainee:
 
 def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """`NAME, W workers` → samples a second, the ratio of ours to it, and the share of waiting."""
+    import torch
+
     names = [name for name in NAMES
              if name != "stateful" or importlib.util.find_spec("torchdata") is not None]
     entrants = {(name, workers): ours(workers) if name == "trainer" else other(name, workers)
                 for workers in options.workers for name in names}
     cpu: dict[tuple[str, int], list[float]] = {key: [] for key in entrants}
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     rates = in_turn({f"{key[0]}, {key[1]} workers":
                      reader(entrant, key[1], options.seconds, cpu[key])
                      for key, entrant in entrants.items()}, options.rounds)
+    torch.set_num_threads(threads)
     trainee = Trainee()
-    shares = in_turn({f"{name}, {workers} workers": trainee.share(entrant.batches, options.steps)
-                      for (name, workers), entrant in entrants.items()}, options.step_rounds)
+    clocks = {"": time.perf_counter, " in processor time": time.thread_time}
+    shares = in_turn({f"{name}, {workers} workers{text}":
+                      trainee.share(entrant.batches, options.steps, clock)
+                      for (name, workers), entrant in entrants.items()
+                      for text, clock in clocks.items() if not (workers and text)},
+                     options.step_rounds)
     for entrant in entrants.values():
         entrant.close()
     found = {}
@@ -181,6 +192,7 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
         }  # fmt: skip
         if not workers:
             own = cpu[name, 0][1:]  # its first turn didn't count
+            found[key]["waiting_cpu"] = reporting.summary(shares[f"{key} in processor time"])
             found[key]["samples_per_cpu_s"] = reporting.summary(own)
             found[key]["ours_over_it_cpu"] = reporting.summary(ratios(cpu["trainer", 0][1:], own))
     return found
@@ -189,20 +201,22 @@ def measure(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def show(found: dict[str, dict[str, Any]]) -> str:
     rows = [[name, reporting.spread(f["samples_per_s"], 1e-3), reporting.spread(f["ours_over_it"]),
              reporting.spread(f["ours_over_it_cpu"]) if "ours_over_it_cpu" in f else "–",
-             reporting.spread(f["waiting"], 100, 2)] for name, f in found.items()]
+             reporting.spread(f["waiting"], 100, 2),
+             reporting.spread(f["waiting_cpu"], 100, 2) if "waiting_cpu" in f else "–"]
+            for name, f in found.items()]
     return reporting.table(["", "1,000 samples/s", "ours / it", "in processor time",
-                            "of a CNN step waiting, %"], rows)
+                            "of a CNN step waiting, %", "in processor time, %"], rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.loader", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="0,2", help="loader processes (%(default)s)")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each (%(default)s)")
-    parser.add_argument("--seconds", type=float, default=0.4, help="of a turn (%(default)s)")
-    parser.add_argument("--step-rounds", type=int, default=5,
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.25, help="of a turn (%(default)s)")
+    parser.add_argument("--step-rounds", type=int, default=3,
                         help="turns of each with the CNN (%(default)s)")
-    parser.add_argument("--steps", type=int, default=5, help="of the CNN a turn (%(default)s)")
+    parser.add_argument("--steps", type=int, default=3, help="of the CNN a turn (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="few and short turns")
     parser.add_argument("--json", action="store_true", help="print the JSON line only")
     options = parser.parse_args()

@@ -55,3 +55,15 @@ def test_the_time_between_two_marks_is_the_devices_own():
     seconds = marks.between_s()
     assert seconds is not None
     assert seconds > 0
+
+
+def test_a_survivor_copies_the_boundary_beside_a_kernel_that_is_stuck():
+    from benchmarks.gpu_saves import beside_a_stuck_kernel
+
+    live = {"model": {"weight": torch.randn(4096, 4096, device="cuda"),
+                      "count": torch.tensor(7, device="cuda")}}
+
+    found = beside_a_stuck_kernel(live)
+
+    assert found["kernel_still_ran"]
+    assert found["same_bits"]
