@@ -53,9 +53,14 @@ class SampledSource:
         self, samples: KeyedSamples, sampler: MicroBatchSampler, *, workers: int, prefetch: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self._iterator = iter(
-            DataLoader(samples, sampler=sampler, **reading(workers, prefetch, device))
-        )
+        self._iterator: Iterator[Micro]
+        if workers:
+            self._iterator = iter(
+                DataLoader(samples, sampler=sampler, **reading(workers, prefetch, device)))
+        else:  # a DataLoader would take as long as the reading itself
+            self._iterator = map(samples.__getitem__, sampler)
+            if device.type == "cuda":
+                self._iterator = map(Micro.pin_memory, self._iterator)
 
     def __next__(self) -> Micro:
         return received(next(self._iterator))
