@@ -15,7 +15,7 @@ from torch import nn
 import benchmarks
 from benchmarks import claims, gpu_models, gpu_saves, memory, reporting, scaling, turns
 from benchmarks import goodput_model as model
-from benchmarks.goodput import kill_times
+from benchmarks.goodput import kill_times, standing
 from trainer.snapshot import Snapshot
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__))
@@ -216,3 +216,8 @@ def test_kills_are_spread_over_the_whole_time() -> None:
     middles = [kill_times(1.0, 2, draw.randrange(1 << 30))[0] for _ in range(2000)]
 
     assert sum(middles) / len(middles) == pytest.approx(2 / 3, rel=0.05)
+
+
+def test_time_that_two_deaths_share_counts_once() -> None:
+    assert standing([10.0, 20.0, 20.5], [9.0, 11.0, 22.0]) == 1 + 2
+    assert standing([10.0], []) == 0
