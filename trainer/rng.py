@@ -37,12 +37,15 @@ def mix(*parts: int, state: int = 0) -> int:
 
 def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
     """`mix` of a common `base` with each of N integers; uint64 array of shape (N,)."""
-    with np.errstate(over="ignore"):
-        state = parts.astype(np.uint64) * np.uint64(0xD1B54A32D192ED03)
-        state = state + np.uint64((base + _GOLDEN) & _MASK)
-        state = (state ^ (state >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        state = (state ^ (state >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-        return state ^ (state >> np.uint64(31))
+    state = parts.astype(np.uint64)  # a copy; arrays wrap around without a warning
+    state *= np.uint64(0xD1B54A32D192ED03)
+    state += np.uint64((base + _GOLDEN) & _MASK)
+    state ^= state >> np.uint64(30)
+    state *= np.uint64(0xBF58476D1CE4E5B9)
+    state ^= state >> np.uint64(27)
+    state *= np.uint64(0x94D049BB133111EB)
+    state ^= state >> np.uint64(31)
+    return state
 
 
 def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:

@@ -153,3 +153,15 @@ def test_a_canonical_run_goes_on_with_the_same_bits(tmp_path):
     assert train(tmp_path / "stopped", canonical, stop) == 0
 
     assert not list(differences(tmp_path / "straight", tmp_path / "stopped"))
+
+
+def test_a_survivor_copies_the_boundary_beside_a_kernel_that_is_stuck():
+    from benchmarks.gpu_saves import beside_a_stuck_kernel
+
+    live = {"model": {"weight": torch.randn(4096, 4096, device="cuda"),
+                      "count": torch.tensor(7, device="cuda")}}
+
+    found = beside_a_stuck_kernel(live)
+
+    assert found["kernel_still_ran"]
+    assert found["same_bits"]

@@ -53,9 +53,16 @@ class SampledSource:
         self, samples: KeyedSamples, sampler: MicroBatchSampler, *, workers: int, prefetch: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self._iterator = iter(
-            DataLoader(samples, sampler=sampler, **reading(workers, prefetch, device))
-        )
+        self._iterator: Iterator[Micro]
+        if workers:
+            self._iterator = iter(
+                DataLoader(samples, sampler=sampler, **reading(workers, prefetch, device)))
+        else:  # a DataLoader would take as long as the reading itself
+            self._iterator = map(samples.__getitem__, sampler)
+            if device.type == "cuda":
+                self._iterator = map(Micro.pin_memory, self._iterator)
+            elif device.type == "cpu":
+                self._iterator = by_window(self._iterator)
 
     def __next__(self) -> Micro:
         return received(next(self._iterator))
@@ -180,6 +187,17 @@ def reading(workers: int, prefetch: int, device: torch.device) -> dict[str, Any]
         "pin_memory": device.type == "cuda",
         "generator": torch.Generator(),  # else iter() draws from the process-wide one
     }
+
+
+def by_window(micros: Iterator[Micro]) -> Iterator[Micro]:
+    """The same, a whole window read at a time: after a forward the processor's caches hold nothing
+    of the reading any more, and reading takes several times as long."""
+    window: list[Micro] = []
+    for micro in micros:
+        window.append(micro)
+        if micro.slot.last:
+            yield from window
+            window.clear()
 
 
 def shut_down(iterator: object) -> None:

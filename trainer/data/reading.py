@@ -100,6 +100,8 @@ class KeyedSamples(Dataset[Micro]):
                              advice=self._advice)
         if not slot.indices:
             return Micro(slot, batches.empty(batch))
+        if not why:
+            return Micro(slot, batch)
         return Micro(slot, batch, tuple(
             Replaced(index=self._place(index), by=self._place(by), epoch=slot.epoch,
                      why=why[index], worker=worker)
@@ -190,7 +192,7 @@ class KeyedSamples(Dataset[Micro]):
         keys = rng.mix_array(base, np.asarray(indices, dtype=np.int64))
         self._key(epoch, indices[0])
         with self._named(indices, epoch):
-            wanted = [self._place(index) for index in indices]
+            wanted = [self._place(index) for index in indices] if self._maps else list(indices)
             if self._augment:
                 wanted = SampleIndices(wanted, epoch, keys)
             return self._inner.__getitems__(wanted)

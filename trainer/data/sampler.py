@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch.utils.data import DistributedSampler
 
@@ -107,15 +108,15 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         )
 
     def __iter__(self) -> Iterator[Slot]:
-        order = torch.empty(0)
+        order = np.empty(0, dtype=np.int64)
         for step in range(self.position + 1, self.total_steps + 1):
             epoch = self.plan.epoch_of(step)
             if step == self.position + 1 or epoch != self.epoch:
                 self.set_epoch(epoch)
-                order = self.order(epoch)
+                order = self.order(epoch).numpy()
             yield from self._slots_of(step, epoch, order)
 
-    def _slots_of(self, step: int, epoch: int, order: torch.Tensor) -> Iterator[Slot]:
+    def _slots_of(self, step: int, epoch: int, order: np.ndarray) -> Iterator[Slot]:
         first, end = self.plan.window(step)
         micro_batches = self.plan.micro_batches(step)
         mine = block(micro_batches, self.rank, self.num_replicas)

@@ -65,16 +65,19 @@ class ImageSet(Dataset):
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Images Nx1x28x28 float32 and labels N int64: a finished batch, not to be collated."""
-        where = torch.from_numpy(np.array(indices, dtype=np.int64))
-        images = self.images.index_select(0, where)
+        # numpy, as in `augment`: on so little data torch's operations cost more in dispatch.
+        where = np.array(indices, dtype=np.int64)
+        images = torch.from_numpy(self.images.numpy()[where])
         keys = getattr(indices, "keys", None)
         if keys is not None and self._augmentation != "none":
             images = augment.flip(images, keys)
             if self._augmentation == "flip+crop":
                 images = augment.crop(images, keys, CROP_PADDING)
         # One operation after the other: each is rounded alike wherever in a batch an image stands.
-        images = images.float().sub_(self._mean).mul_(self._scale)
-        return images, self.labels.index_select(0, where)
+        pixels = images.numpy().astype(np.float32)
+        pixels -= np.float32(self._mean)
+        pixels *= np.float32(self._scale)
+        return torch.from_numpy(pixels), torch.from_numpy(self.labels.numpy()[where])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
