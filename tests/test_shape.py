@@ -43,7 +43,7 @@ LAYERS = {
     8: "card console level parts",
     # The one that constructs, and what uses all of it.
     9: "opening product recovery commands.history",
-    10: "boundary build start commands.drawing commands.figures commands.inspect",
+    10: "boundary build start commands.charts commands.figures commands.inspect",
     11: "loop reader scratch commands.page commands.plots",
     12: "commands.*",
     13: "__main__",

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from trainer.attempts import sentence
-from trainer.commands.drawing import DARK, LIGHT, Plot, span, style
+from trainer.commands.charts import DARK, LIGHT, Plot, span, style
 from trainer.commands.figures import happenings, whose
 from trainer.commands.history import History
 
