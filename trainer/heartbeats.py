@@ -152,7 +152,10 @@ class Heartbeats:
         elif self.alarm is None and self._store.check(["alarm"]):
             self.alarm = json.loads(self._store.get("alarm"))
         if self.times is not None:
-            self._gather(self.times)
+            try:
+                self._gather(self.times)
+            except (OSError, TypeError, ValueError):  # a console that is closed, when it tells
+                self.times = None  # the record of times ends, not the heartbeat
         if self.listening:
             self._listen()
         else:

@@ -29,7 +29,7 @@ def restore(found: Found, store: Store, state: TrainState, world: World, log: Lo
     holds = found.holder == world.rank
     place, checksums = _look_at(found, store, read=not holds)
     every = world.gather_json(checksums)
-    alike = all(seen == every[found.holder] for seen in every)
+    alike = bool(every[found.holder]) and all(seen == every[found.holder] for seen in every)
     tensors = {} if alike else _send(place if holds else None, found.holder, world)
     error = None
     try:
