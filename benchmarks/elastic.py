@@ -81,7 +81,8 @@ def disturbed(setting: Setting, folder: Path, launcher: Launcher, draw: random.R
         told.append(f"{ranks} ranks, {kind}, exit code {code}")
         if code == EXIT_COMPLETE:
             return told
-    raise RuntimeError(f"not complete after {LIMIT_S:.0f} s: {told}")
+    raise RuntimeError(f"not complete after {LIMIT_S:.0f} s: {told[:20]}; see "
+                       f"{folder.with_suffix('.log')}")
 
 
 def _ends(pid: int, timeout_s: float) -> bool:
@@ -235,12 +236,14 @@ def main() -> None:
         measure(models[0], options.steps, options.measure)
     elif options.cost:
         cost(models, options.steps)
-    elif options.keep is not None:
-        options.keep.mkdir(parents=True, exist_ok=True)
-        sys.exit(not same_bits(options.runs, options.seed, options.keep))
     else:
-        with tempfile.TemporaryDirectory() as folder:
-            sys.exit(not same_bits(options.runs, options.seed, Path(folder)))
+        # No TemporaryDirectory: a rank, forked from here, would remove it at its end.
+        folder = Path(options.keep or tempfile.mkdtemp(prefix="elastic-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        same = same_bits(options.runs, options.seed, folder)
+        if same and options.keep is None:
+            shutil.rmtree(folder)
+        sys.exit(not same)
 
 
 if __name__ == "__main__":
