@@ -260,6 +260,8 @@ def test_a_death_and_a_stop_of_one_rank_are_those_of_all_nodes(tmp_path: Path) -
         again(first, second, since=first.events(event="fault")[0]["time"])
         [saved] = first.events(event="save", kind="survivor")
         assert saved["at_step"] == 11  # what was made before the step of the death
+        wait_until(lambda: len(first.events(event="first-step", rank=0)) > 1,
+                   "the first step of rank 0", first, second)
         phases = first.events(event="first-step", rank=0)[-1]["entered"]
         assert list(phases)[:4] == ["stop", "rendezvous", "fork", "start"]
         reach(15, first)
