@@ -49,7 +49,7 @@ svg text { font-family: inherit !important }
 table { border-collapse: collapse; width: 100%%; font-size: .9rem }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid var(--faint);
   vertical-align: top }
-tr.any td { overflow-wrap: anywhere } tr.any td:first-child { white-space: nowrap }
+tr.any td { overflow-wrap: anywhere } tr.any td:nth-child(-n+3) { white-space: nowrap }
 table.any td:not(:first-child), .more td, .bad td { overflow-wrap: anywhere; min-width: 3.5em }
 thead th { border-top: 0; color: var(--soft); font-weight: 600; overflow-wrap: normal }
 tr.more td { border-top: 0; color: var(--soft); padding-top: 0 }
