@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 TAIL_BYTES = 1 << 16
+MADE = ("save", "restore", "rollback", "skipped")
+"""Events whose `at_step` has been made. A fault strikes, a sample is read, in the making of one."""
 
 
 class Progress:
@@ -35,7 +37,8 @@ class Progress:
         events = Path(run_folder, "events.jsonl")
         for line in self._new_lines(events):
             self._known = True
-            step = line.get("to_step", line.get("at_step", line.get("step")))
+            step = line.get("to_step", line.get("at_step") if line.get("event") in MADE
+                            else line.get("step"))
             if not isinstance(step, int):
                 continue
             if line.get("event") in ("restore", "rollback"):  # may go back

@@ -39,7 +39,7 @@ def test_lost_steps_are_those_from_what_is_kept_to_what_was_reached(tmp_path: Pa
     append(metrics, {"step": 11}, {"step": 12}, '{"step": 1')
     progress.update(str(tmp_path))
     assert progress.steps_lost == 3
-    append(events, {"event": "fault", "at_step": 14})
+    append(events, {"event": "fault", "at_step": 15, "step": 14})  # in the making of 15
     progress.update(str(tmp_path))
     assert progress.steps_lost == 5
     append(events, {"event": "restore", "at_step": 9})
