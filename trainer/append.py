@@ -12,7 +12,7 @@ from pathlib import Path
 class Mark:
     """A number in a file of its own that survives the death of the process, at the cost of a store
     to memory: no call into the system. Its block is there before it is mapped, so that a disk which
-    fills later can't take it away.
+    fills later can't take it away (unless its file system copies on write).
     """
 
     def __init__(self, path: Path, number: int) -> None:
