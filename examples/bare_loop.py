@@ -13,6 +13,7 @@ import itertools
 import lzma
 import math
 import os
+import sys
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -202,6 +203,8 @@ def main() -> None:
         print(f"test accuracy {accuracy:.4f}")
     if num_ranks > 1:
         dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(0)  # a thread of gloo that still lets go of a tensor would abort in Python's end
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,6 +138,9 @@ def _as_rank(config: Config[Any]) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+    # A thread of gloo may still let go of the last tensors, for which it needs the interpreter:
+    # one that meets the interpreter's end instead aborts the process.
+    time.sleep(0.02)
     stop.uninstall()
 
 
