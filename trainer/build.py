@@ -174,7 +174,8 @@ def build(
         # No sampler knows where its epochs end: the first window that isn't whole tells.
         whole = config.data.drop_last == "on"
         step.least_samples = config.batch.global_size if whole else 1
-    loader = Loader(at_place(found), device=world.device, faults=armed, log=log)
+    loader = Loader(at_place(found), device=world.device, faults=armed, log=log,
+                    at_once=not workers)
 
     def reopen(found: Found) -> None:
         state.progress.load_state_dict(found.facts["progress"])

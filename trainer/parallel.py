@@ -177,7 +177,7 @@ class Objective(nn.Module):
         self.model = model
         self._loss = loss
         self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
-        self._device = device
+        self._device, self._on_host = device, device.type == "cpu"
         self.tally = Tally(on_host=device.type == "cpu")
         self.poisoned = False
         """Makes the next loss a NaN (fault injection)."""
@@ -231,7 +231,7 @@ class Objective(nn.Module):
         return self._on_device(self.tally.swap(sums))
 
     def _on_device(self, sums: Vector) -> Vector:
-        if self._device.type == "cpu" or isinstance(sums, Tensor):
+        if self._on_host or isinstance(sums, Tensor):
             return sums
         return _stack(sums, self._device)
 

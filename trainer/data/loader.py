@@ -61,8 +61,6 @@ class SampledSource:
             self._iterator = map(samples.__getitem__, sampler)
             if device.type == "cuda":
                 self._iterator = map(Micro.pin_memory, self._iterator)
-            elif device.type == "cpu":
-                self._iterator = by_window(self._iterator)
 
     def __next__(self) -> Micro:
         return received(next(self._iterator))
@@ -80,13 +78,17 @@ class Loader:
     Args:
         device: where the batches go; on CUDA they are copied by a stream of their own.
         log: told once of each bad sample.
+        at_once: read a window whole before its first forward. Where nothing reads ahead that is
+            faster: after a forward the processor's caches hold nothing of the reading any more.
     """
 
-    def __init__(self, source: Source, *, device: torch.device, faults: Faults, log: Log) -> None:
+    def __init__(self, source: Source, *, device: torch.device, faults: Faults, log: Log,
+                 at_once: bool = False) -> None:
         self.waited_s = 0.0
         """Seconds spent waiting for data so far."""
         self._source = source
         self._device, self._on_host = device, device.type == "cpu"
+        self._at_once = at_once and self._on_host
         self._faults = faults
         self._log = log
         self._told: set[Any] = set()
@@ -99,6 +101,13 @@ class Loader:
     def window(self) -> Iterator[Micro]:
         """The micro-batches of the next step; the last one has `slot.last`."""
         del self.read[: len(self.read) - (self._ahead is not None)]
+        if self._at_once:
+            micros = [self.peek()]
+            while not micros[-1].slot.last:
+                micros.append(self._read())
+            self._ahead = None
+            yield from micros
+            return
         while True:
             micro, self._ahead = self._ahead or self._read(), None
             if self._stream is not None:
@@ -187,17 +196,6 @@ def reading(workers: int, prefetch: int, device: torch.device) -> dict[str, Any]
         "pin_memory": device.type == "cuda",
         "generator": torch.Generator(),  # else iter() draws from the process-wide one
     }
-
-
-def by_window(micros: Iterator[Micro]) -> Iterator[Micro]:
-    """The same, a whole window read at a time: after a forward the processor's caches hold nothing
-    of the reading any more, and reading takes several times as long."""
-    window: list[Micro] = []
-    for micro in micros:
-        window.append(micro)
-        if micro.slot.last:
-            yield from window
-            window.clear()
 
 
 def shut_down(iterator: object) -> None:
