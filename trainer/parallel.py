@@ -124,6 +124,11 @@ class Tally:
         rows, self._rows = self._rows, []
         return self._add_up(rows)
 
+    @property
+    def width(self) -> int:
+        """How many numbers the sums are."""
+        return len(_FIXED) + 2 * len(self.names or ())
+
     def swap(self, sums: Vector | None) -> Vector:
         """The sums of the forwards since the last time; `sums` take their place."""
         rows, self._rows, self._reduced = self._rows, [], sums
@@ -208,7 +213,7 @@ class Objective(nn.Module):
             if self.ride is not None:
                 sums = list(self.tally.take())
                 sums += [0.0] * (CAPACITY - len(sums))
-                loss = loss + (self.ride * _stack(sums, self._device)).sum()
+                loss = loss + torch.dot(self.ride, _stack(sums, self._device))
         return loss
 
     def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
@@ -220,10 +225,11 @@ class Objective(nn.Module):
         """
         if self.ride is None:
             return self._on_device(self.tally.take())
-        assert self.ride.grad is not None, "no synchronised backward has run"
-        vector = self.ride.grad * (num_ranks / scale)
-        self.ride.grad = None
-        return vector
+        ride, factor = self.ride, num_ranks / scale
+        reduced, ride.grad = ride.grad, None
+        assert reduced is not None, "no synchronised backward has run"
+        reduced = reduced[: self.tally.width]
+        return [_snap(n * factor) for n in reduced.tolist()] if self._on_host else reduced * factor
 
     def swap_sums(self, sums: Vector | None) -> Vector:
         """The sums of the forwards since the last time, where there is no ride; `sums` take their

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -45,10 +46,17 @@ class Micro:
 class SampleIndices(list[int]):
     """What a data set's `__getitems__` gets: indices that know their epoch and random keys."""
 
-    def __init__(self, indices: Iterable[int], epoch: int, keys: np.ndarray) -> None:
+    def __init__(self, indices: Iterable[int], samples: Sequence[int], *, seed: int, epoch: int
+                 ) -> None:
         super().__init__(indices)
         self.epoch = epoch
-        self.keys = keys
+        self._seed, self._samples = seed, samples
+
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """One a sample, uint64; made when they are asked for."""
+        base = rng.mix(self._seed, rng.SAMPLE, self.epoch)
+        return rng.mix_array(base, np.asarray(self._samples, dtype=np.int64))
 
 
 class KeyedSamples(Dataset[Micro]):
@@ -188,13 +196,11 @@ class KeyedSamples(Dataset[Micro]):
         """What the data set gives for these samples and no others."""
         if not self._batched:
             return [self._one(index, epoch) for index in indices]
-        base = rng.mix(self._seed, rng.SAMPLE, epoch)
-        keys = rng.mix_array(base, np.asarray(indices, dtype=np.int64))
         self._key(epoch, indices[0])
         with self._named(indices, epoch):
             wanted = [self._place(index) for index in indices] if self._maps else list(indices)
             if self._augment:
-                wanted = SampleIndices(wanted, epoch, keys)
+                wanted = SampleIndices(wanted, indices, seed=self._seed, epoch=epoch)
             return self._inner.__getitems__(wanted)
 
     def _place(self, index: int) -> Any:
