@@ -248,7 +248,10 @@ def _agreed(world: World, make: Callable[[], Any]) -> Any:
 
 def _wrap(config: Config[Any], work: Work, world: World) -> tuple[nn.Module, parallel.Objective]:
     if work.choice.compile:
-        work.model.compile()  # in place: the names in the state dict stay plain
+        # For each size by itself: code for any size, which torch would make once it has met a
+        # second one, rounds otherwise, and a restart hasn't met it. In place: the names in the
+        # state dict stay plain.
+        work.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
     group = world.group if config.parallel.reduction == "ddp" else None
     objective = parallel.Objective(
         work.model, work.task.loss, num_ranks=world.size if group else 1,

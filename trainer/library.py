@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import cli, folder, rng, tensorfile
+from trainer import cli, compile_cache, folder, rng, tensorfile
 from trainer.__main__ import PREPARING, attempt, run
 from trainer.config import Config
 from trainer.device import choose_device
@@ -214,7 +214,7 @@ def _settings() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        with rng.preserved():
+        with rng.preserved(), compile_cache.restored():
             yield
     finally:
         torch.set_num_threads(threads)

@@ -23,7 +23,7 @@ def run(ranks, sizes, folder: Path, *arguments: str) -> None:
     for start in range(30):
         size = sizes[min(start, len(sizes) - 1)]
         ended = ranks.outcomes(size, train, *arguments, f"--run={folder}", group=False,
-                               timeout_s=60)
+                               timeout_s=300 if "--precision.compile=on" in arguments else 60)
         if all(rank.value == 0 for rank in ended):
             return
         assert not any(rank.value == 2 or rank.hung for rank in ended), ended
@@ -68,7 +68,9 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path, sizes, more):
      "--batch.global-size=12", "--task.validation=5"],
     ["--task=stream_task:StreamTape", "--task.samples=50", "--data.drop-last=on",
      "--batch.global-size=12"],
-], ids=["bf16", "fp16", "spikes", "sgd", "nan", "tokens", "lanes", "stream"])  # fmt: skip
+    [*SMALL, "--precision.compile=on"],
+], ids=["bf16", "fp16", "spikes", "sgd", "nan", "tokens", "lanes", "stream",
+        "compiled"])  # fmt: skip
 def test_other_ways_to_train_depend_on_the_number_of_ranks_no_more(ranks, tmp_path, more):
     arguments = [*TASK, *more, "--steps=24"]
 
