@@ -68,7 +68,7 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path, sizes, more):
      "--batch.global-size=12", "--task.validation=5"],
     ["--task=stream_task:StreamTape", "--task.samples=50", "--data.drop-last=on",
      "--batch.global-size=12"],
-    [*SMALL, "--precision.compile=on"],
+    pytest.param([*SMALL, "--precision.compile=on"], marks=pytest.mark.timeout(600)),
 ], ids=["bf16", "fp16", "spikes", "sgd", "nan", "tokens", "lanes", "stream",
         "compiled"])  # fmt: skip
 def test_other_ways_to_train_depend_on_the_number_of_ranks_no_more(ranks, tmp_path, more):
