@@ -315,12 +315,14 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
 
 
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
+    """Loader processes of this rank; 0: it reads itself."""
     if config.data.workers != "auto":
         return config.data.workers
     return 0 if in_memory(dataset) else min(2, max(1, world.threads - 1))
 
 
 def evaluation_batch(config: Config[Any]) -> int:
+    """Samples in one forward of an evaluation."""
     size = config.eval.batch_size
     return 2 * config.batch.micro_size if size == "auto" else size
 
