@@ -249,7 +249,10 @@ def _agreed(world: World, make: Callable[[], Any]) -> Any:
 
 def _wrap(config: Config[Any], work: Work, world: World) -> tuple[nn.Module, parallel.Objective]:
     if work.choice.compile:
-        work.model.compile()  # in place: the names in the state dict stay plain
+        # For each size by itself: code for any size, which torch would make once it has met a
+        # second one, rounds otherwise, and a restart hasn't met it. In place: the names in the
+        # state dict stay plain.
+        work.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
     group = world.group if config.parallel.reduction == "ddp" else None
     objective = parallel.Objective(
         work.model, work.task.loss, num_ranks=world.size if group else 1,
@@ -313,12 +316,14 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
 
 
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
+    """Loader processes of this rank; 0: it reads itself."""
     if config.data.workers != "auto":
         return config.data.workers
     return 0 if in_memory(dataset) else min(2, max(1, world.threads - 1))
 
 
 def evaluation_batch(config: Config[Any]) -> int:
+    """Samples in one forward of an evaluation."""
     size = config.eval.batch_size
     return 2 * config.batch.micro_size if size == "auto" else size
 

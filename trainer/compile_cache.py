@@ -6,7 +6,8 @@ import os
 import platform
 import secrets
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,22 @@ def use(folder: Path, world: World) -> None:
 
     callback_handler.register_start_callback(begin)
     callback_handler.register_end_callback(end)
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """What `use` sets within, in the whole process, is put back."""
+    chosen = os.environ.get(VARIABLE)
+    try:
+        yield
+    finally:
+        os.environ.pop(VARIABLE, None)
+        if chosen is not None:
+            os.environ[VARIABLE] = chosen
+        if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
+            handler = dynamo.callback_handler
+            for callbacks in (handler.start_callbacks, handler.end_callbacks):
+                callbacks[:] = [c for c in callbacks if c.__module__ != __name__]
 
 
 def _remove_doubtful(place: Path) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import cli, folder, rng, tensorfile
+from trainer import cli, compile_cache, folder, rng, tensorfile
 from trainer.__main__ import PREPARING, attempt, run
 from trainer.config import Config
 from trainer.device import choose_device
@@ -79,12 +79,14 @@ def train(config: Config[Any]) -> Trained:
         raise RuntimeError("train() is at work in this process already, and another one would "
                            "move its random states; start a process for it.")
     try:
-        with _settings():
-            if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-                _as_rank(config)
-            else:
-                _alone(config)
-        gc.collect()  # the parts of a run refer to each other, and hold memory of the device
+        try:
+            with _settings():
+                if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+                    _as_rank(config)
+                else:
+                    _alone(config)
+        finally:
+            gc.collect()  # the parts of a run refer to each other, and hold memory of the device
         return _result(config)
     finally:
         _AT_WORK.release()
@@ -163,8 +165,9 @@ def _alone(config: Config[Any]) -> None:
         if not isinstance(error, StopRequested):
             raise
         log.info(str(error))
+        # Without its frames: a notebook keeps the last exception, and these hold the whole run.
         raise (KeyboardInterrupt() if stop.reason == "SIGINT" else SystemExit(EXIT_STOPPED)
-               ) from error
+               ) from error.with_traceback(None)
     except Exception as error:
         failure.note(error)
         raise
@@ -174,6 +177,7 @@ def _alone(config: Config[Any]) -> None:
             parts.loader.close()
             parts.lock.close()
             parts.checkpoint.store.close()
+            del parts
         for path in (folder.LOCK, f"{folder.CHECKPOINTS}/.lock"):
             let_go(Path(str(config.run)) / path)
         log.close()
@@ -214,7 +218,7 @@ def _settings() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        with rng.preserved():
+        with rng.preserved(), compile_cache.restored():
             yield
     finally:
         torch.set_num_threads(threads)

@@ -79,6 +79,7 @@ def prepare(config: Config[Any], world: World) -> Work:
     canonical = config.parallel.reduction == "canonical"
     if canonical:
         sync_batchnorm.refuse(model)
+        _refuse_hooks(model)
     elif config.parallel.sync_bn != "off":
         model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
     sync_batchnorm.guard_plain(model)
@@ -255,6 +256,17 @@ def _check_storable(model: nn.Module) -> None:
         except TypeError as error:
             raise ConfigError(f"--task: the model's {error}, so no checkpoint could hold it; use "
                               "another dtype (two real parts for a complex one).") from None
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Raises: ConfigError: a hook would see the gradient of one micro-batch or of two added up."""
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"--parallel.reduction canonical: {name} has a hook of "
+                "register_post_accumulate_grad_hook, and which micro-batches' gradients are added "
+                "up when it is called depends on the number of ranks; use register_hook, or "
+                "--parallel.reduction ddp.")
 
 
 def bind_seed(task: Any, seed: int) -> Any:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainer import memory
 from trainer.agreement import checksums
 from trainer.data.loader import Loader
 from trainer.errors import ConfigError
+from trainer.log import Log
 from trainer.parts import Parts
 from trainer.product import best_rule
 from trainer.step import Step
@@ -24,7 +28,7 @@ def start(run: Parts) -> None:
         run.log.phase = "warm-up"
         with run.world.patient():
             run.memory.activations_mb = warm_up(
-                run.step, run.loader, run.world,
+                run.step, run.loader, run.world, run.log,
                 find_unused=run.config.parallel.find_unused == "on")
         run.checkpoint.overlap = not run.step.moves_parameters
         figures = [] if run.validate is None else run.validate.figures
@@ -42,7 +46,7 @@ def start(run: Parts) -> None:
 
 
 def warm_up(
-    step: Step, loader: Loader, world: World, *, find_unused: bool = False
+    step: Step, loader: Loader, world: World, log: Log, *, find_unused: bool = False
 ) -> float | None:
     """Collective. One synchronised forward and backward of the first real micro-batch.
 
@@ -55,41 +59,113 @@ def warm_up(
 
     Returns:
         MiB of the micro-batch's activations; None where they can't be told.
+
+    Raises:
+        ConfigError: the model doesn't fit the reduction (see `refuse_unused` and what follows it).
     """
     step.buffers.keep()
     before = checksums(step.model.parameters())
     micro = loader.peek()
     slot = dataclasses.replace(micro.slot, last=True)
-    activations = memory.activations(
-        step.model, lambda: step.forward_backward(
-            dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
-    if (world.size > 1 or step.reduction is not iter) and not find_unused:
-        refuse_unused(step, world)
+    by_number = step.reduction is not iter
+    with counted(step.parameters if by_number else ()) as times:
+        activations = memory.activations(
+            step.model, lambda: step.forward_backward(
+                dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
+    if by_number:
+        refuse_parts(step, world, times)
+    if (world.size > 1 or by_number) and not find_unused:
+        # By number, nothing is taken of an empty micro-batch: its gradients may be missing.
+        refuse_unused(step, world, looked=not (by_number and micro.slot.number < 0))
     step.objective.take_sums(world.size)
     step.communication.forget()
     loader.waited_s = 0.0
     step.moving = moving_buffers(step, world)
+    if lost := forgotten_buffers(step):
+        log.announce(f"the model's forward moves {', '.join(lost[:5])}{', …' * (len(lost) > 5)}, "
+                     "and no checkpoint holds a buffer registered with persistent=False: if it "
+                     "isn't a mere cache, a restart differs")
     step.buffers.put_back()
     step.optimizer.zero_grad(set_to_none=True)
-    moved = (checksums(step.model.parameters()) != before).any().double().cpu()
-    step.moves_parameters = bool(world.all_sum(moved))
+    moved = world.all_sum((checksums(step.model.parameters()) != before).double().cpu())
+    step.moves_parameters = bool(moved.any())
+    if by_number:
+        refuse_moved(step, moved.tolist())
     return activations
 
 
-def refuse_unused(step: Step, world: World) -> None:
+def refuse_unused(step: Step, world: World, *, looked: bool = True) -> None:
     """Collective. DDP waits for ever for the gradient of a parameter that isn't used; and where
     the number of ranks may change, one rank refuses what several would.
+
+    Args:
+        looked: whether this rank's gradients tell which parameters are used.
 
     Raises:
         ConfigError: names the parameters that got no gradient on some rank.
     """
-    mine = [n for n, p in step.model.named_parameters() if p.requires_grad and p.grad is None]
+    mine = [n for n, p in step.model.named_parameters()
+            if looked and p.requires_grad and p.grad is None]
     unused = sorted({name for names in world.gather_json(mine) for name in names})
     if unused:
         raise ConfigError(
             f"--task: the loss of the first batch doesn't depend on the trainable parameters "
             f"{', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}; freeze them "
             "(requires_grad_(False)), use them, or set --parallel.find-unused on.")
+
+
+@contextlib.contextmanager
+def counted(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
+    """How often a backward within adds to each parameter's gradient."""
+    times = Counter[Tensor]()
+
+    def count(parameter: Tensor) -> None:
+        times[parameter] += 1
+
+    hooks = [p.register_post_accumulate_grad_hook(count) for p in parameters]
+    try:
+        yield times
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def refuse_parts(step: Step, world: World, times: Mapping[Tensor, int]) -> None:
+    """Collective. Where the bits are those of any number of ranks, each micro-batch's gradient has
+    to come as one sum: parts of it would be added one by one to what is there.
+
+    Raises:
+        ConfigError: names the parameters whose gradients come in parts on some rank.
+    """
+    mine = [n for n, p in step.model.named_parameters()
+            if times.get(p, 0) > 1 or (p.grad is not None and p.grad.layout != torch.strided)]
+    parts = sorted({name for names in world.gather_json(mine) for name in names})
+    if parts:
+        raise ConfigError(
+            f"--parallel.reduction canonical: the gradients of {', '.join(parts[:5])}"
+            f"{', …' if len(parts) > 5 else ''} come in parts, whose sum would depend on the "
+            "number of ranks: they are sparse (use sparse=False), or a backward within the "
+            "backward adds to them as well (use_reentrant=False in checkpoints); or use "
+            "--parallel.reduction ddp.")
+
+
+def refuse_moved(step: Step, moved: list[float]) -> None:
+    """Where the bits are those of any number of ranks, no forward may move parameters: it does so
+    once for each micro-batch of its rank.
+
+    Args:
+        moved: of each parameter, whether some rank's forward has moved it.
+
+    Raises:
+        ConfigError: names those.
+    """
+    names = [n for (n, _), m in zip(step.model.named_parameters(), moved, strict=True) if m]
+    if names:
+        raise ConfigError(
+            "--parallel.reduction canonical: the model's own forward moves the parameters "
+            f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}, so they would depend on "
+            "the number of ranks; make them buffers (register_buffer), or use "
+            "--parallel.reduction ddp.")
 
 
 def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
@@ -105,3 +181,10 @@ def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
     live = [b for b, _ in step.buffers.pairs()]
     return [b for b, m in zip(live, moved.tolist(), strict=True)
             if m and id(b) not in shared and b not in step.shared]
+
+
+def forgotten_buffers(step: Step) -> list[str]:
+    """The names of the buffers that the forward has just moved and that aren't in the state."""
+    moved = {id(live) for live, kept in step.buffers.pairs() if bool(torch.any(live != kept))}
+    held = {id(tensor) for tensor in step.model.state_dict(keep_vars=True).values()}
+    return [n for n, b in step.model.named_buffers() if id(b) in moved - held]

@@ -23,7 +23,7 @@ def run(ranks, sizes, folder: Path, *arguments: str) -> None:
     for start in range(30):
         size = sizes[min(start, len(sizes) - 1)]
         ended = ranks.outcomes(size, train, *arguments, f"--run={folder}", group=False,
-                               timeout_s=60)
+                               timeout_s=300 if "--precision.compile=on" in arguments else 60)
         if all(rank.value == 0 for rank in ended):
             return
         assert not any(rank.value == 2 or rank.hung for rank in ended), ended
@@ -68,7 +68,9 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path, sizes, more):
      "--batch.global-size=12", "--task.validation=5"],
     ["--task=stream_task:StreamTape", "--task.samples=50", "--data.drop-last=on",
      "--batch.global-size=12"],
-], ids=["bf16", "fp16", "spikes", "sgd", "nan", "tokens", "lanes", "stream"])  # fmt: skip
+    pytest.param([*SMALL, "--precision.compile=on"], marks=pytest.mark.timeout(600)),
+], ids=["bf16", "fp16", "spikes", "sgd", "nan", "tokens", "lanes", "stream",
+        "compiled"])  # fmt: skip
 def test_other_ways_to_train_depend_on_the_number_of_ranks_no_more(ranks, tmp_path, more):
     arguments = [*TASK, *more, "--steps=24"]
 
@@ -119,6 +121,46 @@ def test_a_survivor_saves_the_last_boundary(ranks, tmp_path):
     assert not list(differences(tmp_path / "straight", tmp_path / "killed"))
     starts = [a["start_step"] for a in inspect(tmp_path / "killed")["attempts"]]
     assert starts == [0, 4]
+
+
+UNFIT = ["--task=unfit_task:Unfit", "--device=cpu", "--batch.global-size=8",
+         "--batch.micro-size=2", "--data.drop-last=off", "--data.workers=0",
+         "--parallel.reduction=canonical"]  # fmt: skip
+
+
+@pytest.mark.parametrize(("way", "size", "why"), [
+    ("teacher", 2, "moves the parameters teacher"),
+    ("sparse", 1, "the gradients of table.weight come in parts"),
+    ("reentrant", 2, "the gradients of body.bias, body.weight come in parts"),
+    ("hook", 1, "body.weight has a hook"),
+])  # fmt: skip
+def test_what_would_depend_on_the_number_of_ranks_is_refused(
+        ranks, tmp_path, capfd, way, size, why):
+    codes = ranks(size, train, *UNFIT, f"--task.way={way}", "--steps=1",
+                  f"--run={tmp_path / 'run'}", group=False)
+
+    told = capfd.readouterr().out
+    assert codes == [2] * size
+    assert "error: --parallel.reduction canonical: " in told
+    assert why in told
+    assert not list(tmp_path.glob("run/checkpoints/*"))
+
+
+def test_a_buffer_that_moves_and_is_in_no_checkpoint_is_named(ranks, tmp_path, capfd):
+    ranks(2, train, *UNFIT, "--task.way=passing", "--steps=1", f"--run={tmp_path / 'run'}",
+          group=False)
+
+    told = capfd.readouterr().out
+    assert told.count("warning: the model's forward moves passing, and no checkpoint") == 1
+
+
+def test_a_start_may_fall_on_a_window_of_fewer_micro_batches_than_ranks(ranks, tmp_path):
+    arguments = [*UNFIT, "--epochs=2"]  # of 13 samples: windows of 4 and 3 micro-batches
+
+    run(ranks, [1], tmp_path / "straight", *arguments)
+    run(ranks, [1, 4], tmp_path / "changed", *arguments, "--inject=term:step=1")
+
+    assert not list(differences(tmp_path / "straight", tmp_path / "changed"))
 
 
 def test_the_default_reduction_agrees_to_rounding_and_says_so(ranks, tmp_path):

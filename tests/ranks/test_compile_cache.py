@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.compile_cache import VARIABLE, use
+from trainer.compile_cache import VARIABLE, restored, use
 from trainer.world import World
 
 
@@ -57,3 +57,24 @@ def chosen_by_the_user(folder: str) -> str:
 def test_a_place_that_the_user_has_chosen_is_used(ranks, tmp_path):
     assert ranks(1, chosen_by_the_user, str(tmp_path), group=False) == [f"{tmp_path}/mine"]
     assert list(tmp_path.iterdir()) == []
+
+
+def in_turn(folder: str) -> list[str]:
+    from torch._dynamo.callback import callback_handler
+
+    os.environ.pop(VARIABLE, None)
+    places = []
+    with World.form(device="cpu") as world:
+        for run in ("a", "b"):
+            with restored():
+                use(Path(folder, run), world)
+                places.append(os.environ[VARIABLE])
+            assert VARIABLE not in os.environ
+            assert callback_handler.start_callbacks == callback_handler.end_callbacks == []
+    return places
+
+
+def test_a_later_run_in_the_same_process_has_a_cache_of_its_own(ranks, tmp_path):
+    [places] = ranks(1, in_turn, str(tmp_path), group=False)
+
+    assert [Path(place).parent for place in places] == [tmp_path / "a", tmp_path / "b"]

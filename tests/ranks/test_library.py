@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import tomllib
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +122,28 @@ def test_a_stop_is_saved_raised_and_gone_on_from_with_the_same_bits(
     assert len(moved) <= 2, "descriptors and threads that a first call makes"
     assert kept["step"] == 6  # the warm-up is the first micro-batch, two make a step
     assert not list(differences(undisturbed, tmp_path / "run"))
+
+
+def interrupted_in_a_notebook(run: str) -> Any:
+    """What a notebook keeps of an interrupt, and whether the model has gone."""
+    made = []
+
+    class Watched(Held):
+        def model(self) -> Any:
+            model = super().model()
+            made.append(weakref.ref(model))
+            return model
+
+    try:
+        trainer.train(config(run, Watched(12, send(signal.SIGINT))))
+    except KeyboardInterrupt as error:
+        return type(error.__cause__).__name__, [model() is None for model in made]
+
+
+def test_an_interrupt_that_is_kept_keeps_no_model(ranks, tmp_path):
+    found = ranks(1, alone, interrupted_in_a_notebook, str(tmp_path / "run"), group=False)
+
+    assert found == [("StopRequested", [True])]
 
 
 def test_a_second_interrupt_does_not_wait_for_the_step(ranks, undisturbed, tmp_path):
