@@ -23,7 +23,9 @@ def ended(*command: str, unbuffered: bool = False) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("arguments", "unbuffered", "code"), [
-    (["--help"], False, 0), (["compare", "{run}", "{run}"], False, 2), (["--help"], True, EXIT_PIPE),
+    (["--help"], False, EXIT_PIPE),
+    (["compare", "{run}", "{run}"], False, 2),
+    (["compare", "{run}", "{run}"], True, EXIT_PIPE),
 ])
 def test_nothing_is_said_of_a_reader_that_has_gone(tmp_path, arguments, unbuffered, code):
     arguments = [text.format(run=tmp_path) for text in arguments]
