@@ -35,6 +35,9 @@ BAD = {
         [*TAPE, "--task.samples=200", "--resume=/nowhere"], ["--resume /nowhere", "no such"]),
     "nothing left to train": (
         [*TAPE, "--task.samples=200", "--freeze=*"], ["--freeze", "no parameter is left"]),
+    "what torch refuses": (
+        [*TAPE, "--task.samples=200", "--schedule.name=warm-restarts", "--schedule.options=T_0=0"],
+        ["--schedule.options T_0=0", "positive integer T_0"]),
     "unknown fault": (["--inject=kil:step=3"], ["--inject kil", "'kill'"]),
 }  # fmt: skip
 
@@ -53,6 +56,7 @@ def test_bad_input_is_one_clear_error_with_exit_code_2(ranks, tmp_path, capfd, w
     assert output.count("error: ") == 1
     for text in expected:
         assert text in output
+    assert ("Traceback" in output) == ("Traceback" in expected)  # of the user's own code only
     assert not list(tmp_path.glob("run/checkpoints/*"))
     assert not Path("/nowhere").exists()
 
