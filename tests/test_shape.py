@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
     0: "errors append attributes communication confusion diagnosis drawing durable handshake hang "
-       "job length memory network packing processes rng snapshot stop progress tensorfile data "
-       "tasks commands recipes",
+       "job length memory network packing pipe processes rng snapshot stop progress tensorfile "
+       "data tasks commands recipes",
     # One thing each on top of that.
     1: "anomaly attempts device ema given graph groups heartbeats leaf lock log manifest orders "
        "pairing pretrained pulse recompute stacks timing data.augment data.bad data.batch "

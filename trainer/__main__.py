@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from trainer.orders import Orders
+from trainer.pipe import quiet_pipe
 from trainer.stop import StopRequest, process_descriptor
 
 COMMANDS = {
@@ -43,7 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from importlib import import_module
 
         name = arguments[0].replace("-", "_")
-        return import_module(f"trainer.commands.{name}").main(arguments[1:])
+        with quiet_pipe():
+            code = import_module(f"trainer.commands.{name}").main(arguments[1:])
+        return int(code)
     stop = StopRequest()
     stop.install()  # before anything heavy is imported
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
@@ -271,8 +274,10 @@ def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type:
 
 def _show_cause(error: BaseException) -> None:
     """The traceback of what the user's own code raised, where that is behind the error."""
+    from trainer.diagnosis import is_foreign
+
     cause = error.__cause__
-    if cause is not None and not isinstance(cause, OSError):
+    if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
         traceback.print_exception(cause)
 
 

@@ -22,6 +22,7 @@ import tyro
 from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.length import Length
+from trainer.pipe import EXIT_PIPE, quiet_pipe
 from trainer.task import BUILT_IN, find_task, take_task
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -70,7 +71,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     registry.primitive_rule(_length_rule)
     problems = io.StringIO()
     asks_help = any(a in ("-h", "--help") for a in arguments)
-    output = contextlib.nullcontext() if asks_help else contextlib.redirect_stderr(problems)
+    output = quiet_pipe() if asks_help else contextlib.redirect_stderr(problems)
     try:
         with output, contextlib.redirect_stdout(problems if not asks_help else sys.stdout):
             config: Config[Any] = tyro.cli(  # type: ignore[call-overload]
@@ -88,7 +89,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     except ConfigError:
         raise
     except SystemExit as end:
-        if asks_help and not end.code:
+        if asks_help and end.code in (None, 0, EXIT_PIPE):
             raise
         told = _plain(problems.getvalue())
         if told.startswith("Unrecognized options"):

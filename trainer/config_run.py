@@ -17,6 +17,10 @@ HINTS = (
 """What can be hinted at, each with a row in docs/hints.md."""
 
 
+MOST_THREADS = 1024
+"""More than the cores of any host; with tens of thousands a process can't start."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
     """The process group."""
@@ -28,8 +32,8 @@ class Ranks:
 
     def __post_init__(self) -> None:
         check(self.timeout_s > 0, "world.timeout-s", self.timeout_s, "use more than 0.")
-        check(self.threads == "auto" or self.threads >= 1, "world.threads", self.threads,
-              "use auto, 1 or more.")
+        check(self.threads == "auto" or 1 <= self.threads <= MOST_THREADS, "world.threads",
+              self.threads, f"use auto, or 1 to {MOST_THREADS}.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,12 @@ SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restar
              "multi-step", "plateau")  # fmt: skip
 
 
+MOST_SAMPLES = 10_000_000
+"""In one optimizer step: some hundred times what is trained with."""
+MOST_WORKERS = 512
+"""Processes of one rank: far more than it has cores."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
     """Samples an optimizer step; accumulation follows from these and the number of ranks."""
@@ -25,11 +31,14 @@ class Batch:
     def __post_init__(self) -> None:
         check(self.global_size >= 1, "batch.global-size", self.global_size, "use 1 or more.")
         check(self.micro_size >= 1, "batch.micro-size", self.micro_size, "use 1 or more.")
-        divisors = [d for d in range(1, self.global_size + 1) if self.global_size % d == 0]
-        near = min(divisors, key=lambda d: (abs(d - self.micro_size), d))
-        check(self.global_size % self.micro_size == 0, "batch.micro-size", self.micro_size,
-              f"it must divide --batch.global-size {self.global_size}; the nearest that does is "
-              f"{near}.")
+        check(self.global_size <= MOST_SAMPLES, "batch.global-size", self.global_size,
+              f"use {MOST_SAMPLES} or less.")
+        if self.global_size % self.micro_size:
+            divisors = [d for d in range(1, self.global_size + 1) if self.global_size % d == 0]
+            near = min(divisors, key=lambda d: (abs(d - self.micro_size), d))
+            check(False, "batch.micro-size", self.micro_size,
+                  f"it must divide --batch.global-size {self.global_size}; the nearest that does "
+                  f"is {near}.")
 
     @property
     def micro_batches(self) -> int:
@@ -53,8 +62,8 @@ class Data:
     """A training sample that raises: stop the run, or skip the sample: another takes its place."""
 
     def __post_init__(self) -> None:
-        check(self.workers == "auto" or self.workers >= 0, "data.workers", self.workers,
-              "use auto, 0 or more.")
+        check(self.workers == "auto" or 0 <= self.workers <= MOST_WORKERS, "data.workers",
+              self.workers, f"use auto, or 0 to {MOST_WORKERS}.")
         check(self.prefetch >= 1, "data.prefetch", self.prefetch, "use 1 or more.")
 
 

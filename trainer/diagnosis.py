@@ -119,6 +119,13 @@ def _chain(error: BaseException) -> list[BaseException]:
     return chain
 
 
+def is_foreign(error: BaseException) -> bool:
+    """Whether code other than ours, torch's and Python's raised it, so that its traceback tells
+    more than a message of ours."""
+    return isinstance(error, SyntaxError) or any(
+        _strangeness(path) < 2 for path, _, _ in _frames(error))
+
+
 def _frames(error: BaseException) -> list[_Frame]:
     """Outermost first, from where the trainer begins."""
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name)

@@ -210,7 +210,7 @@ def read_json(path: Path) -> dict[str, Any] | None:
     """A JSON object of the run folder; None if it isn't there or isn't whole."""
     try:
         value = json.loads(path.read_bytes())
-    except (FileNotFoundError, ValueError):
+    except (FileNotFoundError, NotADirectoryError, ValueError):
         return None
     return value if isinstance(value, dict) else None
 

@@ -95,8 +95,8 @@ class ByteLocks:
 
 def let_go(path: Path) -> None:
     """Give back all that this process holds of a lock file, by whatever instance: closing any
-    descriptor does."""
-    with suppress(FileNotFoundError):
+    descriptor does. What it could never open it doesn't hold."""
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
 

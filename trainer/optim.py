@@ -119,7 +119,9 @@ def build(
         model, config.weight_decay, config.rates, config.lr)
     made = [{**g, "params": list(g["params"])} for g in made]
     if not any(g["params"] for g in made):
-        raise ConfigError("--task: the model has no trainable parameter; nothing can be learnt.")
+        frozen = any(not p.requires_grad for p in model.parameters())
+        raise ConfigError("--freeze, --task: no parameter is left to be trained." if frozen else
+                          "--task: the model has no trainable parameter; nothing can be learnt.")
     if config.name == "adamw":
         fused = {p.device.type for p in model.parameters()} <= {"cpu", "cuda", "mps"}
         return torch.optim.AdamW(

@@ -64,6 +64,11 @@ def judge(
     classes = {name: change for name, _, change in config.leaves()}
     current = settings(config)
     lines, reasons = [], list(before)
+    if now.get("task") != then.get("task"):  # first: its fields differ for that
+        text = f"the task was {then.get('task')!r} and is {now.get('task')!r}"
+        _refuse("task.class", text, accepted)
+        lines.append(text)
+        reasons.append(text)
     for name in _differing(current, saved):
         change = classes.get(name, "refused" if name.startswith("task.") else "free")
         text = f"{_flag(name)} was {saved.get(name)!r} and is {current.get(name)!r}"
@@ -72,12 +77,11 @@ def judge(
         if change != "free":
             lines.append(text)
             reasons.append(text)
-    for key, what in (("task", "the task"), (DATA, "the data's fingerprint")):
-        if now.get(key) != then.get(key):
-            text = f"{what} was {then.get(key)!r} and is {now.get(key)!r}"
-            _refuse(key if key == DATA else "task.class", text, accepted)
-            lines.append(text)
-            reasons.append(text)
+    if now.get(DATA) != then.get(DATA):
+        text = f"the data's fingerprint was {then.get(DATA)!r} and is {now.get(DATA)!r}"
+        _refuse(DATA, text, accepted)
+        lines.append(text)
+        reasons.append(text)
     canonical = "canonical" == config.parallel.reduction == saved.get("parallel.reduction")
     for key in ("world_size", "threads", "device", "cpu", "torch", "numpy"):
         if key in then and now.get(key) != then[key]:

@@ -117,7 +117,8 @@ class Scheduler:
             return lambda update: factor(config, update, epoch=lengths.epoch, total=lengths.total)
         own, first = load_object(config.name, flag="--schedule.name"), warmup - 1
         try:
-            float(own(first))
+            if not math.isfinite(value := float(own(first))):
+                raise ValueError(f"its value is {value}")
         except Exception as error:
             raise ConfigError(f"--schedule.name {config.name}: called with the number of an "
                               f"update, {first}, it raised {type(error).__name__}: {error}. It "

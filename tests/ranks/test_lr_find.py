@@ -70,7 +70,7 @@ def test_the_test_prints_a_table_and_a_suggestion_and_leaves_the_run_as_it_is(
 
 @pytest.mark.parametrize(("arguments", "code", "told"), [
     (["spiral", "--points=20", "--task.points=300"], 0, "matplotlib isn't installed (pip install"),
-    (["spiral", "--points=5"], 2, "--points 10 or more"),
+    (["spiral", "--points=5"], 2, "--points 5: use 10 or more"),
     (["spirl"], 2, "did you mean 'spiral'?"),
 ])
 def test_what_is_missing_is_said(ranks, tmp_path, capfd, arguments, code, told):

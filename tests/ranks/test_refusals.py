@@ -33,6 +33,11 @@ BAD = {
         ["--eval.best val_acc:max", "val_loss"]),
     "resume path that isn't there": (
         [*TAPE, "--task.samples=200", "--resume=/nowhere"], ["--resume /nowhere", "no such"]),
+    "nothing left to train": (
+        [*TAPE, "--task.samples=200", "--freeze=*"], ["--freeze", "no parameter is left"]),
+    "what torch refuses": (
+        [*TAPE, "--task.samples=200", "--schedule.name=warm-restarts", "--schedule.options=T_0=0"],
+        ["--schedule.options T_0=0", "positive integer T_0"]),
     "unknown fault": (["--inject=kil:step=3"], ["--inject kil", "'kill'"]),
 }  # fmt: skip
 
@@ -51,8 +56,21 @@ def test_bad_input_is_one_clear_error_with_exit_code_2(ranks, tmp_path, capfd, w
     assert output.count("error: ") == 1
     for text in expected:
         assert text in output
+    assert ("Traceback" in output) == ("Traceback" in expected)  # of the user's own code only
     assert not list(tmp_path.glob("run/checkpoints/*"))
     assert not Path("/nowhere").exists()
+
+
+def test_a_file_where_the_run_folder_should_be_is_refused(ranks, tmp_path, capfd):
+    (tmp_path / "run").write_text("mine")
+
+    codes = ranks(1, train, *TAPE, "--task.samples=200", f"--run={tmp_path / 'run'}", group=False)
+
+    output = capfd.readouterr().out
+    assert codes == [2]
+    assert f"error: --run {tmp_path / 'run'}: " in output
+    assert "Traceback" not in output
+    assert (tmp_path / "run").read_text() == "mine"
 
 
 def test_more_ranks_than_micro_batches_is_refused_on_all_ranks(ranks, tmp_path, capfd):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,8 +17,9 @@ from small_task import Net, Small, samples
 
 from trainer import Config
 from trainer.__main__ import main
-from trainer.commands.predict import _stacked
+from trainer.commands.predict import _lines, _named, _stacked
 from trainer.config import Batch, Checkpoint, Eval, Optim, Ranks
+from trainer.errors import ConfigError
 from trainer.length import Length
 from trainer.library import _settings, train
 
@@ -129,6 +131,17 @@ BAD = {
     "unknown flag": (["predict", "{run}", "--optm.lr=1"], "did you mean --optim.lr?"),
     "unknown split": (["predict", "{run}", "--split=tset"], "--split tset: dataset('tset') raised"),
     "unknown kind of file": (["predict", "{run}", "--out=p.npz"], "--out p.npz: the name ends"),
+    "out in a file": (["predict", "{run}", "--out={file}/p.jsonl"], "--out"),
+    "out is a folder": (["predict", "{run}", "--out={folder}"], "this is a folder"),
+    "an impossible tolerance": (["export", "{run}", "--to={out}", "--tolerance=nan"],
+                                "--tolerance nan: use 0 or more"),
+    "plot in no folder": (["lr-find", "--plot={out}/p.png"], "there is no folder {out}"),
+    "plot of no kind": (["lr-find", "--plot={out}.txt"], "the name ends with one of .avif, .eps"),
+    "plot is a folder": (["lr-find", "--plot={folder}.png"], "this is a folder"),
+    "rates without an end": (["lr-find", "--to=inf"], "--to inf: use two rates above 0"),
+    "too few rates": (["lr-find", "--points=3"], "--points 3: use 10 or more"),
+    "trace into a file": (["profile", "--to={file}"], "--to {file}: "),
+    "no step to look at": (["profile", "--active=0"], "--active 0: use 1 or more"),
     "another model": (["evaluate", "{run}", "--task=tape_task:Tape"], "the weights don't fit"),
 }  # fmt: skip
 
@@ -139,14 +152,18 @@ def test_what_is_wrong_is_one_clear_error_with_exit_code_2(run, tmp_path, capsys
     shutil.copytree(run, damaged := tmp_path / "damaged")
     weights = damaged / "checkpoints/step-00000012/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
-    names = {"run": run, "damaged": damaged, "out": tmp_path / "out"}
+    (file := tmp_path / "file").touch()
+    (folder := tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "folder.jsonl.png").mkdir()
+    names = {"run": run, "damaged": damaged, "out": tmp_path / "out", "file": file,
+             "folder": folder}
 
     code = main([text.format(**names) for text in arguments])
 
     said = capsys.readouterr()
     assert (code, said.out) == (2, "")
     assert said.err.count("error: ") == 1
-    assert expected in said.err
+    assert expected.format(**names) in said.err
     assert not (tmp_path / "out").exists()
 
 
@@ -196,6 +213,20 @@ def test_predictions_go_into_the_run_folder_or_into_json_lines(run, tmp_path):
     assert [line["index"] for line in lines] == list(range(30))
     assert torch.equal(torch.tensor([line["output"] for line in lines]), found["output"])
     assert content(run / "checkpoints") == checkpoints
+
+
+def test_lines_are_json_whatever_the_numbers_are():
+    values = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
+
+    first, second = map(json.loads, _lines([{"output": values}]))
+
+    assert first == {"index": 0, "output": [1.0, None]}
+    assert second == {"index": 1, "output": [None, 2.0]}
+
+
+def test_an_output_that_would_hide_the_samples_numbers_is_refused():
+    with pytest.raises(ConfigError, match="an output is named index"):
+        _named({"index": torch.zeros(2)}, 2)
 
 
 def test_predictions_that_are_not_contiguous_are_written_too():

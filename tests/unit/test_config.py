@@ -260,7 +260,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(argv, parts):
      "32"),
     ("batch.micro-size", "1000", "it must divide --batch.global-size 128; the nearest that does is "
      "128"),
-    ("data.workers", "-1", "use auto, 0 or more"),
+    ("batch.global-size", "99999999999999999999", "use 10000000 or less"),
+    ("data.workers", "-1", "use auto, or 0 to 512"),
+    ("data.workers", "100000", "use auto, or 0 to 512"),
     ("data.prefetch", "0", "use 1 or more"),
     ("optim.name", "adam", "use adamw, sgd, or your own as module:Class"),
     ("optim.lr", "0.0", "use a rate above 0"),
@@ -276,7 +278,8 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(argv, parts):
     ("precision.loss-scale", "0.0", "use more than 0"),
     ("parallel.bucket-mb", "0.0", "use more than 0"),
     ("world.timeout-s", "0.0", "use more than 0"),
-    ("world.threads", "0", "use auto, 1 or more"),
+    ("world.threads", "0", "use auto, or 1 to 1024"),
+    ("world.threads", "99999", "use auto, or 1 to 1024"),
     ("checkpoint.keep", "0", "use 1 or more: the newest checkpoint is what a restart continues"),
     ("checkpoint.every-s", "-1.0", "use 0 (off) or more"),
     ("eval.batch-size", "0", "use auto, 1 or more"),
@@ -293,6 +296,7 @@ def test_a_value_that_does_not_fit_is_refused_with_flag_value_and_remedy(flag, v
 
 @pytest.mark.parametrize(("argv", "parts"), [
     (["--optim.betas", "0.9", "1.0"], ["--optim.betas (0.9, 1.0)", "not including, 1"]),
+    (["--run="], ["--run ''", "name a folder"]),
     (["--optim.nesterov=on", "--optim.momentum=0"], ["--optim.nesterov on", "--optim.momentum"]),
     (["--task.dropout=2"], ["task.dropout is 2.0; use 0 or more and less than 1"]),
     (["--task.model=resnet18", "--task.norm=none"], ["task.norm none", "leave them out"]),

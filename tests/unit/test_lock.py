@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import StaleAttempt
-from trainer.lock import ByteLocks, RunLock, is_at_work
+from trainer.lock import ByteLocks, RunLock, is_at_work, let_go
 from trainer.store import Store
 
 REPOSITORY = Path(__file__).parents[2]
@@ -343,3 +343,10 @@ def test_who_takes_no_lock_sees_whether_the_owner_lives(processes):
     owner.kill()
 
     assert not is_at_work(path)
+
+
+def test_a_lock_in_no_folder_is_not_held(tmp_path):
+    (tmp_path / "file").touch()
+
+    let_go(tmp_path / "file" / "lock")
+    let_go(tmp_path / "nowhere" / "lock")

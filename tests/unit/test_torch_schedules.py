@@ -227,6 +227,10 @@ def test_a_function_gets_the_number_of_the_update_and_gives_a_factor_of_the_peak
     assert rates[4:] == [halving(n) for n in range(4, TOTAL)]
 
 
+def nowhere(update: int) -> float:
+    return float("nan")
+
+
 @pytest.mark.parametrize(("name", "options", "told"), [
     ("warm-restarts", ("T_mul=3",), "did you mean T_mult"),
     ("warm-restarts", ("T_0=three",), "is not a length"),
@@ -237,6 +241,7 @@ def test_a_function_gets_the_number_of_the_update_and_gives_a_factor_of_the_peak
     ("plateau", ("mode=max",), "no such argument"),
     ("math:nothing", (), "has no 'nothing'"),
     ("math:pi", (), "it raised TypeError"),
+    (f"{__name__}:nowhere", (), "its value is nan"),
 ])  # fmt: skip
 def test_what_a_schedule_cannot_use_is_named(name, options, told):
     with pytest.raises(ConfigError, match="--schedule") as error:

@@ -50,6 +50,8 @@ def main(argv: Sequence[str]) -> int:
     options, overrides = parser.parse_known_args(argv)
     log, exact = Log(), True
     try:
+        if options.tolerance is not None and not options.tolerance >= 0:
+            raise ConfigError(f"--tolerance {options.tolerance:g}: use 0 or more.")
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
         call = _example(reader)
         if any((options.to / name).exists() for name in (folder.IDENTITY, MANIFEST)):

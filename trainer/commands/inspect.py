@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     options = parser.parse_args(argv)
     if folder.read_json(options.run / folder.IDENTITY) is None:
-        print(f"{options.run}: there is no run in this folder (no {folder.IDENTITY})")
+        print(f"{options.run}: there is no run in this folder (no whole {folder.IDENTITY})")
         return 2
     report = inspect(options.run, *options.others)
     print(json.dumps(report, indent=2) if options.json else _table(report, options.run))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -62,11 +63,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--points", type=int, default=100, help="steps (100)")
     parser.add_argument("--plot", type=Path, default=Path("lr-find.png"), help="(lr-find.png)")
     options, rest = parser.parse_known_args(argv)
-    if not 0 < options.low < options.high or options.points < 10:
-        print("trainer lr-find: --from has to be above 0 and below --to, and --points 10 or more.",
-              file=sys.stderr)
-        return 2
     try:
+        if not 0 < options.low < options.high < math.inf:
+            raise ConfigError(f"--from {options.low:g} --to {options.high:g}: use two rates above "
+                              "0, the lower one first.")
+        if options.points < 10:
+            raise ConfigError(f"--points {options.points}: use 10 or more.")
+        _ask_for(options.plot)
         rates, losses = measure(rest, options.low, options.high, options.points)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -84,6 +87,27 @@ def main(argv: Sequence[str]) -> int:
               "--from and --to")
     print(_plot(options.plot, rates, losses, found))
     return 0
+
+
+def _ask_for(plot: Path) -> None:
+    """Before anything is measured.
+
+    Raises:
+        ConfigError: there is no drawing this file.
+    """
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ModuleNotFoundError:
+        return  # said where the plot would be
+    kinds = FigureCanvasBase.get_supported_filetypes()
+    if plot.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"--plot {plot}: the name ends with one of .{', .'.join(sorted(kinds))}.")
+    if plot.is_dir():
+        raise ConfigError(f"--plot {plot}: this is a folder; name a file.")
+    if not plot.parent.is_dir():
+        raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}; make it first.")
+    if not os.access(plot if plot.exists() else plot.parent, os.W_OK):
+        raise ConfigError(f"--plot {plot}: it can't be written; choose another place.")
 
 
 def measure(

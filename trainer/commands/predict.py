@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from trainer.log import Log
 from trainer.reader import Reader, first_call, read
 
 KINDS = (".safetensors", ".jsonl")
+INDEX = "index"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,6 +46,8 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.out is not None and options.out.suffix not in KINDS:
             raise ConfigError(f"--out {options.out}: the name ends with {' or '.join(KINDS)}.")
+        if options.out is not None:
+            _ask_for(options.out)
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
         split, rows = _predicted(reader, options.split)
         step = reader.weights.step
@@ -59,6 +64,19 @@ def main(argv: Sequence[str]) -> int:
         return 2
     print(f"{out}: {split}, step {step}, {sum(map(_size, rows))} samples")
     return 0
+
+
+def _ask_for(out: Path) -> None:
+    """Make the folder, before anything is computed.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+    out.parent.mkdir(parents=True, exist_ok=True)
+    if out.is_dir():
+        raise IsADirectoryError("this is a folder")
+    if not os.access(out.parent, os.W_OK):
+        raise PermissionError(f"{out.parent} can't be written to")
 
 
 def _predicted(reader: Reader, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
@@ -100,6 +118,10 @@ def _named(output: Any, samples: int) -> dict[str, Tensor]:
         named = {f"output.{number}": value for number, value in enumerate(output)}
     else:
         named = {"output": output}
+    if INDEX in named:
+        raise ConfigError(f"--task: an output is named {INDEX}, as the samples' numbers are in the "
+                          "file; give the task a method predict(model, batch) that names it "
+                          "otherwise.")
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
             form = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -115,16 +137,28 @@ def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     except RuntimeError as error:
         raise ConfigError("--out: the outputs of the batches differ in size, and a safetensors "
                           f"file holds one tensor; write to a .jsonl file ({error}).") from error
-    return {"index": torch.arange(sum(map(_size, rows))), **tensors}
+    return {INDEX: torch.arange(sum(map(_size, rows))), **tensors}
 
 
 def _lines(rows: list[dict[str, Tensor]]) -> Iterator[bytes]:
     index = 0
     for row in rows:
         for place in range(_size(row)):
-            values = {name: value[place].tolist() for name, value in row.items()}
-            yield (json.dumps({"index": index, **values}) + "\n").encode()
+            values = {name: _plain(value[place]) for name, value in row.items()}
+            yield (json.dumps({INDEX: index, **values}, allow_nan=False) + "\n").encode()
             index += 1
+
+
+def _plain(value: Tensor) -> Any:
+    """As JSON has it, which knows no NaN and no infinity: null."""
+    numbers = value.tolist()
+    return numbers if bool(value.isfinite().all()) else _nulled(numbers)
+
+
+def _nulled(numbers: Any) -> Any:
+    if isinstance(numbers, list):
+        return [_nulled(number) for number in numbers]
+    return numbers if math.isfinite(numbers) else None
 
 
 def _size(row: dict[str, Tensor]) -> int:

@@ -67,10 +67,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--active", type=int, default=10, help="steps to look at (10)")
     parser.add_argument("--to", type=Path, default=Path("profile"), help="folder (profile)")
     options, rest = parser.parse_known_args(argv)
-    if options.active < 1:
-        print("trainer profile: --active has to be 1 or more.", file=sys.stderr)
-        return 2
     try:
+        if options.active < 1:
+            raise ConfigError(f"--active {options.active}: use 1 or more.")
+        try:
+            options.to.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"--to {options.to}: {error}; name a folder.") from error
         spent_s, averages, on_gpu = measure(rest, options.active, options.to)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
