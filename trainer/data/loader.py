@@ -11,6 +11,7 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -192,7 +193,7 @@ def reading(workers: int, prefetch: int, device: torch.device) -> dict[str, Any]
         "prefetch_factor": prefetch if workers else None,
         # A rank born of a fork server would start a second server for its workers.
         "multiprocessing_context": "fork" if workers else None,
-        "worker_init_fn": _start_worker if workers else None,
+        "worker_init_fn": partial(_start_worker, os.getpid()) if workers else None,
         "pin_memory": device.type == "cuda",
         "generator": torch.Generator(),  # else iter() draws from the process-wide one
     }
@@ -209,8 +210,13 @@ def _unchanged(micro: Any) -> Any:
     return micro
 
 
-def _start_worker(number: int) -> None:
-    """In each loader process: one thread, deaf to stop signals, and gone with its rank."""
+def _start_worker(rank: int, number: int) -> None:
+    """In each loader process: gone with its rank (a process), deaf to stop signals, one thread."""
+    if sys.platform == "linux":
+        # It has inherited the rank's sockets: alive, it would hide the rank's death from the peers.
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != rank:
+        os._exit(0)
     torch.set_num_threads(1)
     stacks.prepare_worker(number)
     # A launcher signals the whole process group: the rank decides when its workers end.
@@ -221,8 +227,3 @@ def _start_worker(number: int) -> None:
         # in place of a folder in the temporary folder.
         name = f"\0trainer-{uuid.uuid4()}"
         multiprocessing.connection.arbitrary_address = lambda _: name  # type: ignore[attr-defined]
-    parent = os.getppid()
-    # It has inherited the rank's sockets: alive, it would hide the rank's death from the peers.
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(0)
