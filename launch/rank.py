@@ -61,6 +61,8 @@ def be_rank(
         threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
         code = _call(main, list(argv))
         _finish()
+        with contextlib.suppress(OSError):  # the launcher is gone
+            os.write(launcher_fd, b"returned\n")
         os._exit(code)
     except BaseException:
         traceback.print_exc()

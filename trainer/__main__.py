@@ -156,7 +156,9 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
             failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
             last_words = str(error) if failed else ""
             (log.error if failed else log.info)(str(error))
-    except Exception as error:
+    except BaseException as error:  # SystemExit of the task's code, for one: no end of a run
+        if isinstance(error, SystemExit) and log.phase == "start":
+            raise  # after --help
         stop.leave_if_idle()
         failure.note(error)
         code, last_words = failure.explain()

@@ -45,7 +45,7 @@ class Failure:
             step: in the making, or just made; default: the last one made.
         """
         forget_workers()
-        if error is self._error:
+        if self._error is not None and self._error in (error, error.__cause__):
             return
         self._error, self._echo = error, lost_peer(error)
         self._found = found = diagnose(error)
@@ -53,7 +53,8 @@ class Failure:
         if found.phase:
             phases.pop("train", None)  # says less
         self._event = self._log.event(
-            "failure", why=f"{found.kind}: {found.message}", where=found.where, echo=self._echo,
+            "failure", why=": ".join(filter(None, (found.kind, found.message))),
+            where=found.where, echo=self._echo,
             failed_step=self._log.step if step is None else step,
             failed_phase=", ".join(phases), memory=found.memory,
         )  # fmt: skip

@@ -113,7 +113,7 @@ class Log:
             "step": self.step,
             "phase": self.phase,
             "event": event,
-            **fields,
+            **{name: _writable(value) for name, value in fields.items()},
         }
         if self._events is None:
             self._early.append(line)
@@ -153,6 +153,11 @@ def _has_colours(stream: TextIO) -> bool:
     """Whether it is a terminal, and colours are welcome (https://no-color.org)."""
     return (not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
             and stream.isatty())
+
+
+def _writable(value: Any) -> Any:
+    """A text such that whoever reads the event can print it: a file's name may be no UTF-8."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 
 
 def _launch_phases() -> dict[str, float]:
