@@ -180,6 +180,7 @@ def attempt(  # type: ignore[no-untyped-def]
     """
     from trainer.build import build
     from trainer.errors import EXIT_COMPLETE, StopRequested
+    from trainer.failure import forget_workers
     from trainer.launcher import tell
     from trainer.loop import train
     from trainer.watchdog import Watchdog
@@ -193,7 +194,11 @@ def attempt(  # type: ignore[no-untyped-def]
         watchdog.gather(parts.timing)
         watchdog.in_flight = lambda: parts.checkpoint.in_flight
         try:
-            train(parts)
+            try:
+                train(parts)
+            except BaseException:
+                forget_workers()  # first: torch would raise amid what follows
+                raise
         except StopRequested:
             stop.disarm()
             with contextlib.suppress(OSError):  # lines of metrics.jsonl, which the checkpoint has
@@ -216,10 +221,8 @@ def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-unt
         StopRequested: it came up while a stop was asked for, and nothing is lost.
     """
     from trainer.errors import StopRequested, TrainerError
-    from trainer.failure import forget_workers
     from trainer.network import lost_peer
 
-    forget_workers()
     if isinstance(error, TrainerError):
         parts.abandon()
         return
