@@ -188,4 +188,10 @@ def read_events(*paths: Path) -> list[dict[str, Any]]:
                 events.append(json.loads(line))
             except ValueError:
                 continue  # a line torn by a crash of the machine
-    return sorted((e for e in events if isinstance(e, dict)), key=lambda e: e.get("time", 0.0))
+    return sorted(filter(_is_event, events), key=lambda event: event.get("time", 0.0))
+
+
+def _is_event(line: Any) -> bool:
+    """Whether a line is one of ours: numbers are numbers. Others don't stop a run."""
+    numbers = ("time", "attempt", "rank", "step")
+    return isinstance(line, dict) and all(isinstance(line.get(n, 0), int | float) for n in numbers)
