@@ -40,9 +40,6 @@ earlier, if there is one that runs."""
 REMIND_S = 10.0
 """How often the launcher says that it still waits for ranks that were asked to stop."""
 
-HARMLESS = (EXIT_COMPLETE, EXIT_STOPPED)
-"""Exit codes of a rank whose peers are not in trouble."""
-
 
 class HotAgent(SimpleElasticAgent):
     """Runs the ranks of this node until they are done, have failed too often, or are to stop.
@@ -192,7 +189,7 @@ class HotAgent(SimpleElasticAgent):
             # The group is whole and saves if it is asked, but nobody could tell how it ends, nor
             # restart it: that takes a new server.
             self._hurry_at = [(now_s, signal.SIGTERM), (now_s + self._grace_s, signal.SIGKILL)]
-        elif not self._hurry_at and any(end.code not in HARMLESS for end in self._exits):
+        elif not self._hurry_at and any(end.failed for end in self._exits):
             late_s = now_s + self._grace_s
             self._hurry_at = [(late_s, signal.SIGTERM), (late_s + TERM_S, signal.SIGKILL)]
         for at_s, number in self._hurry_at[self._num_hurried :]:

@@ -13,7 +13,7 @@ from launch.agent import TERM_S, HotAgent
 from launch.endpoint import STORE_ERRORS
 from launch.nodes import Change, NodesRendezvous, RunOver
 from launch.verdict import Exit, Verdict, judge
-from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 
 POLL_S = 0.25
 
@@ -153,7 +153,7 @@ class NodeAgent(HotAgent):
 
     def _is_broken(self) -> bool:
         """Whether the group isn't whole any more: a rank has failed, or a node is lost."""
-        failed = any(end.code not in (EXIT_COMPLETE, EXIT_STOPPED) for end in self._exits)
+        failed = any(end.failed for end in self._exits)
         self._nodes.change = None
         return failed or bool(self._nodes.num_nodes_waiting() and self._nodes.change
                               and self._nodes.change.kind != "join")

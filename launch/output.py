@@ -25,7 +25,7 @@ class Output:
 
     def say(self, text: str) -> None:
         """A line of the launcher itself, on stderr."""
-        self._write(sys.stderr.fileno(), f"launch: {text}\n".encode())
+        self._write(sys.stderr.fileno(), f"launch: {text}\n".encode(errors="backslashreplace"))
 
     def say_last(self, text: str) -> None:
         """The last line of all, once the ranks' output is copied."""

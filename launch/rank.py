@@ -61,6 +61,8 @@ def be_rank(
         threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
         code = _call(main, list(argv))
         _finish()
+        with contextlib.suppress(OSError):  # the launcher is gone
+            os.write(launcher_fd, b"returned\n")
         os._exit(code)
     except BaseException:
         traceback.print_exc()
@@ -99,9 +101,14 @@ def _finish() -> None:
 
 
 def _end_orphan(launcher_fd: int) -> None:
-    """The last resort where launcher and fork server have both died."""
+    """The last resort where launcher and fork server have both died. One that was only stopped is
+    continued: it has to end as well."""
+    server = os.getppid()
     watch = select.poll()
     watch.register(launcher_fd, 0)  # not what can be read there: only whether the other end is gone
     watch.poll()
+    with contextlib.suppress(OSError):
+        if os.getppid() == server:
+            os.kill(server, signal.SIGCONT)
     time.sleep(ORPHAN_S)
     os.killpg(os.getpgrp(), signal.SIGKILL)

@@ -22,10 +22,13 @@ from launch.output import Output
 from launch.signals import StopRequest
 from launch.verdict import Exit
 from trainer import processes
-from trainer.errors import EXIT_FAILURE
+from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
 
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
+
+SERVER_LOOKS, LOOK_S = 4, 0.5
+"""A fork server that is found stopped so many times, while something waits for it, is continued."""
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -37,6 +40,7 @@ class _Rank:
     channel: socket.socket
     told: bytes = b""
     forced: bool = False
+    returned: bool = False
     looks_stopped: int = 0
 
 
@@ -107,7 +111,7 @@ class Ranks:
             until_stop: return early, with None, at a stop request.
         """
         while self._server_loads and not (until_stop and self._stop.signal is not None):
-            self._poll(None)
+            self._poll(LOOK_S)
         return self._code
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
@@ -130,7 +134,7 @@ class Ranks:
         with contextlib.suppress(OSError):  # the server has died: `_poll` will find that
             forkserver.send(self._control, {"fork": order})
         while self._starting:
-            self._poll(None)
+            self._poll(LOOK_S)
         return self._pids
 
     def wait(self, timeout_s: float) -> list[Exit]:
@@ -195,6 +199,7 @@ class Ranks:
         self._server_pid, self._control = server
         self.server_lives = True
         self._server_loads = True
+        self._looks_stopped = 0
         self._code: int | None = None  # where it has found that there is nothing to start
         self._watch(self._control.fileno(), self._on_message)
 
@@ -205,11 +210,28 @@ class Ranks:
         with contextlib.suppress(KeyError):
             self._selector.unregister(fd)
 
-    def _poll(self, timeout_s: float | None) -> None:
-        for key, _ in self._selector.select(timeout_s):
+    def _poll(self, timeout_s: float) -> None:
+        events = self._selector.select(timeout_s)
+        if not events:
+            self._continue_server()
+        for key, _ in events:
             # One event may settle the others that came with it: an end closes the rank's channel.
             if self._selector.get_map().get(key.fileobj) == key:
                 key.data()
+
+    def _continue_server(self) -> None:
+        """Nobody but the server starts ranks and tells of their ends: it must not stay stopped.
+
+        Counted in looks, since the launcher may have been stopped with it.
+        """
+        stopped = self.server_lives and processes.is_stopped(self._server_pid) and (
+            self._server_loads or self._starting
+            or any(processes.state(pid) in "ZX" for pid in self._living))
+        self._looks_stopped = self._looks_stopped + 1 if stopped else 0
+        if self._looks_stopped >= SERVER_LOOKS:
+            self._looks_stopped = 0
+            self._output.say("the fork server was stopped, and ranks wait for it: continued")
+            os.kill(self._server_pid, signal.SIGCONT)
 
     def _on_message(self) -> None:
         message, fds = forkserver.receive(self._control)
@@ -248,7 +270,9 @@ class Ranks:
         for line in lines:
             word, _, value = line.decode(errors="replace").partition(" ")
             with contextlib.suppress(ValueError):
-                if word == "run":
+                if word == "returned":
+                    rank.returned = True
+                elif word == "run":
                     self.run_folder = json.loads(value)
                 elif word == "failure":
                     self.failures.append(json.loads(value))
@@ -264,7 +288,8 @@ class Ranks:
         self._forget(rank.pidfd)
         rank.channel.close()
         os.close(rank.pidfd)
-        end = Exit(rank=rank.rank, code=code, at_s=time.monotonic(), forced=rank.forced)
+        end = Exit(rank=rank.rank, code=code, at_s=time.monotonic(), forced=rank.forced,
+                   early=code == EXIT_COMPLETE and not rank.returned)
         self._exits.append(end)
 
     def _lose_server(self) -> None:

@@ -22,18 +22,31 @@ class Exit:
             tell, because the process that forked it had died.
         at_s: when it was noticed, on the monotonic clock.
         forced: the launcher itself killed it, or asked it to leave.
+        early: it has left with 0 before the trainer came to its end: something called `os._exit`.
     """
 
     rank: int
     code: int | None
     at_s: float
     forced: bool = False
+    early: bool = False
+
+    @property
+    def complete(self) -> bool:
+        """Whether it had nothing more to do."""
+        return self.code == EXIT_COMPLETE and not self.early
+
+    @property
+    def failed(self) -> bool:
+        """Whether its peers are in trouble."""
+        return not self.complete and self.code != EXIT_STOPPED
 
     def __str__(self) -> str:
         if self.code is None:
             return "the fork server was killed"
         if self.code >= 0:
-            return f"rank {self.rank} exited with code {self.code}"
+            early = " before its end" if self.early else ""
+            return f"rank {self.rank} exited with code {self.code}{early}"
         return f"rank {self.rank} was killed by {signal_name(-self.code)}"
 
 
@@ -56,7 +69,7 @@ def judge(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> Verdict:
         exits: one for each rank.
         stop_at_s: when the launcher was asked to stop, on the monotonic clock; None if it wasn't.
     """
-    failures = [end for end in exits if end.code != EXIT_COMPLETE]
+    failures = [end for end in exits if not end.complete]
     if not failures:
         return Verdict(code=EXIT_COMPLETE, restart=False)
     own = [end for end in failures if not end.forced] or failures

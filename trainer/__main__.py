@@ -159,7 +159,9 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
             failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
             last_words = str(error) if failed else ""
             (log.error if failed else log.info)(str(error))
-    except Exception as error:
+    except BaseException as error:  # SystemExit of the task's code, for one: no end of a run
+        if isinstance(error, SystemExit) and log.phase == "start":
+            raise  # after --help
         stop.leave_if_idle()
         failure.note(error)
         code, last_words = failure.explain()
@@ -181,6 +183,7 @@ def attempt(  # type: ignore[no-untyped-def]
     """
     from trainer.build import build
     from trainer.errors import EXIT_COMPLETE, StopRequested
+    from trainer.failure import forget_workers
     from trainer.launcher import tell
     from trainer.loop import train
     from trainer.watchdog import Watchdog
@@ -194,7 +197,11 @@ def attempt(  # type: ignore[no-untyped-def]
         watchdog.gather(parts.timing)
         watchdog.in_flight = lambda: parts.checkpoint.in_flight
         try:
-            train(parts)
+            try:
+                train(parts)
+            except BaseException:
+                forget_workers()  # first: torch would raise amid what follows
+                raise
         except StopRequested:
             stop.disarm()
             with contextlib.suppress(OSError):  # lines of metrics.jsonl, which the checkpoint has
@@ -217,10 +224,8 @@ def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-unt
         StopRequested: it came up while a stop was asked for, and nothing is lost.
     """
     from trainer.errors import StopRequested, TrainerError
-    from trainer.failure import forget_workers
     from trainer.network import lost_peer
 
-    forget_workers()
     if isinstance(error, TrainerError):
         parts.abandon()
         return

@@ -53,7 +53,7 @@ class Diagnosis:
 
 def diagnose(error: BaseException) -> Diagnosis:
     """Understand an exception, also one that a loader worker has sent as text."""
-    text = str(error)
+    text = _text(error)
     kind, message, frames = type(error).__name__, text, _frames(error)
     phase = next(filter(None, map(_phase, frames)), None)
     kinds = {c.__name__ for e in _chain(error) for c in type(e).__mro__}
@@ -64,7 +64,7 @@ def diagnose(error: BaseException) -> Diagnosis:
         message = text[said[-1].end():] if said else text.strip().splitlines()[-1]
     elif (cause := _chain(error)[-1]) is not error:
         # Also of one in a loader worker, whose traceback comes as text.
-        told = _FRAME.findall(str(cause))
+        told = _FRAME.findall(_text(cause))
         frames = [(path, int(line), name) for path, line, name in told] or _frames(cause)
     kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
     handing_over = isinstance(error, ConnectionError | EOFError) and any(
@@ -109,6 +109,14 @@ def remedies(memory: str, config: Any) -> list[str]:
         told.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
                     "use_reentrant=False) around the blocks of the model")
     return told
+
+
+def _text(error: BaseException) -> str:
+    """What an exception says, also where its own code for that fails."""
+    try:
+        return str(error)
+    except Exception as problem:
+        return f"(its text can't be had: {type(problem).__name__})"
 
 
 def _chain(error: BaseException) -> list[BaseException]:

@@ -28,6 +28,10 @@ def told_by(rank: int, error: TrainerError) -> TrainerError:
     return error
 
 
+class PeerFailed(RuntimeError):
+    """Another rank has told that it failed, and tells more itself."""
+
+
 class ConfigError(TrainerError, ValueError):
     """Bad configuration or data, found before anything started: names flag, value and remedy."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from trainer.attempts import sentence
 from trainer.diagnosis import Diagnosis, diagnose, remedies
-from trainer.errors import EXIT_CONFIG, EXIT_FAILURE
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed
 from trainer.launcher import record_failure, tell
 from trainer.log import Log
 from trainer.network import lost_peer
@@ -45,15 +45,16 @@ class Failure:
             step: in the making, or just made; default: the last one made.
         """
         forget_workers()
-        if error is self._error:
+        if self._error is not None and self._error in (error, error.__cause__):
             return
-        self._error, self._echo = error, lost_peer(error)
+        self._error, self._echo = error, lost_peer(error) or isinstance(error, PeerFailed)
         self._found = found = diagnose(error)
         phases = dict.fromkeys(filter(None, (self._log.phase, found.phase)))
         if found.phase:
             phases.pop("train", None)  # says less
         self._event = self._log.event(
-            "failure", why=f"{found.kind}: {found.message}", where=found.where, echo=self._echo,
+            "failure", why=": ".join(filter(None, (found.kind, found.message))),
+            where=found.where, echo=self._echo,
             failed_step=self._log.step if step is None else step,
             failed_phase=", ".join(phases), memory=found.memory,
         )  # fmt: skip
@@ -67,7 +68,9 @@ class Failure:
         assert self._found is not None
         log, found = self._log, self._found
         if self._echo:  # the cause is another rank's, which tells it
-            log.warning(f"lost a peer after step {log.step} ({log.phase}); leaving")
+            told = (str(self._error) if isinstance(self._error, PeerFailed)
+                    else f"lost a peer after step {log.step} ({log.phase})")
+            log.warning(f"{told}; leaving")
             self._error = None
             return EXIT_FAILURE, ""
         traceback.print_exception(self._error)

@@ -10,7 +10,8 @@ import os
 import platform
 import secrets
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -21,7 +22,7 @@ from trainer.durable import fsync_folder, make_folder, write_file
 from trainer.errors import AlreadyFinished, ConfigError, GaveUp
 from trainer.lock import RunLock
 from trainer.log import Log, read_events
-from trainer.store import Store
+from trainer.store import FULL, Store
 from trainer.world import World
 
 IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
@@ -29,6 +30,8 @@ SUMMARY, PRODUCT, METRICS, EVENTS = (
     "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
 )  # fmt: skip
 TAIL_BYTES = 1 << 16
+FULL_S = 15.0
+"""How long a restart waits for room on a full disk, before the attempt fails."""
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
 COMPILED, TIMING, LAST_STEP = "compile-cache", "timing.jsonl", "last-step"
 
@@ -119,6 +122,7 @@ def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log)
 
     Raises:
         ConfigError: the folder can't be written, or another run that lives is at work in it.
+        OSError: the disk has become full since the run was begun.
     """
     note = None
     others_turn = world.local_rank == 0 and not world.is_main
@@ -126,8 +130,8 @@ def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log)
         error: Exception | None = None
         if mine:
             try:
-                note = _take(path, identity, lock, world)
-            except ConfigError as problem:
+                note = _take(path, identity, lock, world, log)
+            except (ConfigError, OSError) as problem:
                 error = problem
         world.agree(error)
     log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
@@ -135,7 +139,9 @@ def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log)
         log.warning(note)
 
 
-def _take(path: Path, identity: Identity, lock: RunLock, world: World) -> str | None:
+def _take(
+    path: Path, identity: Identity, lock: RunLock, world: World, log: Log
+) -> str | None:
     launch_id = _launch_id(world)
     elastic = world.launch.run_id is not None
     try:
@@ -143,11 +149,30 @@ def _take(path: Path, identity: Identity, lock: RunLock, world: World) -> str | 
         note = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
         world.keeps_folder = lock.holds
         if lock.holds:
-            replace_json(path / IDENTITY, {**dataclasses.asdict(identity), "launch": launch_id})
+            mine = {**dataclasses.asdict(identity), "launch": launch_id}
+            _when_not_full(lambda: replace_json(path / IDENTITY, mine),
+                           FULL_S if identity.attempt else 0.0, log)
     except OSError as problem:
+        if identity.attempt and problem.errno in FULL:
+            raise  # no mistake of the configuration, and it may pass
         raise ConfigError(
             f"--run {path}: {problem}; choose a folder that can be written.") from problem
     return note
+
+
+def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> None:
+    """Write; on a full disk, try again for so many seconds."""
+    began_s, told = time.monotonic(), False
+    while True:
+        try:
+            return write()
+        except OSError as problem:
+            if problem.errno not in FULL or time.monotonic() - began_s >= patience_s:
+                raise
+            if not told:
+                log.warning(f"{problem}; waiting for room, {patience_s:g} s at most")
+            told = True
+        time.sleep(0.2)
 
 
 def begin(path: Path, identity: Identity, world: World, log: Log, *, position: int, version: str,

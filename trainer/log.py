@@ -113,7 +113,7 @@ class Log:
             "step": self.step,
             "phase": self.phase,
             "event": event,
-            **fields,
+            **{name: _writable(value) for name, value in fields.items()},
         }
         if self._events is None:
             self._early.append(line)
@@ -155,6 +155,11 @@ def _has_colours(stream: TextIO) -> bool:
             and stream.isatty())
 
 
+def _writable(value: Any) -> Any:
+    """A text such that whoever reads the event can print it: a file's name may be no UTF-8."""
+    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+
+
 def _launch_phases() -> dict[str, float]:
     """What `python -m launch` tells of the phases of a restart before this process began."""
     try:
@@ -183,4 +188,10 @@ def read_events(*paths: Path) -> list[dict[str, Any]]:
                 events.append(json.loads(line))
             except ValueError:
                 continue  # a line torn by a crash of the machine
-    return sorted((e for e in events if isinstance(e, dict)), key=lambda e: e.get("time", 0.0))
+    return sorted(filter(_is_event, events), key=lambda event: event.get("time", 0.0))
+
+
+def _is_event(line: Any) -> bool:
+    """Whether a line is one of ours: numbers are numbers. Others don't stop a run."""
+    numbers = ("time", "attempt", "rank", "step")
+    return isinstance(line, dict) and all(isinstance(line.get(n, 0), int | float) for n in numbers)

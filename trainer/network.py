@@ -168,7 +168,6 @@ def lost_peer(error: BaseException) -> bool:
              "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
              "application timeout caused")
     kinds = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError")
-    text = str(error).lower()
-    if type(error).__name__ not in kinds or text.startswith("rank "):
+    if type(error).__name__ not in kinds or (text := str(error).lower()).startswith("rank "):
         return False
     return any(word in text for word in words)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -104,6 +107,20 @@ class Parts:
         """Draw the step's picture where the task has one (`again`: also if it is there)."""
         if self.pictures is not None and self.progress.step:
             self.pictures.take(self.progress.step, again=again)
+
+    def spare_updates(self) -> None:
+        """Let no death of a loader process, which torch raises at whatever line the rank is, strike
+        amid an update or what follows it, of which nothing could be kept. The next wait for data
+        notices it as well, within 5 s. Once the loader reads.
+        """
+        strike = signal.getsignal(signal.SIGCHLD)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if callable(strike) and (self.log.phase != "train" or self._at_boundary()):
+                strike(number, frame)
+
+        if callable(strike) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handle)
 
     def close(self) -> None:
         """The orderly end: loader processes, the last save, the files.

@@ -43,6 +43,7 @@ def start(run: Parts) -> None:
             run.draw(again=False)  # where it was lost with rank 0
     run.log.info(run.memory.told(run.state.model, run.state.optimizer))
     run.state.key_rng(run.world.rank)
+    run.spare_updates()
 
 
 def warm_up(

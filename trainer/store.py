@@ -29,7 +29,8 @@ from trainer.lock import ByteLocks
 from trainer.manifest import CheckpointInfo, Stage, look, verify
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
-_FULL = (errno.ENOSPC, errno.EDQUOT)
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Errors of a full disk."""
 
 
 class Store:
@@ -100,7 +101,7 @@ class Store:
                 finally:
                     remove_folder(stage.path)
         except OSError as error:
-            if error.errno not in _FULL:
+            if error.errno not in FULL:
                 raise
             needed = max(expected_bytes, stage.bytes_tried)
             raise OSError(

@@ -143,7 +143,7 @@ def load_object(path: str, flag: str) -> Any:
         sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script without a guard ends itself
         absent = isinstance(error, ModuleNotFoundError) and error.name is not None and (
             module_name == error.name or module_name.startswith(error.name + "."))
         why = ("there is no such module on the import path; run from its folder or install it"

@@ -250,7 +250,7 @@ class World:
         """Collective. Returns if no rank has an error; otherwise every rank raises.
 
         A rank with an error raises that. The others raise one of the same class if it is one of
-        `trainer.errors`, else a RuntimeError, with the message of the first rank that failed.
+        `trainer.errors`, else PeerFailed, with the message of the first rank that failed.
         """
         report = None if error is None else (type(error).__name__, str(error))
         reports: list[Any] = []
@@ -268,7 +268,7 @@ class World:
                 kind = getattr(errors, name, None)
                 if isinstance(kind, type) and issubclass(kind, TrainerError):
                     raise errors.told_by(rank, kind(f"{message} (rank {rank})"))
-                raise RuntimeError(f"rank {rank} failed: {name}: {message}")
+                raise errors.PeerFailed(f"rank {rank} failed: {name}: {message}")
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:

@@ -83,13 +83,16 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
         assert wait_gone(launch.pids(), 1.0) == set()
 
 
-def test_nothing_lives_5_s_after_the_launcher_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.long)])
+def test_nothing_lives_5_s_after_the_launcher_was_killed(tmp_path: Path, stopped: bool) -> None:
     script = {"0.0": "orphan", "0.1": "stubborn", "0.2": "stopped"}
     shared = set(os.listdir("/dev/shm"))
     with Launched(tmp_path / "run", script, num_ranks=3) as launch:
         launch.wait_notes("serving", 3)
         ports = listening(launch.process.pid)
 
+        if stopped:  # the fork server, too
+            os.kill(launch.notes("started")[0]["server"], signal.SIGSTOP)
         launch.process.kill()
         killed_s = time.monotonic()
         [saved] = launch.wait_notes("saved", 1)

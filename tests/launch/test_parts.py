@@ -74,6 +74,12 @@ def test_each_line_is_tagged_once_and_the_last_one_ended(tmp_path: Path) -> None
         )
 
 
+def test_a_file_name_that_is_no_text_can_be_told(capfd: pytest.CaptureFixture[str]) -> None:
+    Output().say("FileNotFoundError: '\udcff.jpg'")
+
+    assert capfd.readouterr().err == "launch: FileNotFoundError: '\\udcff.jpg'\n"
+
+
 def test_a_reader_that_has_gone_stops_nothing() -> None:
     output, (read_fd, write_fd), (gone_fd, broken_fd) = Output(), os.pipe(), os.pipe()
     os.close(gone_fd)

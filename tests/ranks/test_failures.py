@@ -55,6 +55,25 @@ def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, tmp_path,
     assert not list(differences(tmp_path / "straight", tmp_path / "run"))
 
 
+@pytest.mark.parametrize(("how", "told", "kept"), [
+    ("name", r"step 12 \(forward\), attempt 0: FileNotFoundError: no file \\udcff.jpg", 11),
+    ("mute", r"step 12 \(forward\), attempt 0: Mute: \(its text can't be had: RuntimeError\)", 11),
+    ("exit", r"step 12 \(forward\), attempt 0: SystemExit: 0", 11),
+    ("exit-early", r"step 0 \(build\), attempt 0: SystemExit: 0", None),
+])  # fmt: skip
+def test_whatever_is_raised_is_a_failure_that_is_told_once_and_saved(
+    ranks, tmp_path, capfd, how, told, kept
+):
+    [code], [said] = run(ranks, 1, tmp_path / "run", f"--task.how={how}")
+
+    assert code == 1
+    assert re.match(rf"error: rank 0, {told} \(.*failing_task.py:\d+ in ", said.splitlines()[-1])
+    if kept is not None:  # the run had begun
+        [event] = [e for e in read_events(tmp_path / "run/events.jsonl") if e["event"] == "failure"]
+        event["why"].encode()  # whoever reads it can write it
+        assert inspect(tmp_path / "run")["step"] == kept
+
+
 def test_what_an_exception_after_the_update_leaves_is_not_saved(ranks, tmp_path):
     codes, _ = run(ranks, 1, tmp_path / "run", "--inject=raise:step=12:phase=step-end",
                    "--checkpoint.every=5")

@@ -136,9 +136,45 @@ def full_disk_run(folder: Path, size: int, *arguments: str) -> int:
     return train(*arguments)
 
 
+def restart_on_full_disk(folder: Path, room_at: str, *arguments: str) -> int:
+    """In a rank: train on a disk that is full until this is said."""
+    import trainer.folder
+    from trainer.log import Log
+
+    trainer.folder.FULL_S = 1.0
+    used = sum(-(-p.stat().st_blocks // 8) * 4096 for p in folder.rglob("*"))
+    resize(folder, used)
+    original = Log.warning
+
+    def warning(self, text: str) -> None:
+        original(self, text)
+        if room_at in text:
+            resize(folder, 64 << 20)
+
+    Log.warning = warning  # type: ignore[method-assign]
+    return train(*arguments)
+
+
 def checkpoint_bytes(run: Path) -> int:
     newest = sorted((run / "checkpoints").glob("step-????????"))[-1]
     return sum(-(-p.stat().st_size // 4096) * 4096 for p in newest.iterdir())
+
+
+def test_a_restart_on_a_full_disk_waits_for_room_and_is_no_bad_configuration(
+    ranks, tmp_path, small_disk, capfd
+):
+    arguments = [*TASK, "--steps=12", "--checkpoint.every=2", "--eval.every=50"]
+    straight, full = tmp_path / "straight", small_disk / "run"
+    assert ranks(1, train, *arguments, f"--run={straight}", group=False) == [0]
+    arguments.append(f"--run={full}")
+    fault = "--inject=raise:step=6:phase=forward"
+    assert ranks(1, train, *arguments, fault, group=False) == [1]
+
+    for room_at, code in (("never", 1), ("waiting for room", 0)):
+        again = ranks(1, restart_on_full_disk, small_disk, room_at, *arguments, group=False)
+        assert again == [code]
+    assert "No space left on device" in capfd.readouterr().out
+    assert not list(differences(straight, full))
 
 
 def test_a_full_disk_is_said_once_and_nothing_is_missing_when_space_comes_back(

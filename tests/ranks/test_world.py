@@ -146,8 +146,8 @@ def test_agree_raises_on_every_rank_where_one_has_an_error(ranks: Ranks) -> None
         "ConfigError: --task.root /none: not found (rank 1)",
     ]
     found = ranks(3, _agree, KeyError("x"), group=False)
-    assert found == ["RuntimeError: rank 1 failed: KeyError: 'x'", "KeyError: 'x'",
-                     "RuntimeError: rank 1 failed: KeyError: 'x'"]
+    assert found == ["PeerFailed: rank 1 failed: KeyError: 'x'", "KeyError: 'x'",
+                     "PeerFailed: rank 1 failed: KeyError: 'x'"]
 
 
 def _agree(error: BaseException) -> str:

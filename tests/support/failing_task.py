@@ -6,6 +6,7 @@ import dataclasses
 import os
 import resource
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,13 @@ class Fragile(Indexed):
         return super().__getitem__(index)
 
 
+class Mute(Exception):
+    """Can't even be told."""
+
+    def __str__(self) -> str:
+        raise RuntimeError("no words")
+
+
 @dataclasses.dataclass(frozen=True)
 class Failing(Tape):
     """With --data.shuffle off, global batches of 8 and micro-batches of 2, sample 88 is the first
@@ -45,6 +53,11 @@ class Failing(Tape):
     how: str = ""
     at: int = 88
     marks: str = ""
+
+    def model(self) -> nn.Module:
+        if self.how == "exit-early":
+            sys.exit(0)
+        return super().model()
 
     def dataset(self, split: str) -> Dataset | None:
         if split == "train":
@@ -59,6 +72,12 @@ class Failing(Tape):
             match self.how:
                 case "raise":
                     raise ValueError("sample 88 is not to be borne")
+                case "name":
+                    raise FileNotFoundError("no file \udcff.jpg")
+                case "mute":
+                    raise Mute
+                case "exit":
+                    sys.exit(0)
                 case "import":
                     import no_such_module_anywhere  # noqa: F401
                 case "kill":

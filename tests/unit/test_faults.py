@@ -236,3 +236,11 @@ def test_a_fault_is_an_event_and_a_line_before_it_happens(tmp_path):
     assert event["event"] == "fault"
     assert (event["fault"], event["at_step"], event["at_phase"], event["attempt"]) == (
         "raise:phase=step-end", 5, "step-end", 2)
+
+
+def test_lines_that_are_no_events_are_passed_over(tmp_path):
+    path = tmp_path / "events.jsonl"
+    path.write_bytes(b'5\nnull\n[1]\n{"time": "x"}\n{"attempt": "q"}\n'
+                     b'{"time": 2.0, "attempt": 0, "event": "end"}\n{"ti\xff\x00')
+
+    assert read_events(path) == [{"time": 2.0, "attempt": 0, "event": "end"}]

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -178,7 +179,7 @@ class Photos:
         digest = xxhash.xxh3_64()
         root = self._root
         for path in sorted(p for p in root.rglob("*") if p.is_file()):
-            digest.update(f"{path.relative_to(root)} {path.stat().st_size}\n".encode())
+            digest.update(os.fsencode(f"{path.relative_to(root)} {path.stat().st_size}\n"))
         return f"{digest.hexdigest()}, validation {self.validation_fraction} seed {self.seed or 0}"
 
     @property
