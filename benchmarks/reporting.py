@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import random
 import statistics
 from collections.abc import Mapping, Sequence
 from importlib import metadata
@@ -37,6 +38,13 @@ def summary(values: Sequence[float]) -> dict[str, float]:
     low, _, high = statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
     return {"n": len(values), "median": statistics.median(values), "q1": low, "q3": high,
             "min": min(values), "max": max(values)}
+
+
+def interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float, float]:
+    """(median, and the ends of its 95 % interval by bootstrap)."""
+    rng = random.Random(0)
+    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
+    return statistics.median(ratios), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def spread(found: Mapping[str, float], scale: float = 1.0, digits: int = 1) -> str:

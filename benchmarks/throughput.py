@@ -18,10 +18,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import random
 import signal
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -33,6 +31,7 @@ from typing import Any
 
 from benchmarks import reporting
 from benchmarks.peers import WORKS
+from benchmarks.reporting import interval
 
 NAMES = ("by-hand", "control", "trainer", "lightning", "accelerate", "usual")
 WARM_UP, LEAST = 1, 5
@@ -96,13 +95,6 @@ class Contestant:
     @staticmethod
     def _read(file: Any) -> dict[str, Any]:
         return dict(json.loads(file.readline()))
-
-
-def interval(ratios: Sequence[float], draws: int = 2000) -> tuple[float, float, float]:
-    """(median, and the ends of its 95 % interval by bootstrap)."""
-    rng = random.Random(0)
-    medians = sorted(statistics.median(rng.choices(ratios, k=len(ratios))) for _ in range(draws))
-    return statistics.median(ratios), medians[int(0.025 * draws)], medians[int(0.975 * draws)]
 
 
 def compare(model: str, ranks: int, names: Sequence[str], seconds: float) -> dict[str, Any]:

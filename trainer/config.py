@@ -92,7 +92,8 @@ class Config(Generic[TaskT]):
     log: Logging = Logging()
 
     def __post_init__(self) -> None:
-        check(self.run is None or bool(str(self.run).strip()), "run", repr(self.run), "name a folder.")
+        check(self.run is None or bool(str(self.run).strip()), "run", repr(self.run),
+              "name a folder.")
         check(self.steps is None or self.steps >= 1, "steps", self.steps, "use 1 or more.")
         check(self.epochs is None or self.epochs >= 1, "epochs", self.epochs, "use 1 or more.")
         check(0 <= self.seed < 2**63, "seed", self.seed, "use a number from 0 to 2^63 - 1.")
