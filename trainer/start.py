@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainer import memory
 from trainer.agreement import checksums
 from trainer.data.loader import Loader
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, told_by
 from trainer.log import Log
 from trainer.parts import Parts
 from trainer.product import best_rule
@@ -109,10 +109,10 @@ def refuse_unused(step: Step, world: World, *, looked: bool = True) -> None:
             if looked and p.requires_grad and p.grad is None]
     unused = sorted({name for names in world.gather_json(mine) for name in names})
     if unused:
-        raise ConfigError(
+        raise told_by(0, ConfigError(
             f"--task: the loss of the first batch doesn't depend on the trainable parameters "
             f"{', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}; freeze them "
-            "(requires_grad_(False)), use them, or set --parallel.find-unused on.")
+            "(requires_grad_(False)), use them, or set --parallel.find-unused on."))
 
 
 @contextlib.contextmanager
@@ -142,12 +142,12 @@ def refuse_parts(step: Step, world: World, times: Mapping[Tensor, int]) -> None:
             if times.get(p, 0) > 1 or (p.grad is not None and p.grad.layout != torch.strided)]
     parts = sorted({name for names in world.gather_json(mine) for name in names})
     if parts:
-        raise ConfigError(
+        raise told_by(0, ConfigError(
             f"--parallel.reduction canonical: the gradients of {', '.join(parts[:5])}"
             f"{', …' if len(parts) > 5 else ''} come in parts, whose sum would depend on the "
             "number of ranks: they are sparse (use sparse=False), or a backward within the "
             "backward adds to them as well (use_reentrant=False in checkpoints); or use "
-            "--parallel.reduction ddp.")
+            "--parallel.reduction ddp."))
 
 
 def refuse_moved(step: Step, moved: list[float]) -> None:
@@ -162,11 +162,11 @@ def refuse_moved(step: Step, moved: list[float]) -> None:
     """
     names = [n for (n, _), m in zip(step.model.named_parameters(), moved, strict=True) if m]
     if names:
-        raise ConfigError(
+        raise told_by(0, ConfigError(
             "--parallel.reduction canonical: the model's own forward moves the parameters "
             f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}, so they would depend on "
             "the number of ranks; make them buffers (register_buffer), or use "
-            "--parallel.reduction ddp.")
+            "--parallel.reduction ddp."))
 
 
 def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:

@@ -23,7 +23,8 @@ BAD = {
         ["--task=broken_task:Task"],
         ["broken_task", "the user's own mistake", "broken_task.py", "Traceback"]),
     "task in a script that ends itself": (
-        ["--task=script_task:Task"], ["script_task", "SystemExit: 0", "script_task.py"]),
+        ["--task=script_task:Task"],
+        ["script_task", "SystemExit: 0", "script_task.py", "Traceback"]),
     "no such class": (["--task=tape_task:Tap"], ["did you mean tape_task:Tape"]),
     "too few samples": (
         [*TAPE, "--task.samples=3", "--batch.global-size=4", "--batch.micro-size=4"],
