@@ -223,8 +223,8 @@ def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-unt
     Raises:
         StopRequested: it came up while a stop was asked for, and nothing is lost.
     """
+    from trainer.diagnosis import lost_peer
     from trainer.errors import StopRequested, TrainerError
-    from trainer.network import lost_peer
 
     if isinstance(error, TrainerError):
         parts.abandon()
