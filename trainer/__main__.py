@@ -64,6 +64,7 @@ def preload(argv: Sequence[str]) -> int:
     if argv and argv[0] in COMMANDS:
         return 0
 
+    import safetensors.torch  # noqa: F401
     import tensorboard.summary.writer.record_writer  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 

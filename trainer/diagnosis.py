@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dis
+import errno
 import os
 import re
 import sysconfig
@@ -31,6 +32,11 @@ _PLACES = (
 """Part of a file's path, function ("": any), and the phase that a frame there tells."""
 
 _Frame = tuple[str, int, str]
+
+_SHORT = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+_SHORT_WORDS = re.compile(
+    "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
+    "no space left on device|too many open files", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,10 +87,23 @@ def diagnose(error: BaseException) -> Diagnosis:
         memory = "rank" if exhausted else None
     return Diagnosis(
         kind=kind, message=_one_line(message), where=_where(frames), phase=phase,
-        is_import=bool(kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError",
-                                "IndentationError"}),
+        is_import=not is_shortage(error) and bool(
+            kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"}),
         memory=memory,
     )  # fmt: skip
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether the machine is short of something, memory or room or open files: that says nothing
+    of a sample, and another attempt may find it otherwise.
+
+    torch and the dynamic linker tell it in a RuntimeError or ImportError, by words alone.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _SHORT
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError | ImportError)
+        and _SHORT_WORDS.search(_text(error)) is not None)
 
 
 def remedies(memory: str, config: Any) -> list[str]:
