@@ -198,15 +198,19 @@ def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ra
         "a peer of rank 0 was lost at step 12")
 
 
-def test_lines_that_were_lost_with_the_record_are_told(ranks, tmp_path):
-    run(ranks, 1, tmp_path / "run", "--checkpoint.every=5", "--inject=kill:step=12")
+def test_a_start_tells_of_lost_lines_and_removes_what_a_dead_one_wrote_aside(ranks, tmp_path):
+    run(ranks, 1, tmp_path / "run", "--checkpoint.every=5", "--inject=term:step=17")
     record = tmp_path / "run/metrics.jsonl"
     record.write_text("".join(record.read_text().splitlines(keepends=True)[:3]))
+    aside = tmp_path / "run/.model.safetensors.1.tmp"
+    aside.touch()
 
     codes, [said] = run(ranks, 1, tmp_path / "run", "--checkpoint.every=5")
 
     assert codes == [0]
-    # The checkpoint of step 10 holds the lines since the one before it.
-    assert "the lines of 2 of 10 steps are gone (the first is step 4, the last 5)" in said
-    lost = [e for e in read_events(tmp_path / "run/events.jsonl") if e["event"] == "lines-lost"]
-    assert [(e["first"], e["last"], e["count"]) for e in lost] == [(4, 5, 2)]
+    assert not aside.exists()
+    [lost] = [e for e in read_events(tmp_path / "run/events.jsonl") if e["event"] == "lines-lost"]
+    # The checkpoint of step 17 holds the lines since the newest before it that was whole by then.
+    assert (lost["first"], lost["count"]) == (4, lost["last"] - 3)
+    assert lost["last"] in (5, 10, 15)
+    assert f"the lines of {lost['count']} of 17 steps are gone (the first is step 4, the" in said
