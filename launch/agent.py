@@ -24,7 +24,7 @@ from launch.ranks import Ranks
 from launch.signals import StopRequest
 from launch.verdict import Exit, Verdict, first_failure, judge
 from trainer.attempts import sentence
-from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED
+from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
 
 ROLE = "trainer"
 POLL_S = 0.5
@@ -174,7 +174,7 @@ class HotAgent(SimpleElasticAgent):
 
     def _share_stop(self) -> None:
         """A rank that was asked to stop, by somebody else, has left: so are the others."""
-        stopped = any(end.code == EXIT_STOPPED and not end.forced for end in self._exits)
+        stopped = any(end.stopped and not end.forced for end in self._exits)
         if stopped and not self._stop_passed_on:
             self._stop_passed_on = True
             self._ranks.signal(signal.SIGTERM)

@@ -22,10 +22,13 @@ from launch.output import Output
 from launch.signals import StopRequest
 from launch.verdict import Exit
 from trainer import processes
-from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
+from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
 
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
+
+TRAINERS_OWN = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
+"""Exit codes that mean what they say where the trainer gives them, and only there."""
 
 SERVER_LOOKS, LOOK_S = 4, 0.5
 """A fork server that is found stopped so many times, while something waits for it, is continued."""
@@ -289,7 +292,7 @@ class Ranks:
         rank.channel.close()
         os.close(rank.pidfd)
         end = Exit(rank=rank.rank, code=code, at_s=time.monotonic(), forced=rank.forced,
-                   early=code == EXIT_COMPLETE and not rank.returned)
+                   early=code in TRAINERS_OWN and not rank.returned)
         self._exits.append(end)
 
     def _lose_server(self) -> None:

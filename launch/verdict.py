@@ -22,7 +22,8 @@ class Exit:
             tell, because the process that forked it had died.
         at_s: when it was noticed, on the monotonic clock.
         forced: the launcher itself killed it, or asked it to leave.
-        early: it has left with 0 before the trainer came to its end: something called `os._exit`.
+        early: it has left with a code that is the trainer's own to give, and before the trainer
+            came to its end: something called `os._exit`.
     """
 
     rank: int
@@ -39,7 +40,17 @@ class Exit:
     @property
     def failed(self) -> bool:
         """Whether its peers are in trouble."""
-        return not self.complete and self.code != EXIT_STOPPED
+        return not self.complete and not self.stopped
+
+    @property
+    def final(self) -> bool:
+        """Whether the trainer itself has ended the run."""
+        return self.code in FINAL_EXIT_CODES and not self.early
+
+    @property
+    def stopped(self) -> bool:
+        """Whether the trainer has stopped on request."""
+        return self.code == EXIT_STOPPED and not self.early
 
     def __str__(self) -> str:
         if self.code is None:
@@ -78,7 +89,7 @@ def judge(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> Verdict:
         return Verdict(
             code=_code_after_stop(failures, cause, stop_at_s), restart=False, cause=cause
         )
-    if cause.code in FINAL_EXIT_CODES:
+    if cause.code is not None and cause.final:
         return Verdict(code=cause.code, restart=False, cause=cause)
     return Verdict(code=EXIT_FAILURE, restart=True, cause=cause)
 
@@ -98,7 +109,7 @@ def first_failure(
     told = sorted(failures, key=lambda event: event["time"])
     own = [event for event in told if not event["echo"]]
     died_s = time.time() - time.monotonic() + cause.at_s
-    wordless = cause.code not in FINAL_EXIT_CODES and (
+    wordless = not cause.final and (
         cause.code != EXIT_FAILURE or all(event["rank"] != cause.rank for event in told))
     if own and not (wordless and died_s < own[0]["time"]):
         return dict(own[0])
@@ -122,9 +133,9 @@ def signal_name(number: int) -> str:
 
 
 def _code_after_stop(failures: Sequence[Exit], cause: Exit, stop_at_s: float) -> int:
-    if cause.code in FINAL_EXIT_CODES:
+    if cause.code is not None and cause.final:
         return cause.code
-    if any(end.code == EXIT_STOPPED for end in failures):
+    if any(end.stopped for end in failures):
         return EXIT_STOPPED
     # SIGTERM kills only a rank that is still starting and so has nothing to save. A failure older
     # than the request would have been restarted: what its survivors saved is where to go on.

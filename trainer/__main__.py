@@ -64,6 +64,7 @@ def preload(argv: Sequence[str]) -> int:
     if argv and argv[0] in COMMANDS:
         return 0
 
+    import safetensors.torch  # noqa: F401
     import tensorboard.summary.writer.record_writer  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
@@ -223,8 +224,8 @@ def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-unt
     Raises:
         StopRequested: it came up while a stop was asked for, and nothing is lost.
     """
+    from trainer.diagnosis import lost_peer
     from trainer.errors import StopRequested, TrainerError
-    from trainer.network import lost_peer
 
     if isinstance(error, TrainerError):
         parts.abandon()

@@ -204,6 +204,7 @@ def build(
     }  # fmt: skip
     about = card_lines(config, card, world, path)
     if world.keeps_folder:
+        folder.clean(path)
         folder.replace_text(path / folder.CONFIG, cli.to_toml(config))
         label, why = _determinism(config, world, verdict)
         folder.replace_json(path / folder.ENVIRONMENT,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dis
+import errno
 import os
 import re
 import sysconfig
@@ -30,6 +32,11 @@ _PLACES = (
 """Part of a file's path, function ("": any), and the phase that a frame there tells."""
 
 _Frame = tuple[str, int, str]
+
+_SHORT = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+_SHORT_WORDS = re.compile(
+    "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
+    "no space left on device|too many open files", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,10 +87,23 @@ def diagnose(error: BaseException) -> Diagnosis:
         memory = "rank" if exhausted else None
     return Diagnosis(
         kind=kind, message=_one_line(message), where=_where(frames), phase=phase,
-        is_import=bool(kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError",
-                                "IndentationError"}),
+        is_import=not is_shortage(error) and bool(
+            kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"}),
         memory=memory,
     )  # fmt: skip
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether the machine is short of something, memory or room or open files: that says nothing
+    of a sample, and another attempt may find it otherwise.
+
+    torch and the dynamic linker tell it in a RuntimeError or ImportError, by words alone.
+    """
+    if isinstance(error, OSError):
+        return error.errno in _SHORT
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError | ImportError)
+        and _SHORT_WORDS.search(_text(error)) is not None)
 
 
 def remedies(memory: str, config: Any) -> list[str]:
@@ -132,6 +152,39 @@ def is_foreign(error: BaseException) -> bool:
     more than a message of ours."""
     return isinstance(error, SyntaxError) or any(
         _strangeness(path) < 2 for path, _, _ in _frames(error))
+
+
+def lost_peer(error: BaseException) -> bool:
+    """Whether an error is the echo of another rank's end: a collective that broke, or waited in
+    vain.
+
+    Gloo and NCCL raise plain RuntimeErrors for it, told apart by their words alone; what another
+    rank reports in `World.agree` begins with its number, and is no echo. Nor is what code other
+    than ours and torch's raises in such words, unless it handles one that is.
+    """
+    words = ("connection closed by peer", "connection reset by peer", "broken pipe",
+             "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
+             "application timeout caused")
+    kinds = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError")
+    if type(error).__name__ not in kinds or (text := _text(error).lower()).startswith("rank "):
+        return False
+    if not any(word in text for word in words):
+        return False
+    behind = error.__cause__ or error.__context__
+    return not _raised_by_others(error) or (behind is not None and lost_peer(behind))
+
+
+def _raised_by_others(error: BaseException) -> bool:
+    """Whether a `raise` in code other than ours, torch's and Python's is where it comes from; a
+    collective that is called there raises it in C."""
+    last = error.__traceback__
+    while last is not None and last.tb_next is not None:
+        last = last.tb_next
+    if last is None:
+        return False
+    code = last.tb_frame.f_code
+    by_statement = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
+    return by_statement and _strangeness(code.co_filename) < 2
 
 
 def _frames(error: BaseException) -> list[_Frame]:

@@ -8,11 +8,10 @@ import traceback
 from typing import Any
 
 from trainer.attempts import sentence
-from trainer.diagnosis import Diagnosis, diagnose, remedies
+from trainer.diagnosis import Diagnosis, diagnose, lost_peer, remedies
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed
 from trainer.launcher import record_failure, tell
 from trainer.log import Log
-from trainer.network import lost_peer
 
 
 def forget_workers() -> None:

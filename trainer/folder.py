@@ -262,6 +262,13 @@ def replace_bytes(path: Path, chunks: Any) -> None:
         aside.unlink(missing_ok=True)
 
 
+def clean(path: Path) -> None:
+    """At the start of an attempt: remove what dead ones had written aside of the run's files."""
+    for name in (IDENTITY, CONFIG, ENVIRONMENT, METRICS, PRODUCT, SUMMARY):
+        for aside in path.glob(f".{name}.*.tmp"):
+            aside.unlink(missing_ok=True)
+
+
 def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) -> dict[str, Any]:
     """What environment.json says: versions, devices, ranks, command, data, determinism."""
     import torch

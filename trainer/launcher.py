@@ -42,7 +42,10 @@ def leave_launcher(
             reports that signal.
     """
     agent, before = os.getppid(), num_told()
-    if exit_code not in FINAL_EXIT_CODES or not _restarts_us(agent, launch):
+    if exit_code not in FINAL_EXIT_CODES:
+        return
+    tell("returned", exit_code)  # so that `python -m launch` takes the code for the trainer's own
+    if not _restarts_us(agent, launch):
         return
 
     def told() -> bool:

@@ -155,19 +155,3 @@ def _open_connections() -> Iterator[tuple[Connection, socket.socket]]:
                 yield connection, found
         except OSError:
             continue  # closed meanwhile, not a socket, or not connected
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Whether an error is the echo of another rank's end: a collective that broke, or waited in
-    vain.
-
-    Gloo and NCCL raise plain RuntimeErrors for it, told apart by their words alone; what another
-    rank reports in `World.agree` begins with its number, and is no echo.
-    """
-    words = ("connection closed by peer", "connection reset by peer", "broken pipe",
-             "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
-             "application timeout caused")
-    kinds = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError")
-    if type(error).__name__ not in kinds or (text := str(error).lower()).startswith("rank "):
-        return False
-    return any(word in text for word in words)

@@ -28,7 +28,7 @@ from trainer.folder import TIMING, Identity
 from trainer.hints import Facts, Hints, judge_batchnorm, judge_sizes
 from trainer.level import Lines
 from trainer.log import Log, read_events
-from trainer.metrics import Metrics, Sink
+from trainer.metrics import Metrics, Sink, order_of
 from trainer.prepare import REMEDY, Work
 from trainer.sinks import Own, TensorBoard
 from trainer.source import Found
@@ -84,6 +84,8 @@ def open_metrics(
         leak: the evidence that validation samples are trained on, if there is any.
     """
     kept, lacking = lines
+    elsewhere = config.resume not in ("auto", "never")
+    _tell_gaps(path / folder.METRICS, kept, position, log, elsewhere=elsewhere)
     total, every = work.intervals.total, work.intervals.log or work.intervals.total
     first = min((line["step"] for line in lacking), default=position + 1)
     if position >= total:  # the final figures are shown again
@@ -122,6 +124,24 @@ def open_timing(path: Path, identity: Identity, world: World, log: Log, workers:
     if world.is_main:
         timing.open(path / TIMING)
     return timing
+
+
+def _tell_gaps(
+    path: Path, kept: Sequence[dict[str, Any]], position: int, log: Log, *, elsewhere: bool
+) -> None:  # fmt: skip
+    """Say which steps' lines the record has lost, if any: they aren't made again.
+
+    Args:
+        elsewhere: the run may have begun at a step of another one, whose record isn't its own.
+    """
+    there = {line["step"] for line in kept if not order_of(line)[1]}
+    begin = min(there, default=position + 1) if elsewhere else 1
+    if lost := [step for step in range(begin, position + 1) if step not in there]:
+        log.warning(f"{path}: the lines of {len(lost)} of {position} steps are gone (the first is "
+                    f"step {lost[0]}, the last {lost[-1]}), and no checkpoint holds them; compare "
+                    "will find that. The training itself goes on exactly. A copy of the file, put "
+                    "there before a start, mends it")
+        log.event("lines-lost", first=lost[0], last=lost[-1], count=len(lost))
 
 
 def _norms_before(kept: Sequence[dict[str, Any]], first: int) -> list[float]:

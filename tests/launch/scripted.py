@@ -80,9 +80,9 @@ class Rank:
     def exit(self, code: str) -> int:
         return int(code)
 
-    def vanish(self, _: str) -> None:
+    def vanish(self, code: str) -> None:
         """As if done, and with no word: what a library's `os._exit` does."""
-        os._exit(0)
+        os._exit(int(code))
 
     def stop_server(self, _: str) -> None:
         """Stop the fork server, which is to tell how this rank ends, and end."""

@@ -113,17 +113,19 @@ def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:
 
 
 def test_no_end_is_taken_for_completion_or_overlooked(tmp_path: Path) -> None:
-    script = {"0.0": "vanish", "0.1": "echo=1", "1.0": "stop_server", "1.1": "echo=1"}
+    script = {"0.0": "vanish=0", "0.1": "echo=1", "1.0": "stop_server", "1.1": "echo=1",
+              "2.0": "echo=1", "2.1": "vanish=75"}
 
     with Launched(tmp_path / "run", script, num_ranks=2) as launch:
         assert launch.end() == 0
 
-        assert len(launch.notes("started")) == 6
+        assert len(launch.notes("started")) == 8
         lines = [line for line in launch.err.splitlines() if line.startswith("launch: ")]
-        vanished, continued, left = lines
+        vanished, continued, left, stopped = lines
         assert vanished.startswith("launch: rank 0 exited with code 0 before its end; restart 1 ")
         assert continued == "launch: the fork server was stopped, and ranks wait for it: continued"
         assert left.startswith("launch: rank 0 exited with code 4; restart 2 ")
+        assert stopped.startswith("launch: rank 1 exited with code 75 before its end; restart 3 ")
 
 
 def test_a_real_process_group_forms_again_and_nothing_is_imported_again(tmp_path: Path) -> None:

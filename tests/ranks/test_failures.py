@@ -57,6 +57,7 @@ def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, tmp_path,
 
 @pytest.mark.parametrize(("how", "told", "kept"), [
     ("name", r"step 12 \(forward\), attempt 0: FileNotFoundError: no file \\udcff.jpg", 11),
+    ("words", r"step 12 \(forward\), attempt 0: RuntimeError: Connection reset by peer", 11),
     ("mute", r"step 12 \(forward\), attempt 0: Mute: \(its text can't be had: RuntimeError\)", 11),
     ("exit", r"step 12 \(forward\), attempt 0: SystemExit: 0", 11),
     ("exit-early", r"step 0 \(build\), attempt 0: SystemExit: 0", None),
@@ -195,3 +196,21 @@ def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ra
     assert "a peer of rank 1 was lost" not in shown
     assert json.loads((tmp_path / "0.json").read_text())["message"]["message"].startswith(
         "a peer of rank 0 was lost at step 12")
+
+
+def test_a_start_tells_of_lost_lines_and_removes_what_a_dead_one_wrote_aside(ranks, tmp_path):
+    run(ranks, 1, tmp_path / "run", "--checkpoint.every=5", "--inject=term:step=17")
+    record = tmp_path / "run/metrics.jsonl"
+    record.write_text("".join(record.read_text().splitlines(keepends=True)[:3]))
+    aside = tmp_path / "run/.model.safetensors.1.tmp"
+    aside.touch()
+
+    codes, [said] = run(ranks, 1, tmp_path / "run", "--checkpoint.every=5")
+
+    assert codes == [0]
+    assert not aside.exists()
+    [lost] = [e for e in read_events(tmp_path / "run/events.jsonl") if e["event"] == "lines-lost"]
+    # The checkpoint of step 17 holds the lines since the newest before it that was whole by then.
+    assert (lost["first"], lost["count"]) == (4, lost["last"] - 3)
+    assert lost["last"] in (5, 10, 15)
+    assert f"the lines of {lost['count']} of 17 steps are gone (the first is step 4, the" in said

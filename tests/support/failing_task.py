@@ -74,6 +74,8 @@ class Failing(Tape):
                     raise ValueError("sample 88 is not to be borne")
                 case "name":
                     raise FileNotFoundError("no file \udcff.jpg")
+                case "words":
+                    raise RuntimeError("Connection reset by peer")
                 case "mute":
                     raise Mute
                 case "exit":

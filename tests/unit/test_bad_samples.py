@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,21 @@ def test_memory_that_is_short_says_nothing_of_the_sample(kind):
 
     with pytest.raises(SampleError, match="MemoryError") as caught:
         read(samples, 1, 3)
+
+    assert "skip" not in str(caught.value)
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left "
+                 "on device (28)"),
+    OSError(errno.EMFILE, "Too many open files"),
+])  # fmt: skip
+def test_a_machine_that_is_short_of_something_says_nothing_of_the_sample(error):
+    def collate(samples: list[Any]) -> Any:
+        raise error
+
+    with pytest.raises(SampleError, match="collating sample.* raised ") as caught:
+        read(reader(bad=set(), collate=collate, advice="skip"), 1, 3)
 
     assert "skip" not in str(caught.value)
 

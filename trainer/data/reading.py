@@ -16,6 +16,7 @@ from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.bad import Replaced, SampleError, brief, hand_over, named, this_worker
 from trainer.data.sampler import Slot
+from trainer.diagnosis import is_shortage
 
 T = TypeVar("T")
 
@@ -175,7 +176,7 @@ class KeyedSamples(Dataset[Micro]):
             try:
                 return candidate, use(candidate)
             except SampleError as error:
-                if isinstance(error.__cause__, MemoryError):
+                if is_shortage(error.__cause__):
                     raise  # it says nothing of the sample
                 if first is None:
                     first = error

@@ -1,0 +1,31 @@
+"""What an exception is taken for."""
+
+from __future__ import annotations
+
+import pytest
+
+from trainer.diagnosis import diagnose, lost_peer
+
+WORDS = "Connection reset by peer"
+
+
+def raised(error: Exception, cause: Exception | None = None) -> Exception:
+    with pytest.raises(type(error)) as caught:
+        raise error from cause
+    return caught.value
+
+
+def test_gloos_words_in_the_users_own_raise_are_no_echo_unless_it_handles_one():
+    gloos = RuntimeError(WORDS)  # from C: no frame of a user's is the innermost
+    assert lost_peer(gloos)
+    assert not lost_peer(raised(RuntimeError(WORDS)))
+    assert lost_peer(raised(RuntimeError(f"in my loss: {WORDS}"), gloos))
+    assert not lost_peer(raised(RuntimeError("another"), gloos))
+
+
+@pytest.mark.parametrize(("text", "is_import"), [
+    ("No module named 'nowhere'", True),
+    ("libx.so: failed to map segment from shared object", False),
+])
+def test_a_library_for_which_memory_is_short_is_no_code_that_can_not_be_imported(text, is_import):
+    assert diagnose(raised(ImportError(text))).is_import == is_import
