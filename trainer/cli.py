@@ -121,7 +121,11 @@ def load(path: Path, *, task_name: str | None = None) -> Config[Any]:
         table = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
-    task_table = dict(table.pop("task", {}))
+    task_table = table.pop("task", {})
+    if not isinstance(task_table, dict):
+        raise ConfigError(f"{path}: task = {task_table!r}: it is a table [task], and its name is "
+                          f"the key {_TASK_KEY} in it.")
+    task_table = dict(task_table)
     named = task_table.pop(_TASK_KEY, "images")
     if task_name is not None and task_name != named:
         named, task_table = task_name, {}
@@ -240,6 +244,9 @@ def _fields_from_table(
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(fields)}."
             raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
         field = fields[name]
+        if field.name in given:
+            raise ConfigError(f"{source}: {prefix}{key}: the key is given twice, as "
+                              f"{name} and {name.replace('_', '-')}; leave one out.")
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Length:
             if not isinstance(value, dict):
@@ -294,6 +301,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     elif origin is dict and isinstance(value, dict):
         return {k: _value(typing.get_args(hint)[1], v, where) for k, v in value.items()}
     name = getattr(hint, "__name__", str(hint)).replace("NoneType", "nothing")
+    name = "list" if name == "tuple" else name
     raise ConfigError(f"{where}: a value of type {name} is wanted.")
 
 
