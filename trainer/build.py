@@ -48,7 +48,7 @@ from trainer.metrics import Metrics
 from trainer.opening import open_metrics, open_source, open_timing
 from trainer.parts import Parts
 from trainer.pictures import FOLDER, Pictures
-from trainer.prepare import Work, prepare
+from trainer.prepare import Work, prepare, refuse_unreachable
 from trainer.progress import Best, Horizon, LossMeter, Progress
 from trainer.pulse import Pulse
 from trainer.source import Found, find, find_at
@@ -73,9 +73,10 @@ def build(
     work = _agreed(world, partial(prepare, config, world))
     identity = folder.look(path, world, log, resume=config.resume)
     lock = RunLock(path / folder.LOCK, world.nonce, revoked=lambda: world.stale)
+    drills = [faults.parse(text) for text in config.inject]
+    refuse_unreachable(drills, config, work, world, first=identity.attempt == 0)
     armed = faults.Faults(
-        [faults.parse(text) for text in config.inject], rank=world.rank,
-        attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
+        drills, rank=world.rank, attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
         pulse=pulse,
     )  # fmt: skip
 
@@ -305,7 +306,11 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
 
     def corrupt() -> None:
         checkpoint.abandon()  # the newest is the one in flight
-        newest = checkpoint.store.checkpoints()[-1].path / MODEL
+        saved = checkpoint.store.checkpoints()
+        if not saved:
+            raise faults.InjectedFault("--inject corrupt: there is no checkpoint yet that could be "
+                                       "damaged; name a step after the first save")
+        newest = saved[-1].path / MODEL
         data = bytearray(newest.read_bytes())
         data[len(data) // 2] ^= 1
         newest.write_bytes(data)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 import tomli_w
 import tyro
 
+from trainer import flags
 from trainer.config import Config
 from trainer.errors import ConfigError
 from trainer.length import Length
@@ -65,7 +66,8 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     # Short for a level of the log, and no key of its own.
     arguments = ["--log.level=warning" if a == "--quiet" else a for a in arguments]
     task_name, arguments = take_task(arguments)
-    path = find_recipe(recipe)
+    flags.refuse_empty(arguments)
+    path = find_recipe(recipe, commands.split(", "))
     default = load(path, task_name=task_name)
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_length_rule)
@@ -91,9 +93,9 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     except SystemExit as end:
         if asks_help and end.code in (None, 0, EXIT_PIPE):
             raise
-        told = _plain(problems.getvalue())
+        told = flags.plain(problems.getvalue())
         if told.startswith("Unrecognized options"):
-            told = _unknown_flag(arguments, default) or told
+            told = flags.unknown_flag(arguments, (name for name, _, _ in default.leaves())) or told
         raise ConfigError(told) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{error}") from error
@@ -119,7 +121,11 @@ def load(path: Path, *, task_name: str | None = None) -> Config[Any]:
         table = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"recipe {path}: {error}") from error
-    task_table = dict(table.pop("task", {}))
+    task_table = table.pop("task", {})
+    if not isinstance(task_table, dict):
+        raise ConfigError(f"{path}: task = {task_table!r}: it is a table [task], and its name is "
+                          f"the key {_TASK_KEY} in it.")
+    task_table = dict(task_table)
     named = task_table.pop(_TASK_KEY, "images")
     if task_name is not None and task_name != named:
         named, task_table = task_name, {}
@@ -159,8 +165,11 @@ def recipe_names() -> list[str]:
     return sorted(p.stem for p in RECIPES.glob("*.toml"))
 
 
-def find_recipe(recipe: str) -> Path:
+def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
     """The file of a recipe given by name or path.
+
+    Args:
+        commands: words that could have stood in its place, of which it may be a misspelt one.
 
     Raises:
         ConfigError: there is neither.
@@ -168,10 +177,12 @@ def find_recipe(recipe: str) -> Path:
     for path in (Path(recipe), RECIPES / f"{recipe}.toml"):
         if path.suffix == ".toml" and path.is_file():
             return path
-    near = difflib.get_close_matches(recipe, recipe_names(), n=1)
+    near = difflib.get_close_matches(recipe, [*recipe_names(), *commands], n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""
-    raise ConfigError(f"recipe {recipe}: there is no such file and no shipped recipe of this "
-                      f"name; {hint}Shipped: {', '.join(recipe_names())}.")
+    if near and near[0] in commands:
+        raise ConfigError(f"{recipe}: there is no such command; {hint}".strip())
+    raise ConfigError(f"recipe {recipe or repr(recipe)}: there is no such file and no shipped "
+                      f"recipe of this name; {hint}Shipped: {', '.join(recipe_names())}.")
 
 
 def _length_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
@@ -233,6 +244,9 @@ def _fields_from_table(
             hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(fields)}."
             raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
         field = fields[name]
+        if field.name in given:
+            raise ConfigError(f"{source}: {prefix}{key}: the key is given twice, as "
+                              f"{name} and {name.replace('_', '-')}; leave one out.")
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Length:
             if not isinstance(value, dict):
@@ -287,6 +301,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     elif origin is dict and isinstance(value, dict):
         return {k: _value(typing.get_args(hint)[1], v, where) for k, v in value.items()}
     name = getattr(hint, "__name__", str(hint)).replace("NoneType", "nothing")
+    name = "list" if name == "tuple" else name
     raise ConfigError(f"{where}: a value of type {name} is wanted.")
 
 
@@ -323,26 +338,3 @@ def _to_value(value: Any, name: str) -> Any:
     raise ConfigError(
         f"--{name.replace('_', '-')} {value!r}: config.toml can't hold a {type(value).__name__}; "
         "use numbers, texts, switches, paths and enums, and lists, sets or dicts of them.")
-
-
-def _unknown_flag(arguments: Sequence[str], default: Config[Any]) -> str | None:
-    """What is wrong with the first flag that doesn't exist (tyro suggests next to nothing)."""
-    known = [f"--{name.replace('_', '-')}" for name, _, _ in default.leaves()]
-    switches = [re.sub(r"^(--(?:.*\.)?)", r"\1no-", flag) for flag in known]  # of boolean fields
-    for argument in arguments:
-        flag = argument.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag not in (*known, *switches):
-            near = difflib.get_close_matches(flag, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists them all."
-            return f"{flag}: there is no such flag; {hint}"
-    return None
-
-
-def _plain(text: str) -> str:
-    """tyro's boxed error as one line: what is wrong and what is near it."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    lines = [re.sub(r"[─│╭╮╰╯├┤]+", " ", line).strip() for line in text.splitlines()]
-    lines = [line for line in lines if line.strip("- ") and "full helptext" not in line]
-    told = " ".join(lines[1:] if len(lines) > 1 else lines)  # the first is the box's title
-    told = told.removesuffix(" trainer --help")
-    return re.sub(r"\s+", " ", re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", told)).strip()

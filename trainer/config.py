@@ -92,8 +92,11 @@ class Config(Generic[TaskT]):
     log: Logging = Logging()
 
     def __post_init__(self) -> None:
-        check(self.run is None or bool(str(self.run).strip()), "run", repr(self.run),
-              "name a folder.")
+        check(self.run is None or bool(str(self.run).strip()), "run", self.run, "name a folder.")
+        check(bool(str(self.resume).strip()), "resume", self.resume,
+              "use auto, never, or the path of a checkpoint.")
+        check(self.init is None or bool(str(self.init).strip()), "init", self.init,
+              "name a file of weights, or leave it out.")
         check(self.steps is None or self.steps >= 1, "steps", self.steps, "use 1 or more.")
         check(self.epochs is None or self.epochs >= 1, "epochs", self.epochs, "use 1 or more.")
         check(0 <= self.seed < 2**63, "seed", self.seed, "use a number from 0 to 2^63 - 1.")

@@ -139,6 +139,10 @@ class Schedule:
             key, _, value = text.partition("=")
             check(bool(key and value), "schedule.options", text,
                   "write KEY=VALUE, such as T_0=1ep.")
+            check(self.name not in ("cosine", "constant") and ":" not in self.name,
+                  "schedule.options", text,
+                  f"--schedule.name {self.name} takes no options; leave them out, or use one of "
+                  f"{', '.join(s for s in SCHEDULES if s not in ('cosine', 'constant'))}.")
 
     @property
     def arguments(self) -> dict[str, str]:

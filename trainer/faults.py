@@ -25,6 +25,11 @@ PHASES = (
 )  # fmt: skip
 
 
+STEPPING = ("data", "forward", "backward", "optimizer", "step-end")
+"""Phases of each step, which count from 1."""
+WITH_EPOCH = (*STEPPING, "evaluate")
+
+
 class InjectedFault(RuntimeError):
     """What `--inject raise` raises."""
 
@@ -83,7 +88,60 @@ def parse(text: str) -> Fault:
             names = ("rank", "step", "epoch", "phase", "attempt", "seconds", "always")
             raise ConfigError(f"--inject {text}: no part {part!r}{_nearest(name, names)}; "
                               f"there are {', '.join(names)}.")
-    return Fault(text=text, kind=kind, **fields)  # type: ignore[arg-type]
+    fault = Fault(text=text, kind=kind, **fields)  # type: ignore[arg-type]
+    if wrong := _never(fault):
+        raise ConfigError(f"--inject {text}: {wrong}.")
+    return fault
+
+
+def _never(fault: Fault) -> str:
+    """Why no run can come to the fault's place; empty where one can."""
+    numbers = {"rank": fault.rank, "step": fault.step, "epoch": fault.epoch,
+               "attempt": fault.attempt, "seconds": fault.seconds}
+    for name, value in numbers.items():
+        if value is not None and not value >= 0:
+            return f"{name}={value} is below 0"
+    if fault.step == 0 and fault.phase in STEPPING:
+        return f"steps count from 1, and step 0 has no phase {fault.phase!r}"
+    if fault.epoch is not None and fault.phase not in WITH_EPOCH:
+        return f"phase {fault.phase!r} belongs to no epoch; leave epoch= out, or name a step"
+    if fault.kind == "nan" and fault.phase == "start":
+        return "there is no loss yet that could be a NaN; use phase=forward"
+    return ""
+
+
+def refuse_unreachable(
+    faults: Sequence[Fault], *, ranks: int | None, total: int, epochs: int | None,
+    evaluated: Callable[[int], bool] | None,
+) -> None:
+    """A drill that can't happen tests nothing.
+
+    Args:
+        ranks: how many there are; None: that may change.
+        total: the run's last step.
+        epochs: in the run; None: not known.
+        evaluated: whether a step is evaluated; None: none is.
+
+    Raises:
+        ConfigError: a fault's place isn't in this run.
+    """
+    for fault in faults:
+        why = ""
+        if ranks is not None and fault.rank >= ranks:
+            why = (f"there is no rank {fault.rank}; the ranks are 0 to {ranks - 1}" if ranks > 1
+                   else f"there is no rank {fault.rank}; the only one is 0")
+        elif fault.step is not None and fault.step > total:
+            why = f"the run ends with step {total}"
+        elif fault.epoch is not None and epochs is not None and fault.epoch >= epochs:
+            why = f"the run's last epoch is {epochs - 1} (the first is 0)"
+        elif fault.phase == "evaluate" and evaluated is None:
+            why = "the task has no data for validation or test, so nothing is evaluated"
+        elif (fault.phase == "evaluate" and fault.step is not None and evaluated is not None
+              and not evaluated(fault.step)):
+            why = f"step {fault.step} isn't evaluated (--eval.every)"
+        if why:
+            raise ConfigError(f"--inject {fault.text}: {why}, so it would never happen; "
+                              "name a place that the run comes to.")
 
 
 class Faults:
@@ -129,6 +187,10 @@ class Faults:
     def rehearse(self, phase: str, *, step: int, epoch: int = 0) -> None:
         """A point that is passed to warm up: no fault fires."""
         self.pulse.beat("warm-up", step)
+
+    def unfired(self) -> list[str]:
+        """Those that haven't happened, of this rank; some are to happen again and again."""
+        return [fault.text for fault in self._faults if not fault.always]
 
     def _fire(self, fault: Fault, phase: str, step: int) -> None:
         with self._lock:

@@ -19,4 +19,4 @@ def leaf(default: Any, change: Change) -> Any:
 def check(condition: bool, flag: str, value: object, remedy: str) -> None:
     """Raises `ConfigError`, with flag, value and remedy, unless the condition holds."""
     if not condition:
-        raise ConfigError(f"--{flag} {value}: {remedy}")
+        raise ConfigError(f"--{flag} {value if str(value).strip() else repr(value)}: {remedy}")

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import IterableDataset
 
-from trainer import optim, precision, recompute, rng, sync_batchnorm, tensorfile, wandb_sink
+from trainer import faults, optim, precision, recompute, rng, sync_batchnorm, tensorfile, wandb_sink
 from trainer.config import Config
 from trainer.data.feed import first_samples, known_length
 from trainer.data.reading import KeyedSamples
@@ -102,6 +102,28 @@ def prepare(config: Config[Any], world: World) -> Work:
     return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
                  intervals=intervals, card=card, sinks=sinks,
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
+
+
+def refuse_unreachable(
+    drills: list[faults.Fault], config: Config[Any], work: Work, world: World, *, first: bool
+) -> None:
+    """Raises: ConfigError: a fault to be injected has a place that the run doesn't come to.
+
+    Args:
+        first: the run's first start; later ones, and several nodes, may have other ranks.
+    """
+    fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
+    last, every = work.intervals.total, work.intervals.evaluate
+    validates = work.data["validation"] is not None
+
+    def evaluated(step: int) -> bool:
+        early = config.eval.patience > 0  # the test may follow any validation
+        return early or step == last or (validates and every > 0 and step % every == 0)
+
+    faults.refuse_unreachable(
+        drills, ranks=world.size if fixed else None, total=last,
+        epochs=work.plan.epoch_of(last) + 1 if known_length(work.data["train"]) else None,
+        evaluated=evaluated if validates or work.data["test"] is not None else None)
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:

@@ -69,6 +69,9 @@ def read(path: Path) -> dict[str, Tensor]:
     flag = f"--init {path}"
     if path.is_dir():
         path = path / "model.safetensors"
+        if not path.is_file():
+            raise ConfigError(f"{flag}: there is no model.safetensors in this folder; name the "
+                              "file of weights, or the folder of a finished run or a checkpoint.")
     if not path.is_file():
         raise ConfigError(f"{flag}: there is no such file; each rank reads it.")
     try:

@@ -107,6 +107,8 @@ def finish(run: Parts) -> dict[str, Any]:
         error = problem
     run.world.agree(error)
     run.log.event("end", attempts=summary["attempts"])
+    for text in run.faults.unfired():
+        run.log.warning(f"--inject {text}: the run never came to its place, so it didn't happen")
     for line in folder.closing_lines(summary, str(run.path)):
         run.log.info(line)
     return summary

@@ -41,6 +41,9 @@ BAD = {
     "what torch refuses": (
         [*TAPE, "--task.samples=200", "--schedule.name=warm-restarts", "--schedule.options=T_0=0"],
         ["--schedule.options T_0=0", "positive integer T_0"]),
+    "fault that can't happen": (
+        [*TAPE, "--task.samples=200", "--inject=kill:rank=9"],
+        ["--inject kill:rank=9", "there is no rank 9"]),
     "unknown fault": (["--inject=kil:step=3"], ["--inject kil", "'kill'"]),
 }  # fmt: skip
 

@@ -159,7 +159,7 @@ def test_a_machine_that_is_short_of_something_says_nothing_of_the_sample(error):
     def collate(samples: list[Any]) -> Any:
         raise error
 
-    with pytest.raises(SampleError, match="collating sample.* raised ") as caught:
+    with pytest.raises(SampleError, match=r"collating sample.* raised ") as caught:
         read(reader(bad=set(), collate=collate, advice="skip"), 1, 3)
 
     assert "skip" not in str(caught.value)

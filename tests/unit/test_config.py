@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer import cli
+from trainer.__main__ import COMMANDS
 from trainer.config import Batch, Checkpoint, Config, Optim
 from trainer.errors import ConfigError
 from trainer.length import Length
@@ -24,7 +25,7 @@ from trainer.tasks.images import Images
 
 def refusal(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        cli.parse(argv)
+        cli.parse(argv, commands=", ".join(COMMANDS))
     return str(caught.value)
 
 
@@ -242,6 +243,8 @@ def test_a_flag_changes_what_config_toml_says(tmp_path, name):
     (["--sead=1"], ["--sead: ", "did you mean --seed?"]),
     (["--lr=1"], ["--lr: ", "did you mean --"]),
     (["--xyzzy=1"], ["--xyzzy: ", "--help lists them all"]),
+    (["inspct", "runs/x"], ["inspct: there is no such command", "did you mean 'inspect'?"]),
+    (["lr_find"], ["did you mean 'lr-find'?"]),
     (["fashion-mnis"], ["recipe fashion-mnis", "did you mean 'fashion-mnist'?"]),
     (["--task=image"], ["--task image", "did you mean 'images'?"]),
     (["--inject=kil"], ["--inject kil", "did you mean 'kill'?"]),
@@ -296,7 +299,7 @@ def test_a_value_that_does_not_fit_is_refused_with_flag_value_and_remedy(flag, v
 
 @pytest.mark.parametrize(("argv", "parts"), [
     (["--optim.betas", "0.9", "1.0"], ["--optim.betas (0.9, 1.0)", "not including, 1"]),
-    (["--run="], ["--run ''", "name a folder"]),
+    (["--run= "], ["--run ' '", "name a folder"]),
     (["--optim.nesterov=on", "--optim.momentum=0"], ["--optim.nesterov on", "--optim.momentum"]),
     (["--task.dropout=2"], ["task.dropout is 2.0; use 0 or more and less than 1"]),
     (["--task.model=resnet18", "--task.norm=none"], ["task.norm none", "leave them out"]),
@@ -315,6 +318,13 @@ def test_values_that_do_not_fit_together_are_refused_with_what_would(argv, parts
     (["--device", "gpu"], ["--device", "'gpu'", "'auto', 'cpu', 'cuda', 'mps'"]),
     (["--data.workers", "many"], ["--data.workers", "'many'", "auto"]),
     (["--steps"], ["--steps", "Missing value"]),
+    (["--steps", "abc"], ["--steps 'abc': None or INT is wanted. Length of the run"]),
+    (["--optim.betas", "a", "b"], ["--optim.betas 'a' 'b': FLOAT FLOAT is wanted."]),
+    (["--seed=1.5"], ["--seed '1.5': INT is wanted."]),
+    (["--init="], ["--init '': the value is empty"]),
+    (["--resume", ""], ["--resume '': the value is empty"]),
+    (["--resume= "], ["--resume ' ': use auto, never"]),
+    ([""], ["recipe '': there is no such file"]),
     (["--task"], ["--task", "give the name of a task or module:Class"]),
     (["--task=nowhere:Task"], ["--task nowhere:Task", "there is no such module"]),
     (["sample", "another"], ["another"]),
@@ -348,6 +358,9 @@ def test_a_word_that_cannot_be_read_is_refused_with_its_flag(argv, parts):
     ("None = ['seed']", "{path}: seed = None: a value of type int is wanted."),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
     ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
+    ("task = 'spiral'", "{path}: task = 'spiral': it is a table [task], and its name is the key"),
+    ("inject = 'kill'", "{path}: inject = 'kill': a value of type list is wanted."),
+    ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: batch.micro-size: the key is given"),
     ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use 1 or more"),
 ])  # fmt: skip
 def test_a_mistake_in_a_recipe_names_file_and_key(tmp_path, text, told):
@@ -461,6 +474,8 @@ def test_nothing_is_read_from_the_environment():
     (["--optim.ema=1"], "--optim.ema 1.0"),
     (["--schedule.name=cosin"], "one-cycle"),
     (["--schedule.options=T_0"], "write KEY=VALUE"),
+    (["--schedule.options=T_0=1ep"], "--schedule.options T_0=1ep: --schedule.name cosine takes no"),
+    (["--schedule.name=mine:f", "--schedule.options=a=1"], "--schedule.name mine:f takes no"),
     (["--eval.min-delta=-1"], "--eval.min-delta"),
     (["--precision.recompute-every=-1"], "--precision.recompute-every"),
 ])  # fmt: skip

@@ -77,12 +77,48 @@ def test_parts_stand_in_any_order():
     ("slow:seconds=long", "seconds=long is not a number"),
     ("kill:always=yes", "no part 'always=yes'"),
     ("kill:", "no part ''"),
+    ("kill:rank=-1", "rank=-1 is below 0"),
+    ("kill:step=0", "steps count from 1"),
+    ("kill:epoch=1:phase=start", "phase 'start' belongs to no epoch"),
+    ("nan:phase=start", "there is no loss yet"),
 ])
 def test_a_mistake_names_the_flag_the_text_and_what_there_is(text, told):
     with pytest.raises(ConfigError) as caught:
         faults.parse(text)
 
     assert str(caught.value).startswith(f"--inject {text}: {told}")
+
+
+@pytest.mark.parametrize(("text", "told"), [
+    ("kill:rank=2", "there is no rank 2; the ranks are 0 to 1"),
+    ("kill:step=11", "the run ends with step 10"),
+    ("kill:epoch=2", "the run's last epoch is 1"),
+    ("kill:phase=evaluate:step=3", "step 3 isn't evaluated"),
+])
+def test_a_fault_whose_place_is_not_in_the_run_is_refused(text, told):
+    def check(text: str, **other: object) -> None:
+        place: dict = {"ranks": 2, "total": 10, "epochs": 2, "evaluated": lambda s: s % 5 == 0}
+        faults.refuse_unreachable([faults.parse(text)], **(place | other))
+
+    with pytest.raises(ConfigError) as caught:
+        check(text)
+
+    assert str(caught.value).startswith(f"--inject {text}: {told}")
+    for good in ("kill:rank=1:step=10", "kill:epoch=1", "kill:phase=evaluate:step=10",
+                 "kill:phase=evaluate", "kill:phase=start"):
+        check(good)
+    check("kill:rank=2", ranks=None)
+    check("kill:epoch=2", epochs=None)
+    with pytest.raises(ConfigError, match="nothing is evaluated"):
+        check("kill:phase=evaluate", evaluated=None)
+
+
+def test_what_has_not_happened_is_told_of_this_rank_only(tmp_path):
+    armed = arm(tmp_path, "slow:seconds=0", "slow:attempt=3", "slow:rank=1", "slow:step=9:always")
+
+    armed.at("forward", step=1)
+
+    assert armed.unfired() == ["slow:attempt=3"]
 
 
 # --- where

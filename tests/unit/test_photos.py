@@ -128,6 +128,15 @@ def test_balanced_weights_come_from_the_training_images(root):
     assert even == pytest.approx(sum(balanced((4, 6, 10))))
 
 
+def test_an_image_that_cannot_be_read_is_named(root):
+    broken = root / "train" / "blue" / "0.png"
+    broken.write_bytes(broken.read_bytes()[:900])
+    images = small(root, validation_fraction=0.0).dataset("train")
+
+    with pytest.raises(OSError, match=r"blue/0\.png: image file is truncated"):
+        images[0]
+
+
 def test_a_missing_folder_is_named(tmp_path):
     with pytest.raises(ConfigError, match="no folder train in it"):
         small(tmp_path).model()

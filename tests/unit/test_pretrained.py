@@ -113,5 +113,7 @@ def test_what_is_no_state_is_refused(tmp_path):
         read(tmp_path / "text.safetensors")
     with pytest.raises(ConfigError, match="there is no such file"):
         read(tmp_path / "absent.pt")
+    with pytest.raises(ConfigError, match="in this folder; name the file"):
+        read(tmp_path)
     with pytest.raises(ConfigError, match="none of its tensors fits; it has other"):
         begin_with(net(), tmp_path / "other.safetensors", strict=False)

@@ -18,7 +18,7 @@ from trainer.resume import Verdict, judge, settings
 HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_size": 2, "threads": 1,
                         "device": "cpu", "torch": "2.11.0"}  # fmt: skip
 
-BASE = ["--steps=10"]
+BASE = ["--steps=10", "--schedule.name=linear"]
 
 CHANGES = {
     "seed": "7", "steps": "20", "epochs": "3", "run": "elsewhere", "device": "cpu",

@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
         log.error(str(error))
         return error.exit_code
     except OSError as error:
-        log.error(f"--to {options.to}: {error}")
+        log.error(f"--to {options.to}: {error}; choose a folder that can be written.")
         return 2
     return 0 if exact else 1
 

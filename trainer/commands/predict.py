@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
         log.error(str(error))
         return error.exit_code
     except OSError as error:
-        log.error(f"--out {options.out}: {error}")
+        log.error(f"--out {options.out or 'PATH'}: {error}; name a file that can be written.")
         return 2
     print(f"{out}: {split}, step {step}, {sum(map(_size, rows))} samples")
     return 0

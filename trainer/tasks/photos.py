@@ -36,6 +36,16 @@ _RECORD, _SIDE, _PADDING = 3073, 32, 4
 _FOLDERS = {"train": ("train",), "validation": ("val", "validation", "valid"), "test": ("test",)}
 
 
+def _read(path: str) -> Any:
+    """An image as RGB. Raises: OSError: it can't be read; PIL doesn't always say which."""
+    from torchvision.datasets.folder import default_loader
+
+    try:
+        return default_loader(path)
+    except (OSError, SyntaxError, ValueError) as error:
+        raise OSError(f"{path}: {error}") from error
+
+
 class CifarImages(Dataset):
     """Images of CIFAR-10 in memory, batched; with keys, cropped after padding and flipped."""
 
@@ -216,7 +226,7 @@ class Photos:
         try:
             return ImageFolder(folder, v2.Compose([
                 *cut, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True),
-                v2.Normalize(list(mean), list(std))]))  # fmt: skip
+                v2.Normalize(list(mean), list(std))]), loader=_read)  # fmt: skip
         except OSError as error:
             raise ConfigError(f"task.root {folder}: {error}") from error
 

@@ -181,7 +181,7 @@ class Text:
             return np.memmap(self.source, dtype=np.uint8, mode="r")
         except (OSError, ValueError) as error:  # no such file; an empty one
             raise ConfigError(f"task.file {self.source}: {error}; give a text by "
-                              "--task.file PATH.") from error
+                              "--task.file PATH.") from None
 
 
 def _perplexity(means: Mapping[str, float], table: Tensor | None) -> float:

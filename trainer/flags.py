@@ -1,0 +1,60 @@
+"""What is wrong with a command line, in one line that names the flag."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+
+from trainer.errors import ConfigError
+
+_UNREADABLE = re.compile(
+    r"Error parsing (--\S+): (.*) Argument helptext: --\S+ "
+    r"((?:(?:INT|FLOAT|STR|PATH|LENGTH|\{[^}]*\})[| ]?)+) ?(.*?)(?: \(default: [^()]*\))?$")
+"""tyro's words about a value that isn't of its flag's type: flag, reason, type, help."""
+_VALUE = re.compile(r"(?:no type matching .*? from|invalid literal.*?:|could not convert.*?:|"
+                    r"Could not parse arguments) (\[.*?\]|'[^']*')")
+
+
+def refuse_empty(arguments: Sequence[str]) -> None:
+    """Raises: ConfigError: a flag has an empty value, as from a shell's unset variable. A field
+    of a task may be an empty text."""
+    for before, argument in zip(["", *arguments], arguments, strict=False):
+        flag = before if argument == "" else argument.removesuffix("=")
+        if flag.startswith("--") and "=" not in flag and not flag.startswith("--task.") and (
+                argument in ("", f"{flag}=")):
+            raise ConfigError(f"{flag} '': the value is empty; give one, or leave the flag out.")
+
+
+def unknown_flag(arguments: Sequence[str], names: Iterable[str]) -> str | None:
+    """What is wrong with the first flag that doesn't exist (tyro suggests next to nothing).
+
+    Args:
+        names: of the keys that there are.
+    """
+    known = [f"--{name.replace('_', '-')}" for name in names]
+    switches = [re.sub(r"^(--(?:.*\.)?)", r"\1no-", flag) for flag in known]  # of boolean fields
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
+        if flag.startswith("--") and flag not in (*known, *switches):
+            near = difflib.get_close_matches(flag, known, n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists them all."
+            return f"{flag}: there is no such flag; {hint}"
+    return None
+
+
+def plain(text: str) -> str:
+    """tyro's boxed error as one line: what is wrong and what is near it."""
+    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
+    lines = [re.sub(r"[─│╭╮╰╯├┤]+", " ", line).strip() for line in text.splitlines()]
+    lines = [line for line in lines if line.strip("- ") and "full helptext" not in line]
+    told = " ".join(lines[1:] if len(lines) > 1 else lines)  # the first is the box's title
+    told = re.sub(r"\s+", " ", told.removesuffix(" trainer --help")).strip()
+    if found := _UNREADABLE.match(told):
+        flag, why, kind, about = found.groups()
+        if value := _VALUE.match(why):
+            wanted = re.sub(r"[{}]", "", kind).strip().replace("|", " or ").replace(",", ", ")
+            words = re.sub(r"^\[|\]$|,", "", value[1])
+            return f"{flag} {words}: {wanted} is wanted. {about}"
+        return f"{flag}: {why}. {about}"
+    return re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", told)
