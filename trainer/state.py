@@ -256,10 +256,13 @@ def _entry(facts: dict[str, Any], name: str) -> Any:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By numpy where it knows the type: called in a writer's thread, in which torch would start
-    threads of its own beside those that train."""
+    """By numpy where it has a way: called in a writer's thread, in which torch would start threads
+    of its own beside those that train."""
     if tensor.dtype in (torch.float32, torch.float64, torch.float16):
         return bool(np.isfinite(tensor.numpy()).all())
+    if tensor.dtype is torch.bfloat16:  # an infinity or a NaN has all bits of the exponent set
+        exponents = tensor.view(torch.int16).numpy() & 0x7F80
+        return not bool((exponents == 0x7F80).any())
     return bool(torch.isfinite(tensor).all())
 
 

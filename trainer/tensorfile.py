@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,10 +20,14 @@ _NAMES = {
     torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
     torch.bool: "BOOL", torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     """The bytes of a file that holds `tensors`, which are on the CPU, in any memory layout.
+
+    Another layout is changed by numpy: in a thread of its own torch would do it by further threads,
+    and as long as these exist, OpenMP lets those of the training sleep between two operations.
 
     Raises:
         TypeError: a dtype that the format doesn't have.
@@ -41,8 +46,8 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     yield len(text).to_bytes(8, "little") + text
     for tensor in tensors.values():
         if tensor.numel():
-            flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-            yield memoryview(flat.numpy())  # type: ignore[arg-type]
+            bits = tensor.detach().view(_BITS[tensor.element_size()]).numpy()
+            yield memoryview(np.ascontiguousarray(bits))  # type: ignore[arg-type]
 
 
 def size(tensors: Mapping[str, Tensor]) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 from trainer import tensorfile
@@ -101,6 +103,32 @@ def test_a_forward_that_changes_parameters_costs_one_save_and_the_next_is_exact(
     assert [info.step for info in checkpoint.store.checkpoints()] == [2]
     assert _same(_saved(checkpoint, 2), expected)
     assert "a forward changed parameters" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_save_starts_no_threads_beside_those_that_train(tmp_path: Path, dtype: torch.dtype
+                                                         ) -> None:
+    subject = make_subject(10)
+    subject.model.to(dtype).register_parameter("filters", nn.Parameter(
+        torch.ones(256, 256, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)))
+    checkpoint = make_checkpointer(subject, tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        checkpoint._writer.submit(torch.get_num_threads).result(LIMIT_S)
+        torch.ones(10**6).add_(1)  # makes this thread's own
+        threads = set(os.listdir("/proc/self/task"))
+        subject.state.progress.step = 1
+        checkpoint.save("periodic")
+        checkpoint.finish_pending(must=True)
+        new = set(os.listdir("/proc/self/task")) - threads
+    finally:
+        torch.set_num_threads(before)
+        checkpoint.abandon()
+        checkpoint.store.close()
+
+    assert not new
 
 
 def _copy(subject: Subject) -> dict[str, dict[str, Tensor]]:
