@@ -101,6 +101,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
     )  # fmt: skip
     from trainer.failure import Failure
     from trainer.launcher import leave_launcher, tell
+    from trainer.limits import allow_files
     from trainer.log import Log
     from trainer.world import Launch, World
 
@@ -128,6 +129,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
 
     try:
         launch = Launch.from_environment()
+        allow_files(launch.size)
         log = Log(launch.rank)
         failure = Failure(log)
         _watch_launcher(stop, launch, orders)
