@@ -1,0 +1,70 @@
+"""Limits of the system: refused where they are too low, explained where they were met."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import resource
+
+import pytest
+
+from launch.__main__ import main
+from trainer.diagnosis import diagnose, remedy
+from trainer.limits import allow_files
+
+FORK = multiprocessing.get_context("fork")
+
+
+def limited(soft: int, hard: int, function, *arguments) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        os._exit(function(*arguments) or 0)
+    except BaseException:
+        os._exit(9)
+
+
+def raised_to(ranks: int) -> int:
+    allow_files(ranks)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def run(*arguments) -> int:
+    process = FORK.Process(target=limited, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def test_a_soft_limit_of_open_files_is_raised_and_a_hard_one_refused(capfd) -> None:
+    assert run(40, 200, raised_to, 4) == 80
+    assert run(100, 200, raised_to, 4) == 100  # enough
+    assert run(40, 60, raised_to, 2) == 9
+    assert run(60, 60, main, ["--nproc-per-node", "2", "--", "--steps", "1"]) == 2
+
+    assert capfd.readouterr().err == (
+        "launch: error: a process may open 60 files at most here (ulimit -n 60), and with 2 ranks "
+        "it needs 64: raise the limit, for example by ulimit -n 1024\n")
+
+
+def caused(number: int) -> Exception:
+    error = OSError(f"step 4 was not saved: {os.strerror(number)}")
+    error.__cause__ = OSError(number, os.strerror(number))
+    return error
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+    (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
+    (caused(errno.ENOSPC), "make room on that disk"),
+    (RuntimeError("can't start new thread"), "ulimit -u"),
+    (RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on "
+                  "device (28)"), "docker run --shm-size"),
+    (RuntimeError("out of resource: shared memory, Required: 2, Hardware limit: 1"), ""),  # a GPU's
+    (ValueError("No space left on device"), ""),
+    (OSError(errno.ENOENT, "File too large"), ""),
+])  # fmt: skip
+def test_a_limit_that_was_met_is_told_with_what_helps(error: Exception, words: str) -> None:
+    assert words in remedy(error)
+    assert bool(remedy(error)) == bool(words)
+    assert words in diagnose(error).message
