@@ -13,7 +13,7 @@ from launch.output import Output
 from launch.signals import StopRequest
 from trainer.diagnosis import remedy
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
-from trainer.limits import allow_files
+from trainer.limits import allow_files, check_current_folder
 
 OUTPUT_S = 1.0
 """How long the end of the run waits for output that something still holds back."""
@@ -23,6 +23,7 @@ def main(argv: Sequence[str]) -> int:
     """Launch, and return the exit code: the trainer's own where it has ended the run itself."""
     try:
         options = parse(argv)
+        check_current_folder()
         allow_files(options.nproc_per_node)
     except ConfigError as error:
         print(f"launch: error: {error}", file=sys.stderr)

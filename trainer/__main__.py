@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import multiprocessing
 import os
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from trainer.errors import ConfigError
+from trainer.limits import allow_files, check_current_folder
 from trainer.orders import Orders
 from trainer.pipe import quiet_pipe
 from trainer.stop import StopRequest, process_descriptor
@@ -40,10 +43,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     Called by `python -m trainer`, and by `python -m launch` in each rank.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv is None:  # a rank of `python -m launch` may outlive that folder
+            check_current_folder()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     if arguments and arguments[0] in COMMANDS:
         from importlib import import_module
 
         name = arguments[0].replace("-", "_")
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack letters that are printed
+            sys.stdout.reconfigure(errors="backslashreplace")
         with quiet_pipe():
             code = import_module(f"trainer.commands.{name}").main(arguments[1:])
         return int(code)
@@ -96,12 +107,10 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
         EXIT_COMPLETE,
         EXIT_FAILURE,
         EXIT_STOPPED,
-        ConfigError,
         TrainerError,
     )  # fmt: skip
     from trainer.failure import Failure
     from trainer.launcher import leave_launcher, tell
-    from trainer.limits import allow_files
     from trainer.log import Log
     from trainer.world import Launch, World
 

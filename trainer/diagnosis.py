@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import errno
 import os
@@ -235,8 +236,9 @@ def _where(frames: list[_Frame]) -> str | None:
         return None
     nearest = min(_strangeness(path) for path, _, _ in frames)
     path, line, function = next(f for f in reversed(frames) if _strangeness(f[0]) == nearest)
-    here = os.getcwd() + os.sep
-    return f"{path.removeprefix(here)}:{line} in {function}"
+    with contextlib.suppress(OSError):  # the folder may be gone by now
+        path = path.removeprefix(os.getcwd() + os.sep)
+    return f"{path}:{line} in {function}"
 
 
 def _strangeness(path: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -29,6 +30,8 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT, METRICS, EVENTS = (
     "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
 )  # fmt: skip
+UNFIT = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+"""Errors of a folder's path that no other attempt would find mended."""
 TAIL_BYTES = 1 << 16
 FULL_S = 15.0
 """How long a restart waits for room on a full disk, before the attempt fails."""
@@ -53,7 +56,7 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
     error: Exception | None = None
     mine: dict[str, Any] | None = None
     if world.local_rank == 0:
-        old = read_json(path / IDENTITY) or _adopted(path)
+        old, error = _whose(path)
         launch = _launch_id(world)
         restarted = old is not None and launch is not None and old.get("launch") == launch
         if resume == "never" and old is not None and not restarted:
@@ -75,6 +78,17 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
         log.warning(f"{path} holds another run ({mine['run']}, step {mine['step']}) than the one "
                     f"that goes on here ({run}); its checkpoints stay, and aren't used")
     return Identity(run=run, attempt=attempt)
+
+
+def _whose(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
+    """The identity of the run in a folder, if there is one, and what is wrong with its path."""
+    try:
+        return read_json(path / IDENTITY) or _adopted(path), None
+    except OSError as problem:
+        if problem.errno not in UNFIT:
+            raise
+        return None, ConfigError(f"--run {path}: {problem}; choose a folder that can be read and "
+                                 "written.")
 
 
 def _adopted(path: Path) -> dict[str, Any] | None:
@@ -246,8 +260,9 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text aside and put it in place, durably."""
-    replace_bytes(path, [text.encode()])
+    """Write a text aside and put it in place, durably. A name of a file in it may be no UTF-8, or
+    read in a locale that knows no other letters: its bytes are kept."""
+    replace_bytes(path, [text.encode(errors="surrogateescape")])
 
 
 def replace_bytes(path: Path, chunks: Any) -> None:

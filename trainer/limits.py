@@ -1,8 +1,9 @@
-"""The system's limits of a process: one that is too low is raised, or refused before anything
-starts."""
+"""What a process needs of the system before anything starts: enough open files, a folder to be
+in."""
 
 from __future__ import annotations
 
+import os
 import resource
 
 from trainer.errors import ConfigError
@@ -28,3 +29,16 @@ def allow_files(num_ranks: int) -> None:
                           f"with {num_ranks} ranks it needs {needed}: raise the limit, for "
                           f"example by ulimit -n {max(1024, needed)}")
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def check_current_folder() -> None:
+    """To be called before torch is imported, whose libraries abort the process for want of it.
+
+    Raises:
+        ConfigError: it has been deleted, or may not be read.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder is gone ({error.strerror}): cd to another one, or "
+                          "to the same path once more") from error

@@ -113,7 +113,7 @@ class Log:
             "step": self.step,
             "phase": self.phase,
             "event": event,
-            **{name: _writable(value) for name, value in fields.items()},
+            **{name: writable(value) for name, value in fields.items()},
         }
         if self._events is None:
             self._early.append(line)
@@ -158,7 +158,7 @@ def _has_colours(stream: TextIO) -> bool:
             and stream.isatty())
 
 
-def _writable(value: Any) -> Any:
+def writable(value: Any) -> Any:
     """A text such that whoever reads the event can print it: a file's name may be no UTF-8."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 

@@ -1,4 +1,4 @@
-"""Limits of the system: refused where they are too low, explained where they were met."""
+"""What the system gives: limits that are refused or explained, folders and locales."""
 
 from __future__ import annotations
 
@@ -6,13 +6,21 @@ import errno
 import multiprocessing
 import os
 import resource
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
 from launch.__main__ import main
+from trainer.config import Config
 from trainer.diagnosis import diagnose, remedy
+from trainer.errors import ConfigError
 from trainer.limits import allow_files
+from trainer.log import writable
+from trainer.sinks import TensorBoard
 
+ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")
 
 
@@ -68,3 +76,44 @@ def test_a_limit_that_was_met_is_told_with_what_helps(error: Exception, words: s
     assert words in remedy(error)
     assert bool(remedy(error)) == bool(words)
     assert words in diagnose(error).message
+
+
+def diagnosed_in_a_deleted_folder(folder: Path) -> int:
+    os.chdir(folder)
+    folder.rmdir()
+    return diagnose(ZeroDivisionError("no")).kind != "ZeroDivisionError"
+
+
+def test_a_failure_is_understood_where_the_current_folder_was_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+
+    assert run(64, 64, diagnosed_in_a_deleted_folder, folder) == 0
+
+
+@pytest.mark.parametrize("module", ["trainer", "launch"])
+def test_nothing_starts_in_a_folder_that_was_deleted(module: str, tmp_path: Path) -> None:
+    command = f"cd {tmp_path}; rmdir {tmp_path}; exec {sys.executable} -m {module} -- --steps 1"
+    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60,
+                          check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+
+    assert told.returncode == 2
+    assert "error: the current folder is gone" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_a_name_that_is_no_utf8_is_refused_and_one_that_the_locale_does_not_know_is_not() -> None:
+    known = os.fsencode("runs/\u00fc").decode("ascii", "surrogateescape")  # as LANG=C reads it
+    assert Config(task=None, run=known).run == known
+
+    with pytest.raises(ConfigError, match=r"--run .*choose a name in UTF-8"):
+        Config(task=None, run=os.fsdecode(b"runs/\xff"))
+
+
+def test_tensorboard_shows_settings_that_are_no_text(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path / "board", every=1, first=0)
+    board.finish({"run": "runs/\udcff", "steps": 3}, {"loss": 0.5}, 3)
+    board.close()
+
+    [file] = (tmp_path / "board").iterdir()
+    assert writable("runs/\udcff").encode() in file.read_bytes()
