@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from trainer.errors import ConfigError
+from trainer.diagnosis import is_foreign
+from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
 from trainer.limits import allow_files, check_current_folder
 from trainer.orders import Orders
 from trainer.pipe import quiet_pipe
@@ -55,8 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         name = arguments[0].replace("-", "_")
         if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack letters that are printed
             sys.stdout.reconfigure(errors="backslashreplace")
-        with quiet_pipe():
-            code = import_module(f"trainer.commands.{name}").main(arguments[1:])
+        try:
+            with quiet_pipe():
+                code = import_module(f"trainer.commands.{name}").main(arguments[1:])
+        except OSError as error:
+            if error.errno not in UNFIT or is_foreign(error):
+                raise
+            print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
+            return EXIT_CONFIG
         return int(code)
     stop = StopRequest()
     stop.install()  # before anything heavy is imported
@@ -291,8 +298,6 @@ def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type:
 
 def _show_cause(error: BaseException) -> None:
     """The traceback of what the user's own code raised, where that is behind the error."""
-    from trainer.diagnosis import is_foreign
-
     cause = error.__cause__
     if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
         traceback.print_exception(cause)

@@ -42,6 +42,8 @@ _SHORT_WORDS = re.compile(
 _LIMITS = (
     (errno.EMFILE, "too many open files", "raise the limit of open files: ulimit -n 4096"),
     (errno.EFBIG, "file too large", "raise the limit of a file's size: ulimit -f unlimited"),
+    (errno.ENOMEM, "failed to map segment",
+     "raise the limit of memory: ulimit -v, or the cgroup's"),
     (None, "can't start new thread",
      "raise the limit of processes and threads: ulimit -u, or pids.max of the cgroup"),
     (None, r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",

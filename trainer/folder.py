@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
 import functools
 import json
 import os
@@ -20,7 +19,7 @@ from typing import Any
 
 from trainer.attempts import read_attempts, repeated, sentence
 from trainer.durable import fsync_folder, make_folder, write_file
-from trainer.errors import AlreadyFinished, ConfigError, GaveUp
+from trainer.errors import UNFIT, AlreadyFinished, ConfigError, GaveUp
 from trainer.lock import RunLock
 from trainer.log import Log, read_events
 from trainer.store import FULL, Store
@@ -30,8 +29,6 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT, METRICS, EVENTS = (
     "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
 )  # fmt: skip
-UNFIT = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
-"""Errors of a folder's path that no other attempt would find mended."""
 TAIL_BYTES = 1 << 16
 FULL_S = 15.0
 """How long a restart waits for room on a full disk, before the attempt fails."""
