@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any
 
 from launch.options import Options, parse
 from launch.output import Output
 from launch.signals import StopRequest
-from trainer.errors import EXIT_CONFIG, EXIT_STOPPED, ConfigError
+from trainer.diagnosis import remedy
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
+from trainer.limits import allow_files, check_current_folder
 
 OUTPUT_S = 1.0
 """How long the end of the run waits for output that something still holds back."""
@@ -20,6 +23,8 @@ def main(argv: Sequence[str]) -> int:
     """Launch, and return the exit code: the trainer's own where it has ended the run itself."""
     try:
         options = parse(argv)
+        check_current_folder()
+        allow_files(options.nproc_per_node)
     except ConfigError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
@@ -28,7 +33,14 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_CONFIG
     stop = StopRequest()
     stop.install()
-    return _launch(options, stop)
+    try:
+        return _launch(options, stop)
+    except Exception as error:  # a limit of the system, most often
+        traceback.print_exc()
+        helps = remedy(error)
+        print(f"launch: error: {type(error).__name__}: {error}" + (f"; {helps}" if helps else "")
+              + "; ranks that run save and stop, and the same command goes on", file=sys.stderr)
+        return EXIT_FAILURE
 
 
 def _launch(options: Options, stop: StopRequest) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import math
 import multiprocessing
 import os
@@ -13,6 +14,9 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+from trainer.diagnosis import is_foreign
+from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
+from trainer.limits import allow_files, check_current_folder
 from trainer.orders import Orders
 from trainer.pipe import quiet_pipe
 from trainer.stop import StopRequest, process_descriptor
@@ -40,12 +44,26 @@ def main(argv: Sequence[str] | None = None) -> int:
     Called by `python -m trainer`, and by `python -m launch` in each rank.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        if argv is None:  # a rank of `python -m launch` may outlive that folder
+            check_current_folder()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return error.exit_code
     if arguments and arguments[0] in COMMANDS:
         from importlib import import_module
 
         name = arguments[0].replace("-", "_")
-        with quiet_pipe():
-            code = import_module(f"trainer.commands.{name}").main(arguments[1:])
+        if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack letters that are printed
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            with quiet_pipe():
+                code = import_module(f"trainer.commands.{name}").main(arguments[1:])
+        except OSError as error:
+            if error.errno not in UNFIT or is_foreign(error):
+                raise
+            print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
+            return EXIT_CONFIG
         return int(code)
     stop = StopRequest()
     stop.install()  # before anything heavy is imported
@@ -96,7 +114,6 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
         EXIT_COMPLETE,
         EXIT_FAILURE,
         EXIT_STOPPED,
-        ConfigError,
         TrainerError,
     )  # fmt: skip
     from trainer.failure import Failure
@@ -128,6 +145,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
 
     try:
         launch = Launch.from_environment()
+        allow_files(launch.size)
         log = Log(launch.rank)
         failure = Failure(log)
         _watch_launcher(stop, launch, orders)
@@ -280,8 +298,6 @@ def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type:
 
 def _show_cause(error: BaseException) -> None:
     """The traceback of what the user's own code raised, where that is behind the error."""
-    from trainer.diagnosis import is_foreign
-
     cause = error.__cause__
     if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
         traceback.print_exception(cause)

@@ -47,17 +47,73 @@ class AppendFile:
     """
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._waiting: list[bytes] = []
         self._lock = threading.Lock()  # a writer thread has events of its own
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-        self._descriptor = os.open(path, flags, 0o666)
+        self._descriptor = _open(path)
+        self._size = os.fstat(self._descriptor).st_size
+
+    @property
+    def damage(self) -> str:
+        """What somebody else has done to the file since it was opened; "" for nothing."""
+        mine = os.fstat(self._descriptor)
+        try:
+            there = os.stat(self._path)
+        except OSError:
+            return "removed"
+        if not os.path.samestat(mine, there):
+            return "replaced"
+        return "cut" if mine.st_size < self._size else ""
+
+    def restore(self, *, others: bool = False) -> str:
+        """Undo `damage` where that can be done: the open file still has what was removed or
+        replaced, not what was cut off. Returns what was done to it.
+
+        Args:
+            others: they append to it as well, and what is there now is what one of them restored.
+
+        Raises:
+            OSError: it can't be written; the records go on being kept in the open file.
+        """
+        with self._lock:
+            damage = self.damage
+            if damage in ("removed", "replaced"):
+                if damage == "removed" or not others:
+                    self._put_back(anew=damage == "removed")
+                new = _open(self._path)
+                os.close(self._descriptor)
+                self._descriptor = new
+            self._size = os.fstat(self._descriptor).st_size
+            return damage
+
+    def _put_back(self, *, anew: bool) -> None:
+        aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
+        aside.unlink(missing_ok=True)
+        try:
+            copy, place = _open(aside), 0
+            try:
+                while part := os.pread(self._descriptor, 1 << 20, place):
+                    place += os.write(copy, part)
+                os.fsync(copy)
+            finally:
+                os.close(copy)
+            if anew:
+                with contextlib.suppress(FileExistsError):  # another process was faster
+                    os.link(aside, self._path)
+            else:
+                aside.replace(self._path)
+        finally:
+            with contextlib.suppress(OSError):
+                aside.unlink(missing_ok=True)
 
     def append(self, record: bytes) -> None:
         """Append a record, after those that wait."""
         with self._lock:
             if not self._waiting:
                 with contextlib.suppress(OSError):
-                    record = record[os.write(self._descriptor, record):]
+                    written = os.write(self._descriptor, record)
+                    self._size += written
+                    record = record[written:]
             if record:
                 self._waiting.append(record)
 
@@ -94,5 +150,10 @@ class AppendFile:
             while self._waiting:
                 record = b"".join(self._waiting)
                 written = os.write(self._descriptor, record)
+                self._size += written
                 # Where the disk filled within it, the rest continues it.
                 self._waiting = [record[written:]] if written < len(record) else []
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)

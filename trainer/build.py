@@ -185,7 +185,7 @@ def build(
         lines = record(found, path / folder.METRICS, world)
         if world.keeps_folder:
             open_metrics(metrics, path, log, lines, world, work, found.step, config,
-                         run_id=identity.run)
+                         run_id=identity.run, guard=lock.committing)
 
     evaluators = {
         split: None if work.data[split] is None else Evaluator(
@@ -214,7 +214,7 @@ def build(
         announce(log, about, [f"--init {config.init}: {line}" for line in card.get("init", ())],
                  found, verdict, path)
         open_metrics(metrics, path, log, lines, world, work, position, config,
-                     run_id=identity.run, about=about, leak=leak)
+                     run_id=identity.run, guard=lock.committing, about=about, leak=leak)
     pictures = None
     if world.is_main and hasattr(work.task, "picture"):
         pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,

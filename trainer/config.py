@@ -93,6 +93,8 @@ class Config(Generic[TaskT]):
 
     def __post_init__(self) -> None:
         check(self.run is None or bool(str(self.run).strip()), "run", self.run, "name a folder.")
+        check(_is_utf8(str(self.run)), "run", self.run, "choose a name in UTF-8: the libraries "
+              "that read the checkpoints know no other ones.")
         check(bool(str(self.resume).strip()), "resume", self.resume,
               "use auto, never, or the path of a checkpoint.")
         check(self.init is None or bool(str(self.init).strip()), "init", self.init,
@@ -124,3 +126,11 @@ def _leaves(part: Any, prefix: str, change: Change) -> Iterator[tuple[str, Any, 
             yield from _leaves(value, name + ".", own)
         else:
             yield name, value, own
+
+
+def _is_utf8(path: str) -> bool:
+    try:
+        path.encode(errors="surrogateescape").decode()
+    except UnicodeError:
+        return False
+    return True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import errno
 import os
@@ -37,6 +38,21 @@ _SHORT = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
 _SHORT_WORDS = re.compile(
     "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
     "no space left on device|too many open files", re.IGNORECASE)
+
+_LIMITS = (
+    (errno.EMFILE, "too many open files", "raise the limit of open files: ulimit -n 4096"),
+    (errno.EFBIG, "file too large", "raise the limit of a file's size: ulimit -f unlimited"),
+    (errno.ENOMEM, "failed to map segment",
+     "raise the limit of memory: ulimit -v, or the cgroup's"),
+    (None, "can't start new thread",
+     "raise the limit of processes and threads: ulimit -u, or pids.max of the cgroup"),
+    (None, r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",
+     "/dev/shm is full: give it more room (docker run --shm-size 8g; mount -o remount,size=8g "
+     "/dev/shm), or take --data.workers 0"),
+    (errno.EDQUOT, "disk quota exceeded", "make room, or raise the quota"),
+    (errno.ENOSPC, "no space left on device", "make room on that disk"),
+)
+"""A shortage's number, the words that tell it where there is none, and what helps."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,8 +101,10 @@ def diagnose(error: BaseException) -> Diagnosis:
         memory: str | None = "worker"
     else:
         memory = "rank" if exhausted else None
+    helps = remedy(error)
     return Diagnosis(
-        kind=kind, message=_one_line(message), where=_where(frames), phase=phase,
+        kind=kind, message=_one_line(message) + (f"; {helps}" if helps else ""),
+        where=_where(frames), phase=phase,
         is_import=not is_shortage(error) and bool(
             kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"}),
         memory=memory,
@@ -104,6 +122,20 @@ def is_shortage(error: BaseException | None) -> bool:
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError | ImportError)
         and _SHORT_WORDS.search(_text(error)) is not None)
+
+
+def remedy(error: BaseException) -> str:
+    """What helps where a limit of the system is behind an error; "" where none is known."""
+    seen: BaseException | None = error
+    while seen is not None:
+        number = seen.errno if isinstance(seen, OSError) else None
+        if isinstance(seen, OSError | RuntimeError | ImportError):
+            for shortage, words, helps in _LIMITS:
+                if (shortage if number else None) == number and (
+                        number or re.search(words, _text(seen), re.IGNORECASE)):
+                    return helps
+        seen = seen.__cause__
+    return ""
 
 
 def remedies(memory: str, config: Any) -> list[str]:
@@ -206,8 +238,9 @@ def _where(frames: list[_Frame]) -> str | None:
         return None
     nearest = min(_strangeness(path) for path, _, _ in frames)
     path, line, function = next(f for f in reversed(frames) if _strangeness(f[0]) == nearest)
-    here = os.getcwd() + os.sep
-    return f"{path.removeprefix(here)}:{line} in {function}"
+    with contextlib.suppress(OSError):  # the folder may be gone by now
+        path = path.removeprefix(os.getcwd() + os.sep)
+    return f"{path}:{line} in {function}"
 
 
 def _strangeness(path: str) -> int:

@@ -1,5 +1,7 @@
 """Exit codes, and the exceptions that somebody catches."""
 
+import errno
+
 EXIT_COMPLETE = 0
 EXIT_FAILURE = 1
 EXIT_CONFIG = 2
@@ -9,6 +11,9 @@ EXIT_NONFINITE = 77
 
 FINAL_EXIT_CODES = (EXIT_CONFIG, EXIT_STOPPED, EXIT_GAVE_UP, EXIT_NONFINITE)
 """Codes with which the trainer itself ends the run: a launcher must not restart them."""
+
+UNFIT = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+"""Errors of a folder's path that no other attempt would find mended."""
 
 
 class TrainerError(Exception):

@@ -19,7 +19,7 @@ from typing import Any
 
 from trainer.attempts import read_attempts, repeated, sentence
 from trainer.durable import fsync_folder, make_folder, write_file
-from trainer.errors import AlreadyFinished, ConfigError, GaveUp
+from trainer.errors import UNFIT, AlreadyFinished, ConfigError, GaveUp
 from trainer.lock import RunLock
 from trainer.log import Log, read_events
 from trainer.store import FULL, Store
@@ -53,7 +53,7 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
     error: Exception | None = None
     mine: dict[str, Any] | None = None
     if world.local_rank == 0:
-        old = read_json(path / IDENTITY) or _adopted(path)
+        old, error = _whose(path)
         launch = _launch_id(world)
         restarted = old is not None and launch is not None and old.get("launch") == launch
         if resume == "never" and old is not None and not restarted:
@@ -75,6 +75,17 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
         log.warning(f"{path} holds another run ({mine['run']}, step {mine['step']}) than the one "
                     f"that goes on here ({run}); its checkpoints stay, and aren't used")
     return Identity(run=run, attempt=attempt)
+
+
+def _whose(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
+    """The identity of the run in a folder, if there is one, and what is wrong with its path."""
+    try:
+        return read_json(path / IDENTITY) or _adopted(path), None
+    except OSError as problem:
+        if problem.errno not in UNFIT:
+            raise
+        return None, ConfigError(f"--run {path}: {problem}; choose a folder that can be read and "
+                                 "written.")
 
 
 def _adopted(path: Path) -> dict[str, Any] | None:
@@ -246,8 +257,9 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text aside and put it in place, durably."""
-    replace_bytes(path, [text.encode()])
+    """Write a text aside and put it in place, durably. A name of a file in it may be no UTF-8, or
+    read in a locale that knows no other letters: its bytes are kept."""
+    replace_bytes(path, [text.encode(errors="surrogateescape")])
 
 
 def replace_bytes(path: Path, chunks: Any) -> None:

@@ -208,6 +208,11 @@ class RunLock:
             raise StaleAttempt(f"a newer attempt than this one ({self.nonce}) has begun on other "
                                "nodes; it leaves without writing.")
         owner = self._read()
+        if owner is None and not self.path.exists():
+            raise StaleAttempt(
+                f"{self.path} is gone: somebody has removed or renamed the run folder, or this "
+                "file in it. This attempt leaves without writing; where the folder isn't put back, "
+                "the next one begins anew.")
         if owner is None or owner["nonce"] != self.nonce:
             raise StaleAttempt(
                 f"{self.path}: this attempt ({self.nonce}) doesn't own the run folder any "

@@ -113,7 +113,7 @@ class Log:
             "step": self.step,
             "phase": self.phase,
             "event": event,
-            **{name: _writable(value) for name, value in fields.items()},
+            **{name: writable(value) for name, value in fields.items()},
         }
         if self._events is None:
             self._early.append(line)
@@ -130,6 +130,9 @@ class Log:
 
     def _write_event(self, line: dict[str, Any]) -> None:
         assert self._events is not None
+        with contextlib.suppress(OSError):  # it may be there again at the next event
+            if self._events.damage and self._events.restore(others=True) == "removed":
+                self.warning("somebody has removed events.jsonl in mid-run; it is written again")
         self._events.append((json.dumps(line) + "\n").encode())
 
     def _line(self, level: str, text: str) -> None:
@@ -155,7 +158,7 @@ def _has_colours(stream: TextIO) -> bool:
             and stream.isatty())
 
 
-def _writable(value: Any) -> Any:
+def writable(value: Any) -> Any:
     """A text such that whoever reads the event can print it: a file's name may be no UTF-8."""
     return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
 

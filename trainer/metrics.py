@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -125,15 +126,22 @@ class Metrics:
         self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
+        self._guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        self._tell: Callable[[str], None] = print
 
     def open(self, path: Path, sinks: Sequence[Sink], *, kept: Sequence[dict[str, Any]],
-             lacking: Sequence[dict[str, Any]]) -> None:
+             lacking: Sequence[dict[str, Any]],
+             guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+             tell: Callable[[str], None] = print) -> None:
         """Write to `path` and show to `sinks` from now on (rank 0).
 
         Args:
             kept: the lines that the file is to hold now, in order.
             lacking: those of them that an earlier attempt may not have shown.
+            guard: around a change of the folder; raises where it belongs to a newer attempt.
+            tell: is told where somebody else has removed, replaced or cut the file.
         """
+        self._guard, self._tell = guard, tell
         replace_text(path, "".join(encode(line) + "\n" for line in kept))
         self._file, self._sinks = AppendFile(path), list(sinks)
         last = max((line["step"] for line in kept), default=0)
@@ -161,6 +169,7 @@ class Metrics:
         """
         self._write()
         if self._file is not None:
+            self._mend()
             self._file.sync()
 
     def forget(self, step: int) -> None:
@@ -233,6 +242,22 @@ class Metrics:
             if lines and self._file is not None:
                 self._file.append("".join(encode(line) + "\n" for line in lines).encode())
                 self._written_s = time.monotonic()
+                with contextlib.suppress(OSError):  # a full disk: `sync` tries again
+                    self._mend()
+
+    def _mend(self) -> None:
+        """Put the file back in place where somebody has removed or replaced it in mid-run."""
+        if self._file is None or not self._file.damage:
+            return
+        with self._guard():
+            damage = self._file.restore()
+        if damage == "cut":
+            self._tell("somebody has cut lines of metrics.jsonl off in mid-run; compare will find "
+                       "that. The training itself goes on exactly. A copy of the file, put there "
+                       "before a start, mends it")
+        elif damage:
+            self._tell(f"somebody has {damage} metrics.jsonl in mid-run; it is written again, "
+                       "in full")
 
     def _show(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         for sink in self._sinks:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -75,11 +76,13 @@ def open_source(
 
 def open_metrics(
     metrics: Metrics, path: Path, log: Log, lines: Lines, world: World, work: Work, position: int,
-    config: Config[Any], *, run_id: str, about: Sequence[str] = (), leak: str = "",
+    config: Config[Any], *, run_id: str, guard: Callable[[], AbstractContextManager[None]],
+    about: Sequence[str] = (), leak: str = "",
 ) -> None:
     """metrics.jsonl, cut to the step that is resumed and completed, and the sinks.
 
     Args:
+        guard: around a change of the folder; raises where it belongs to a newer attempt.
         about: the run's card.
         leak: the evidence that validation samples are trained on, if there is any.
     """
@@ -112,7 +115,8 @@ def open_metrics(
         if config.log.graph == "on" and not position:
             _show_graph(board, config, work, world, log)
         sinks += [Own(name, make, path, log) for name, make in work.sinks.items()]
-    metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking)
+    metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking, guard=guard,
+                 tell=log.warning)
 
 
 def open_timing(path: Path, identity: Identity, world: World, log: Log, workers: int) -> Timing:

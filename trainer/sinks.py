@@ -17,7 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary
 
 from trainer import drawing
 from trainer.append import AppendFile
-from trainer.log import Log
+from trainer.log import Log, writable
 
 LAYOUT = {
     "the run": {
@@ -116,7 +116,7 @@ class TensorBoard:
         self._event(graph_def=definition.SerializeToString())
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        plain = {k: v if isinstance(v, bool | int | float | str) else str(v)
+        plain = {k: v if isinstance(v, bool | int | float) else writable(str(v))
                  for k, v in settings.items() if v is not None}
         for summary in self._summary.hparams(plain, dict(figures)):
             self._event(summary=summary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import difflib
 import importlib
@@ -139,8 +140,9 @@ def load_object(path: str, flag: str) -> Any:
         ConfigError: names `flag` and what is wrong; the cause is chained.
     """
     module_name, _, name = path.partition(":")
-    if os.getcwd() not in sys.path and "" not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    with contextlib.suppress(OSError):  # the folder may be gone by now
+        if os.getcwd() not in sys.path and "" not in sys.path:
+            sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a script without a guard ends itself

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -104,6 +105,21 @@ def test_nothing_lives_5_s_after_the_launcher_was_killed(tmp_path: Path, stopped
         for port in ports:
             with pytest.raises(ConnectionRefusedError):
                 socket.create_connection(("127.0.0.1", port))
+
+
+def test_a_limit_that_the_launcher_meets_is_told_with_what_helps(tmp_path: Path) -> None:
+    script = {"0.0": "serve", "0.1": "serve"}
+    with Launched(tmp_path / "run", script, num_ranks=2) as launch:
+        [first, _] = launch.wait_notes("serving", 2)
+        # No more than the fork server holds, so that the next attempt gets no socket.
+        resource.prlimit(launch.process.pid, resource.RLIMIT_NOFILE, (8, 8))
+        os.kill(first["pid"], signal.SIGKILL)
+        code = launch.end()
+
+        assert code == 1
+        assert "Too many open files; raise the limit of open files: ulimit -n" in launch.err
+        assert launch.err.rstrip().splitlines()[-1].startswith("launch: error: OSError: ")
+        assert wait_gone(launch.pids(), 10.0) == set()
 
 
 def test_a_rank_without_launcher_and_fork_server_ends_itself(tmp_path: Path) -> None:

@@ -214,3 +214,17 @@ def test_a_start_tells_of_lost_lines_and_removes_what_a_dead_one_wrote_aside(ran
     assert (lost["first"], lost["count"]) == (4, lost["last"] - 3)
     assert lost["last"] in (5, 10, 15)
     assert f"the lines of {lost['count']} of 17 steps are gone (the first is step 4, the" in said
+
+
+def test_a_record_that_is_removed_in_mid_run_is_there_in_full_at_the_end(ranks, tmp_path):
+    straight, _ = run(ranks, 2, tmp_path / "straight")
+
+    codes, said = run(ranks, 2, tmp_path / "run", "--log.sinks=failing_task:Thief",
+                      "--inject=slow:step=14:seconds=0.6")
+
+    assert straight == codes == [0, 0]
+    for name in ("metrics.jsonl", "events.jsonl"):
+        assert "".join(said).count(f"somebody has removed {name} in mid-run") == 1
+    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
+    events = [event["event"] for event in read_events(tmp_path / "run/events.jsonl")]
+    assert {"start", "first-step", "end"} <= set(events)

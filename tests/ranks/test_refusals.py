@@ -79,6 +79,19 @@ def test_a_file_where_the_run_folder_should_be_is_refused(ranks, tmp_path, capfd
     assert (tmp_path / "run").read_text() == "mine"
 
 
+def test_a_run_folder_whose_path_can_not_be_is_refused_on_all_ranks_at_once(
+    ranks, tmp_path, capfd
+):
+    codes = ranks(2, train, *TAPE, "--task.samples=200", f"--run={tmp_path / ('x' * 300)}",
+                  group=False)
+
+    output = capfd.readouterr().out
+    assert codes == [2, 2]
+    assert output.count("error: ") == 1
+    assert "File name too long" in output
+    assert "Traceback" not in output
+
+
 def test_more_ranks_than_micro_batches_is_refused_on_all_ranks(ranks, tmp_path, capfd):
     codes = ranks(3, train, *TAPE, "--task.samples=64", "--batch.global-size=8",
                   "--batch.micro-size=4", f"--run={tmp_path / 'run'}", group=False)

@@ -91,3 +91,21 @@ class Failing(Tape):
                     resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), hard))
                     torch.ones(1 << 28)
         return outcome
+
+
+class Thief:
+    """A sink that removes the run's records at step 10."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
+        if line["step"] == 10:
+            for name in ("metrics.jsonl", "events.jsonl"):
+                (self.folder / name).unlink()
+
+    def validation(self, line: dict[str, Any]) -> None: ...
+
+    def finish(self, settings: Any, figures: Any, step: int) -> None: ...
+
+    def close(self) -> None: ...

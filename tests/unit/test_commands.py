@@ -167,6 +167,16 @@ def test_what_is_wrong_is_one_clear_error_with_exit_code_2(run, tmp_path, capsys
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("command", ["inspect", "compare", "report", "evaluate", "predict"])
+def test_a_run_that_can_not_be_read_is_one_clear_error(command, tmp_path, capsys):
+    run = str(tmp_path / ("x" * 300))
+
+    assert main([command, run, *[run] * (command == "compare")]) == 2
+    told = capsys.readouterr().err
+    assert "File name too long" in told
+    assert told.count("\n") == 1
+
+
 def test_the_summary_says_what_memory_was_needed(run):
     needed = json.loads((run / "summary.json").read_text())["memory"]
 

@@ -1,4 +1,4 @@
-"""A loader worker whose rank is gone before the worker has begun."""
+"""A loader worker whose rank is gone before it has begun; a batch that it can't hand over."""
 
 from __future__ import annotations
 
@@ -6,11 +6,13 @@ import multiprocessing
 import os
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
-from trainer.data.loader import reading
+from trainer.data.loader import reading, shut_down
 
 FORK = multiprocessing.get_context("fork")
 
@@ -31,3 +33,30 @@ def test_a_worker_goes_on_only_below_the_rank_that_asked_for_it(gone: bool, code
     worker.join(30)
 
     assert worker.exitcode == code
+
+
+class Unsendable:
+    """A data set whose third batch can't be handed over; the worker's shared memory is left as
+    torch leaves it where there is no room."""
+
+    def __getitem__(self, index: int) -> object:
+        if index != 2:
+            return index
+        Path(f"/dev/shm/torch_{os.getpid()}_1_0").touch()
+        return lambda: None
+
+    def __len__(self) -> int:
+        return 4
+
+
+def test_a_batch_that_can_not_be_handed_over_is_an_error_and_no_endless_wait() -> None:
+    before = set(os.listdir("/dev/shm"))
+    loader = DataLoader(Unsendable(), **reading(1, 2, torch.device("cpu")))
+    batches = iter(loader)
+
+    assert [next(batches), next(batches)] == [0, 1]
+    with pytest.raises(Exception, match=r"in DataLoader worker process 0[\s\S]*pickle"):
+        next(batches)
+    assert next(batches) == 3
+    shut_down(batches)
+    assert set(os.listdir("/dev/shm")) <= before

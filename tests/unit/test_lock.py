@@ -257,7 +257,9 @@ def test_who_removes_the_lock_file_ends_the_ownership(processes: Processes) -> N
 
     processes.path.unlink()
 
-    assert first.ask("check").startswith("StaleAttempt")
+    told = first.ask("check")
+    assert told.startswith("StaleAttempt")
+    assert "is gone: somebody has removed or renamed" in told
     assert second.ask("take") == "None"
     assert first.ask("check").startswith("StaleAttempt")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer import folder
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
-from trainer.log import Log
+from trainer.log import Log, writable
 from trainer.reader import Reader, first_call, read
 
 KINDS = (".safetensors", ".jsonl")
@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         split, rows = _predicted(reader, options.split)
         step = reader.weights.step
         out = options.out or options.run / "predictions" / f"{split}-step-{step:08d}.safetensors"
-        origin = {"run": str(options.run), "step": str(step), "split": split}
+        origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
         out.parent.mkdir(parents=True, exist_ok=True)
         encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
         folder.replace_bytes(out, encoded)

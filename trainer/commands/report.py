@@ -67,7 +67,7 @@ def report(runs: Sequence[Path], out: Path) -> Path:
     (out / PLOTS).mkdir(parents=True, exist_ok=True)
     for plot in drawn:
         _replace(out / PLOTS / f"{plot.name}.png", plot.png())
-    _replace(out / PAGE, text.encode())
+    _replace(out / PAGE, text.encode(errors="surrogateescape"))  # as a file's name may need
     return out / PAGE
 
 

@@ -5,16 +5,19 @@ from __future__ import annotations
 import ctypes
 import dataclasses
 import multiprocessing.connection
+import multiprocessing.queues
 import os
 import signal
 import sys
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import partial, partialmethod
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
 from trainer import stacks
@@ -219,6 +222,9 @@ def _start_worker(rank: int, number: int) -> None:
         os._exit(0)
     torch.set_num_threads(1)
     stacks.prepare_worker(number)
+    # Before the first batch is put there, which starts the queue's thread.
+    queue: Any = multiprocessing.queues.Queue
+    queue._on_queue_feeder_error = partialmethod(_tell_loss, number)
     # A launcher signals the whole process group: the rank decides when its workers end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -227,3 +233,13 @@ def _start_worker(rank: int, number: int) -> None:
         # in place of a folder in the temporary folder.
         name = f"\0trainer-{uuid.uuid4()}"
         multiprocessing.connection.arbitrary_address = lambda _: name  # type: ignore[attr-defined]
+
+
+def _tell_loss(queue: Any, worker: int, error: Exception, item: Any) -> None:
+    """In a loader process: a batch can't be handed over, for want of shared memory, or since it
+    holds what can't be pickled. Python would print that and drop it, and the rank would wait for
+    it without end: the error takes its place, under the same number."""
+    for name in Path("/dev/shm").glob(f"torch_{os.getpid()}_*"):  # torch leaves it there then
+        name.unlink(missing_ok=True)
+    if isinstance(item, tuple):
+        queue.put((item[0], ExceptionWrapper(where=f"in DataLoader worker process {worker}")))

@@ -1,0 +1,114 @@
+"""A record that somebody else removes, replaces or cuts while it grows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.append import AppendFile
+from trainer.log import Log, read_events
+from trainer.metrics import Metrics, read_metrics
+
+
+def lines(first: int, last: int) -> list[dict[str, int]]:
+    return [{"step": step} for step in range(first, last + 1)]
+
+
+def remove(path: Path) -> None:
+    path.unlink()
+
+
+def replace(path: Path) -> None:
+    another = path.with_name("another")
+    another.write_text("not ours\n")
+    another.rename(path)
+
+
+@pytest.mark.parametrize(("act", "word"), [(remove, "removed"), (replace, "replaced")])
+def test_metrics_that_are_taken_away_in_mid_run_are_written_again_in_full(tmp_path, act, word):
+    path, told, guarded = tmp_path / "metrics.jsonl", [], []
+
+    class Guard:
+        def __enter__(self):
+            guarded.append(path.exists())
+
+        def __exit__(self, *_):
+            pass
+
+    metrics = Metrics()
+    metrics.open(path, [], kept=lines(1, 3), lacking=[], guard=Guard, tell=told.append)
+    metrics._record({"step": 4}, {})
+    metrics.sync()
+    assert not told
+    act(path)
+    metrics._record({"step": 5}, {})
+    metrics.sync()
+    metrics._record({"step": 6}, {})
+    metrics.close()
+
+    assert read_metrics(path) == lines(1, 6)
+    [text] = told
+    assert f"somebody has {word} metrics.jsonl" in text
+    assert guarded == [act is replace]  # once, and before the folder was changed
+    assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "last-step"}
+
+
+def test_lines_that_are_cut_off_are_told_of_once(tmp_path):
+    path, told = tmp_path / "metrics.jsonl", []
+    metrics = Metrics()
+    metrics.open(path, [], kept=lines(1, 3), lacking=[], tell=told.append)
+    with path.open("r+b") as file:
+        file.truncate(0)
+    metrics._record({"step": 4}, {})
+    metrics.sync()
+    metrics.close()
+
+    assert read_metrics(path) == lines(4, 4)
+    [text] = told
+    assert "cut lines of metrics.jsonl off" in text
+
+
+def test_a_folder_that_is_gone_is_an_error_at_the_end_and_none_before(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    metrics = Metrics()
+    metrics.open(folder / "metrics.jsonl", [], kept=lines(1, 3), lacking=[])
+    folder.rename(tmp_path / "moved")
+    metrics._record({"step": 4}, {})
+
+    with pytest.raises(FileNotFoundError):
+        metrics.sync()
+    metrics.close()
+    assert read_metrics(tmp_path / "moved" / "metrics.jsonl") == lines(1, 4)
+
+
+def test_events_of_several_processes_go_on_in_a_file_that_one_of_them_put_back(tmp_path, capsys):
+    path, ranks = tmp_path / "events.jsonl", [Log(rank) for rank in range(3)]
+    for log in ranks:
+        log.open_events(path, attempt=0, nonce="n")
+        log.event("before")
+    path.unlink()
+    for log in ranks:
+        log.event("after")
+    for log in ranks:
+        log.close()
+
+    found = [(event["event"], event["rank"]) for event in read_events(path)]
+    assert sorted(found) == [(what, rank) for what in ("after", "before") for rank in range(3)]
+    assert capsys.readouterr().err.count("somebody has removed events.jsonl") == 1
+    assert [p.name for p in tmp_path.iterdir()] == ["events.jsonl"]
+
+
+def test_what_waits_for_room_is_written_to_the_file_that_is_put_back(tmp_path):
+    path = tmp_path / "record"
+    file = AppendFile(path)
+    file.append(b"1\n")
+    file._waiting = [b"2\n"]
+    path.unlink()
+
+    assert file.restore() == "removed"
+    file.append(b"3\n")
+    file.close()
+    assert [json.loads(line) for line in path.read_text().split()] == [1, 2, 3]

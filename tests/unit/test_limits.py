@@ -1,0 +1,119 @@
+"""What the system gives: limits that are refused or explained, folders and locales."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from launch.__main__ import main
+from trainer.config import Config
+from trainer.diagnosis import diagnose, remedy
+from trainer.errors import ConfigError
+from trainer.limits import allow_files
+from trainer.log import writable
+from trainer.sinks import TensorBoard
+
+ROOT = Path(__file__).parents[2]
+FORK = multiprocessing.get_context("fork")
+
+
+def limited(soft: int, hard: int, function, *arguments) -> None:
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        os._exit(function(*arguments) or 0)
+    except BaseException:
+        os._exit(9)
+
+
+def raised_to(ranks: int) -> int:
+    allow_files(ranks)
+    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+
+def run(*arguments) -> int:
+    process = FORK.Process(target=limited, args=arguments)
+    process.start()
+    process.join(60)
+    return process.exitcode
+
+
+def test_a_soft_limit_of_open_files_is_raised_and_a_hard_one_refused(capfd) -> None:
+    assert run(40, 200, raised_to, 4) == 80
+    assert run(100, 200, raised_to, 4) == 100  # enough
+    assert run(40, 60, raised_to, 2) == 9
+    assert run(60, 60, main, ["--nproc-per-node", "2", "--", "--steps", "1"]) == 2
+
+    assert capfd.readouterr().err == (
+        "launch: error: a process may open 60 files at most here (ulimit -n 60), and with 2 ranks "
+        "it needs 64: raise the limit, for example by ulimit -n 1024\n")
+
+
+def caused(number: int) -> Exception:
+    error = OSError(f"step 4 was not saved: {os.strerror(number)}")
+    error.__cause__ = OSError(number, os.strerror(number))
+    return error
+
+
+@pytest.mark.parametrize(("error", "words"), [
+    (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+    (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
+    (caused(errno.ENOSPC), "make room on that disk"),
+    (RuntimeError("can't start new thread"), "ulimit -u"),
+    (RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_0>: No space left on "
+                  "device (28)"), "docker run --shm-size"),
+    (RuntimeError("out of resource: shared memory, Required: 2, Hardware limit: 1"), ""),  # a GPU's
+    (ValueError("No space left on device"), ""),
+    (OSError(errno.ENOENT, "File too large"), ""),
+])  # fmt: skip
+def test_a_limit_that_was_met_is_told_with_what_helps(error: Exception, words: str) -> None:
+    assert words in remedy(error)
+    assert bool(remedy(error)) == bool(words)
+    assert words in diagnose(error).message
+
+
+def diagnosed_in_a_deleted_folder(folder: Path) -> int:
+    os.chdir(folder)
+    folder.rmdir()
+    return diagnose(ZeroDivisionError("no")).kind != "ZeroDivisionError"
+
+
+def test_a_failure_is_understood_where_the_current_folder_was_deleted(tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+
+    assert run(64, 64, diagnosed_in_a_deleted_folder, folder) == 0
+
+
+@pytest.mark.parametrize("module", ["trainer", "launch"])
+def test_nothing_starts_in_a_folder_that_was_deleted(module: str, tmp_path: Path) -> None:
+    command = f"cd {tmp_path}; rmdir {tmp_path}; exec {sys.executable} -m {module} -- --steps 1"
+    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60,
+                          check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
+
+    assert told.returncode == 2
+    assert "error: the current folder is gone" in told.stderr
+    assert "Traceback" not in told.stderr
+
+
+def test_a_name_that_is_no_utf8_is_refused_and_one_that_the_locale_does_not_know_is_not() -> None:
+    known = os.fsencode("runs/\u00fc").decode("ascii", "surrogateescape")  # as LANG=C reads it
+    assert Config(task=None, run=known).run == known
+
+    with pytest.raises(ConfigError, match=r"--run .*choose a name in UTF-8"):
+        Config(task=None, run=os.fsdecode(b"runs/\xff"))
+
+
+def test_tensorboard_shows_settings_that_are_no_text(tmp_path: Path) -> None:
+    board = TensorBoard(tmp_path / "board", every=1, first=0)
+    board.finish({"run": "runs/\udcff", "steps": 3}, {"loss": 0.5}, 3)
+    board.close()
+
+    [file] = (tmp_path / "board").iterdir()
+    assert writable("runs/\udcff").encode() in file.read_bytes()

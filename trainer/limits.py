@@ -1,0 +1,44 @@
+"""What a process needs of the system before anything starts: enough open files, a folder to be
+in."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from trainer.errors import ConfigError
+
+FILES, FILES_A_RANK = 48, 8
+"""Open files that a process needs, and for each rank more: its sockets, pipes and descriptors of
+processes. Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves or
+draws."""
+
+
+def allow_files(num_ranks: int) -> None:
+    """Make sure that a launcher or rank may open the files that it needs.
+
+    Raises:
+        ConfigError: the system allows fewer, so that it would fail at some place or other.
+    """
+    needed = FILES + FILES_A_RANK * num_ranks
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ConfigError(f"a process may open {hard} files at most here (ulimit -n {hard}), and "
+                          f"with {num_ranks} ranks it needs {needed}: raise the limit, for "
+                          f"example by ulimit -n {max(1024, needed)}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def check_current_folder() -> None:
+    """To be called before torch is imported, whose libraries abort the process for want of it.
+
+    Raises:
+        ConfigError: it has been deleted, or may not be read.
+    """
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise ConfigError(f"the current folder is gone ({error.strerror}): cd to another one, or "
+                          "to the same path once more") from error
