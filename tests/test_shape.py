@@ -23,27 +23,27 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes communication confusion diagnosis drawing durable handshake hang "
+    0: "errors append communication confusion diagnosis drawing durable handshake hang "
        "job length memory network packing pipe processes rng snapshot stop progress tensorfile "
        "data tasks commands recipes",
     # One thing each on top of that.
     1: "anomaly attempts device ema flags given graph groups heartbeats leaf lock log manifest "
-       "orders pairing pretrained pulse recompute stacks timing data.augment data.bad data.batch "
-       "data.sampler",
+       "attributes buffers orders pairing pretrained pulse stacks timing data.augment "
+       "data.bad data.batch data.sampler recompute",
     2: "config_run config_training data.reading faults hints losses pace sinks state store task "
        "tasks.gpt tree waiting world",
     3: "agreement alarm config data.loader folder launcher leaks parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models tasks.shapes tasks.spiral tasks.text",
     # What the configuration sets.
     4: "budget cli compile_cache data.feed failure health optim pictures precision restore resume "
-       "schedules tasks.images tasks.photos wandb_sink watchdog",
+       "schedules storable tasks.images tasks.photos wandb_sink watchdog",
     5: "checkpoint data.lanes prepare step",
-    6: "blame canonical data.stream evaluate testing",
+    6: "alike blame canonical data.stream evaluate testing",
     7: "metrics",
     8: "card console level parts",
     # The one that constructs, and what uses all of it.
     9: "opening product recovery commands.history",
-    10: "boundary build start commands.charts commands.figures commands.inspect",
+    10: "boundary build start hidden commands.charts commands.figures commands.inspect",
     11: "loop reader scratch commands.page commands.plots",
     12: "commands.*",
     13: "__main__",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from types import MethodType
 from typing import Any
@@ -16,6 +17,8 @@ from trainer.config import Clip, Optim
 from trainer.errors import ConfigError
 from trainer.task import load_object
 
+WITHOUT_DECAY = (torch.optim.Rprop, torch.optim.SparseAdam)
+"""Of torch's, those that weight decay isn't known to."""
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -134,11 +137,28 @@ def build(
             weight_decay=config.weight_decay, fused=True,
         )  # fmt: skip
     cls = load_object(config.name, flag="--optim.name")
+    decay = {"weight_decay": config.weight_decay}
+    if cls in WITHOUT_DECAY:
+        if config.weight_decay and config.weight_decay != Optim().weight_decay:
+            raise ConfigError(f"--optim.weight-decay {config.weight_decay}: {config.name} has no "
+                              "weight decay; leave it out.")
+        made, decay = [{k: v for k, v in g.items() if k != "weight_decay"} for g in made], {}
     try:
-        return cls(made, lr=config.lr, weight_decay=config.weight_decay)
-    except TypeError as error:
+        optimizer = cls(made, lr=config.lr, **decay)
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"--optim.name {config.name}: calling it with parameter groups, lr and "
-                          f"weight_decay raised {error}.") from error
+                          f"weight_decay raised {error}. (The groups are those of the task's "
+                          "parameter_groups(), where it has one.)") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"--optim.name {config.name}: it is no torch.optim.Optimizer, and what "
+                          "it keeps couldn't be saved; derive it from that class.")
+    needed = [p for p in inspect.signature(optimizer.step).parameters.values()
+              if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needed:
+        raise ConfigError(f"--optim.name {config.name}: its step() wants {needed[0].name}, and "
+                          "here each step computes loss and gradients once; take one that works "
+                          "without.")
+    return optimizer
 
 
 def clip(parameters: list[Tensor], config: Clip) -> Tensor:

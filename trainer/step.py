@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
@@ -12,13 +13,16 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
+from trainer.buffers import Buffers
 from trainer.communication import Communication
 from trainer.config import Clip
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
 from trainer.ema import Ema
+from trainer.errors import ConfigError
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip
@@ -61,6 +65,8 @@ class StepResult(NamedTuple):
 
 
 NOTHING = contextlib.nullcontext()
+UPDATE = -2
+"""The update's number among those of the micro-batches, as a key of randomness."""
 
 
 class Marks:
@@ -98,31 +104,6 @@ class Wishes(Protocol):
 def no_wishes() -> tuple[bool, ...]:
     """Nothing is wanted."""
     return ()
-
-
-class Buffers:
-    """A copy of the model's buffers (BatchNorm's statistics), taken at each step boundary.
-
-    The forward moves them before it is known whether the step will count.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._live = [b for b in model.buffers() if b.numel()]
-        self._kept = [b.detach().clone() for b in self._live]
-
-    def keep(self) -> None:
-        """Remember the buffers as they are."""
-        if self._live:
-            torch._foreach_copy_(self._kept, self._live)
-
-    def put_back(self) -> None:
-        """Make the buffers what they were at `keep`."""
-        if self._live:
-            torch._foreach_copy_(self._live, self._kept)
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each buffer with its copy."""
-        return list(zip(self._live, self._kept, strict=True))
 
 
 @dataclass
@@ -169,6 +150,10 @@ class Step:
 
     def __post_init__(self) -> None:
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self.trained = [n for n, p in self.wrapped.named_parameters() if p.requires_grad]
+        """In the order in which DDP counts them."""
+        self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
+        """Whether the update may draw random numbers."""
         self.key = rng.mix(self.seed, rng.MICRO)
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
@@ -236,6 +221,7 @@ class Step:
             self.leave_no_trace()
             return None
         lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        self.buffers.bring_home()
         # All are reduced values, so all ranks decide alike.
         fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         if self.moving:
@@ -249,6 +235,8 @@ class Step:
             held_s = -self.clock()
             self.before_update()
             held_s += self.clock()
+            if self.own_update:  # the same on all ranks
+                rng.key_generators(step, UPDATE, state=self.key, devices=self.on_device)
             self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
@@ -294,6 +282,7 @@ class Step:
                 self.communication.watch(loss)
             self.scaler.scale(loss).backward()
         if slot.last:
+            check_reduced(self.wrapped, slot, self.trained)
             self.communication.reduced()
 
     def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult:
@@ -335,3 +324,25 @@ class Step:
             count = math.nan  # no number to divide by; the step is left out
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, self.nominal_count / count)
+
+
+def check_reduced(wrapped: nn.Module, slot: Slot, trained: Sequence[str]) -> None:
+    """After a backward that sums gradients over ranks: that it has summed all of them.
+
+    Raises:
+        ConfigError: it has not: this rank's micro-batch doesn't use some parameter.
+    """
+    if not isinstance(wrapped, DistributedDataParallel):
+        return
+    try:
+        wrapped.reducer._check_reducer_finalized()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        unused = [trained[int(i)].removeprefix("module.model.")
+                  for i in told[1].split()] if told else ["some parameters"]
+        raise ConfigError(
+            f"--parallel.find-unused off: the loss of step {slot.step}, micro-batch {slot.number}, "
+            f"doesn't depend on {', '.join(unused[:5])}{', …' * (len(unused) > 5)}, which can be "
+            "trained, so the gradients of this step are not those of all ranks; the step is not "
+            "made. Go on with --parallel.find-unused on, or let each loss use each parameter."
+        ) from None
