@@ -38,12 +38,12 @@ LAYERS = {
     4: "budget cli compile_cache data.feed failure health optim pictures precision restore resume "
        "schedules storable tasks.images tasks.photos wandb_sink watchdog",
     5: "checkpoint data.lanes prepare step",
-    6: "alike blame canonical data.stream evaluate testing",
+    6: "alike blame canonical data.stream evaluate hidden testing",
     7: "metrics",
     8: "card console level parts",
     # The one that constructs, and what uses all of it.
     9: "opening product recovery commands.history",
-    10: "boundary build start hidden commands.charts commands.figures commands.inspect",
+    10: "boundary build start commands.charts commands.figures commands.inspect",
     11: "loop reader scratch commands.page commands.plots",
     12: "commands.*",
     13: "__main__",

@@ -119,7 +119,7 @@ class Scheduler:
 
         def own(update: int) -> float:
             if not 0 <= (value := float(function(update))) < math.inf:
-                raise ConfigError(f"--schedule.name {config.name}: its value for update {update} "
+                raise ConfigError(f"--schedule.name {config.name}: for update {update} its value "
                                   f"is {value}; it gives a factor of --optim.lr, 0 or more.")
             return value
 
