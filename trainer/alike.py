@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from torch.utils.data import IterableDataset
 
+from trainer import rng
 from trainer.agreement import checksums
 from trainer.data import batch as batches
 from trainer.data.bad import SampleError
+from trainer.data.feed import first_samples
 from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import Slot
 from trainer.errors import ConfigError, told_by
@@ -18,7 +18,7 @@ from trainer.prepare import Work, content
 from trainer.world import World
 
 
-def check_data(work: Work, world: World, log: Log, seed: int) -> None:
+def check_data(work: Work, world: World) -> None:
     """Collective. The trainer shares out the samples itself, so each rank sees all of them.
 
     Raises:
@@ -33,25 +33,6 @@ def check_data(work: Work, world: World, log: Log, seed: int) -> None:
                     f"rank 0 ({everywhere[0][split]}); make the same on each rank, from the seed: "
                     "the trainer shares out the samples itself, so don't cut them by RANK, and "
                     "don't let their order follow a set's or a folder's (sort it)."))
-    if what := work.unsteady or _unsteady(work.task, work.data["train"], seed):
-        log.announce(f"{what}; a restart differs. Draw from random, numpy.random, torch or a "
-                     "generator among the data set's attributes, in one thread")
-
-
-def _unsteady(task: Any, dataset: Any, seed: int) -> str:
-    """What is wrong with a data set that gives other samples when they are read again."""
-    if isinstance(dataset, IterableDataset):
-        return ""
-    reader = KeyedSamples(dataset, seed=seed, collate=getattr(task, "collate", batches.collate))
-    slot = Slot(1, 0, 0, True, tuple(range(min(2, len(reader)))))
-    try:
-        one, other = (content(reader[slot].batch) for _ in "12")
-    except SampleError:
-        return ""  # who trains on them tells
-    return "" if one == other else (
-        f"samples {', '.join(map(str, slot.indices))} of the training data are others when they "
-        "are read again under the same key: something that they change themselves, or that no "
-        "seed keys, decides them")
 
 
 def check_weights(model: nn.Module, world: World, log: Log) -> None:
@@ -64,3 +45,30 @@ def check_weights(model: nn.Module, world: World, log: Log) -> None:
             f"ranks have made other weights ({', '.join(names[:5])}{', …' * (len(names) > 5)}) and "
             "take those of rank 0: model() draws from something that the seed doesn't key, so a "
             "start without a checkpoint begins elsewhere; draw from torch's own generators")
+
+
+def check_reading(work: Work, log: Log, seed: int) -> None:
+    """Whether training samples are the same when they are read again under the same key."""
+    dataset = work.data["train"]
+    if isinstance(dataset, IterableDataset):
+        rng.key_generators(seed, rng.DATA)
+        fresh = work.task.dataset("train")  # reading may move a stream that is to be trained on
+        one, other = ([content(sample) for sample in first_samples(
+            fresh, lanes=work.plan.global_size // work.plan.micro_size, count=2, seed=seed)]
+            for _ in "12")
+        why = ("the training stream gives other samples when it is iterated over anew: it has to "
+               "start anew, and what changes with the epoch comes by set_epoch()")
+    else:
+        reader = KeyedSamples(dataset, seed=seed, collate=getattr(
+            work.task, "collate", batches.collate))
+        slot = Slot(1, 0, 0, True, tuple(range(min(2, len(reader)))))
+        try:
+            one, other = ([content(reader[slot].batch)] for _ in "12")
+        except SampleError:
+            return  # who trains on them tells
+        why = (f"samples {', '.join(map(str, slot.indices))} of the training data are others when "
+               "they are read again under the same key: something that they change themselves, or "
+               "that no seed keys, decides them")
+    if one != other:
+        log.announce(f"{why}; a restart differs. Draw from random, numpy.random, torch or a "
+                     "generator among the data set's attributes, in one thread")

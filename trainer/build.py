@@ -72,7 +72,7 @@ def build(
     log.phase = "build"
     path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}")
     work = _agreed(world, partial(prepare, config, world))
-    alike.check_data(work, world, log, config.seed)
+    alike.check_data(work, world)
     identity = folder.look(path, world, log, resume=config.resume)
     lock = RunLock(path / folder.LOCK, world.nonce, revoked=lambda: world.stale)
     drills = [faults.parse(text) for text in config.inject]
@@ -138,6 +138,8 @@ def build(
             pretrained.begin_with, work.model, Path(config.init), strict=strict))
     if found is None:
         alike.check_weights(work.model, world, log)
+        if world.is_main:
+            alike.check_reading(work, log, config.seed)
     position = log.step = state.progress.step
     _arm(armed, checkpoint, state)
     waited = found is not None and found.facts["best"]["waited"]

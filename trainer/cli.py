@@ -13,6 +13,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -111,7 +112,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
 def _without_rest(default: Config[Any], arguments: Sequence[str]) -> Config[Any]:
     """A recipe without what belongs to its schedule, where the flags name another one."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
-    named = dict(zip(words, [*words[1:], ""], strict=True)).get("--schedule.name")
+    named = dict(pairwise(words)).get("--schedule.name")
     if named in (None, default.schedule.name):
         return default
     return dataclasses.replace(default, schedule=Schedule(warmup=default.schedule.warmup))

@@ -60,8 +60,6 @@ class Work:
     plan: Plan
     intervals: Intervals
     fingerprint: str
-    unsteady: str
-    """What isn't the same when a training stream is read again."""
     sinks: dict[str, Any]
     """The user's own, by name: what makes each."""
     card: dict[str, Any]
@@ -112,10 +110,9 @@ def prepare(config: Config[Any], world: World) -> Work:
         "frozen_parameters": frozen,
         "recomputed_blocks": recomputed,
     }
-    fingerprint, unsteady = _fingerprint(task, data["train"], config, world.rank)
     return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
                  intervals=intervals, card=card, sinks=sinks,
-                 fingerprint=fingerprint, unsteady=unsteady)
+                 fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 
 def refuse_unreachable(
@@ -225,22 +222,17 @@ def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
     return config.steps
 
 
-def _fingerprint(
-    task: Any, dataset: Any, config: Config[Any], rank: int
-) -> tuple[str, str]:
+def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str:
     """What tells one data set from another: the task's word, or length and 16 keyed samples (the
-    first ones of a stream); and what isn't the same when it is read again."""
+    first ones of a stream)."""
     if hasattr(task, "fingerprint"):
-        return str(task.fingerprint()), ""
-    count, unsteady = known_length(dataset), ""
+        return str(task.fingerprint())
+    count = known_length(dataset)
     if isinstance(dataset, IterableDataset):
         rng.key_generators(config.seed, rng.DATA)
         fresh = task.dataset("train")  # reading may move a stream that is to be trained on
-        contents, again = ([content(sample) for sample in first_samples(
-            fresh, lanes=config.batch.micro_batches, count=16, seed=config.seed)] for _ in "12")
-        if contents != again:
-            unsteady = ("the training stream gives other samples when it is iterated over anew: it "
-                        "has to start anew, and what changes with the epoch comes by set_epoch()")
+        contents = [content(sample) for sample in first_samples(
+            fresh, lanes=config.batch.micro_batches, count=16, seed=config.seed)]
     else:
         assert count is not None, "only a stream may not know its length"
         reader = KeyedSamples(dataset, seed=config.seed, augment=False, rank=rank,
@@ -250,8 +242,7 @@ def _fingerprint(
     digest = hashlib.blake2b(digest_size=8)
     for sample in contents:
         digest.update(sample)
-    length = "a stream" if count is None else f"{count} samples"
-    return f"{length} {digest.hexdigest()}", unsteady
+    return f"{'a stream' if count is None else f'{count} samples'} {digest.hexdigest()}"
 
 
 def content(sample: Any) -> bytes:

@@ -134,7 +134,8 @@ def test_one_cycle_moves_the_momentum_too():
     ("one-cycle", (), lambda o: lr_scheduler.OneCycleLR(o, list(PEAKS), TOTAL - 4)),
 ])  # fmt: skip
 def test_after_a_warm_up_a_schedule_is_torchs_in_sequence(name, options, make):
-    config = Schedule(name=name, warmup=Length(5), min_ratio=0.0, options=options)
+    least = {"min_ratio": 0.0} if name in ("cosine", "linear") else {}
+    config = Schedule(name=name, warmup=Length(5), options=options, **least)
 
     found, expected = ours(config), torchs(make, warmup=5)
 
