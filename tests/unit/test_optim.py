@@ -133,3 +133,33 @@ def test_a_batch_norm_that_is_trained_in_part_keeps_its_statistics_moving():
 def test_a_pattern_that_freezes_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"--freeze layer4\.\*.*matches no parameter"):
         optim.freeze(net(), ["layer4.*"])
+
+
+class Closure(torch.optim.SGD):
+    def step(self, closure):  # type: ignore[override]
+        return closure()
+
+
+class Wrapped:
+    def __init__(self, groups, lr, weight_decay):
+        self.param_groups = groups
+
+
+@pytest.mark.parametrize(("name", "told"), [
+    (f"{__name__}:Closure", "its step() wants closure"),
+    (f"{__name__}:Wrapped", "it is no torch.optim.Optimizer"),
+    ("torch.optim:Muon", "Muon only supports 2D parameters"),
+    ("torch.optim:LBFGS", "unexpected keyword argument 'weight_decay'"),
+])  # fmt: skip
+def test_an_optimizer_that_cannot_be_used_is_refused(name, told):
+    with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:
+        optim.build(Optim(name=name), net())
+
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["Rprop", "SparseAdam"])
+def test_torchs_optimizers_without_weight_decay_are_called_without(name):
+    assert type(optim.build(Optim(name=f"torch.optim:{name}"), net())).__name__ == name
+    with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} has no"):
+        optim.build(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
