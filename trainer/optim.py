@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -120,7 +120,8 @@ def build(
                           "of its own; set the rates (\"lr\") there.")
     made = groups(model) if groups is not None else parameter_groups(
         model, config.weight_decay, config.rates, config.lr)
-    made = [{**g, "params": list(g["params"])} for g in made]
+    if groups is not None:
+        made = _checked(made, model)
     if not any(g["params"] for g in made):
         frozen = any(not p.requires_grad for p in model.parameters())
         raise ConfigError("--freeze, --task: no parameter is left to be trained." if frozen else
@@ -159,6 +160,34 @@ def build(
                           "here each step computes loss and gradients once; take one that works "
                           "without.")
     return optimizer
+
+
+def _checked(made: Any, model: nn.Module) -> list[dict[str, Any]]:
+    """A task's own groups, without empty ones.
+
+    Raises:
+        ConfigError: they aren't groups, or hold something else than the model's parameters.
+    """
+    what = "--task: parameter_groups(model)"
+    if not isinstance(made, list | tuple) or not all(
+            isinstance(g, Mapping) and "params" in g for g in made):
+        raise ConfigError(f"{what} has to return a list of dicts, each with params.")
+    own, seen = set(model.parameters()), set[Tensor]()
+    kept = []
+    for group in made:
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        for parameter in (p[1] if isinstance(p, tuple) else p for p in params):
+            if parameter not in own:
+                raise ConfigError(f"{what} has a tensor of shape {tuple(parameter.shape)} that is "
+                                  "no parameter of the model, so no checkpoint would hold it.")
+            if parameter in seen:
+                raise ConfigError(f"{what} has a parameter of shape {tuple(parameter.shape)} "
+                                  "twice; each belongs to one group.")
+            seen.add(parameter)
+        if params:
+            kept.append({**group, "params": params})
+    return kept
 
 
 def clip(parameters: list[Tensor], config: Clip) -> Tensor:

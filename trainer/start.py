@@ -87,6 +87,7 @@ def warm_up(
         activations = memory.activations(
             step.model, lambda: step.forward_backward(
                 dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
+    step.in_place = any(t._version for t in batches.tensors(micro.batch))
     _refuse_another(parts, _parts(step.model))
     step.buffers.bring_home()
     if by_number:
@@ -143,7 +144,7 @@ def rehearse(
 
 def _apart(micro: Micro) -> Micro:
     """A copy: a loss that works on its batch in place isn't to find it done."""
-    return dataclasses.replace(micro, batch=batches.map_tensors(Tensor.clone, micro.batch))
+    return dataclasses.replace(micro, batch=batches.copy_of(micro.batch))
 
 
 def _parts(model: nn.Module) -> dict[str, bool]:

@@ -19,6 +19,7 @@ from trainer import rng
 from trainer.buffers import Buffers
 from trainer.communication import Communication
 from trainer.config import Clip
+from trainer.data import batch as batches
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
 from trainer.ema import Ema
@@ -153,7 +154,6 @@ class Step:
         self.trained = [n for n, p in self.wrapped.named_parameters() if p.requires_grad]
         """In the order in which DDP counts them."""
         self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
-        """Whether the update may draw random numbers."""
         self.key = rng.mix(self.seed, rng.MICRO)
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
@@ -165,6 +165,8 @@ class Step:
                 module.communication = self.communication
         self.in_progress = False
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        self.in_place = False
+        """Whether the loss changes its batch, which the data set may have handed out of its own."""
         self.updating = False
         """Whether parameters and optimizer state may be in the middle of an update."""
         self.moves_parameters = False
@@ -275,7 +277,8 @@ class Step:
         hunt = NOTHING if rehearsal else self.hunt(slot)
         with synchronised(self.wrapped, last=slot.last), hunt:
             with self.autocast():
-                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else None,
+                batch = batches.copy_of(micro.batch) if self.in_place else micro.batch
+                loss = self.wrapped(batch, micro.samples, wishes() if slot.last else None,
                                     len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             if slot.last:
@@ -342,7 +345,6 @@ def check_reduced(wrapped: nn.Module, slot: Slot, trained: Sequence[str]) -> Non
                   for i in told[1].split()] if told else ["some parameters"]
         raise ConfigError(
             f"--parallel.find-unused off: the loss of step {slot.step}, micro-batch {slot.number}, "
-            f"doesn't depend on {', '.join(unused[:5])}{', …' * (len(unused) > 5)}, which can be "
-            "trained, so the gradients of this step are not those of all ranks; the step is not "
-            "made. Go on with --parallel.find-unused on, or let each loss use each parameter."
-        ) from None
+            f"doesn't depend on {', '.join(unused[:5])}{', …' * (len(unused) > 5)}, so gradients "
+            "aren't summed, and the step is not made. Go on with --parallel.find-unused on, or "
+            "let each loss use each parameter.") from None

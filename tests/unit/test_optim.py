@@ -163,3 +163,23 @@ def test_torchs_optimizers_without_weight_decay_are_called_without(name):
     assert type(optim.build(Optim(name=f"torch.optim:{name}"), net())).__name__ == name
     with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} has no"):
         optim.build(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
+
+
+@pytest.mark.parametrize(("groups", "told"), [
+    (lambda m: list(m.parameters()), "has to return a list of dicts"),
+    (lambda m: [{"params": [nn.Parameter(torch.zeros(3))]}], "shape (3,) that is no parameter"),
+    (lambda m: [{"params": m[2].parameters()}, {"params": m.parameters()}], "(3, 144) twice"),
+])  # fmt: skip
+def test_groups_that_are_none_of_the_model_are_refused(groups, told):
+    with pytest.raises(ConfigError, match=r"--task: parameter_groups\(model\) ") as error:
+        optim.build(Optim(), net(), groups)
+
+    assert told in str(error.value)
+
+
+def test_an_empty_group_and_a_single_tensor_are_taken_as_meant():
+    model = net()
+
+    found = optim.build(Optim(), model, lambda m: [{"params": []}, {"params": m[2].weight}])
+
+    assert [group["params"] for group in found.param_groups] == [[model[2].weight]]
