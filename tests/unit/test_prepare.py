@@ -13,7 +13,9 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import Batch, Config, Parallel
 from trainer.errors import ConfigError
+from trainer.parallel import check_outcome
 from trainer.prepare import prepare
+from trainer.task import Outcome
 from trainer.world import Launch, World
 
 
@@ -179,3 +181,18 @@ def test_a_synchronised_batch_norm_is_refused_where_ranks_may_come_and_go():
         prepared(task, parallel=canonical)
     with pytest.raises(ConfigError, match=r"^--parallel\.sync-bn on: with"):
         Parallel(reduction="canonical", sync_bn="on")
+
+
+@pytest.mark.parametrize(("wrong", "told"), [
+    ({"count": None}, "Outcome.count is a NoneType"),
+    ({"count": -2}, "Outcome.count is -2"),
+    ({"metrics": {"a": torch.ones(())}}, r"the metric 'a' is a Tensor; it has to be (sum, count)"),
+    ({"metrics": {"a": (None, 1)}}, "the sum of the metric 'a' is a NoneType"),
+    ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32"),
+    ({"metrics": {1: (1, 1)}}, "a metric's name is 1"),
+])  # fmt: skip
+def test_an_outcome_of_what_is_no_number_is_refused(wrong, told):
+    with pytest.raises(ConfigError) as error:
+        check_outcome(Outcome(**{"total": torch.zeros(()), "count": 1, **wrong}))
+
+    assert told in str(error.value)
