@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import rng
@@ -35,8 +34,16 @@ def check_data(work: Work, world: World) -> None:
                     "don't let their order follow a set's or a folder's (sort it)."))
 
 
-def check_weights(model: nn.Module, world: World, log: Log) -> None:
-    """Collective. Whether model() follows from the seed; ranks are given the weights of rank 0."""
+def check_weights(work: Work, world: World, log: Log) -> None:
+    """Collective. Whether model() follows from the seed (ranks are given the weights of rank 0),
+    and whether all of it that can be trained will be."""
+    model = work.model
+    taken = {p for group in work.optimizer.param_groups for p in group["params"]}
+    left = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
+    if left:
+        log.announce(f"{', '.join(left[:5])}{', …' * (len(left) > 5)} can be trained, and "
+                     "parameter_groups() leaves it out, so it stays as it is; freeze what isn't to "
+                     "be learnt (requires_grad_(False))")
     everywhere = world.gather_json(checksums(model.parameters()).tolist())
     names = [n for (n, _), *sums in zip(model.named_parameters(), *everywhere, strict=True)
              if len(set(sums)) > 1]

@@ -137,7 +137,7 @@ def build(
         work.card["init"] = _agreed(world, partial(
             pretrained.begin_with, work.model, Path(config.init), strict=strict))
     if found is None:
-        alike.check_weights(work.model, world, log)
+        alike.check_weights(work, world, log)
         if world.is_main:
             alike.check_reading(work, log, config.seed)
     position = log.step = state.progress.step
