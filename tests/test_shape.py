@@ -30,8 +30,8 @@ LAYERS = {
     1: "anomaly attempts device ema flags given graph groups heartbeats leaf lock log manifest "
        "attributes buffers orders pairing pretrained pulse stacks timing data.augment "
        "data.bad data.batch data.sampler recompute",
-    2: "config_run config_training data.reading faults hints losses pace sinks state store task "
-       "tasks.gpt tree waiting world",
+    2: "config_run config_training data.reading faults hints losses pace reduced sinks state store "
+       "task tasks.gpt tree waiting world",
     3: "agreement alarm config data.loader folder launcher leaks parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models tasks.shapes tasks.spiral tasks.text",
     # What the configuration sets.

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import math
-import re
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
 from trainer.buffers import Buffers
@@ -23,12 +21,12 @@ from trainer.data import batch as batches
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
 from trainer.ema import Ema
-from trainer.errors import ConfigError
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip
 from trainer.parallel import COUNT, Objective, Sums, synchronised
 from trainer.progress import Progress
+from trainer.reduced import check_reduced
 from trainer.sync_batchnorm import SyncBatchNorm
 
 
@@ -271,14 +269,15 @@ class Step:
             rehearsal: not part of a step; no fault is injected.
         """
         slot = micro.slot
+        if self.in_place:
+            micro = replace(micro, batch=batches.copy_of(micro.batch))
         at = self.faults.at if not rehearsal else self.faults.rehearse
         at("forward", step=slot.step, epoch=slot.epoch)
         rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
         hunt = NOTHING if rehearsal else self.hunt(slot)
         with synchronised(self.wrapped, last=slot.last), hunt:
             with self.autocast():
-                batch = batches.copy_of(micro.batch) if self.in_place else micro.batch
-                loss = self.wrapped(batch, micro.samples, wishes() if slot.last else None,
+                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else None,
                                     len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             if slot.last:
@@ -327,24 +326,3 @@ class Step:
             count = math.nan  # no number to divide by; the step is left out
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, self.nominal_count / count)
-
-
-def check_reduced(wrapped: nn.Module, slot: Slot, trained: Sequence[str]) -> None:
-    """After a backward that sums gradients over ranks: that it has summed all of them.
-
-    Raises:
-        ConfigError: it has not: this rank's micro-batch doesn't use some parameter.
-    """
-    if not isinstance(wrapped, DistributedDataParallel):
-        return
-    try:
-        wrapped.reducer._check_reducer_finalized()  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        told = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        unused = [trained[int(i)].removeprefix("module.model.")
-                  for i in told[1].split()] if told else ["some parameters"]
-        raise ConfigError(
-            f"--parallel.find-unused off: the loss of step {slot.step}, micro-batch {slot.number}, "
-            f"doesn't depend on {', '.join(unused[:5])}{', …' * (len(unused) > 5)}, so gradients "
-            "aren't summed, and the step is not made. Go on with --parallel.find-unused on, or "
-            "let each loss use each parameter.") from None
