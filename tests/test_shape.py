@@ -23,22 +23,22 @@ ROOT = Path(__file__).parents[1]
 
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors append attributes communication confusion diagnosis drawing durable handshake hang "
+    0: "errors append communication confusion diagnosis drawing durable handshake hang "
        "job length memory network packing pipe processes rng snapshot stop progress tensorfile "
        "data tasks commands recipes",
     # One thing each on top of that.
-    1: "anomaly attempts device ema flags given graph groups heartbeats leaf limits lock log "
-       "manifest orders pairing pretrained pulse recompute stacks timing data.augment data.bad "
-       "data.batch data.sampler",
-    2: "config_run config_training data.reading faults hints losses pace sinks state store task "
-       "tasks.gpt tree waiting world",
+    1: "anomaly attempts attributes buffers device ema flags given graph groups heartbeats leaf "
+       "limits lock log manifest orders pairing pretrained pulse recompute stacks timing "
+       "data.augment data.bad data.batch data.sampler",
+    2: "config_run config_training data.reading faults hints losses pace reduced sinks state store "
+       "task tasks.gpt tree waiting world",
     3: "agreement alarm config data.loader folder launcher leaks parallel source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models tasks.shapes tasks.spiral tasks.text",
     # What the configuration sets.
     4: "budget cli compile_cache data.feed failure health optim pictures precision restore resume "
-       "schedules tasks.images tasks.photos wandb_sink watchdog",
+       "schedules storable tasks.images tasks.photos wandb_sink watchdog",
     5: "checkpoint data.lanes prepare step",
-    6: "blame canonical data.stream evaluate testing",
+    6: "alike blame canonical data.stream evaluate hidden testing",
     7: "metrics",
     8: "card console level parts",
     # The one that constructs, and what uses all of it.

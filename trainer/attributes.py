@@ -6,12 +6,15 @@ import copy
 import dataclasses
 import random
 import types
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+
+from trainer.communication import Communication
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _DEPTH = 12
@@ -40,15 +43,28 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def values(owner: Any) -> dict[str, Any]:
-    """Each number, tensor and generator state among the attributes of an object and of what it
-    holds, by its path; of modules also the parameters and buffers."""
+def values(
+    owner: Any, *, of: Callable[[Tensor], Any] = lambda tensor: copy.deepcopy(tensor.detach()),
+    state: bool = True, most: int | None = None,
+) -> dict[str, Any]:
+    """Each number, text, tensor and generator state among the attributes of an object and of what
+    it holds, by its path.
+
+    Args:
+        of: what is kept of a tensor.
+        state: of modules also the parameters and buffers.
+        most: look at so many at most.
+    """
     found: dict[str, Any] = {}
     seen: set[int] = set()
 
     def walk(item: Any, path: str, depth: int) -> None:
-        if isinstance(item, bool | int | float | complex | np.ndarray | np.generic | Tensor):
-            found[path] = copy.deepcopy(item.detach() if isinstance(item, Tensor) else item)
+        if most is not None and len(found) >= most:
+            return
+        if isinstance(item, Tensor):
+            found[path] = of(item)
+        elif isinstance(item, bool | int | float | complex | str | np.ndarray | np.generic):
+            found[path] = copy.deepcopy(item)
         elif isinstance(item, random.Random):
             found[path] = item.getstate()
         elif isinstance(item, torch.Generator):
@@ -59,22 +75,24 @@ def values(owner: Any) -> dict[str, Any]:
             found[path] = repr(item.get_state())
         elif depth and id(item) not in seen:
             seen.add(id(item))
-            for name, value in _members(item):
+            for name, value in _members(item, state):
                 walk(value, f"{path}.{name}" if path else name, depth - 1)
 
     walk(owner, "", _DEPTH)
     return found
 
 
-def _members(item: Any) -> list[tuple[str, Any]]:
+def _members(item: Any, state: bool) -> list[tuple[str, Any]]:
     if isinstance(item, nn.Module):
         own = {n: v for n, v in vars(item).items() if n not in _OWN_OF_MODULES}
-        return list({**own, **item._parameters, **item._buffers, **item._modules}.items())
+        held = {**item._parameters, **item._buffers} if state else {}
+        return list({**own, **held, **item._modules}.items())
     if isinstance(item, Mapping):
         return [(str(key), value) for key, value in item.items()]
-    if isinstance(item, list | tuple | set | frozenset):
+    if isinstance(item, list | tuple | set | frozenset | deque):
         return [(str(place), value) for place, value in enumerate(item)]
-    if isinstance(item, type | types.ModuleType | types.FunctionType | torch.device | torch.dtype):
+    if isinstance(item, type | types.ModuleType | types.FunctionType | torch.device | torch.dtype
+                  | Communication):
         return []
     return list(getattr(item, "__dict__", {}).items())
 

@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import (
+    alike,
     anomaly,
     canonical,
     cli,
@@ -71,6 +72,7 @@ def build(
     log.phase = "build"
     path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}")
     work = _agreed(world, partial(prepare, config, world))
+    alike.check_data(work, world)
     identity = folder.look(path, world, log, resume=config.resume)
     lock = RunLock(path / folder.LOCK, world.nonce, revoked=lambda: world.stale)
     drills = [faults.parse(text) for text in config.inject]
@@ -134,6 +136,10 @@ def build(
         strict = config.init_strict == "on"
         work.card["init"] = _agreed(world, partial(
             pretrained.begin_with, work.model, Path(config.init), strict=strict))
+    if found is None:
+        alike.check_weights(work, world, log)
+        if world.is_main:
+            alike.check_reading(work, log, config.seed)
     position = log.step = state.progress.step
     _arm(armed, checkpoint, state)
     waited = found is not None and found.facts["best"]["waited"]

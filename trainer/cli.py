@@ -13,6 +13,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ import tomli_w
 import tyro
 
 from trainer import flags
-from trainer.config import Config
+from trainer.config import Config, Schedule
 from trainer.errors import ConfigError
 from trainer.length import Length
 from trainer.pipe import EXIT_PIPE, quiet_pipe
@@ -68,7 +69,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     task_name, arguments = take_task(arguments)
     flags.refuse_empty(arguments)
     path = find_recipe(recipe, commands.split(", "))
-    default = load(path, task_name=task_name)
+    default = _without_rest(load(path, task_name=task_name), arguments)
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_length_rule)
     problems = io.StringIO()
@@ -106,6 +107,15 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
         config = dataclasses.replace(config, run=f"runs/{name}")
     to_toml(config)  # what can't be written is refused before anything is
     return config
+
+
+def _without_rest(default: Config[Any], arguments: Sequence[str]) -> Config[Any]:
+    """A recipe without what belongs to its schedule, where the flags name another one."""
+    words = [word for argument in arguments for word in argument.split("=", 1)]
+    named = dict(pairwise(words)).get("--schedule.name")
+    if named in (None, default.schedule.name):
+        return default
+    return dataclasses.replace(default, schedule=Schedule(warmup=default.schedule.warmup))
 
 
 def load(path: Path, *, task_name: str | None = None) -> Config[Any]:

@@ -12,7 +12,8 @@ from trainer.length import Length
 SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restarts", "linear",
              "multi-step", "plateau")  # fmt: skip
 
-
+MIN_RATIO = 0.1
+"""Where cosine and linear end, unless told."""
 MOST_SAMPLES = 10_000_000
 """In one optimizer step: some hundred times what is trained with."""
 MOST_WORKERS = 512
@@ -123,7 +124,7 @@ class Schedule:
     number of the update (from 0) to a factor of the peak."""
     warmup: Length = leaf(Length(5, "percent"), "announced")
     """Linear rise to the peak, the first update at peak / warm-up steps (never zero)."""
-    min_ratio: float = leaf(0.1, "announced")
+    min_ratio: float = leaf(MIN_RATIO, "announced")
     """cosine, linear: the last update's rate as a part of the peak."""
     options: tuple[str, ...] = leaf((), "announced")
     """KEY=VALUE: arguments of torch's class (T_0=1ep, milestones=30ep,60ep, gamma=0.1,
@@ -135,6 +136,10 @@ class Schedule:
               f"use {', '.join(SCHEDULES)}, or your own as module:function.")
         check(0 <= self.min_ratio <= 1, "schedule.min-ratio", self.min_ratio,
               "it lies from 0 to 1.")
+        check(self.min_ratio == MIN_RATIO or self.name in ("cosine", "linear"),
+              "schedule.min-ratio", self.min_ratio,
+              f"--schedule.name {self.name} doesn't use it, only cosine and linear do; leave it "
+              "out.")
         for text in self.options:
             key, _, value = text.partition("=")
             check(bool(key and value), "schedule.options", text,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ from trainer.data.lanes import StreamBatches
 from trainer.data.loader import reading
 from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
+from trainer.errors import ConfigError
 from trainer.faults import Faults
 from trainer.parallel import check_outcome
 from trainer.task import Outcome
@@ -101,7 +102,8 @@ class Evaluator:
             rows = shared[:rows.numel()].reshape(rows.shape)
         means = {n: s / c if c else float("nan")
                  for n, (s, c) in zip(names, _pairs(rows), strict=False)}
-        means |= {name: figure(means, table) for name, figure in self.figures.items()}
+        means |= {name: _number(name, figure(means, table))
+                  for name, figure in self.figures.items()}
         return Scores(loss=means.pop("loss"), metrics=means, table=table,
                       samples=round(float(rows[:, -1].sum())))
 
@@ -179,3 +181,11 @@ def _pairs(table: Tensor) -> list[tuple[float, float]]:
         for column in range(len(sums)):
             sums[column] += row[column]
     return [(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]
+
+
+def _number(name: str, value: Any) -> float:
+    """Raises: ConfigError: a task's figure is none."""
+    if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        raise ConfigError(f"--task: {name!r} of figures() gave {value!r}; a number is wanted (NaN "
+                          "where there is none).")
+    return float(value)

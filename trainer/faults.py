@@ -88,6 +88,9 @@ def parse(text: str) -> Fault:
             names = ("rank", "step", "epoch", "phase", "attempt", "seconds", "always")
             raise ConfigError(f"--inject {text}: no part {part!r}{_nearest(name, names)}; "
                               f"there are {', '.join(names)}.")
+    if "seconds" in fields and kind != "slow":
+        raise ConfigError(f"--inject {text}: {kind} takes no time; only slow has seconds=, so "
+                          "leave it out.")
     fault = Fault(text=text, kind=kind, **fields)  # type: ignore[arg-type]
     if wrong := _never(fault):
         raise ConfigError(f"--inject {text}: {wrong}.")

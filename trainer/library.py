@@ -74,6 +74,9 @@ def train(config: Config[Any]) -> Trained:
         RuntimeError: a training is under way in this process.
         Exception: what your own code has raised; the step before it is saved.
     """
+    if not isinstance(config, Config):
+        raise TypeError(f"train() takes a trainer.Config, not a {type(config).__name__}: "
+                        "train(Config(task=Mine(), run=\"runs/mine\"))")
     config = _resolved(config)
     if not _AT_WORK.acquire(blocking=False):
         raise RuntimeError("train() is at work in this process already, and another one would "
@@ -218,7 +221,8 @@ def _settings() -> Iterator[None]:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
-        with rng.preserved(), compile_cache.restored():
+        with (rng.preserved(), compile_cache.restored(), torch.inference_mode(False),
+              torch.enable_grad()):
             yield
     finally:
         torch.set_num_threads(threads)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import difflib
 import fnmatch
-from collections.abc import Callable, Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MethodType
 from typing import Any
 
@@ -16,6 +17,8 @@ from trainer.config import Clip, Optim
 from trainer.errors import ConfigError
 from trainer.task import load_object
 
+WITHOUT_DECAY = (torch.optim.Rprop, torch.optim.SparseAdam)
+"""Of torch's, those that weight decay isn't known to."""
 NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 
 
@@ -117,7 +120,8 @@ def build(
                           "of its own; set the rates (\"lr\") there.")
     made = groups(model) if groups is not None else parameter_groups(
         model, config.weight_decay, config.rates, config.lr)
-    made = [{**g, "params": list(g["params"])} for g in made]
+    if groups is not None:
+        made = _checked(made, model)
     if not any(g["params"] for g in made):
         frozen = any(not p.requires_grad for p in model.parameters())
         raise ConfigError("--freeze, --task: no parameter is left to be trained." if frozen else
@@ -134,11 +138,56 @@ def build(
             weight_decay=config.weight_decay, fused=True,
         )  # fmt: skip
     cls = load_object(config.name, flag="--optim.name")
+    decay = {"weight_decay": config.weight_decay}
+    if cls in WITHOUT_DECAY:
+        if config.weight_decay and config.weight_decay != Optim().weight_decay:
+            raise ConfigError(f"--optim.weight-decay {config.weight_decay}: {config.name} has no "
+                              "weight decay; leave it out.")
+        made, decay = [{k: v for k, v in g.items() if k != "weight_decay"} for g in made], {}
     try:
-        return cls(made, lr=config.lr, weight_decay=config.weight_decay)
-    except TypeError as error:
+        optimizer = cls(made, lr=config.lr, **decay)
+    except (TypeError, ValueError) as error:
         raise ConfigError(f"--optim.name {config.name}: calling it with parameter groups, lr and "
-                          f"weight_decay raised {error}.") from error
+                          f"weight_decay raised {error}. (The groups are those of the task's "
+                          "parameter_groups(), where it has one.)") from error
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigError(f"--optim.name {config.name}: it is no torch.optim.Optimizer, and what "
+                          "it keeps couldn't be saved; derive it from that class.")
+    needed = [p for p in inspect.signature(optimizer.step).parameters.values()
+              if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
+    if needed:
+        raise ConfigError(f"--optim.name {config.name}: its step() wants {needed[0].name}, and "
+                          "here each step computes loss and gradients once; take one that works "
+                          "without.")
+    return optimizer
+
+
+def _checked(made: Any, model: nn.Module) -> list[dict[str, Any]]:
+    """A task's own groups, without empty ones.
+
+    Raises:
+        ConfigError: they aren't groups, or hold something else than the model's parameters.
+    """
+    what = "--task: parameter_groups(model)"
+    if not isinstance(made, list | tuple) or not all(
+            isinstance(g, Mapping) and "params" in g for g in made):
+        raise ConfigError(f"{what} has to return a list of dicts, each with params.")
+    own, seen = set(model.parameters()), set[Tensor]()
+    kept = []
+    for group in made:
+        params = group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        for parameter in (p[1] if isinstance(p, tuple) else p for p in params):
+            if parameter not in own:
+                raise ConfigError(f"{what} has a tensor of shape {tuple(parameter.shape)} that is "
+                                  "no parameter of the model, so no checkpoint would hold it.")
+            if parameter in seen:
+                raise ConfigError(f"{what} has a parameter of shape {tuple(parameter.shape)} "
+                                  "twice; each belongs to one group.")
+            seen.add(parameter)
+        if params:
+            kept.append({**group, "params": params})
+    return kept
 
 
 def clip(parameters: list[Tensor], config: Clip) -> Tensor:

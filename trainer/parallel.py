@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.errors import ConfigError
-from trainer.task import Outcome
+from trainer.task import Outcome, misused
 
 CAPACITY = 64
 """Numbers that ride in one gradient all-reduce."""
@@ -272,6 +272,8 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     if not isinstance(outcome, Outcome):
         raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
                           "trainer.Outcome(total, count, metrics={name: (sum, count)}).")
+    if wrong := misused(outcome):
+        raise ConfigError(f"the task's loss: {wrong}.")
     metrics: dict[str, tuple[Any, Any]] = {}
     if isinstance(outcome.total, Mapping):
         metrics.update({name: (value, outcome.count) for name, value in outcome.total.items()})
@@ -287,7 +289,7 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
         raise ConfigError(f"the task's loss returned {min(twice)!r} as a loss and as a metric; "
                           "choose another name for one of them.")
     metrics.update(outcome.metrics)
-    if not isinstance(total, Tensor) or total.dim() != 0:
+    if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
         form = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
         raise ConfigError(f"Outcome.total is {form}; a scalar tensor is wanted: the loss summed "
                           "over the micro-batch.")

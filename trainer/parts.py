@@ -183,7 +183,8 @@ class Parts:
             Whether it could be tried; `kept_beside` tells what came of it.
         """
         noticed_s = time.perf_counter()
-        if not self.checkpoint.overlap or not self.step.gate.acquire(blocking=False):
+        if (not self.checkpoint.overlap or self.step.buffers.strayed
+                or not self.step.gate.acquire(blocking=False)):
             return False
         if lost and self.world.size > 1:
             self.log.event("lost-peer", failed_step=self.current_step)

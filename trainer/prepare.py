@@ -12,9 +12,18 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils.data import IterableDataset
+from torch.utils.data import DataLoader, IterableDataset
 
-from trainer import faults, optim, precision, recompute, rng, sync_batchnorm, tensorfile, wandb_sink
+from trainer import (
+    faults,
+    optim,
+    precision,
+    recompute,
+    rng,
+    storable,
+    sync_batchnorm,
+    wandb_sink,
+)  # fmt: skip
 from trainer.config import Config
 from trainer.data.feed import first_samples, known_length
 from trainer.data.reading import KeyedSamples
@@ -75,6 +84,8 @@ def prepare(config: Config[Any], world: World) -> Work:
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
     plan, intervals = _plan(config, data, world)
     model, choice = make_model(task, config, world.device)
+    if world.size > 1 and world.device.type == "cpu":
+        storable.check_sendable(model)
     synced = 0
     canonical = config.parallel.reduction == "canonical"
     if canonical:
@@ -130,6 +141,14 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
     """A split's data set; None where there is none, or nothing in it to evaluate."""
     rng.key_generators(config.seed, rng.DATA)
     data = task.dataset(split)
+    if isinstance(data, DataLoader):
+        raise ConfigError(f'--task: dataset("{split}") returned a DataLoader; return the data set '
+                          "in it: batches, workers and order are the trainer's, and collate() is "
+                          "a method of the task.")
+    if not (data is None or isinstance(data, IterableDataset)
+            or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))):
+        raise ConfigError(f'--task: dataset("{split}") returned a {type(data).__name__}; return a '
+                          "Dataset (__getitem__ and __len__), an IterableDataset, or None.")
     return None if split != "train" and data is not None and known_length(data) == 0 else data
 
 
@@ -145,7 +164,7 @@ def make_model(
     model = task.model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
-    _check_storable(model)
+    storable.check(model)
     model.train()
     choice = precision.choose(config.precision, model, device,
                               eager=config.numerics.anomaly == "on")
@@ -212,19 +231,23 @@ def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str
     if isinstance(dataset, IterableDataset):
         rng.key_generators(config.seed, rng.DATA)
         fresh = task.dataset("train")  # reading may move a stream that is to be trained on
-        samples = first_samples(fresh, lanes=config.batch.micro_batches, count=16,
-                                seed=config.seed)
+        contents = [content(sample) for sample in first_samples(
+            fresh, lanes=config.batch.micro_batches, count=16, seed=config.seed)]
     else:
         assert count is not None, "only a stream may not know its length"
         reader = KeyedSamples(dataset, seed=config.seed, augment=False, rank=rank,
                               skip=config.data.on_error == "skip", advice=REMEDY)
-        samples = [reader.sample(rng.mix(rng.DATA, place) % count)
-                   for place in range(min(16, count))]
+        contents = [content(reader.sample(rng.mix(rng.DATA, place) % count))
+                    for place in range(min(16, count))]
     digest = hashlib.blake2b(digest_size=8)
-    for sample in samples:
-        for part in _content(sample, set()):
-            digest.update(part)
+    for sample in contents:
+        digest.update(sample)
     return f"{'a stream' if count is None else f'{count} samples'} {digest.hexdigest()}"
+
+
+def content(sample: Any) -> bytes:
+    """The bytes of a sample of any nesting, or of a batch: equal ones are of equal content."""
+    return b"".join(_content(sample, set()))
 
 
 def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
@@ -263,21 +286,6 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
     yield str(len(value)).encode()
     for entry in value:
         yield from _content(entry, seen)
-
-
-def _check_storable(model: nn.Module) -> None:
-    """Raises: ConfigError: the model has a state that a safetensors file can't hold."""
-    for name, value in model.state_dict().items():
-        if not isinstance(value, Tensor):
-            raise ConfigError(
-                f"--task: the model's state_dict has {name!r}, a {type(value).__name__}, and a "
-                "checkpoint holds tensors only; make it a buffer (register_buffer with a tensor) "
-                "instead of an extra state.")
-        try:
-            next(tensorfile.chunks({name: value}))
-        except TypeError as error:
-            raise ConfigError(f"--task: the model's {error}, so no checkpoint could hold it; use "
-                              "another dtype (two real parts for a complex one).") from None
 
 
 def _refuse_hooks(model: nn.Module) -> None:

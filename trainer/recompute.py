@@ -73,9 +73,11 @@ def _contexts(module: nn.Module) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def _untouched(module: nn.Module) -> Iterator[None]:
     """The module's buffers afterwards are what they were before."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in module.buffers()]
+    kept = [(inner._buffers, name, buffer, buffer.detach().clone()) for inner in module.modules()
+            for name, buffer in inner._buffers.items() if buffer is not None]
     try:
         yield
     finally:
-        for buffer, value in kept:
+        for owner, name, buffer, value in kept:
+            owner[name] = buffer  # the forward may have assigned another
             buffer.data.copy_(value)  # what the graph keeps isn't to count as changed

@@ -115,10 +115,20 @@ class Scheduler:
         config, lengths = self._config, self._lengths
         if ":" not in config.name:
             return lambda update: factor(config, update, epoch=lengths.epoch, total=lengths.total)
-        own, first = load_object(config.name, flag="--schedule.name"), warmup - 1
+        function, first = load_object(config.name, flag="--schedule.name"), warmup - 1
+
+        def own(update: int) -> float:
+            if not 0 <= (value := float(function(update))) < math.inf:
+                raise ConfigError(f"--schedule.name {config.name}: for update {update} its value "
+                                  f"is {value}; it gives a factor of --optim.lr, 0 or more.")
+            return value
+
         try:
-            if not math.isfinite(value := float(own(first))):
-                raise ValueError(f"its value is {value}")
+            if own(first) != own(first):
+                raise ValueError("nothing, but gives another value when it is called again: it "
+                                 "has to be a function of that number alone")
+        except ConfigError:
+            raise
         except Exception as error:
             raise ConfigError(f"--schedule.name {config.name}: called with the number of an "
                               f"update, {first}, it raised {type(error).__name__}: {error}. It "

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from trainer import memory
+from trainer import hidden, memory
 from trainer.agreement import checksums
+from trainer.data import batch as batches
 from trainer.data.loader import Loader
+from trainer.data.reading import Micro
 from trainer.errors import ConfigError, told_by
 from trainer.log import Log
 from trainer.parts import Parts
@@ -28,7 +30,7 @@ def start(run: Parts) -> None:
         run.log.phase = "warm-up"
         with run.world.patient():
             run.memory.activations_mb = warm_up(
-                run.step, run.loader, run.world, run.log,
+                run.step, run.loader, run.world, run.log, first=run.found is None,
                 find_unused=run.config.parallel.find_unused == "on")
         run.checkpoint.overlap = not run.step.moves_parameters
         figures = [] if run.validate is None else run.validate.figures
@@ -42,12 +44,15 @@ def start(run: Parts) -> None:
         if run.progress.validated == run.progress.step:
             run.draw(again=False)  # where it was lost with rank 0
     run.log.info(run.memory.told(run.state.model, run.state.optimizer))
+    if run.step.own_update:
+        hidden.watch(run.step.optimizer, run.state.names(), run.log)
     run.state.key_rng(run.world.rank)
     run.spare_updates()
 
 
 def warm_up(
-    step: Step, loader: Loader, world: World, log: Log, *, find_unused: bool = False
+    step: Step, loader: Loader, world: World, log: Log, *, find_unused: bool = False,
+    first: bool = False,
 ) -> float | None:
     """Collective. One synchronised forward and backward of the first real micro-batch.
 
@@ -58,21 +63,33 @@ def warm_up(
     It also tells whether the model's own forward moves its parameters, as few do
     (`step.moves_parameters`).
 
+    Args:
+        first: nothing has been trained yet: the micro-batch is computed once more before, by each
+            rank for itself (see `rehearse`).
+
     Returns:
         MiB of the micro-batch's activations; None where they can't be told.
 
     Raises:
-        ConfigError: the model doesn't fit the reduction (see `refuse_unused` and what follows it).
+        ConfigError: the model doesn't fit the reduction (see `refuse_unused` and what follows it),
+            or its forward has made it another one.
     """
     step.buffers.keep()
+    parts = _parts(step.model)
     before = checksums(step.model.parameters())
-    micro = loader.peek()
+    versions = [p._version for p in step.model.parameters()]
+    micro = _apart(loader.peek())
     slot = dataclasses.replace(micro.slot, last=True)
     by_number = step.reduction is not iter
+    seen = rehearse(step, world, _apart(micro), parts, unused_may_be=find_unused or by_number
+                    ) if first else None
     with counted(step.parameters if by_number else ()) as times:
         activations = memory.activations(
             step.model, lambda: step.forward_backward(
                 dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
+    step.in_place = any(t._version for t in batches.tensors(micro.batch))
+    _refuse_another(parts, _parts(step.model))
+    step.buffers.bring_home()
     if by_number:
         refuse_parts(step, world, times)
     if (world.size > 1 or by_number) and not find_unused:
@@ -83,16 +100,67 @@ def warm_up(
     loader.waited_s = 0.0
     step.moving = moving_buffers(step, world)
     if lost := forgotten_buffers(step):
-        log.announce(f"the model's forward moves {', '.join(lost[:5])}{', …' * (len(lost) > 5)}, "
+        log.announce(f"the model's forward moves {_listed(lost)}, "
                      "and no checkpoint holds a buffer registered with persistent=False: if it "
                      "isn't a mere cache, a restart differs")
     step.buffers.put_back()
     step.optimizer.zero_grad(set_to_none=True)
-    moved = world.all_sum((checksums(step.model.parameters()) != before).double().cpu())
+    after = checksums(step.model.parameters())
+    # A teacher that still equals its student is moved too, and stays what it was.
+    touched = torch.tensor([p._version != version for p, version in
+                            zip(step.model.parameters(), versions, strict=True)])
+    moved = world.all_sum(((after != before).cpu() | touched).double())
     step.moves_parameters = bool(moved.any())
     if by_number:
         refuse_moved(step, moved.tolist())
+    if step.moves_parameters:
+        refuse_parting(step, world, after.tolist())
+    elif seen is not None and torch.are_deterministic_algorithms_enabled() and (
+            why := hidden.told(seen, hidden.Seen.of(step))):
+        log.announce(why)
     return activations
+
+
+def rehearse(
+    step: Step, world: World, micro: Micro, parts: Mapping[str, bool], *, unused_may_be: bool
+) -> hidden.Seen:
+    """Collective. A forward and backward that ranks don't sum: a parameter that only some of them
+    use is found, where DDP would wait for ever.
+
+    Raises:
+        ConfigError: see `refuse_unused`; or the forward has made the model another one.
+    """
+    slot = dataclasses.replace(micro.slot, last=False)
+    step.forward_backward(dataclasses.replace(micro, slot=slot), rehearsal=True)
+    _refuse_another(parts, _parts(step.model))
+    step.buffers.bring_home()
+    if world.size > 1 and not unused_may_be:
+        refuse_unused(step, world)
+    step.objective.tally.take()
+    step.buffers.put_back()
+    step.optimizer.zero_grad(set_to_none=True)
+    return hidden.Seen.of(step)
+
+
+def _apart(micro: Micro) -> Micro:
+    """A copy: a loss that works on its batch in place isn't to find it done."""
+    return dataclasses.replace(micro, batch=batches.copy_of(micro.batch))
+
+
+def _parts(model: nn.Module) -> dict[str, bool]:
+    """The model's parameters, and whether they are to be trained, and buffers, by name."""
+    return {n: p.requires_grad for n, p in model.named_parameters()} | {
+        n: False for n, _ in model.named_buffers()}
+
+
+def _refuse_another(before: Mapping[str, bool], after: Mapping[str, bool]) -> None:
+    """Raises: ConfigError: the forward adds to the model, or begins to train a part of it."""
+    names = before.keys() ^ after.keys() | {n for n in before if after.get(n, False) > before[n]}
+    if names:
+        raise ConfigError(
+            f"--task: the model's first forward makes, takes away or unfreezes "
+            f"{_listed(sorted(names))}; optimizer and checkpoints know the model as model() makes "
+            "it: do it there.")
 
 
 def refuse_unused(step: Step, world: World, *, looked: bool = True) -> None:
@@ -169,6 +237,26 @@ def refuse_moved(step: Step, moved: list[float]) -> None:
             "--parallel.reduction ddp."))
 
 
+def refuse_parting(step: Step, world: World, sums: list[int]) -> None:
+    """Collective. A forward that moves parameters has to move them alike on all ranks.
+
+    Args:
+        sums: checksums of the parameters after it.
+
+    Raises:
+        ConfigError: names those that differ.
+    """
+    everywhere = world.gather_json(sums)
+    names = [n for (n, _), *values in zip(step.model.named_parameters(), *everywhere, strict=True)
+             if len(set(values)) > 1]
+    if names:
+        raise told_by(0, ConfigError(
+            f"--task: the model's own forward moves the parameters {_listed(names)}, on each rank "
+            "by its own samples (max_norm of an Embedding does, and an initialisation by the first "
+            "batch), so ranks would part; compute it without moving them, make them buffers, or "
+            "train with one rank."))
+
+
 def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
     """Collective. The buffers that the forward has just moved on some rank, and that no
     synchronised batch norm, or the reduction, keeps equal."""
@@ -189,3 +277,7 @@ def forgotten_buffers(step: Step) -> list[str]:
     moved = {id(live) for live, kept in step.buffers.pairs() if bool(torch.any(live != kept))}
     held = {id(tensor) for tensor in step.model.state_dict(keep_vars=True).values()}
     return [n for n, b in step.model.named_buffers() if id(b) in moved - held]
+
+
+def _listed(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:5])}{', …' * (len(names) > 5)}"

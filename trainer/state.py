@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.ema import Ema
-from trainer.errors import CheckpointDamaged
+from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.progress import Best, LossMeter, Progress
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
@@ -70,10 +70,30 @@ class TrainState:
     parts: dict[str, Stateful] = field(default_factory=dict)
     ema: Ema | None = None
 
+    def __post_init__(self) -> None:
+        self._form = self._formed()
+
+    def _formed(self) -> dict[str, bool]:
+        """The model's tensors, and whether they are trained, by name."""
+        trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
+        return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """File name → tensor name → tensor, of the model (parameters and buffers), of the
         optimizer ("PARAMETER|KEY") and of the averaged weights. The live tensors: copy before the
-        next step."""
+        next step.
+
+        Raises:
+            ConfigError: the forward has made the model another one than it was.
+        """
+        now = self._formed()
+        names = now.keys() ^ self._form.keys() | {
+            n for n in now if now[n] > self._form.get(n, True)}
+        if names:
+            raise ConfigError(
+                f"--task: the model's forward has made, taken away or unfrozen "
+                f"{', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)}; optimizer and "
+                "checkpoints know the model as model() makes it: do it there.")
         model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
         if self.ema is None:
             return {MODEL: model, OPTIMIZER: optimizer}
@@ -167,12 +187,13 @@ class TrainState:
                 {
                     "names": [names[p] for p in group["params"]],
                     **{k: v for k, v in group.items()
-                       if k not in ("params", "param_names") and _is_plain(v)},
+                       if k not in ("params", "param_names") and is_plain(v)},
                 }
                 for group in self.optimizer.param_groups
             ],
             "values": {
-                names[parameter]: {k: v for k, v in entries.items() if not isinstance(v, Tensor)}
+                names[parameter]: {k: _written(v) for k, v in entries.items()
+                                   if not isinstance(v, Tensor)}
                 for parameter, entries in self.optimizer.state.items()
             },
         }
@@ -181,11 +202,12 @@ class TrainState:
         self, tensors: dict[str, Tensor], facts: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """Returns the saved parameter group of each live one."""
-        parameters = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
+        parameters = {n: p for p, n in self.names().items()}
         saved = {name for group in facts["groups"] for name in group["names"]}
         live = {self.names()[p] for g in self.optimizer.param_groups for p in g["params"]}
         _same_names(saved, live, "optimizer")
-        state: dict[str, dict[str, Any]] = {n: dict(v) for n, v in facts["values"].items()}
+        state: dict[str, dict[str, Any]] = {
+            n: {k: _read(v) for k, v in entries.items()} for n, entries in facts["values"].items()}
         for name, value in tensors.items():
             parameter, _, key = name.rpartition("|")
             if parameter not in parameters:
@@ -208,8 +230,9 @@ class TrainState:
         groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in saved_group.items():
-                if key in group and key not in CONFIGURED:  # an optimizer's own counters
-                    group[key] = type(group[key])(value) if isinstance(value, list) else value
+                if key not in CONFIGURED:  # an optimizer's own counters, which it may add later
+                    as_now = isinstance(value, list) and key in group
+                    group[key] = type(group[key])(value) if as_now else value
         return groups
 
 
@@ -266,7 +289,22 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(torch.isfinite(tensor).all())
 
 
-def _is_plain(value: Any) -> bool:
+_TUPLE = "a tuple of"
+
+
+def _written(value: Any) -> Any:
+    """As JSON, which has no tuples."""
+    return {_TUPLE: list(value)} if type(value) is tuple else value
+
+
+def _read(value: Any) -> Any:
+    return tuple(value[_TUPLE]) if isinstance(value, dict) and _TUPLE in value else value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether JSON can hold it; a tuple comes back as a list."""
     if isinstance(value, tuple | list):
-        return all(_is_plain(v) for v in value)
+        return all(is_plain(v) for v in value)
+    if type(value) is dict:
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
     return value is None or isinstance(value, bool | int | float | str)

@@ -7,15 +7,17 @@ import math
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.buffers import Buffers
 from trainer.communication import Communication
 from trainer.config import Clip
+from trainer.data import batch as batches
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
 from trainer.ema import Ema
@@ -24,6 +26,7 @@ from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip
 from trainer.parallel import COUNT, Objective, Sums, synchronised
 from trainer.progress import Progress
+from trainer.reduced import check_reduced
 from trainer.sync_batchnorm import SyncBatchNorm
 
 
@@ -61,6 +64,8 @@ class StepResult(NamedTuple):
 
 
 NOTHING = contextlib.nullcontext()
+UPDATE = -2
+"""The update's number among those of the micro-batches, as a key of randomness."""
 
 
 class Marks:
@@ -98,31 +103,6 @@ class Wishes(Protocol):
 def no_wishes() -> tuple[bool, ...]:
     """Nothing is wanted."""
     return ()
-
-
-class Buffers:
-    """A copy of the model's buffers (BatchNorm's statistics), taken at each step boundary.
-
-    The forward moves them before it is known whether the step will count.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._live = [b for b in model.buffers() if b.numel()]
-        self._kept = [b.detach().clone() for b in self._live]
-
-    def keep(self) -> None:
-        """Remember the buffers as they are."""
-        if self._live:
-            torch._foreach_copy_(self._kept, self._live)
-
-    def put_back(self) -> None:
-        """Make the buffers what they were at `keep`."""
-        if self._live:
-            torch._foreach_copy_(self._live, self._kept)
-
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Each buffer with its copy."""
-        return list(zip(self._live, self._kept, strict=True))
 
 
 @dataclass
@@ -169,6 +149,9 @@ class Step:
 
     def __post_init__(self) -> None:
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
+        self.trained = [n for n, p in self.wrapped.named_parameters() if p.requires_grad]
+        """In the order in which DDP counts them."""
+        self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
@@ -180,6 +163,8 @@ class Step:
                 module.communication = self.communication
         self.in_progress = False
         """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        self.in_place = False
+        """Whether the loss changes its batch, which the data set may have handed out of its own."""
         self.updating = False
         """Whether parameters and optimizer state may be in the middle of an update."""
         self.moves_parameters = False
@@ -236,6 +221,7 @@ class Step:
             self.leave_no_trace()
             return None
         lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        self.buffers.bring_home()
         # All are reduced values, so all ranks decide alike.
         fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         if self.moving:
@@ -249,6 +235,8 @@ class Step:
             held_s = -self.clock()
             self.before_update()
             held_s += self.clock()
+            if self.own_update:  # the same on all ranks
+                rng.key_generators(step, UPDATE, state=self.key, devices=self.on_device)
             self.updating = True
             self.scaler.step(self.optimizer)
             self.schedule.step()
@@ -281,6 +269,8 @@ class Step:
             rehearsal: not part of a step; no fault is injected.
         """
         slot = micro.slot
+        if self.in_place:
+            micro = replace(micro, batch=batches.copy_of(micro.batch))
         at = self.faults.at if not rehearsal else self.faults.rehearse
         at("forward", step=slot.step, epoch=slot.epoch)
         rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
@@ -294,6 +284,7 @@ class Step:
                 self.communication.watch(loss)
             self.scaler.scale(loss).backward()
         if slot.last:
+            check_reduced(self.wrapped, slot, self.trained)
             self.communication.reduced()
 
     def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult:

@@ -9,7 +9,7 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -48,6 +48,27 @@ class Outcome:
         default_factory=dict
     )
     table: Tensor | None = None
+
+
+def misused(outcome: Outcome) -> str:
+    """What is no number in an `Outcome`; empty where all is."""
+    named = {"Outcome.count": outcome.count}
+    for name, pair in outcome.metrics.items():
+        if not isinstance(name, str) or not name:
+            return f"a metric's name is {name!r}; use a text"
+        if not isinstance(pair, tuple | list) or len(pair) != 2:
+            return f"the metric {name!r} is a {type(pair).__name__}; it has to be (sum, count)"
+        named |= {f"the sum of the metric {name!r}": pair[0],
+                  f"the count of the metric {name!r}": pair[1]}
+    for what, value in named.items():
+        if isinstance(value, Tensor):
+            if value.numel() != 1 or value.is_complex():
+                return f"{what} is {tuple(value.shape)} {value.dtype}; a scalar is wanted: the sum"
+        elif not isinstance(value, SupportsFloat) or isinstance(value, str):
+            return f"{what} is a {type(value).__name__}; a number or a scalar tensor is wanted"
+    if not isinstance(outcome.count, Tensor) and outcome.count < 0:
+        return f"Outcome.count is {outcome.count}; what the mean is taken over is 0 or more"
+    return ""
 
 
 @runtime_checkable

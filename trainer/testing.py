@@ -50,12 +50,13 @@ def check_task(task: Any, *, batch_size: int = 4) -> None:
     Raises:
         AssertionError: lists every problem found, one sentence each.
     """
+    assert not isinstance(task, type), f"give an instance: check_task({task.__name__}())"
     with rng.preserved():
         problems = list(dict.fromkeys(_problems(task, batch_size)))  # no sentence twice
     if problems:
         found = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
-        raise AssertionError(f"{type(task).__name__} has {found}:\n"
-                             + "\n".join(f"- {problem}" for problem in problems))
+        told = "\n".join(f"- {problem}" for problem in problems)
+        raise AssertionError(f"{type(task).__name__} has {found}:\n{told}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -118,10 +119,9 @@ def _check_items(task: Any, batch_size: int) -> Iterator[str]:
                            'and "test" may be None.')
                 continue
             first = _read(task, dataset, 0, batch_size)
-            if not isinstance(dataset, IterableDataset):
-                _read(task, dataset, 0, batch_size, epoch=1)  # as in a run, other reads lie between
+            later = _read(task, dataset, 0, batch_size, epoch=1)  # as in a run, between others
             second = _read(task, dataset, 0, batch_size)
-            fresh = _read(task, again, 0, batch_size)
+            fresh = [_read(task, again, 0, batch_size, epoch=epoch) for epoch in (1, 0)]
         except Exception as error:
             yield _raised(f'reading dataset("{split}")', error)
             continue
@@ -131,9 +131,9 @@ def _check_items(task: Any, batch_size: int) -> Iterator[str]:
             yield (f'samples of dataset("{split}") differ when they are read again under the same '
                    "key: draw from random, numpy.random, torch, a generator that is an attribute "
                    "of the data set, or `indices.keys`; and keep no count of reads.")
-        elif not same(first, fresh):
+        elif not same([later, first], fresh):
             yield (f'samples of dataset("{split}") differ between two data sets made one after the '
-                   "other: a restarted run would train on other data.")
+                   "other, and read in another order: a restarted run would train on other data.")
 
 
 def _dataset(task: Any, split: str) -> Any:

@@ -149,7 +149,7 @@ def test_an_interrupt_that_is_kept_keeps_no_model(ranks, tmp_path):
 def test_a_second_interrupt_does_not_wait_for_the_step(ranks, undisturbed, tmp_path):
     run = str(tmp_path / "run")
 
-    [(told, _)] = ranks(1, alone, train, run, 12, "twice", group=False)
+    [(told, _)] = ranks(1, alone, train, run, 13, "twice", group=False)
     kept = inspect(tmp_path / "run")["step"]
     ranks(1, alone, straight, run, group=False)
 
@@ -173,7 +173,7 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(ranks, undisturbed, tm
 
 
 def fail_and_go_on(run: str) -> Any:
-    failed = train(run, 12, "fail")
+    failed = train(run, 13, "fail")
     return failed[0], inspect(Path(run))["step"], train(run)[0][:2]  # the folder is free
 
 

@@ -96,8 +96,8 @@ def test_the_number_of_ranks_may_change_and_no_sample_is_lost_or_repeated(ranks,
             for epoch, index in zip(line["epochs"], line["ids"], strict=True):
                 seen[epoch].append(index)
     assert sorted(set(seen[0])) == sorted(set(seen[1])) == list(range(48))
-    # A rehearsal reads one micro-batch: three on rank 0, two on rank 1.
-    assert len(seen[0]) + len(seen[1]) == 96 + 5 * 2
+    # A rehearsal takes one micro-batch, at the first start twice: four on rank 0, three on rank 1.
+    assert len(seen[0]) + len(seen[1]) == 96 + 7 * 2
 
 
 def test_the_learning_rate_goes_on_where_it_was(ranks, tmp_path):

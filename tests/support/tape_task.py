@@ -137,10 +137,13 @@ class TokenSet(Dataset):
 
 
 def read_tape(path: Path | str, ranks: int, *, training: bool = True) -> list[list[dict]]:
-    """The lines of each rank, without the first training line of the attempt (the rehearsal)."""
+    """The lines of each rank, without those of the attempt's rehearsals, which are like the first
+    training line (two at the first start, otherwise one)."""
     tapes = []
     for rank in range(ranks):
         lines = [json.loads(t) for t in Path(f"{path}-{rank}.jsonl").read_text().splitlines()]
         lines = [line for line in lines if line["training"] == training]
-        tapes.append(lines[1:] if training else lines)
+        while training and lines[:1] == lines[1:2]:
+            del lines[0]
+        tapes.append(lines)
     return tapes

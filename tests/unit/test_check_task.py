@@ -174,6 +174,23 @@ def test_a_data_set_that_is_another_one_after_a_restart_is_found():
     assert "between two data sets made one after the other" in problems(with_data(Fresh))
 
 
+def test_draws_that_are_kept_for_later_epochs_are_found():
+    class Keeping(Points):
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept: dict[int, Tensor] = {}
+
+        def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+            self.kept.setdefault(index, self.x[index] + torch.randn(3))
+            return self.kept[index], self.x[index].sum()
+
+    assert "and read in another order" in problems(with_data(Keeping))
+
+
+def test_a_class_in_place_of_an_instance_is_said():
+    assert problems(Good) == "give an instance: check_task(Good())"
+
+
 def test_a_task_without_training_samples_is_found():
     assert 'dataset("train") has no samples' in problems(with_data(lambda: None))
     assert 'dataset("train") has no samples' in problems(with_data(lambda: Points(0)))

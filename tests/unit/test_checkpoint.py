@@ -71,6 +71,7 @@ def test_buffers_are_copied_at_once_since_the_next_forward_moves_them(
     tmp_path: Path, subject: Subject, checkpoint: Checkpointer, gate: threading.Event
 ) -> None:
     subject.model.register_buffer("seen", torch.zeros(100_000))
+    subject.state.__post_init__()  # as if the model had been made with it
     subject.state.progress.step = 1
 
     checkpoint.save("periodic")

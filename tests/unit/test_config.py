@@ -155,7 +155,8 @@ RUNS = [
      "--data.shuffle=off", "--data.prefetch=5"],
     ["--optim.name=sgd", "--optim.lr=1e-30", "--optim.betas", "0.1", "0.2",
      "--optim.nesterov=on", "--optim.eps=0.30000000000000004"],
-    ["--schedule.name=constant", "--schedule.warmup=1234567", "--schedule.min-ratio=0"],
+    ["--schedule.name=constant", "--schedule.warmup=1234567"],
+    ["--schedule.name=linear", "--schedule.min-ratio=0"],
     ["--checkpoint.every=0.333ep", "--checkpoint.keep-every=12.5%", "--checkpoint.on-error=stop",
      "--eval.every=off", "--eval.batch-size=7", "--eval.best=val_loss:min"],
     ["--precision.dtype=bf16", "--precision.compile=on", "--world.threads=2", "--device=cpu",
@@ -499,3 +500,23 @@ def test_patterns_and_options_come_back_from_the_resolved_configuration(tmp_path
     assert again.optim == config.optim
     assert again.schedule == config.schedule
     assert again.schedule.arguments == {"T_0": "1ep", "T_mult": "2"}
+
+
+def test_what_belongs_to_a_recipes_schedule_goes_with_it(tmp_path):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text('[schedule]\nname = "linear"\nmin_ratio = 0.0\nwarmup = "3"\n'
+                      'options = ["start_factor=0.5"]\n')
+
+    kept = cli.parse([str(recipe), "--schedule.warmup", "4"]).schedule
+    other = cli.parse([str(recipe), "--schedule.name", "constant"]).schedule
+    another = cli.parse([str(recipe), "--schedule.name=multi-step",
+                         "--schedule.options", "milestones=5"]).schedule
+
+    assert (kept.min_ratio, kept.options) == (0.0, ("start_factor=0.5",))
+    assert (other.min_ratio, other.options, other.warmup) == (0.1, (), Length(3))
+    assert another.options == ("milestones=5",)
+
+
+def test_a_least_rate_that_the_schedule_does_not_use_is_refused():
+    assert refusal("--schedule.name=constant", "--schedule.min-ratio=0").startswith(
+        "--schedule.min-ratio 0.0: --schedule.name constant doesn't use it, only cosine and linear")

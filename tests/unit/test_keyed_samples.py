@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch.utils.data import Dataset, Subset, random_split
 
+from trainer.data.bad import SampleError
 from trainer.data.reading import KeyedSamples, in_memory
 from trainer.data.sampler import Slot
 
@@ -101,3 +102,15 @@ def test_a_single_sample_of_a_subset_is_the_one_that_it_chose():
 def test_data_in_memory_are_so_in_a_subset():
     assert in_memory(Subset(Subset(Batched(), [1, 2]), [0]))
     assert not in_memory(Subset(Plain(), [1, 2]))
+
+
+def test_samples_that_are_left_out_by_getitems_are_an_error():
+    class Fewer(Dataset):
+        def __len__(self) -> int:
+            return 9
+
+        def __getitems__(self, indices: Any) -> list[int]:
+            return [index for index in indices if index != 4]
+
+    with pytest.raises(SampleError, match=r"sample 4 .* asked for 1 samples and gave 0"):
+        KeyedSamples(Fewer(), seed=1)[Slot(1, 0, 0, True, (3, 4, 5))]

@@ -133,3 +133,53 @@ def test_a_batch_norm_that_is_trained_in_part_keeps_its_statistics_moving():
 def test_a_pattern_that_freezes_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"--freeze layer4\.\*.*matches no parameter"):
         optim.freeze(net(), ["layer4.*"])
+
+
+class Closure(torch.optim.SGD):
+    def step(self, closure):  # type: ignore[override]
+        return closure()
+
+
+class Wrapped:
+    def __init__(self, groups, lr, weight_decay):
+        self.param_groups = groups
+
+
+@pytest.mark.parametrize(("name", "told"), [
+    (f"{__name__}:Closure", "its step() wants closure"),
+    (f"{__name__}:Wrapped", "it is no torch.optim.Optimizer"),
+    ("torch.optim:Muon", "Muon only supports 2D parameters"),
+    ("torch.optim:LBFGS", "unexpected keyword argument 'weight_decay'"),
+])  # fmt: skip
+def test_an_optimizer_that_cannot_be_used_is_refused(name, told):
+    with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:
+        optim.build(Optim(name=name), net())
+
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["Rprop", "SparseAdam"])
+def test_torchs_optimizers_without_weight_decay_are_called_without(name):
+    assert type(optim.build(Optim(name=f"torch.optim:{name}"), net())).__name__ == name
+    with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} has no"):
+        optim.build(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
+
+
+@pytest.mark.parametrize(("groups", "told"), [
+    (lambda m: list(m.parameters()), "has to return a list of dicts"),
+    (lambda m: [{"params": [nn.Parameter(torch.zeros(3))]}], "shape (3,) that is no parameter"),
+    (lambda m: [{"params": m[2].parameters()}, {"params": m.parameters()}], "(3, 144) twice"),
+])  # fmt: skip
+def test_groups_that_are_none_of_the_model_are_refused(groups, told):
+    with pytest.raises(ConfigError, match=r"--task: parameter_groups\(model\) ") as error:
+        optim.build(Optim(), net(), groups)
+
+    assert told in str(error.value)
+
+
+def test_an_empty_group_and_a_single_tensor_are_taken_as_meant():
+    model = net()
+
+    found = optim.build(Optim(), model, lambda m: [{"params": []}, {"params": m[2].weight}])
+
+    assert [group["params"] for group in found.param_groups] == [[model[2].weight]]

@@ -219,3 +219,12 @@ def test_sizes_and_normalisation_are_those_of_the_weights(root, cached):
 def test_weights_that_do_not_exist_are_named_with_those_that_do(root):
     with pytest.raises(ConfigError, match="torchvision has of squeezenet1_1 IMAGENET1K_V1"):
         small(root, weights="V9").model()
+
+
+def test_grey_of_16_bits_keeps_its_shades(tmp_path):
+    shades = np.array([[0, 256, 32768, 65535]], dtype=np.uint16)
+    Image.fromarray(shades).save(tmp_path / "grey.png")
+
+    found = np.asarray(photos._read(str(tmp_path / "grey.png")))
+
+    assert found[0, :, 1].tolist() == [0, 1, 128, 255]

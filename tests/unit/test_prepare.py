@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import Batch, Config, Parallel
 from trainer.errors import ConfigError
+from trainer.parallel import check_outcome
 from trainer.prepare import prepare
+from trainer.task import Outcome
 from trainer.world import Launch, World
 
 
@@ -110,6 +112,40 @@ class Complex(nn.Module):
         self.register_buffer("phase", torch.zeros(2, dtype=torch.complex64), persistent=persistent)
 
 
+class Sparse(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(2, 1)
+        self.register_buffer("grid", torch.eye(2).to_sparse())
+
+
+class Converting(nn.Linear):
+    """Keeps something else than it has."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {"weight": super().state_dict(*args, **kwargs)["weight"]}
+
+
+class Half(nn.Linear):
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return {n: t.half() for n, t in super().state_dict(*args, **kwargs).items()}
+
+
+def test_a_state_dict_that_is_made_anew_is_refused():
+    with pytest.raises(ConfigError, match=r"'weight' of the model's state_dict is made anew"):
+        prepared(Made(net=lambda: Half(2, 1)))
+
+
+def test_data_that_are_no_data_set_are_refused():
+    class Loaded(Made):
+        def dataset(self, split: str) -> Any:
+            return DataLoader(Items(float)) if self.make is float else iter(Items(float))
+
+    with pytest.raises(ConfigError, match=r'"train"\) returned a DataLoader; return the data set'):
+        prepared(Loaded())
+    with pytest.raises(ConfigError, match=r'"train"\) returned a iterator; return a Dataset'):
+        prepared(Loaded(make=int))
+
+
 class Extra(nn.Linear):
     def get_extra_state(self) -> dict[str, int]:
         return {"calls": 1}
@@ -121,6 +157,10 @@ class Extra(nn.Linear):
 @pytest.mark.parametrize(("net", "told"), [
     (Complex, r"phase: safetensors has no dtype torch\.complex64, so no checkpoint"),
     (lambda: nn.Sequential(Extra(2, 1)), r"'0\._extra_state', a dict, and a checkpoint holds tens"),
+    (lambda: nn.LazyLinear(1), r"weight has no values yet \(a lazy module"),
+    (lambda: nn.Linear(2, 1, device="meta"), r"weight has no values yet"),
+    (lambda: Sparse(), r"grid is sparse, and no checkpoint could hold it"),
+    (lambda: Converting(2, 1), r"state_dict leaves out bias, which can be trained"),
 ])  # fmt: skip
 def test_a_model_that_no_checkpoint_could_hold_is_refused_with_what_it_has(net, told):
     with pytest.raises(ConfigError, match=rf"--task: the model's .*{told}"):
@@ -141,3 +181,18 @@ def test_a_synchronised_batch_norm_is_refused_where_ranks_may_come_and_go():
         prepared(task, parallel=canonical)
     with pytest.raises(ConfigError, match=r"^--parallel\.sync-bn on: with"):
         Parallel(reduction="canonical", sync_bn="on")
+
+
+@pytest.mark.parametrize(("wrong", "told"), [
+    ({"count": None}, "Outcome.count is a NoneType"),
+    ({"count": -2}, "Outcome.count is -2"),
+    ({"metrics": {"a": torch.ones(())}}, r"the metric 'a' is a Tensor; it has to be (sum, count)"),
+    ({"metrics": {"a": (None, 1)}}, "the sum of the metric 'a' is a NoneType"),
+    ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32"),
+    ({"metrics": {1: (1, 1)}}, "a metric's name is 1"),
+])  # fmt: skip
+def test_an_outcome_of_what_is_no_number_is_refused(wrong, told):
+    with pytest.raises(ConfigError) as error:
+        check_outcome(Outcome(**{"total": torch.zeros(()), "count": 1, **wrong}))
+
+    assert told in str(error.value)

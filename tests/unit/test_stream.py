@@ -233,6 +233,7 @@ def test_a_place_in_other_lanes_is_refused():
 
 @pytest.mark.parametrize(("dataset", "message"), [
     (Broken(), r"reading sample 5 of lane 0 of epoch 0 .* OSError: no such shard"),
+    (Broken(state={"a": [{1: 2}]}), r"the state_dict of .* it has the key 1, and JSON"),
     (Broken(state={"a": {1}}), r"the state_dict of .* lane 0 .* TypeError: .*not JSON"),
 ])  # fmt: skip
 def test_an_error_names_the_sample_and_the_lane(dataset, message):

@@ -17,6 +17,11 @@ def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
     return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
+def copy_of(batch: Any) -> Any:
+    """The same with tensors of its own."""
+    return map_tensors(Tensor.clone, batch)
+
+
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Each tensor in a batch."""
     found: list[Tensor] = []

@@ -139,7 +139,11 @@ class Feed:
         if self._holder is not None and not self._ended:
             with self._named("the state_dict of"):
                 # Through JSON: as it will come back, and apart from what goes on changing.
-                state = json.loads(json.dumps(self._holder.state_dict()))
+                told = self._holder.state_dict()
+                if windows <= 1 and (key := _odd_key(told)) is not None:
+                    raise TypeError(f"it has the key {key!r}, and JSON, as which it is kept, has "
+                                    "texts only: it would come back as one")
+                state = json.loads(json.dumps(told))
         return Mark(windows=windows, state=state, ended=self._ended)
 
     def _key(self, *place: int) -> None:
@@ -171,3 +175,13 @@ def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[An
 
 def _is_stateful(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+
+
+def _odd_key(value: Any) -> Any:
+    """A key in it that is no text; None if there is none."""
+    if isinstance(value, dict):
+        odd = next((key for key in value if not isinstance(key, str)), None)
+        return odd if odd is not None else _odd_key(list(value.values()))
+    if isinstance(value, list | tuple):
+        return next((key for key in map(_odd_key, value) if key is not None), None)
+    return None

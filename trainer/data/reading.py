@@ -202,7 +202,11 @@ class KeyedSamples(Dataset[Micro]):
             wanted = [self._place(index) for index in indices] if self._maps else list(indices)
             if self._augment:
                 wanted = SampleIndices(wanted, indices, seed=self._seed, epoch=epoch)
-            return self._inner.__getitems__(wanted)
+            read = self._inner.__getitems__(wanted)
+            if isinstance(read, list) and len(read) != len(indices):
+                raise ValueError(f"__getitems__ was asked for {len(indices)} samples and gave "
+                                 f"{len(read)}; it has to give one for each index, in their order")
+            return read
 
     def _place(self, index: int) -> Any:
         """Of a sample of the whole, its index in the data set that is read."""

@@ -38,10 +38,14 @@ _FOLDERS = {"train": ("train",), "validation": ("val", "validation", "valid"), "
 
 def _read(path: str) -> Any:
     """An image as RGB. Raises: OSError: it can't be read; PIL doesn't always say which."""
-    from torchvision.datasets.folder import default_loader
+    from PIL import Image
 
     try:
-        return default_loader(path)
+        with Image.open(path) as image:
+            if image.mode.startswith("I"):  # 16 bits of grey, which PIL would clip at 255
+                grey = np.asarray(image).astype(np.int64) >> 8
+                return Image.fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
+            return image.convert("RGB")
     except (OSError, SyntaxError, ValueError) as error:
         raise OSError(f"{path}: {error}") from error
 

@@ -1,0 +1,92 @@
+"""What users' models, data and optimizers keep beside parameters and buffers: it comes back to the
+bit, or is refused or told before anything is trained."""
+
+from __future__ import annotations
+
+import pytest
+from runs import train
+
+from trainer.commands.compare import differences
+
+TASK = ["--task=hidden_task:Hidden", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
+        "--batch.micro-size=2", "--steps=7", "--checkpoint.every=3"]  # fmt: skip
+KILL = "--inject=kill:rank=1:step=5:phase=backward"
+
+
+def codes(ranks, size: int, run, *arguments: str) -> list[int | None]:
+    """The exit codes of the ranks, None for a death by signal."""
+    ended = ranks.outcomes(size, train, *TASK, *arguments, f"--run={run}", group=False)
+    for outcome in ended:
+        print(outcome.output)
+    return [None if o.signal else (o.exit_code or o.value) for o in ended]
+
+
+@pytest.mark.parametrize("arguments", [
+    ["--task.way=assigns"], ["--task.way=teacher"], ["--task.way=works in place"],
+    ["--optim.name=hidden_task:Keeps"],
+], ids=lambda arguments: arguments[0].partition("=")[2])  # fmt: skip
+def test_what_has_a_place_in_a_checkpoint_comes_back(ranks, tmp_path, arguments):
+    assert codes(ranks, 2, tmp_path / "straight", *arguments) == [0, 0]
+
+    assert codes(ranks, 2, tmp_path / "killed", *arguments, KILL) == [1, None]
+    assert codes(ranks, 2, tmp_path / "killed", *arguments, KILL) == [0, 0]
+
+    assert not list(differences(tmp_path / "straight", tmp_path / "killed"))
+
+
+@pytest.mark.parametrize(("way", "told"), [
+    ("grows", "makes its buffer mean (2, 4) float32, and it was (0, 4) float32"),
+    ("adds", "first forward makes, takes away or unfreezes more.bias, more.weight"),
+    ("one rank", "doesn't depend on the trainable parameters body.bias; freeze"),
+    ("parts", "moves the parameters own, on each rank by its own samples"),
+    ("data of a rank", 'dataset("train") is another one on rank 1'),
+])  # fmt: skip
+def test_what_cannot_come_back_or_would_part_the_ranks_is_refused(
+        ranks, tmp_path, capfd, way, told):
+    assert codes(ranks, 2, tmp_path / "run", f"--task.way={way}") == [2, 2]
+
+    assert told in capfd.readouterr().out
+    assert not (tmp_path / "run/checkpoints").exists() or not any(
+        (tmp_path / "run/checkpoints").glob("step-*"))
+
+
+def test_a_step_that_leaves_out_parameters_is_not_made(ranks, tmp_path, capfd):
+    way = "--task.way=leaves out"
+
+    assert codes(ranks, 2, tmp_path / "run", way) == [2, 2]
+    told = capfd.readouterr().out
+    assert codes(ranks, 2, tmp_path / "run", way, "--parallel.find-unused=on") == [0, 0]
+
+    assert "the loss of step 3, micro-batch 1, doesn't depend on body.weight, body.bias" in told
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    (["--task.way=counts"], "the model's forward changes count, which no checkpoint holds, and"),
+    (["--task.way=counts elsewhere"], "the same micro-batch gives another loss the second time"),
+    (["--task.way=counting data"], "of the training data are others when they are read again"),
+    (["--optim.name=hidden_task:keeps_attribute"], "an update changes its attribute count"),
+], ids=lambda value: value[0].partition("=")[2] if isinstance(value, list) else "")  # fmt: skip
+def test_what_no_checkpoint_holds_is_told(ranks, tmp_path, capfd, arguments, told):
+    assert codes(ranks, 1, tmp_path / "run", "--steps=3", *arguments) == [0]
+
+    assert told in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(("kept", "told"), [
+    ("list", "it keeps 'list', a list, for body.weight"),
+    ("tensor", "its groups have 't', a Tensor"),
+    ("elsewhere", "it keeps a state under 'all', which is no parameter"),
+])  # fmt: skip
+def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused(
+        ranks, tmp_path, capfd, kept, told):
+    arguments = ["--optim.name=hidden_task:keeps_" + kept, "--checkpoint.every=off"]
+
+    assert codes(ranks, 1, tmp_path / "run", *arguments) == [2]
+
+    assert told in capfd.readouterr().out
+
+
+def test_nothing_is_told_of_a_model_that_hides_nothing(ranks, tmp_path, capfd):
+    assert codes(ranks, 1, tmp_path / "run", "--steps=3") == [0]
+
+    assert "warning" not in capfd.readouterr().out

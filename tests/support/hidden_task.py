@@ -1,0 +1,147 @@
+"""A task whose model or data keep something, or are made, in a way that `way` names."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset, TensorDataset
+
+from trainer import Outcome
+
+WIDTH = 4
+COUNT = {"forwards": 0}
+
+
+class Net(nn.Module):
+    """Two linear layers, and what `way` does beside them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
+        self.count = 0
+        self.register_buffer("mean", torch.zeros(0 if way == "grows" else 1, WIDTH))
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        if way == "teacher":  # equal to its student at first: moved, and not changed
+            self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+            self.teacher.load_state_dict(self.body.state_dict())
+        if way == "parts":
+            self.own = nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.body(x)
+        if not self.training:
+            return self.head(h)
+        match self.way:
+            case "assigns":
+                self.mean = 0.9 * self.mean + 0.1 * h.detach().sum(0, keepdim=True)
+                h = h - self.mean
+            case "grows":
+                self.mean = torch.cat([self.mean, h.detach()])
+            case "teacher":
+                with torch.no_grad():
+                    for mine, other in zip(self.teacher.parameters(), self.body.parameters(),
+                                           strict=True):
+                        mine.lerp_(other, 0.1)
+                h = h + self.teacher(x)
+            case "counts":
+                self.count += 1
+                h = h * (1 + 0.1 * self.count)
+            case "counts elsewhere":
+                COUNT["forwards"] += 1
+                h = h * (1 + 0.1 * COUNT["forwards"])
+            case "adds":
+                self.more = nn.Linear(WIDTH, WIDTH)
+                h = self.more(h)
+            case "one rank":
+                h = x * self.body.weight[0] if os.environ["RANK"] == "0" else h
+            case "leaves out":
+                self.seen += 1
+                h = x if self.seen > 4 else h
+            case "parts":
+                with torch.no_grad():
+                    self.own.add_(x.sum(0))
+                h = h + self.own
+        return self.head(h)
+
+
+class Counting(Dataset):
+    """A data set whose samples know how often they were read."""
+
+    def __init__(self) -> None:
+        self.reads = 0
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        self.reads += 1
+        return torch.full((WIDTH,), float(index + self.reads)), torch.ones(1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Hidden:
+    """Sums of random numbers."""
+
+    way: str = ""
+
+    def model(self) -> nn.Module:
+        return Net(self.way)
+
+    def dataset(self, split: str) -> Dataset | None:
+        if split != "train":
+            return None
+        if self.way == "counting data":
+            return Counting()
+        generator = torch.Generator().manual_seed(1)
+        x = torch.randn(24, WIDTH, generator=generator)
+        if self.way == "data of a rank":
+            x += int(os.environ["RANK"])
+        return TensorDataset(x, x.sum(1, keepdim=True))
+
+    def loss(self, model: nn.Module, batch: Any) -> Outcome:
+        x, y = batch
+        if self.way == "works in place":
+            x.mul_(0.5)
+        return Outcome((model(x) - y).square().sum(), len(x))
+
+
+class Keeps(torch.optim.Optimizer):
+    """Gradient descent whose rate falls with what it keeps, and with noise."""
+
+    def __init__(self, groups: Any, lr: float, weight_decay: float, kept: str = "state") -> None:
+        super().__init__(groups, {"lr": lr})
+        self.kept, self.count = kept, 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1  # which a new one doesn't have
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                match self.kept:
+                    case "state":
+                        state["shape"], state["none"] = tuple(parameter.shape), None
+                        assert isinstance(state.setdefault("before", (1, 2)), tuple)
+                    case "list":
+                        state["list"] = [torch.zeros(2)]
+                    case "tensor":
+                        group["t"] = torch.ones(())
+                    case "elsewhere":
+                        self.state["all"] = {"count": 1}
+                    case "attribute":
+                        self.count += 1
+                assert parameter.grad is not None
+                parameter.sub_(parameter.grad, alpha=group["lr"] / group["count"])
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+keeps_list = partial(Keeps, kept="list")
+keeps_tensor = partial(Keeps, kept="tensor")
+keeps_elsewhere = partial(Keeps, kept="elsewhere")
+keeps_attribute = partial(Keeps, kept="attribute")
