@@ -1,7 +1,7 @@
 """The trainer's own time in the main thread of a step: what isn't data, forward, backward, clip,
 update (zero_grad and step) or schedule.
 
-    python -m benchmarks.overhead [--steps N] [--models mlp,cnn] [--json]
+    python -m benchmarks.overhead [--steps N] [--models mlp,cnn,cnn-64,cnn-128] [--json]
 
 Everything is on: metrics.jsonl each step, TensorBoard every 50, the watchdog, checksums of all
 ranks every 100, a durable checkpoint every 50 steps (500 on the MLP), one rank, one thread. The six
@@ -33,8 +33,11 @@ MODELS = {
     "mlp": ["--task=benchmarks.small_tasks:TinyMlp", "--checkpoint.every=500",
             "--batch.global-size=32", "--batch.micro-size=32"],
     "cnn": ["--checkpoint.every=50"],
+    "cnn-64": ["--checkpoint.every=50", "--batch.micro-size=64"],
+    "cnn-128": ["--checkpoint.every=50", "--batch.micro-size=128"],
 }  # fmt: skip
-"""The tiny MLP (2-128-128-3), and the small CNN of the default recipe with its validations off."""
+"""The tiny MLP (2-128-128-3), and the small CNN of the default recipe with its validations off: 128
+samples a step, in micro-batches of 32, of 64, or in one."""
 
 WARM_UP = 60
 BLOCK = 25
@@ -190,7 +193,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__,
                                      formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=1500, help="steps of each run (1500)")
-    parser.add_argument("--models", default=",".join(MODELS), help="which of mlp, cnn")
+    parser.add_argument("--models", default=",".join(MODELS), help="which of " + ", ".join(MODELS))
     parser.add_argument("--json", action="store_true", help="print the line for programs only")
     options = parser.parse_args()
     machine = reporting.machine()

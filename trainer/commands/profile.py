@@ -102,7 +102,7 @@ def measure(
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
         with torch.profiler.profile(
-            activities=kinds, schedule=torch.profiler.schedule(
+            activities=kinds, acc_events=True, schedule=torch.profiler.schedule(
                 wait=0, warmup=WARM_UP, active=active, repeat=1),
             on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder)),
         ) as profiler:  # fmt: skip
