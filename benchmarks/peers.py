@@ -3,8 +3,8 @@ block, as it is told through a socket.
 
     torchrun --nproc_per_node=W -m benchmarks.peers NAME MODEL SOCKET FOLDER
 
-All train the same model, from the same data in memory, in batches of the same size, with the same
-clipping, fused AdamW and schedule, a step after the other for ever.
+All train the same model in the same memory layout, from the same data in memory, in batches of the
+same size, with the same clipping, fused AdamW and schedule, a step after the other for ever.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class Work:
     """Steps from one turn to the next; the trainer saves once in each."""
     task: str
     """The trainer's name of it."""
+    channels_last: bool = False
+    """The memory layout of the model."""
 
     def per_rank(self, ranks: int) -> int:
         """Micro-batches of a rank in a step."""
@@ -53,7 +55,7 @@ class Work:
 
 WORKS = {
     "mlp": Work(32, 1, 500, "benchmarks.small_tasks:TinyMlp"),
-    "cnn": Work(32, 4, 50, "trainer.tasks.images:Images"),
+    "cnn": Work(32, 4, 50, "trainer.tasks.images:Images", channels_last=True),
     "resnet18": Work(64, 1, 50, "benchmarks.small_tasks:SmallResNet"),
 }
 
@@ -264,6 +266,7 @@ def ours(name: str, gate: Gate, ranks: int, folder: Path) -> None:
         f"--batch.global-size={micro * work.per_rank(ranks) * ranks}", "--eval.every=off",
         f"--checkpoint.every={work.block}", "--parallel.sync-bn=off", "--device=cpu",
         f"--clip.norm={bare_loop.CLIP_NORM}", "--watchdog.limit-s=3600", "--world.timeout-s=3600",
+        f"--precision.channels-last={'on' if work.channels_last else 'off'}",
         "--log.level=warning", f"--run-dir={folder}",
     ]))  # fmt: skip
 
