@@ -46,6 +46,8 @@ _LIMITS = (
      "raise the limit of memory: ulimit -v, or the cgroup's"),
     (None, "can't start new thread",
      "raise the limit of processes and threads: ulimit -u, or pids.max of the cgroup"),
+    (errno.EAGAIN, "resource temporarily unavailable",
+     "if that was the start of a process, raise their limit: ulimit -u, or pids.max of the cgroup"),
     (None, r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",
      "/dev/shm is full: give it more room (docker run --shm-size 8g; mount -o remount,size=8g "
      "/dev/shm), or take --data.workers 0"),
