@@ -86,7 +86,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         "loader": Run(folder / "loader.run", "--data.workers=2", "--task.endless=50",
                       "--task.stops=120", f"--task.marks={folder / 'loader'}",
                       task="stuck_task:Stuck"),
-        "busy": Run(folder / "busy.run", "--task.busy-at=30", f"--task.marks={folder / 'busy'}",
+        "busy": Run(folder / "busy.run", "--task.busy-at=31", f"--task.marks={folder / 'busy'}",
                     "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck"),
         "alone": Run(folder / "alone.run", "--inject=hang:step=12:phase=backward", size=1),
         "straight alone": Run(folder / "straight-alone.run", size=1),

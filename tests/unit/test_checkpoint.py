@@ -113,6 +113,7 @@ def test_a_save_starts_no_threads_beside_those_that_train(tmp_path: Path, dtype:
     subject = make_subject(10)
     subject.model.to(dtype).register_parameter("filters", nn.Parameter(
         torch.ones(256, 256, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)))
+    subject.state.__post_init__()  # as if the model had been made with it
     checkpoint = make_checkpointer(subject, tmp_path)
     before = torch.get_num_threads()
     torch.set_num_threads(2)

@@ -81,6 +81,7 @@ def test_a_warm_up_longer_than_the_run_reaches_the_peak_with_the_last_update():
 def test_any_rate_lies_above_zero_or_the_least_and_not_above_the_peak(
     total, epoch, warmup, least, name
 ):
+    least = least if name == "cosine" else Schedule().min_ratio  # which nothing else uses
     found = rates(total, epoch=epoch, more=3, warmup=warmup, min_ratio=least, name=name)
 
     assert found[0] > 0 or (total == 1 and least == 0)
