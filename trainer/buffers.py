@@ -29,12 +29,15 @@ class Buffers:
                 self._names.append(f"{path}.{name}" if path else name)
                 self._persistent.append(name not in module._non_persistent_buffers_set)
         self._strayed = False
+        self._live: list[Tensor] = []
+        self._kept: list[Tensor] = []
         self._measure()
 
     def _measure(self) -> None:
+        known = {id(b): kept for b, kept in self.pairs()}  # amid a step, of its beginning
         unlike = {id(b): b for b in self._homes if b is not None and b.numel()}
-        self._live = list(unlike.values())
-        self._kept = [b.detach().clone() for b in self._live]
+        self._live, self._kept = list(unlike.values()), [
+            known[i] if i in known else b.detach().clone() for i, b in unlike.items()]
 
     @property
     def strayed(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,8 @@ def start(run: Parts) -> None:
         run.log.phase = "warm-up"
         with run.world.patient():
             run.memory.activations_mb = warm_up(
-                run.step, run.loader, run.world, run.log, first=run.found is None,
+                run.step, run.loader, run.world, run.log, run.state.check_form,
+                first=run.found is None,
                 find_unused=run.config.parallel.find_unused == "on")
         run.checkpoint.overlap = not run.step.moves_parameters
         figures = [] if run.validate is None else run.validate.figures
@@ -51,8 +52,8 @@ def start(run: Parts) -> None:
 
 
 def warm_up(
-    step: Step, loader: Loader, world: World, log: Log, *, find_unused: bool = False,
-    first: bool = False,
+    step: Step, loader: Loader, world: World, log: Log, check_form: Callable[[], None], *,
+    find_unused: bool = False, first: bool = False,
 ) -> float | None:
     """Collective. One synchronised forward and backward of the first real micro-batch.
 
@@ -64,6 +65,7 @@ def warm_up(
     (`step.moves_parameters`).
 
     Args:
+        check_form: raises where the forward has made the model another one.
         first: nothing has been trained yet: the micro-batch is computed once more before, by each
             rank for itself (see `rehearse`).
 
@@ -75,21 +77,20 @@ def warm_up(
             or its forward has made it another one.
     """
     step.buffers.keep()
-    parts = _parts(step.model)
     before = checksums(step.model.parameters())
     versions = [p._version for p in step.model.parameters()]
     micro = _apart(loader.peek())
     slot = dataclasses.replace(micro.slot, last=True)
     by_number = step.reduction is not iter
-    seen = rehearse(step, world, _apart(micro), parts, unused_may_be=find_unused or by_number
-                    ) if first else None
+    seen = rehearse(step, world, _apart(micro), check_form,
+                    unused_may_be=find_unused or by_number) if first else None
     with counted(step.parameters if by_number else ()) as times:
         activations = memory.activations(
             step.model, lambda: step.forward_backward(
                 dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
     step.in_place = any(t._version for t in batches.tensors(micro.batch))
-    _refuse_another(parts, _parts(step.model))
     step.buffers.bring_home()
+    check_form()
     if by_number:
         refuse_parts(step, world, times)
     if (world.size > 1 or by_number) and not find_unused:
@@ -122,7 +123,7 @@ def warm_up(
 
 
 def rehearse(
-    step: Step, world: World, micro: Micro, parts: Mapping[str, bool], *, unused_may_be: bool
+    step: Step, world: World, micro: Micro, check_form: Callable[[], None], *, unused_may_be: bool
 ) -> hidden.Seen:
     """Collective. A forward and backward that ranks don't sum: a parameter that only some of them
     use is found, where DDP would wait for ever.
@@ -132,8 +133,8 @@ def rehearse(
     """
     slot = dataclasses.replace(micro.slot, last=False)
     step.forward_backward(dataclasses.replace(micro, slot=slot), rehearsal=True)
-    _refuse_another(parts, _parts(step.model))
     step.buffers.bring_home()
+    check_form()
     if world.size > 1 and not unused_may_be:
         refuse_unused(step, world)
     step.objective.tally.take()
@@ -145,22 +146,6 @@ def rehearse(
 def _apart(micro: Micro) -> Micro:
     """A copy: a loss that works on its batch in place isn't to find it done."""
     return dataclasses.replace(micro, batch=batches.copy_of(micro.batch))
-
-
-def _parts(model: nn.Module) -> dict[str, bool]:
-    """The model's parameters, and whether they are to be trained, and buffers, by name."""
-    return {n: p.requires_grad for n, p in model.named_parameters()} | {
-        n: False for n, _ in model.named_buffers()}
-
-
-def _refuse_another(before: Mapping[str, bool], after: Mapping[str, bool]) -> None:
-    """Raises: ConfigError: the forward adds to the model, or begins to train a part of it."""
-    names = before.keys() ^ after.keys() | {n for n in before if after.get(n, False) > before[n]}
-    if names:
-        raise ConfigError(
-            f"--task: the model's first forward makes, takes away or unfreezes "
-            f"{_listed(sorted(names))}; optimizer and checkpoints know the model as model() makes "
-            "it: do it there.")
 
 
 def refuse_unused(step: Step, world: World, *, looked: bool = True) -> None:

@@ -84,8 +84,17 @@ class TrainState:
         next step.
 
         Raises:
-            ConfigError: the forward has made the model another one than it was.
+            ConfigError: see `check_form`.
         """
+        self.check_form()
+        model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
+        if self.ema is None:
+            return {MODEL: model, OPTIMIZER: optimizer}
+        return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
+
+    def check_form(self) -> None:
+        """Raises: ConfigError: the forward has made the model another one than it was, in what a
+        checkpoint holds of it."""
         now = self._formed()
         names = now.keys() ^ self._form.keys() | {
             n for n in now if now[n] > self._form.get(n, True)}
@@ -94,10 +103,6 @@ class TrainState:
                 f"--task: the model's forward has made, taken away or unfrozen "
                 f"{', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)}; optimizer and "
                 "checkpoints know the model as model() makes it: do it there.")
-        model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
-        if self.ema is None:
-            return {MODEL: model, OPTIMIZER: optimizer}
-        return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
 
     def product(self) -> dict[str, Tensor]:
         """The weights that are validated and exported: the average where there is one."""

@@ -27,6 +27,7 @@ class Net(nn.Module):
         self.count = 0
         self.register_buffer("mean", torch.zeros(0 if way == "grows" else 1, WIDTH))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("cache", None, persistent=False)
         if way == "teacher":  # equal to its student at first: moved, and not changed
             self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
             self.teacher.load_state_dict(self.body.state_dict())
@@ -41,6 +42,10 @@ class Net(nn.Module):
             case "assigns":
                 self.mean = 0.9 * self.mean + 0.1 * h.detach().sum(0, keepdim=True)
                 h = h - self.mean
+            case "caches":  # as of positions: made by the first forward
+                if self.cache is None:
+                    self.cache = torch.arange(1.0, WIDTH + 1)
+                h = h * self.cache
             case "grows":
                 self.mean = torch.cat([self.mean, h.detach()])
             case "teacher":
