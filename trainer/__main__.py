@@ -145,7 +145,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
 
     try:
         launch = Launch.from_environment()
-        allow_files(launch.size)
+        allow_files(launch.local_size, launch.size - launch.local_size)
         log = Log(launch.rank)
         failure = Failure(log)
         _watch_launcher(stop, launch, orders)

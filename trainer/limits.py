@@ -14,21 +14,28 @@ processes. Measured: 28 in a launcher of two ranks, 39 in a rank, some more whil
 draws."""
 
 
-def allow_files(num_ranks: int) -> None:
+def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
     """Make sure that a launcher or rank may open the files that it needs.
+
+    Args:
+        num_ranks: of this host.
+        elsewhere: ranks on other hosts. How many files these take depends on how they are
+            connected, so the limit is raised for them as far as the system lets it, no more.
 
     Raises:
         ConfigError: the system allows fewer, so that it would fail at some place or other.
     """
     needed = FILES + FILES_A_RANK * num_ranks
+    wanted = needed + FILES_A_RANK * elsewhere
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == resource.RLIM_INFINITY or soft >= needed:
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
         raise ConfigError(f"a process may open {hard} files at most here (ulimit -n {hard}), and "
                           f"with {num_ranks} ranks it needs {needed}: raise the limit, for "
                           f"example by ulimit -n {max(1024, needed)}")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+    reach = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reach), hard))
 
 
 def check_current_folder() -> None:

@@ -32,8 +32,8 @@ def limited(soft: int, hard: int, function, *arguments) -> None:
         os._exit(9)
 
 
-def raised_to(ranks: int) -> int:
-    allow_files(ranks)
+def raised_to(ranks: int, elsewhere: int = 0) -> int:
+    allow_files(ranks, elsewhere)
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -47,6 +47,8 @@ def run(*arguments) -> int:
 def test_a_soft_limit_of_open_files_is_raised_and_a_hard_one_refused(capfd) -> None:
     assert run(40, 200, raised_to, 4) == 80
     assert run(100, 200, raised_to, 4) == 100  # enough
+    assert run(40, 200, raised_to, 4, 5) == 120
+    assert run(40, 200, raised_to, 4, 1000) == 200  # of other hosts, as far as it goes
     assert run(40, 60, raised_to, 2) == 9
     assert run(60, 60, main, ["--nproc-per-node", "2", "--", "--steps", "1"]) == 2
 
