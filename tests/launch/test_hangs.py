@@ -86,7 +86,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         "loader": Run(folder / "loader.run", "--data.workers=2", "--task.endless=50",
                       "--task.stops=120", f"--task.marks={folder / 'loader'}",
                       task="stuck_task:Stuck"),
+        # The other rank is to be in its computation when this one dies.
         "busy": Run(folder / "busy.run", "--task.busy-at=31", f"--task.marks={folder / 'busy'}",
+                    "--inject=slow:rank=1:step=15:phase=forward:seconds=1",
                     "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck"),
         "alone": Run(folder / "alone.run", "--inject=hang:step=12:phase=backward", size=1),
         "straight alone": Run(folder / "straight-alone.run", size=1),
@@ -178,7 +180,7 @@ def test_a_survivor_that_computes_for_long_saves_and_leaves_meanwhile(runs: dict
     run = runs["busy"]
     said = run.end()
 
-    [death] = run.events("fault")
+    _, death = run.events("fault")
     starts = run.events("start")
     assert run.events("hang") == []
     assert "left in the place of the main thread" in said
