@@ -115,9 +115,10 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         parts.loader._source = Timed(parts.loader._source, watch)
         parts.step.objective._loss = watch.around(parts.step.objective._loss)
         time_updates(parts.step, watch)
-        before = torch.Tensor.backward, trainer.step.clip
+        before = torch.Tensor.backward, trainer.step.clip, trainer.step.zero_grad
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
+        trainer.step.zero_grad = watch.around(before[2])
         stepped, last = parts.log.stepped, [(0.0, 0.0)]
 
         def mark(step: int) -> None:
@@ -142,7 +143,8 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         try:
             train(parts)
         finally:
-            torch.Tensor.backward, trainer.step.clip = before  # type: ignore[method-assign]
+            (torch.Tensor.backward, trainer.step.clip,  # type: ignore[method-assign]
+             trainer.step.zero_grad) = before
         parts.close()
         by_hand.close()
     return found
@@ -152,13 +154,14 @@ class Hand:
     """The loop as one writes it by hand, with the parts of a run that has been built."""
 
     def __init__(self, parts: Any, watch: Stopwatch) -> None:
-        from trainer.step import clip
+        from torch.nn.utils import clip_grad_norm_
 
-        self._parts, self._watch, self._clip = parts, watch, watch.around(clip)
+        self._parts, self._watch, self._clip = parts, watch, watch.around(clip_grad_norm_)
         self._source = Timed(parts.loader._source, watch)
         self._loss = watch.around(parts.step.objective._loss)
         self._micro_batches = parts.config.batch.global_size // parts.config.batch.micro_size
         time_updates(parts.step, watch)
+        parts.step.optimizer.zero_grad = watch.around(parts.step.optimizer.zero_grad)
 
     def step(self) -> tuple[float, float]:
         """One step: seconds, and those of them in the six parts."""
@@ -170,7 +173,7 @@ class Hand:
             with step.autocast():
                 loss = self._loss(step.model, batch).total / config.batch.global_size
             loss.backward()
-        self._clip(step.parameters, config.clip)
+        self._clip(step.parameters, config.clip.norm)
         step.optimizer.step()
         step.schedule.step()
         return time.perf_counter() - begun[0], self._watch.spent_s - begun[1]
@@ -184,7 +187,6 @@ def time_updates(step: Any, watch: Stopwatch) -> None:
     """Time update and schedule of a step."""
     optimizer, schedule = step.optimizer, step.schedule
     optimizer.step = watch.around(optimizer.step)
-    optimizer.zero_grad = watch.around(optimizer.zero_grad)
     schedule.step = watch.around(schedule.step)
 
 

@@ -177,9 +177,12 @@ class PerSample(Dataset):
         return self._transform(Image.fromarray(self._images[index])), int(self._labels[index])
 
 
-def lightning(name: str, gate: Gate, rank: int, ranks: int) -> None:
-    """pytorch-lightning without logger, bar or checkpoints."""
+def lightning(name: str, gate: Gate, rank: int, ranks: int, folder: Path | None = None) -> None:
+    """pytorch-lightning without bar; with a `folder` it logs loss and rate of each step there and
+    saves once in each block, otherwise nothing."""
     import pytorch_lightning as pl
+    from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
+    from pytorch_lightning.loggers import CSVLogger
 
     work = WORKS[name]
     net, data = make(name)
@@ -191,7 +194,10 @@ def lightning(name: str, gate: Gate, rank: int, ranks: int) -> None:
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             inputs, targets = batch
-            return functional.cross_entropy(self.net(inputs), targets)
+            loss = functional.cross_entropy(self.net(inputs), targets)
+            if folder is not None:
+                self.log("loss", loss, sync_dist=ranks > 1)
+            return loss
 
         def configure_optimizers(self) -> Any:
             optimizer = bare_loop.make_optimizer(self.net)
@@ -206,37 +212,58 @@ def lightning(name: str, gate: Gate, rank: int, ranks: int) -> None:
     sampler: Any = DistributedSampler(data, ranks, rank, drop_last=True)  # type: ignore[arg-type]
     loader = DataLoader(data, work.micro_size, sampler=sampler, drop_last=True,
                         collate_fn=_unchanged)
+    callbacks: list[pl.Callback] = [Turns()]
+    if folder is not None:
+        callbacks += [LearningRateMonitor(logging_interval="step"),
+                      ModelCheckpoint(folder, every_n_train_steps=work.block)]
     pl.Trainer(
         accelerator="cpu", devices=ranks, strategy="ddp" if ranks > 1 else "auto", max_epochs=-1,
         accumulate_grad_batches=work.per_rank(ranks), gradient_clip_val=bare_loop.CLIP_NORM,
-        callbacks=[Turns()], logger=False, enable_progress_bar=False, enable_model_summary=False,
-        enable_checkpointing=False, use_distributed_sampler=False,
+        callbacks=callbacks, logger=False if folder is None else CSVLogger(folder),
+        log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
+        enable_checkpointing=folder is not None, use_distributed_sampler=False,
     ).fit(Module(), loader)  # fmt: skip
 
 
-def accelerate(name: str, gate: Gate, rank: int, ranks: int) -> None:
-    """Hugging Face's accelerate, as its documentation shows the loop."""
+def accelerate(name: str, gate: Gate, rank: int, ranks: int, folder: Path | None = None) -> None:
+    """Hugging Face's accelerate, as its documentation shows the loop; with a `folder` it logs loss,
+    rate and norm of each step there (TensorBoard) and saves once in each block."""
     from accelerate import Accelerator
 
     work = WORKS[name]
     model, data = make(name)
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=work.per_rank(ranks))
+    accelerator = Accelerator(
+        cpu=True, gradient_accumulation_steps=work.per_rank(ranks), project_dir=folder,
+        log_with=None if folder is None else "tensorboard")  # fmt: skip
+    if folder is not None:
+        accelerator.init_trackers("log")
     optimizer = bare_loop.make_optimizer(model)
     schedule = bare_loop.make_schedule(optimizer, FOREVER)
     loader = DataLoader(data, work.micro_size, shuffle=True, drop_last=True, collate_fn=_unchanged)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    step = 0
     while True:
         for inputs, targets in loader:
+            norm: Any = None
             with accelerator.accumulate(model):
                 loss = functional.cross_entropy(model(inputs), targets)
                 accelerator.backward(loss)
                 if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), bare_loop.CLIP_NORM)
+                    norm = accelerator.clip_grad_norm_(model.parameters(), bare_loop.CLIP_NORM)
                 optimizer.step()
                 if accelerator.sync_gradients:
                     schedule.step()
                 optimizer.zero_grad()
-            if accelerator.sync_gradients and gate.step():
+            if not accelerator.sync_gradients:
+                continue
+            step += 1
+            if folder is not None:
+                mean: Any = accelerator.reduce(loss.detach(), "mean")
+                accelerator.log({"loss": mean.item(), "lr": schedule.get_last_lr()[0],
+                                 "grad_norm": norm.item()}, step)
+                if step % work.block == 0:
+                    accelerator.save_state(str(folder / "state"))
+            if gate.step():
                 gate.rest()
 
 
@@ -292,10 +319,12 @@ def main() -> None:
     match options.name:
         case "by-hand" | "control" | "usual":
             by_hand(options.model, gate, rank, ranks, usual=options.name == "usual")
-        case "lightning":
-            lightning(options.model, gate, rank, ranks)
-        case "accelerate":
-            accelerate(options.model, gate, rank, ranks)
+        case "lightning" | "lightning-logging":
+            lightning(options.model, gate, rank, ranks,
+                      options.folder if options.name == "lightning-logging" else None)
+        case "accelerate" | "accelerate-logging":
+            accelerate(options.model, gate, rank, ranks,
+                       options.folder if options.name == "accelerate-logging" else None)
         case "trainer":
             ours(options.model, gate, ranks, options.folder)
         case name:

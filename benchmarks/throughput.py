@@ -5,7 +5,8 @@ accelerate, and the loop as most people write it?
 
 Everything on: metrics.jsonl each step, TensorBoard every 50, the watchdog, checksums of the ranks
 every 100, and in each block of 50 steps (500 of the MLP) a checkpoint, whose way to the disk is
-waited for. The others save, log and watch nothing.
+waited for. The others save, log and watch nothing; with -logging (on the MLP) Lightning and
+accelerate log each step and save in each block too, by their own means, not durably.
 
 All contestants are started and stand still; then they take turns, a block of steps each, in an
 order that moves on by one from round to round. A ratio is that of two blocks of the same round; the
@@ -33,7 +34,10 @@ from benchmarks import reporting
 from benchmarks.peers import WORKS
 from benchmarks.reporting import interval
 
-NAMES = ("by-hand", "control", "trainer", "lightning", "accelerate", "usual")
+NAMES = ("by-hand", "control", "trainer", "lightning", "accelerate", "lightning-logging",
+         "accelerate-logging", "usual")
+ONLY = {"usual": "cnn", "lightning-logging": "mlp", "accelerate-logging": "mlp"}
+"""Contestants of one model only."""
 WARM_UP, LEAST = 1, 5
 """Blocks that aren't counted; rounds that there are at least."""
 
@@ -141,15 +145,15 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
     parser.add_argument("--minutes", type=float, default=15, help="of all rounds together (15)")
     parser.add_argument("--contestants", default=",".join(NAMES),
-                        help="besides by-hand, control and trainer: lightning, accelerate, usual "
-                             "(with the CNN only)")
+                        help="besides by-hand, control and trainer: lightning, accelerate, and with "
+                             "the MLP both with -logging, with the CNN usual")
     options = parser.parse_args()
     machine = reporting.machine()
     pairs = [(m, int(w)) for m in options.models.split(",") for w in options.ranks.split(",")]
     rows, found = [], {}
     for model, ranks in pairs:
         wanted = {*NAMES[:3], *options.contestants.split(",")}
-        names = [n for n in NAMES if n in wanted and (n != "usual" or model == "cnn")]
+        names = [n for n in NAMES if n in wanted and ONLY.get(n, model) == model]
         result = compare(model, ranks, names, 60 * options.minutes / len(pairs))
         found[f"{model}, W = {ranks}"] = result
         for name in names:

@@ -48,11 +48,17 @@ def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
     return state
 
 
+_PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
+_seed_python = super(random.Random, _PYTHON).seed
+"""What `random.seed` comes to for a number, after looking for texts and bytes for 2 µs."""
+
+
 def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
     """Key the process-wide generators (python, numpy, torch CPU and each device) by `parts`, which
     come after those of `state`."""
     key = mix(*parts, state=state)
-    random.seed(key)
+    _seed_python(key)
+    _PYTHON.gauss_next = None
     np.random.seed(key & 0xFFFFFFFF)
     # torch.manual_seed takes 0.3 ms, mostly for devices that aren't there.
     torch.default_generator.manual_seed(key)

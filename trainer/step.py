@@ -23,7 +23,7 @@ from trainer.data.sampler import Slot
 from trainer.ema import Ema
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
-from trainer.optim import clip
+from trainer.optim import clip, zero_grad
 from trainer.parallel import COUNT, Objective, Sums, synchronised
 from trainer.progress import Progress
 from trainer.reduced import check_reduced
@@ -205,7 +205,7 @@ class Step:
         if self.shut:
             self.shut = False
             self.gate.release()
-        self.optimizer.zero_grad(set_to_none=True)
+        zero_grad(self.optimizer, self.parameters)
         for micro in self.reduction(micro_batches):
             epoch = micro.slot.epoch
             self.forward_backward(micro, wishes=wishes)
