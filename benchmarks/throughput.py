@@ -145,8 +145,8 @@ def main() -> None:
     parser.add_argument("--ranks", default="1,2", help="numbers of ranks")
     parser.add_argument("--minutes", type=float, default=15, help="of all rounds together (15)")
     parser.add_argument("--contestants", default=",".join(NAMES),
-                        help="besides by-hand, control and trainer: lightning, accelerate, and with "
-                             "the MLP both with -logging, with the CNN usual")
+                        help="besides by-hand, control and trainer: lightning, accelerate; with "
+                             "the MLP both with -logging too, with the CNN usual")
     options = parser.parse_args()
     machine = reporting.machine()
     pairs = [(m, int(w)) for m in options.models.split(",") for w in options.ranks.split(",")]
