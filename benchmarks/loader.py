@@ -66,7 +66,8 @@ def ours(workers: int) -> Contestant:
     cpu = torch.device("cpu")
     source = SampledSource(KeyedSamples(data, seed=0), sampler, workers=workers, prefetch=AHEAD,
                            device=cpu)
-    loader = Loader(source, device=cpu, faults=Faults(), log=Log(level="warning"))
+    loader = Loader(source, device=cpu, faults=Faults(), log=Log(level="warning"),
+                    at_once=not workers)
 
     def batches() -> Iterator[Any]:
         while True:
