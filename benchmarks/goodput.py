@@ -5,11 +5,12 @@
 measure   The small CNN on the bundled sample, 2 ranks, under `python -m launch`. A first run tells
           how long a recovery takes (R: from SIGKILL to the next new step). Then runs in which a
           random rank is killed from outside at random times (exponential gaps), with a mean of 10 R
-          and of 100 R, each with an undisturbed run before and after it. Goodput: the seconds that
-          the same steps take undisturbed / the seconds that they took. Where other work slows the
-          machine down in one of the runs, that says little; so also 1 - the share of the time
-          from deaths to the next first steps, which needs no second run. Beside it what Daly's
-          formula says for the same costs and the failures that there were, with survivors' saves.
+          and of 100 R, cut into slices of 40 s or so, with an undisturbed run of as many steps
+          before and after each. Goodput: the seconds that the same steps take undisturbed / the
+          seconds that they took. Where other work slows the machine down in one of the runs, that
+          says little; so also 1 - the share of the time from deaths to the next first steps, which
+          needs no second run. Beside it what Daly's formula says for the same costs and the
+          failures that there were, with survivors' saves.
 scale     A simulation, from the measured costs, of data-parallel jobs on 1,024 to 131,072 GPUs at
           published failure rates, with and without survivors' saves. Restarts and saves on such
           machines have not been measured here: they are arguments.
@@ -55,7 +56,6 @@ LIMIT_S = 900.0
 PARTS = ("measure", "scale")
 THREADS = 1
 POLL_S, IDLE_POLL_S = 0.002, 0.05
-
 
 
 def kill_times(mean_s: float, deaths: int, seed: int) -> list[float]:
@@ -148,34 +148,42 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if not found["recoveries"]:
         raise SystemExit("no death of the calibration was recovered from")
     recovery_s = statistics.median(found["recoveries"])
-    times, sides = [undisturbed(options.steps)], []
+    step_s, sides = undisturbed(options.steps), []
     for factor, deaths in ((10, options.deaths), (100, options.rare_deaths)):
         if not deaths:
             continue
         mean_s = factor * recovery_s
         # A recovery ends with a step, which is work.
-        costs = Costs(step_s=times[-1], interval_s=options.every * times[-1],
-                      save_s=options.save_s, restart_s=max(0.0, recovery_s - times[-1]))
-        expected = daly(costs, mean_s)
-        steps = math.ceil(deaths * mean_s * expected / times[-1])
-        side = disturbed(steps, kill_times(mean_s, deaths, options.seed))
-        times.append(undisturbed(options.steps))
-        ideal = [(steps - 1) * seconds for seconds in times[-2:]]
-        real_mtbf_s = side["seconds"] / max(1, side["deaths"])
-        costs = dataclasses.replace(costs, step_s=statistics.fmean(times[-2:]))
-        side |= {
-            "factor": factor, "mtbf_s": mean_s, "steps": steps, "mtbf_was_s": real_mtbf_s,
-            "goodput": statistics.fmean(ideal) / side["seconds"],
-            "goodput_in_run": 1 - side["standing_s"] / side["seconds"],
-            "goodput_bounds": [value / side["seconds"] for value in sorted(ideal)],
+        costs = Costs(step_s=step_s, interval_s=options.every * step_s,
+                      save_s=options.save_s, restart_s=max(0.0, recovery_s - step_s))
+        slices = max(1, round(deaths * mean_s / options.slice_s))
+        slice_s = deaths * mean_s / slices
+        steps = math.ceil(slice_s * daly(costs, mean_s) / step_s)
+        kills_s = kill_times(mean_s, deaths, options.seed)
+        times, parts = [undisturbed(steps)], list[dict[str, Any]]()
+        for n in range(slices):
+            parts.append(disturbed(steps, [at - n * slice_s for at in kills_s
+                                           if n * slice_s <= at < (n + 1) * slice_s]))
+            times.append(undisturbed(steps))
+        whole = {name: sum(part[name] for part in parts)
+                 for name in ("seconds", "deaths", "standing_s")}
+        ideal = [(steps - 1) * sum(side) for side in (times[:-1], times[1:])]
+        real_mtbf_s = whole["seconds"] / max(1, whole["deaths"])
+        costs = dataclasses.replace(costs, step_s=statistics.fmean(times))
+        recoveries = [seconds for part in parts for seconds in part["recoveries"]]
+        sides.append(whole | {
+            "factor": factor, "mtbf_s": mean_s, "steps": slices * steps, "slices": slices,
+            "mtbf_was_s": real_mtbf_s, "step_s": times,
+            "goodput": statistics.fmean(ideal) / whole["seconds"],
+            "goodput_in_run": 1 - whole["standing_s"] / whole["seconds"],
+            "goodput_bounds": [value / whole["seconds"] for value in sorted(ideal)],
             "forecast": daly(costs, real_mtbf_s),
             "forecast_without_survivors": daly(dataclasses.replace(costs, survivors=False),
                                                real_mtbf_s),
-            "recovery": reporting.summary(side["recoveries"]) if side["recoveries"] else None,
-        }  # fmt: skip
-        sides.append(side)
-    return {"recovery": reporting.summary(found["recoveries"]), "step_s": times,
-            "save_every": options.every, "sides": sides}
+            "recovery": reporting.summary(recoveries) if recoveries else None,
+        })  # fmt: skip
+    return {"recovery": reporting.summary(found["recoveries"]), "save_every": options.every,
+            "sides": sides}
 
 
 def show_measured(found: dict[str, Any]) -> str:
@@ -184,16 +192,16 @@ def show_measured(found: dict[str, Any]) -> str:
         low, high = side["goodput_bounds"]
         rows.append([
             f"{side['factor']} × recovery", f"{side['mtbf_s']:.1f}", f"{side['deaths']}",
-            f"{side['seconds']:.0f}", f"{side['steps']:,}",
+            f"{side['seconds']:.0f}", f"{side['slices']}", f"{side['steps']:,}",
             f"{100 * side['goodput']:.1f} ({100 * low:.1f} – {100 * high:.1f})",
             f"{100 * side['goodput_in_run']:.1f}", f"{100 * side['forecast']:.1f}",
             f"{100 * side['forecast_without_survivors']:.1f}",
             f"{100 * WANTED[side['factor']]:.0f}",
         ])  # fmt: skip
-    head = ["MTBF", "s", "deaths", "run, s", "steps", "goodput, % (by either undisturbed run)",
-            "without standing, %",
+    head = ["MTBF", "s", "deaths", "run, s", "slices", "steps",
+            "goodput, % (by undisturbed runs before, after)", "without standing, %",
             "forecast, %", "forecast, no survivors, %", "wanted, %"]
-    times = ", ".join(f"{1e3 * seconds:.1f}" for seconds in found["step_s"])
+    times = ", ".join(f"{1e3 * s:.1f}" for side in found["sides"] for s in side["step_s"])
     return (f"recovery: {reporting.spread(found['recovery'], 1e3, 0)} ms, n = "
             f"{found['recovery']['n']}; undisturbed: {times} ms a step; a save every "
             f"{found['save_every']} steps\n{reporting.table(head, rows)}")
@@ -258,7 +266,9 @@ def main() -> None:
     parser.add_argument("--deaths", type=int, default=11, help="at 10 × recovery (%(default)s)")
     parser.add_argument("--rare-deaths", type=int, default=2, help="at 100 × (%(default)s)")
     parser.add_argument("--steps", type=int, default=400,
-                        help="of each undisturbed run (%(default)s)")
+                        help="of the runs that tell how long a step takes (%(default)s)")
+    parser.add_argument("--slice-s", type=float, default=40.0,
+                        help="seconds of a disturbed run, about (%(default)s)")
     parser.add_argument("--every", type=int, default=100, help="steps a save (%(default)s)")
     parser.add_argument("--settle", type=float, default=4.0,
                         help="seconds from death to death where a recovery is timed (%(default)s)")
