@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 
 import pytest
 import torch
 from torch import nn
 
 from trainer import optim
-from trainer.config import Optim
+from trainer.config import Clip, Optim
 from trainer.errors import ConfigError
 
 
@@ -183,3 +184,55 @@ def test_an_empty_group_and_a_single_tensor_are_taken_as_meant():
     found = optim.build(Optim(), model, lambda m: [{"params": []}, {"params": m[2].weight}])
 
     assert [group["params"] for group in found.param_groups] == [[model[2].weight]]
+
+
+def with_gradients(factor: float, *, bad: float | None = None) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(1)
+    parameters = [nn.Parameter(torch.zeros(size)) for size in (300, 7, 1, 64)]
+    for parameter in parameters:
+        parameter.grad = factor * torch.randn(parameter.shape, generator=generator)
+    if bad is not None:
+        parameters[1].grad[3] = bad
+    return parameters
+
+
+@pytest.mark.parametrize("share", [1e-9, 0.3, 0.9989, 0.9995, *(1 + n * 1e-7 for n in range(-5, 6)),
+                                   1.01, 1e4, 1e15])
+@pytest.mark.parametrize("limit", [1e-6, 1.0, 1e3])
+def test_clipping_has_the_bits_of_torchs(share, limit):
+    """Of norms far below the limit, which aren't multiplied, just at it, and above."""
+    norm = torch.nn.utils.get_total_norm([p.grad for p in with_gradients(1.0)]).item()
+    ours, expected = (with_gradients(share * limit / norm) for _ in range(2))
+
+    found = optim.clip(ours, Clip(norm=limit))
+
+    assert torch.equal(found, torch.nn.utils.clip_grad_norm_(expected, limit))
+    for a, b in zip(ours, expected, strict=True):
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_gradients_whose_norm_is_not_finite_stay_as_they_are(bad):
+    ours, before = (with_gradients(1.0, bad=bad) for _ in range(2))
+
+    found = optim.clip(ours, Clip(norm=0.1))
+
+    assert not torch.isfinite(found)
+    for a, b in zip(ours, before, strict=True):
+        assert torch.equal(a.grad.nan_to_num(7.0), b.grad.nan_to_num(7.0))
+
+
+def test_an_optimizer_that_has_a_zero_grad_of_its_own_is_asked():
+    class Own(torch.optim.SGD):
+        def zero_grad(self, set_to_none=True):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.grad = torch.full_like(parameter, 5.0)
+
+    mine, usual = with_gradients(1.0), with_gradients(1.0)
+
+    optim.zero_grad(Own(mine, lr=0.1), mine)
+    optim.zero_grad(torch.optim.SGD(usual, lr=0.1), usual)
+
+    assert all((p.grad == 5.0).all() for p in mine)
+    assert all(p.grad is None for p in usual)
