@@ -68,7 +68,7 @@ def test_the_next_attempt_starts_from_the_last_boundary(tmp_path, size, sync_bn)
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_a_save_that_launchers_would_cut_off_is_not_begun(tmp_path):
-    arguments = ["--steps=40", "--checkpoint.every=20"]
+    arguments = ["--steps=40", "--checkpoint.every=20", "--watchdog.limit-s=100"]
     # The save of step 20 takes 40 s, for which step 25 waits; what dies in step 30 loses 10 steps.
     faults = ["--inject=slow:phase=save-mid:step=20:seconds=40", "--inject=slow:step=25:seconds=45",
               "--inject=kill:rank=1:step=30"]
