@@ -54,7 +54,7 @@ def test_each_checkpoint_with_a_damaged_manifest_is_named(store: Store, world: W
     assert found.skipped == ("step-00000020: manifest.json is missing",
                              "step-00000030: manifest.json is missing")
     (paths[0] / "manifest.json").unlink()
-    with pytest.raises(ConfigError, match="step-00000010: manifest.json is missing"):
+    with pytest.raises(ConfigError, match=r"step-00000010: manifest\.json is missing"):
         find(store, world, RUN)
 
 
