@@ -55,6 +55,15 @@ def test_metrics_that_are_taken_away_in_mid_run_are_written_again_in_full(tmp_pa
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "last-step"}
 
 
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 4, "los', b"\0" * 40, b"\xff\xfe\x80\n", b"17\n", b"{}\n"])
+def test_what_a_crash_of_the_machine_has_left_of_a_line_stops_no_start(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"step": %d}\n' % n for n in (1, 2, 3)) + torn)
+
+    assert read_metrics(path) == lines(1, 3)
+
+
 def test_lines_that_are_cut_off_are_told_of_once(tmp_path):
     path, told = tmp_path / "metrics.jsonl", []
     metrics = Metrics()
