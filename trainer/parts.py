@@ -83,6 +83,11 @@ class Parts:
         """The step in the making, or else the last one made. The warm-up is the next one's."""
         return self.progress.step + (self.step.in_progress or self.log.phase == "warm-up")
 
+    @property
+    def row_is_full(self) -> bool:
+        """Whether so many steps in a row were bad that the run has to go back."""
+        return 0 < self.config.nonfinite.max_in_row <= len(self.progress.bad_row)
+
     def wishes(self) -> tuple[bool, ...]:
         """What this rank wants to happen after the step: one for each of `parallel.WISHES`.
 
@@ -162,6 +167,8 @@ class Parts:
             return False
         if own and not self._at_boundary():
             return False
+        if self.row_is_full and self.progress.step >= self.intervals.total:
+            return False  # a start that has to go back from the last step had nothing to warm up by
         if self.step.in_progress and not self.step.updating:
             if self.step.moves_parameters:
                 self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
