@@ -6,6 +6,7 @@ import contextlib
 import mmap
 import os
 import threading
+from collections import deque
 from pathlib import Path
 
 
@@ -48,7 +49,7 @@ class AppendFile:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting: list[bytes] = []
+        self._waiting: deque[bytes] = deque()
         self._lock = threading.Lock()  # a writer thread has events of its own
         self._descriptor = _open(path)
         self._size = os.fstat(self._descriptor).st_size
@@ -108,14 +109,8 @@ class AppendFile:
 
     def append(self, record: bytes) -> None:
         """Append a record, after those that wait."""
-        with self._lock:
-            if not self._waiting:
-                with contextlib.suppress(OSError):
-                    written = os.write(self._descriptor, record)
-                    self._size += written
-                    record = record[written:]
-            if record:
-                self._waiting.append(record)
+        self._waiting.append(record)
+        self.flush()
 
     def flush(self) -> bool:
         """Write what waits; whether all of it is written."""
@@ -148,11 +143,13 @@ class AppendFile:
     def _write(self) -> None:
         with self._lock:
             while self._waiting:
-                record = b"".join(self._waiting)
+                record = self._waiting[0]
                 written = os.write(self._descriptor, record)
                 self._size += written
-                # Where the disk filled within it, the rest continues it.
-                self._waiting = [record[written:]] if written < len(record) else []
+                if written == len(record):
+                    self._waiting.popleft()
+                else:  # the disk filled within it: the rest continues it
+                    self._waiting[0] = record[written:]
 
 
 def _open(path: Path) -> int:

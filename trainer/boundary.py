@@ -20,6 +20,7 @@ def validate(run: Parts) -> None:
         scores = run.validate()
     if scores is None:
         stop(run)  # it is done first when the run goes on
+    run.log.phase = "train"  # from here an error leaves a state between two
     step = run.progress.step
     line = validation_line(step, scores, run.state.meter.take_mean())
     run.metrics.validation(line)

@@ -314,9 +314,9 @@ class Checkpointer:
         """Collective. Bring a checkpoint's state to all ranks, into the storage in use."""
         restore(found, self.store, self._state, self._world, self._log)
         self.generation = abandon_newer(found, self.store, self._world, self._log)
-        progress = self._state.progress
-        self._saved = (-1, -1) if found.path else (progress.step, progress.validated)
-        self._healthy = -1 if progress.bad_row else progress.step
+        now = self._state.progress
+        self._saved = self._known = (-1, -1) if found.path else (now.step, now.validated)
+        self._healthy = -1 if now.bad_row else now.step
 
     def go_back(self, found: Found) -> None:
         """Collective. Bring back an older checkpoint's state in mid-run, and abandon what is

@@ -17,6 +17,8 @@ HINTS = (
 """What can be hinted at, each with a row in docs/hints.md."""
 
 
+LONGEST_S = 1e9
+"""What a process group can wait for."""
 MOST_THREADS = 1024
 """More than the cores of any host; with tens of thousands a process can't start."""
 
@@ -31,7 +33,8 @@ class Ranks:
     """Threads of a rank's computation; auto: cores / ranks on this machine. It moves bits."""
 
     def __post_init__(self) -> None:
-        check(self.timeout_s > 0, "world.timeout-s", self.timeout_s, "use more than 0.")
+        check(0 < self.timeout_s <= LONGEST_S, "world.timeout-s", self.timeout_s,
+              f"use more than 0, and {LONGEST_S:.0e} (thirty years) at most.")
         check(self.threads == "auto" or 1 <= self.threads <= MOST_THREADS, "world.threads",
               self.threads, f"use auto, or 1 to {MOST_THREADS}.")
 

@@ -16,6 +16,10 @@ MIN_RATIO = 0.1
 """Where cosine and linear end, unless told."""
 MOST_SAMPLES = 10_000_000
 """In one optimizer step: some hundred times what is trained with."""
+MOST_AHEAD = 10_000
+"""Micro-batches that a worker makes ready: far more than hide any delay."""
+MOST_MB = 1_000_000
+"""Of a bucket: more than any device has."""
 MOST_WORKERS = 512
 """Processes of one rank: far more than it has cores."""
 
@@ -54,7 +58,7 @@ class Data:
     workers: int | Literal["auto"] = leaf("auto", "free")
     """Loader processes a rank; auto: none for data in memory, otherwise 2 where cores allow."""
     prefetch: int = leaf(2, "free")
-    """Micro-batches made ready ahead, in each loader worker and on the device."""
+    """Micro-batches that each loader worker makes ready ahead."""
     drop_last: OnOff = leaf("on", "refused")
     """Leave out the last window of an epoch if it is smaller than the global batch."""
     shuffle: OnOff = leaf("on", "refused")
@@ -65,7 +69,8 @@ class Data:
     def __post_init__(self) -> None:
         check(self.workers == "auto" or 0 <= self.workers <= MOST_WORKERS, "data.workers",
               self.workers, f"use auto, or 0 to {MOST_WORKERS}.")
-        check(self.prefetch >= 1, "data.prefetch", self.prefetch, "use 1 or more.")
+        check(1 <= self.prefetch <= MOST_AHEAD, "data.prefetch", self.prefetch,
+              f"use 1 to {MOST_AHEAD}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +107,8 @@ class Optim:
             check(bool(pattern) and _is_above_0(factor), "optim.rates", text,
                   "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (parameters "
                   "that aren't to move at all: --freeze).")
-        check(self.weight_decay >= 0, "optim.weight-decay", self.weight_decay, "use 0 or more.")
+        check(0 <= self.weight_decay < math.inf, "optim.weight-decay", self.weight_decay,
+              "use 0 or more.")
         check(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas,
               "each lies from 0 up to, not including, 1.")
         check(self.eps > 0, "optim.eps", self.eps, "use a number above 0.")
@@ -213,7 +219,8 @@ class Parallel:
         check(self.reduction == "ddp" or self.sync_bn != "on", "parallel.sync-bn", self.sync_bn,
               "with --parallel.reduction canonical nothing may depend on the number of ranks, as "
               "statistics over all of them do; use auto or off, or --parallel.reduction ddp.")
-        check(self.bucket_mb > 0, "parallel.bucket-mb", self.bucket_mb, "use more than 0.")
+        check(0 < self.bucket_mb <= MOST_MB, "parallel.bucket-mb", self.bucket_mb,
+              f"use more than 0, and {MOST_MB} at most.")
 
 
 @dataclass(frozen=True, kw_only=True)

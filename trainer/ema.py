@@ -39,6 +39,8 @@ class Ema:
         self.updates = 0
         self.in_place = False
         """Whether the model holds the average now, and `tensors` the weights."""
+        self.exchanging = False
+        """Whether neither can be told, since an exchange has begun and isn't made."""
 
     def update(self) -> None:
         """Take in the weights of an update."""
@@ -60,9 +62,10 @@ class Ema:
 
     def _exchange(self) -> None:
         kept = {n: p.detach().clone() for n, p in self._live.items()}
+        self.exchanging = True
         _copy(self._live, self._average)
         _copy(self._average, kept)
-        self.in_place = not self.in_place
+        self.in_place, self.exchanging = not self.in_place, False
 
     def tensors(self) -> dict[str, Tensor]:
         """The average, by parameter name; of tied parameters by the first."""

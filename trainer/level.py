@@ -14,7 +14,7 @@ from torch import Tensor
 from trainer.errors import CheckpointDamaged
 from trainer.log import Log
 from trainer.metrics import encode, read_metrics, resumed_lines
-from trainer.source import Found, holder_of
+from trainer.source import Found
 from trainer.store import Store
 from trainer.world import World
 
@@ -36,7 +36,7 @@ def level(
     if found is None or not world.has_nodes or found.path is not None:
         return lines
     for step in sorted({found.step, found.facts["best"]["step"]} - {0}):
-        _copy(step, store, run_id, world, log)
+        _copy(step, found.holder, store, run_id, world, log)
     return lines
 
 
@@ -61,13 +61,18 @@ def record(found: Found | None, metrics: Path, world: World) -> Lines:
     return kept, lacking
 
 
-def _copy(step: int, store: Store, run_id: str, world: World, log: Log) -> None:
-    """Collective. A checkpoint, file by file, to the folders that lack it."""
-    lacks = world.keeps_folder and not _has(step, store)
+def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: Log) -> None:
+    """Collective. A checkpoint, file by file, to the folders that lack it, or have another one of
+    this step: a node that was away in a rollback comes back with what that has abandoned.
+
+    Args:
+        first: the rank whose checkpoint counts, where it has one.
+    """
+    looks = world.keeps_folder or world.rank == first
+    every = world.gather_json(_checksum(step, store) if looks else "")
+    holder = max(range(world.size), key=lambda r: (every[r] != "", r == first, -r))
+    lacks = world.keeps_folder and every[world.rank] != every[holder]
     if not any(world.gather_json(lacks)):
-        return
-    holder = holder_of(step, store, world)
-    if holder is None:
         return
     files: dict[str, Path] = {}
     described: dict[str, Any] = {}
@@ -114,9 +119,9 @@ def _exhaust(received: dict[str, Iterator[memoryview]]) -> None:
             pass
 
 
-def _has(step: int, store: Store) -> bool:
+def _checksum(step: int, store: Store) -> str:
+    """What tells a whole checkpoint from another one of its step; "" if there is none."""
     try:
-        store.verify(step)
+        return str(store.verify(step).manifest["checksum"])
     except CheckpointDamaged:
-        return False
-    return True
+        return ""

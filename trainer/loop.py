@@ -6,7 +6,7 @@ from trainer.boundary import is_due, stop, validate
 from trainer.data.bad import refuse_copies
 from trainer.parts import Parts
 from trainer.product import finish
-from trainer.recovery import face_skipped, ranks_agree
+from trainer.recovery import face_row, face_skipped, ranks_agree
 from trainer.start import start
 
 
@@ -17,6 +17,7 @@ def train(run: Parts) -> dict[str, object]:
         StopRequested: a rank was asked to stop; the state of the step just made is saved.
     """
     start(run)
+    face_row(run)
     progress, last, wanted = run.progress, run.intervals.total, False
     while True:
         step, every = progress.step, run.intervals

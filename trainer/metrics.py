@@ -99,13 +99,16 @@ def order_of(line: dict[str, Any]) -> tuple[int, bool]:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl; a torn last line is left out."""
+    """The whole lines of a metrics.jsonl; what a crash of the machine has torn, or made something
+    else of, is left out."""
     lines = []
-    for text in path.read_text().splitlines() if path.exists() else []:
+    for text in path.read_bytes().splitlines() if path.exists() else []:
         try:
-            lines.append(json.loads(text))
+            line = json.loads(text)
         except ValueError:
             continue
+        if isinstance(line, dict) and isinstance(line.get("step"), int):
+            lines.append(line)
     return lines
 
 

@@ -194,7 +194,8 @@ def _checked(made: Any, model: nn.Module) -> list[dict[str, Any]]:
 def zero_grad(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:
     """`optimizer.zero_grad(set_to_none=True)`, whose profiler's record takes longer than the rest
     of it: done here where the optimizer has torch's own."""
-    if type(optimizer).zero_grad is not torch.optim.Optimizer.zero_grad:
+    own = getattr(optimizer.zero_grad, "__func__", None)
+    if own is not torch.optim.Optimizer.zero_grad:
         optimizer.zero_grad(set_to_none=True)
         return
     for parameter in parameters:
@@ -203,7 +204,7 @@ def zero_grad(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> Non
 
 def clip(parameters: list[Tensor], config: Clip) -> Tensor:
     """Clip the gradients in place, by value where that is set, otherwise by global norm; with the
-    bits of `torch.nn.utils.clip_grad_norm_`, where these are finite.
+    bits of `torch.nn.utils.clip_grad_norm_`, where these are finite and of one dtype.
 
     Returns:
         The global L2 norm before clipping, a scalar tensor. A non-finite norm is returned as it
@@ -227,7 +228,7 @@ def clip(parameters: list[Tensor], config: Clip) -> Tensor:
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """The L2 norm of all of them as one vector, a scalar tensor; as
-    `torch.nn.utils.get_total_norm`, which first sorts them by device."""
+    `torch.nn.utils.get_total_norm`, which first sorts them by device and dtype."""
     if not gradients:
         return torch.tensor(0.0)
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))

@@ -35,7 +35,7 @@ class Pace:
         if place.at_s != began_s:  # a pause counts when it is over
             self._longest_s = max(self._longest_s, length_s)
             self._pause = (place.at_s, 0.0)
-        if phase == "train" and place.point != "step-end":
+        if phase == "train" and place.point not in ("step-end", "evaluate"):
             self._pause = (place.at_s, now - place.at_s)
         if place.step - self._stretch >= RECENT_STEPS or place.step < self._stretch:
             self._stretch = place.step

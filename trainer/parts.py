@@ -36,6 +36,9 @@ from trainer.stop import StopRequest
 from trainer.timing import Timing
 from trainer.world import World
 
+AT_STAKE = ("train", "evaluate", "stop")
+"""Phases in which the weights are those of the run, and may not be on disk yet."""
+
 
 @dataclass(kw_only=True)
 class Parts:
@@ -80,6 +83,11 @@ class Parts:
         """The step in the making, or else the last one made. The warm-up is the next one's."""
         return self.progress.step + (self.step.in_progress or self.log.phase == "warm-up")
 
+    @property
+    def row_is_full(self) -> bool:
+        """Whether so many steps in a row were bad that the run has to go back."""
+        return 0 < self.config.nonfinite.max_in_row <= len(self.progress.bad_row)
+
     def wishes(self) -> tuple[bool, ...]:
         """What this rank wants to happen after the step: one for each of `parallel.WISHES`.
 
@@ -110,13 +118,14 @@ class Parts:
 
     def spare_updates(self) -> None:
         """Let no death of a loader process, which torch raises at whatever line the rank is, strike
-        amid an update or what follows it, of which nothing could be kept. The next wait for data
-        notices it as well, within 5 s. Once the loader reads.
+        amid an update or what follows it, or where a validation is taken into the state: of these
+        nothing could be kept. The next wait for data notices it as well, within 5 s. Once the
+        loader reads.
         """
         strike = signal.getsignal(signal.SIGCHLD)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if callable(strike) and (self.log.phase != "train" or self._at_boundary()):
+            if callable(strike) and (self.log.phase not in AT_STAKE or self._at_boundary()):
                 strike(number, frame)
 
         if callable(strike) and threading.current_thread() is threading.main_thread():
@@ -152,12 +161,14 @@ class Parts:
         self.world.abandon()
         if not own:
             self.log.event("lost-peer", failed_step=self.current_step)
-        if self.log.phase not in ("train", "evaluate", "stop"):
+        if self.log.phase not in AT_STAKE:
             return True
         if self.world.stale:
             return False
         if own and not self._at_boundary():
             return False
+        if self.row_is_full and self.progress.step >= self.intervals.total:
+            return False  # a start that has to go back from the last step had nothing to warm up by
         if self.step.in_progress and not self.step.updating:
             if self.step.moves_parameters:
                 self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
@@ -218,6 +229,8 @@ class Parts:
 
     def _at_boundary(self) -> bool:
         """Whether an error of any kind has left the state of the last step whole."""
+        if self.state.ema is not None and self.state.ema.exchanging:
+            return False
         return self.log.phase == "evaluate" or (self.step.in_progress and not self.step.updating)
 
     def abandon(self) -> None:

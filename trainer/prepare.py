@@ -188,7 +188,8 @@ def _plan(
         # Where an epoch ends is seen when it does: the plan has one that lasts for the whole run.
         samples = _steps_of_unknown(config, data) * batch.global_size
     plan = Plan(samples=samples, global_size=batch.global_size, micro_size=batch.micro_size,
-                drop_last=config.data.drop_last == "on")
+                drop_last=config.data.drop_last == "on",
+                in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
         remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
                   f"--batch.global-size {batch.global_size}: the training data have only {samples} "

@@ -29,19 +29,30 @@ def face_skipped(run: Parts, result: StepResult) -> None:
     causes = (blame.find_causes(run.step, run.loader.read, run.world)
               if result.fault == NONFINITE else [])
     run.state.key_rng(run.world.rank)
-    row, total = progress.bad_row, len(progress.bad)
     why = blame.told(result.fault, causes, parameters, len(run.step.parameters))
     run.log.event("skipped", at_step=result.step, why=result.fault, causes=causes,
                   parameters=parameters, loss=str(result.sums.loss))
-    run.log.announce(f"step {result.step} gives no update: {why}. In a row: {len(row)} of "
-                     f"--nonfinite.max-in-row {nonfinite.max_in_row}; in all: {total} of "
-                     f"--nonfinite.max-total {nonfinite.max_total}")
-    if total > nonfinite.max_total:
+    run.log.announce(f"step {result.step} gives no update: {why}. In a row: "
+                     f"{len(progress.bad_row)} of --nonfinite.max-in-row {nonfinite.max_in_row}; "
+                     f"in all: {len(progress.bad)} of --nonfinite.max-total {nonfinite.max_total}")
+    face_row(run, why)
+
+
+def face_row(run: Parts, why: str = "told by an attempt before this one") -> None:
+    """Collective. Go back if there are too many steps without an update in a row; also at a start,
+    where a rank has died after the last of them, before the run could.
+
+    Raises:
+        NonFinite: the last one was one more than --nonfinite.max-total.
+    """
+    progress, most = run.progress, run.config.nonfinite.max_total
+    row, total = progress.bad_row, len(progress.bad)
+    if row and total > most:
         raise NonFinite(
-            f"step {result.step}: {total} steps had a loss or gradient that can't be used, and "
-            f"--nonfinite.max-total is {nonfinite.max_total}; the last one: {why}. The newest "
+            f"step {progress.step}: {total} steps had a loss or gradient that can't be used, and "
+            f"--nonfinite.max-total is {most}; the last one: {why}. The newest "
             "checkpoint is from before; mend the cause, or allow more, and run the command again.")
-    if nonfinite.max_in_row and len(row) >= nonfinite.max_in_row:
+    if run.row_is_full:
         _leave_out(run, row)
 
 

@@ -53,15 +53,17 @@ def restore(found: Found, store: Store, state: TrainState, world: World, log: Lo
 
 def abandon_newer(found: Found, store: Store, world: World, log: Log) -> int:
     """Collective. The generation to go on as: a new one where newer checkpoints, damaged ones,
-    are left behind, so that no later start takes them up again."""
-    following = found.generation + 1
+    are left behind, so that no later start takes them up again. They may be of a generation that
+    is later than the one found, and then what is saved from here on has to be newer than they."""
+    latest = max(world.gather_json(store.generation if world.keeps_folder else 0))
+    following = 1 + max(latest, found.generation)
     mine: list[int] = []
     if world.keeps_folder:
         mine = store.set_aside(after_step=found.step, generation=following)
     abandoned = sorted({step for steps in world.gather_json(mine) for step in steps})
     if abandoned:
         log.event("rollback", to_step=found.step, abandoned=abandoned, generation=following)
-    return following if abandoned else found.generation
+    return following if abandoned or latest > found.generation else found.generation
 
 
 def restore_model(step: int, store: Store, state: TrainState, world: World) -> bool:

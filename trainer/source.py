@@ -51,7 +51,7 @@ def find(
         mine = [[i.generation, i.step] for i in store.checkpoints() if i.why is None
                 and (i.generation, i.step) not in bad and i.run == run_id
                 and (newest is None or i.step <= newest)]
-        broken = [i.why for i in store.checkpoints() if i.why is not None]
+        broken = [f"{i.path.name}: {i.why}" for i in store.checkpoints() if i.why is not None]
         seen = world.gather_json({"good": mine, "broken": broken})
         skipped += [w for view in seen for w in view["broken"] if w not in skipped]
         every = [tuple(pair) for view in seen for pair in view["good"]]

@@ -195,6 +195,11 @@ class Store:
         self._hide(*[info.path for info in abandoned])
         return sorted({info.step for info in abandoned})
 
+    @property
+    def generation(self) -> int:
+        """The latest of this run's checkpoints, damaged ones too; 0 if there are none."""
+        return max((i.generation or 0 for i in self.checkpoints() if self._own(i)), default=0)
+
     def clean(self) -> list[str]:
         """At the start of an attempt: remove what dead ones left; returns the removed names.
 

@@ -82,6 +82,17 @@ def test_other_ways_to_train_depend_on_the_number_of_ranks_no_more(ranks, tmp_pa
     assert metrics(tmp_path / "of-1") == metrics(tmp_path / "changed")
 
 
+def test_the_short_last_window_of_a_stream_has_all_micro_batches(ranks, tmp_path):
+    arguments = [*TASK, "--task=stream_task:StreamTape", "--task.kind=measured",
+                 "--task.samples=29", "--batch.global-size=12", "--epochs=2"]
+
+    run(ranks, [1], tmp_path / "of-1", *arguments)
+    run(ranks, [3], tmp_path / "of-3", *arguments)
+
+    assert [line["samples"] for line in steps(tmp_path / "of-1")] == 2 * [12, 12, 5]
+    assert not list(differences(tmp_path / "of-1", tmp_path / "of-3"))
+
+
 def changes(seed: int, last: int) -> tuple[list[int], list[str]]:
     """Numbers of ranks, and the faults after each of which the next one begins."""
     draw, step, sizes, faults = random.Random(seed), 0, [], []

@@ -199,7 +199,8 @@ def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ra
 
 
 def test_a_start_tells_of_lost_lines_and_removes_what_a_dead_one_wrote_aside(ranks, tmp_path):
-    run(ranks, 1, tmp_path / "run", "--checkpoint.every=5", "--inject=term:step=17")
+    run(ranks, 1, tmp_path / "run", "--checkpoint.every=5", "--inject=term:step=17",
+        "--inject=slow:step=16")  # until some save is whole
     record = tmp_path / "run/metrics.jsonl"
     record.write_text("".join(record.read_text().splitlines(keepends=True)[:3]))
     aside = tmp_path / "run/.model.safetensors.1.tmp"

@@ -181,3 +181,23 @@ def test_a_flipped_bit_is_found_named_and_undone(ranks, tmp_path, size, rank):
     else:
         assert event["ranks"] == [rank]
     assert not list(differences(straight, flipped))
+
+
+@pytest.mark.parametrize(("size", "last", "fault"), [
+    (2, 12, "kill:rank=1:step=7:phase=step-end"),
+    pytest.param(3, 12, "kill:rank=0:step=7:phase=optimizer", marks=pytest.mark.long),
+    pytest.param(3, 7, "kill:rank=1:step=7:phase=step-end", marks=pytest.mark.long),
+])  # fmt: skip
+def test_a_death_between_the_last_bad_step_and_the_way_back_changes_nothing(
+    ranks, tmp_path, size, last, fault
+):
+    arguments = [*(f"--inject=nan:step={step}:always" for step in (5, 6, 7)), f"--steps={last}",
+                 "--checkpoint.every=3"]
+    assert run(ranks, size, tmp_path / "straight", *arguments) == [0] * size
+
+    killed = [*TASK, *arguments, f"--inject={fault}", f"--run={tmp_path / 'killed'}"]
+    ranks.outcomes(size, train, *killed, group=False)
+    assert ranks(size, train, *killed, group=False, timeout_s=60) == [0] * size
+
+    assert state(tmp_path / "straight", last)["progress"]["left_out"] == [5, 6, 7]
+    assert not list(differences(tmp_path / "straight", tmp_path / "killed"))

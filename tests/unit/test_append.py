@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,32 @@ def test_metrics_that_are_taken_away_in_mid_run_are_written_again_in_full(tmp_pa
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "last-step"}
 
 
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 4, "los', b"\0" * 40, b"\xff\xfe\x80\n", b"17\n", b"{}\n"])
+def test_what_a_crash_of_the_machine_has_left_of_a_line_stops_no_start(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"".join(b'{"step": %d}\n' % n for n in (1, 2, 3)) + torn)
+
+    assert read_metrics(path) == lines(1, 3)
+
+
+def test_what_a_full_disk_held_up_is_written_with_the_next_record(tmp_path):
+    path, (soft, hard) = tmp_path / "events.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
+    file = AppendFile(path)
+    file.append(b"one\n")
+    resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
+    file.append(b"two\n")
+    file.append(b"three\n")
+    held_up = path.read_bytes()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+    file.append(b"four\n")
+
+    assert held_up == b"one\ntw"
+    assert path.read_bytes() == b"one\ntwo\nthree\nfour\n"
+    file.close()
+
+
 def test_lines_that_are_cut_off_are_told_of_once(tmp_path):
     path, told = tmp_path / "metrics.jsonl", []
     metrics = Metrics()
@@ -105,7 +132,7 @@ def test_what_waits_for_room_is_written_to_the_file_that_is_put_back(tmp_path):
     path = tmp_path / "record"
     file = AppendFile(path)
     file.append(b"1\n")
-    file._waiting = [b"2\n"]
+    file._waiting.append(b"2\n")
     path.unlink()
 
     assert file.restore() == "removed"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 from trainer import tensorfile
 from trainer.checkpoint import Checkpointer
+from trainer.source import STATE, Found
 
 LIMIT_S = 30.0
 
@@ -104,6 +106,21 @@ def test_a_forward_that_changes_parameters_costs_one_save_and_the_next_is_exact(
     assert [info.step for info in checkpoint.store.checkpoints()] == [2]
     assert _same(_saved(checkpoint, 2), expected)
     assert "a forward changed parameters" in capsys.readouterr().err
+
+
+def test_what_a_start_goes_on_from_is_no_news(
+    subject: Subject, checkpoint: Checkpointer
+) -> None:
+    subject.state.progress.step = 1
+    checkpoint.save("periodic")
+    checkpoint.finish_pending(must=True)
+    told = checkpoint.has_news  # now all would forget the lines up to step 1
+    facts = json.loads((checkpoint.store.folder / "step-00000001" / STATE).read_bytes())
+
+    checkpoint.load(Found(1, 0, 0, facts))
+
+    assert told
+    assert not checkpoint.has_news  # a validation that was owed may have added a line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")

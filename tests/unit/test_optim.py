@@ -236,3 +236,13 @@ def test_an_optimizer_that_has_a_zero_grad_of_its_own_is_asked():
 
     assert all((p.grad == 5.0).all() for p in mine)
     assert all(p.grad is None for p in usual)
+
+
+def test_a_zero_grad_that_was_given_to_one_optimizer_is_asked_too():
+    mine = with_gradients(1.0)
+    optimizer = torch.optim.SGD(mine, lr=0.1)
+    optimizer.zero_grad = lambda set_to_none=True: None
+
+    optim.zero_grad(optimizer, mine)
+
+    assert all(p.grad is not None for p in mine)

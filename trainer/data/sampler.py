@@ -24,6 +24,8 @@ class Plan:
     global_size: int
     micro_size: int
     drop_last: bool
+    in_lanes: bool = False
+    """Whether they come as a stream: each lane has a micro-batch in each window, however short."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -42,6 +44,8 @@ class Plan:
 
     def micro_batches(self, step: int) -> int:
         """M of the step: full windows have global_size / micro_size."""
+        if self.in_lanes:
+            return self.global_size // self.micro_size
         first, end = self.window(step)
         return -(-(end - first) // self.micro_size)
 

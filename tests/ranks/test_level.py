@@ -1,0 +1,51 @@
+"""A node comes back with a disk from before a rollback."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def save(folder: Path, step: int, generation: int, best: int) -> None:
+    from trainer.source import STATE
+    from trainer.store import Store
+
+    facts = {"best": {"step": best}, "progress": {"validated": 0}, "lines": [],
+             "of": generation}
+    with Store(folder, run="a run").stage(step, generation=generation) as stage:
+        stage.write(STATE, json.dumps(facts).encode())
+        stage.commit(kind="periodic", run="a run")
+
+
+def levelled(path: str) -> dict[int, tuple[int, int]]:
+    """In a rank, as if it were the only one of its node: step → generation, by the manifest and by
+    the content, of what its folder holds once the nodes are level."""
+    from trainer.level import level
+    from trainer.log import Log
+    from trainer.source import STATE, find
+    from trainer.store import Store
+    from trainer.world import World
+
+    with World.form(device="cpu", threads=1) as world:
+        world.has_nodes = world.keeps_folder = True
+        folder = Path(path, str(world.rank))
+        for step in (10, 20):  # rank 0's are those that a rollback to step 0 has abandoned
+            save(folder, step, world.rank, best=10)
+        save(folder, 30 - world.rank, world.rank, best=10)
+        store = Store(folder, run="a run")
+        world.barrier()
+        found = find(store, world, "a run")
+        assert found is not None
+        level(found, store, folder / "metrics.jsonl", "a run", world, Log())
+        store.in_use = None
+        return {i.step: (i.generation, json.loads((i.path / STATE).read_bytes())["of"])
+                for i in store.checkpoints()}
+
+
+def test_what_is_gone_on_from_and_the_best_weights_replace_those_of_an_abandoned_history(
+    ranks, tmp_path
+):
+    stale, good = ranks(2, levelled, str(tmp_path), group=False)
+
+    assert good == {10: (1, 1), 20: (1, 1), 29: (1, 1)}
+    assert stale[10] == stale[29] == (1, 1)

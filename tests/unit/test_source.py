@@ -1,0 +1,74 @@
+"""Which checkpoint a start goes on from, and what becomes of the ones that it leaves behind."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainer.errors import ConfigError
+from trainer.log import Log
+from trainer.restore import abandon_newer
+from trainer.source import STATE, Found, find
+from trainer.store import Store
+from trainer.world import Launch, World
+
+RUN = "a run"
+
+
+@pytest.fixture
+def world() -> World:
+    return World(Launch(), torch.device("cpu"), 1)
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Store:
+    return Store(tmp_path / "checkpoints", run=RUN)
+
+
+def save(store: Store, step: int, generation: int = 0) -> Path:
+    with store.stage(step, generation=generation) as stage:
+        stage.write(STATE, json.dumps({"best": {"step": 0}}).encode())
+        return stage.commit(kind="periodic", run=RUN).path
+
+
+def start(store: Store, world: World) -> tuple[Found, int]:
+    """What a start finds, and the generation that it goes on as."""
+    found = find(store, world, RUN)
+    assert found is not None
+    store.in_use = None  # as once it is restored
+    return found, abandon_newer(found, store, world, Log(stream=io.StringIO()))
+
+
+def test_each_checkpoint_with_a_damaged_manifest_is_named(store: Store, world: World) -> None:
+    paths = [save(store, step) for step in (10, 20, 30)]
+    for path in paths[1:]:
+        (path / "manifest.json").unlink()
+
+    found, generation = start(store, world)
+
+    assert (found.step, generation) == (10, 1)
+    assert found.skipped == ("step-00000020: manifest.json is missing",
+                             "step-00000030: manifest.json is missing")
+    (paths[0] / "manifest.json").unlink()
+    with pytest.raises(ConfigError, match=r"step-00000010: manifest\.json is missing"):
+        find(store, world, RUN)
+
+
+def test_a_damaged_checkpoint_of_a_later_generation_is_left_behind_for_good(
+    store: Store, world: World
+) -> None:
+    save(store, 5)
+    (save(store, 13, generation=1) / STATE).write_bytes(b"")
+
+    found, generation = start(store, world)
+
+    assert (found.step, generation) == (5, 2)
+    for step in (7, 8, 9):
+        save(store, step, generation)
+    assert store.prune() == [5]
+    again, generation = start(store, world)
+    assert (again.step, again.skipped, generation) == (9, (), 2)
