@@ -70,7 +70,7 @@ def build(
             is resumed, on any rank: all raise, before anything is changed.
     """
     log.phase = "build"
-    path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}")
+    path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}").absolute()  # a task may call chdir
     work = _agreed(world, partial(prepare, config, world))
     alike.check_data(work, world)
     identity = folder.look(path, world, log, resume=config.resume)

@@ -115,7 +115,8 @@ def _resolved(config: Config[Any]) -> Config[Any]:
         if dataclasses.is_dataclass(task):
             task = bind_seed(task, config.seed)
         task = Given.of(task)
-    return dataclasses.replace(config, task=task, run=config.run or f"runs/{name}")
+    path = Path(config.run or f"runs/{name}").absolute()  # the task may change the current folder
+    return dataclasses.replace(config, task=task, run=str(path))
 
 
 def _can_be_made_again(config: Config[Any], task: Any) -> bool:
