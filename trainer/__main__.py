@@ -20,7 +20,7 @@ from trainer.diagnosis import is_foreign
 from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
 from trainer.limits import allow_files, check_current_folder
 from trainer.orders import Orders
-from trainer.pipe import quiet_pipe
+from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe
 from trainer.stop import StopRequest, process_descriptor
 
 COMMANDS = {
@@ -48,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Called by `python -m trainer`, and by `python -m launch` in each rank.
     """
+    fill_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv is None:  # a rank of `python -m launch` may outlive that folder
@@ -161,6 +162,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
         commands = ", ".join(COMMANDS)
         config = given or _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
+        outlive_console()
         log.set_level(config.log.level)
         failure.config = config
         tell("run", os.path.abspath(str(config.run)))
