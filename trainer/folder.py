@@ -135,7 +135,7 @@ def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log)
 
     Raises:
         ConfigError: the folder can't be written, or another run that lives is at work in it.
-        OSError: the disk has become full since the run was begun.
+        OSError: the disk has become full, or read-only, since the run was begun.
     """
     note = None
     others_turn = world.local_rank == 0 and not world.is_main
@@ -166,8 +166,8 @@ def _take(
             _when_not_full(lambda: replace_json(path / IDENTITY, mine),
                            FULL_S if identity.attempt else 0.0, log)
     except OSError as problem:
-        if identity.attempt and problem.errno in FULL:
-            raise  # no mistake of the configuration, and it may pass
+        if identity.attempt and problem.errno not in UNFIT:
+            raise  # no mistake of the configuration, which was right before, and it may pass
         raise ConfigError(
             f"--run {near(path)}: {problem}; choose a folder that can be written.") from problem
     return note

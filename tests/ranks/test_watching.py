@@ -185,7 +185,7 @@ def checkpoint_bytes(run: Path) -> int:
     return sum(-(-p.stat().st_size // 4096) * 4096 for p in newest.iterdir())
 
 
-def test_a_restart_on_a_full_disk_waits_for_room_and_is_no_bad_configuration(
+def test_a_restart_on_a_disk_that_takes_nothing_any_more_is_no_bad_configuration(
     ranks, tmp_path, small_disk, capfd
 ):
     arguments = [*TASK, "--steps=12", "--checkpoint.every=2", "--eval.every=50"]
@@ -195,6 +195,10 @@ def test_a_restart_on_a_full_disk_waits_for_room_and_is_no_bad_configuration(
     fault = "--inject=raise:step=6:phase=forward"
     assert ranks(1, train, *arguments, fault, group=False) == [1]
 
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert ranks(1, train, *arguments, group=False) == [1]
+    assert "Read-only file system" in capfd.readouterr().out
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     for room_at, code in (("never", 1), ("waiting for room", 0)):
         again = ranks(1, restart_on_full_disk, small_disk, room_at, *arguments, group=False)
         assert again == [code]
