@@ -328,10 +328,10 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
 
 
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
-    """Loader processes of this rank; 0: it reads itself."""
-    if config.data.workers != "auto":
-        return config.data.workers
-    return 0 if in_memory(dataset) else min(2, max(1, world.threads - 1))
+    """Loader processes of this rank; 0: it reads itself, as one of a multiprocessing.Pool must."""
+    none = in_memory(dataset) or torch.multiprocessing.current_process().daemon
+    auto = 0 if none else min(2, max(1, world.threads - 1))
+    return auto if config.data.workers == "auto" else config.data.workers
 
 
 def evaluation_batch(config: Config[Any]) -> int:
