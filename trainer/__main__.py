@@ -198,7 +198,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
     log.close()
     leave_launcher(code, launch, lambda: stop.senders[agent], last_words=last_words)
     over = code == EXIT_COMPLETE
-    if over and given is None:
+    if over and given is None and _lasting_threads():
         threading.Thread(target=_tell_threads, args=(log,), name="end", daemon=True).start()
     return code
 
@@ -294,14 +294,17 @@ def _leave(log, launch, stop, agent) -> int:  # type: ignore[no-untyped-def]
     return EXIT_STOPPED
 
 
+def _lasting_threads() -> list[str]:
+    return [t.name for t in threading.enumerate()
+            if not t.daemon and t is not threading.main_thread()]
+
+
 def _tell_threads(log) -> None:  # type: ignore[no-untyped-def]
     """Say for what Python waits at the end, if it does."""
     time.sleep(TELL_S)
-    own = [t.name for t in threading.enumerate()
-           if not t.daemon and t is not threading.main_thread()]
-    if own:
+    if names := _lasting_threads():
         log.warning(f"the run is complete, and the process waits for threads of the task's, or of "
-                    f"a library: {', '.join(own)}; a stop signal ends that after --stop.grace-s, "
+                    f"a library: {', '.join(names)}; a stop signal ends that after --stop.grace-s, "
                     "and threads that are made with daemon=True aren't waited for")
 
 
