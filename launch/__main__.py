@@ -14,6 +14,7 @@ from launch.signals import StopRequest
 from trainer.diagnosis import remedy
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 from trainer.limits import allow_files, check_current_folder
+from trainer.pipe import fill_descriptors
 
 OUTPUT_S = 1.0
 """How long the end of the run waits for output that something still holds back."""
@@ -21,6 +22,7 @@ OUTPUT_S = 1.0
 
 def main(argv: Sequence[str]) -> int:
     """Launch, and return the exit code: the trainer's own where it has ended the run itself."""
+    fill_descriptors()
     try:
         options = parse(argv)
         check_current_folder()

@@ -60,7 +60,7 @@ def be_rank(
             name.write(f"rank {env['RANK']}")  # what `ps` and `top` show
         threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
         code = _call(main, list(argv))
-        _finish()
+        _finish(code)
         with contextlib.suppress(OSError):  # the launcher is gone
             os.write(launcher_fd, b"returned\n")
         os._exit(code)
@@ -92,10 +92,15 @@ def _call(main: Entry, argv: list[str]) -> int:
     return EXIT_FAILURE
 
 
-def _finish() -> None:
-    """What the interpreter does at its end, but for tearing down every module (about a second)."""
-    threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that aren't daemons
-    atexit._run_exitfuncs()
+def _finish(code: int) -> None:
+    """What the interpreter does at its end, but for tearing down every module (about a second).
+
+    Of a rank that has failed only its words are waited for: a thread of the task's may never end,
+    and the others wait for the next attempt.
+    """
+    if code == EXIT_COMPLETE:
+        threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that aren't daemons
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
 

@@ -9,6 +9,8 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
+import time
 import traceback
 from collections.abc import Sequence
 from functools import partial
@@ -18,7 +20,7 @@ from trainer.diagnosis import is_foreign
 from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
 from trainer.limits import allow_files, check_current_folder
 from trainer.orders import Orders
-from trainer.pipe import quiet_pipe
+from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe
 from trainer.stop import StopRequest, process_descriptor
 
 COMMANDS = {
@@ -34,6 +36,9 @@ COMMANDS = {
 PREPARING = ("start", "join", "build", "warm-up", "restore")
 """Phases in which there is nothing that isn't on disk already."""
 
+TELL_S = 5.0
+"""Seconds after the end of a complete run until what holds the process up is told."""
+
 _PRELOADED: dict[tuple[str, ...], Any] = {}
 """Arguments → configuration, where a launcher's server has parsed them for its ranks (0.2 s)."""
 
@@ -43,6 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     Called by `python -m trainer`, and by `python -m launch` in each rank.
     """
+    fill_descriptors()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if argv is None:  # a rank of `python -m launch` may outlive that folder
@@ -122,13 +128,16 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
     from trainer.world import Launch, World
 
     log, launch, code, agent = Log(), Launch(), EXIT_FAILURE, os.getppid()
-    failure, last_words, watched = Failure(log), "", dict[str, Any]()
+    failure, last_words, watched, over = Failure(log), "", dict[str, Any](), False
     orders = Orders()
 
     def leave() -> int:
         return _leave(log, launch, stop, agent)
 
     def late() -> int:
+        if over:  # told by now for whom
+            tell("returned", EXIT_COMPLETE)
+            return EXIT_COMPLETE
         parts = watched.get("parts")
         saved = parts is not None and log.phase == "finish"  # the last step, before the test
         if saved or (parts and parts.survive_beside(lost=False) and parts.kept_beside):
@@ -153,6 +162,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
         commands = ", ".join(COMMANDS)
         config = given or _PRELOADED.get(tuple(arguments)) or cli.parse(
             arguments, show=launch.rank == 0, commands=commands)
+        outlive_console()
         log.set_level(config.log.level)
         failure.config = config
         tell("run", os.path.abspath(str(config.run)))
@@ -187,6 +197,9 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
     _end_workers()
     log.close()
     leave_launcher(code, launch, lambda: stop.senders[agent], last_words=last_words)
+    over = code == EXIT_COMPLETE
+    if over and given is None and _lasting_threads():
+        threading.Thread(target=_tell_threads, args=(log,), name="end", daemon=True).start()
     return code
 
 
@@ -201,13 +214,13 @@ def attempt(  # type: ignore[no-untyped-def]
         unwatched: --watchdog.limit-s auto is no limit.
     """
     from trainer.build import build
-    from trainer.errors import EXIT_COMPLETE, StopRequested
+    from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, StopRequested
     from trainer.failure import forget_workers
     from trainer.launcher import tell
     from trainer.loop import train
     from trainer.watchdog import Watchdog
 
-    limit_s = config.watchdog.limit_s
+    limit_s, own = config.watchdog.limit_s, os.getpid()
     if limit_s == "auto":
         limit_s = math.inf if unwatched else None
     with Watchdog(world, log, limit_s=limit_s, tell=partial(tell, "failure")) as watchdog:
@@ -219,6 +232,9 @@ def attempt(  # type: ignore[no-untyped-def]
             try:
                 train(parts)
             except BaseException:
+                if os.getpid() != own:  # a fork that the task has made: the run isn't its to end
+                    traceback.print_exc()
+                    os._exit(EXIT_FAILURE)
                 forget_workers()  # first: torch would raise amid what follows
                 raise
         except StopRequested:
@@ -278,6 +294,20 @@ def _leave(log, launch, stop, agent) -> int:  # type: ignore[no-untyped-def]
     return EXIT_STOPPED
 
 
+def _lasting_threads() -> list[str]:
+    return [t.name for t in threading.enumerate()
+            if not t.daemon and t is not threading.main_thread()]
+
+
+def _tell_threads(log) -> None:  # type: ignore[no-untyped-def]
+    """Say for what Python waits at the end, if it does."""
+    time.sleep(TELL_S)
+    if names := _lasting_threads():
+        log.warning(f"the run is complete, and the process waits for threads of the task's, or of "
+                    f"a library: {', '.join(names)}; a stop signal ends that after --stop.grace-s, "
+                    "and threads that are made with daemon=True aren't waited for")
+
+
 def _end_workers() -> None:
     """Loader processes that still live after a failure. They are deaf to the SIGTERM with which
     Python's own end would ask them, before it waits for them."""
@@ -307,6 +337,6 @@ if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
     sys.stderr.flush()
-    if code not in (0, 2):
-        os._exit(code)  # all is on disk, and the interpreter's own end takes seconds
+    if code:  # all is on disk, the interpreter's own end takes seconds, and a thread of the task's
+        os._exit(code)  # may never let it come
     sys.exit(code)

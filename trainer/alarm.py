@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer import processes, stacks
+from trainer.diagnosis import near
 from trainer.errors import EXIT_FAILURE
 from trainer.hang import Report, Verdict, shown
 from trainer.heartbeats import Heartbeats, Identity
@@ -115,7 +116,8 @@ class Alarm:
             step=main.step, idle_s=idle_s, saving=_told(writer))
 
     def _tell(self, alarm: dict[str, Any]) -> None:
-        where = "stderr" if self._log.folder is None else f"{self._log.folder / stacks.FOLDER}"
+        where = "stderr" if self._log.folder is None else near(
+            self._log.folder / stacks.FOLDER)
         why, limit_s = alarm["why"], alarm["limit_s"]
         close = f"(--watchdog.limit-s {limit_s:g}); the stacks of all ranks are in {where}"
         for culprit, place in alarm["culprits"].items():

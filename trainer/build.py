@@ -70,7 +70,7 @@ def build(
             is resumed, on any rank: all raise, before anything is changed.
     """
     log.phase = "build"
-    path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}")
+    path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}").absolute()  # a task may call chdir
     work = _agreed(world, partial(prepare, config, world))
     alike.check_data(work, world)
     identity = folder.look(path, world, log, resume=config.resume)
@@ -328,10 +328,10 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
 
 
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
-    """Loader processes of this rank; 0: it reads itself."""
-    if config.data.workers != "auto":
-        return config.data.workers
-    return 0 if in_memory(dataset) else min(2, max(1, world.threads - 1))
+    """Loader processes of this rank; 0: it reads itself, as one of a multiprocessing.Pool must."""
+    none = in_memory(dataset) or torch.multiprocessing.current_process().daemon
+    auto = 0 if none else min(2, max(1, world.threads - 1))
+    return auto if config.data.workers == "auto" else config.data.workers
 
 
 def evaluation_batch(config: Config[Any]) -> int:

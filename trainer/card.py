@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer import resume
 from trainer.config import Config
+from trainer.diagnosis import near
 from trainer.folder import device_name
 from trainer.log import Log
 from trainer.source import Found
@@ -30,7 +31,7 @@ def card_lines(config: Config[Any], card: Mapping[str, Any], world: World, path:
         "data": f"{card['data']}: {samples}",
         "batch": batch_line(config, world.size, card),
         "device": f"{world.size} × {device_name(world.device)}, {threads} each",
-        "look": f"tensorboard --logdir {path}",
+        "look": f"tensorboard --logdir {near(path)}",
     }
     return [f"{name:<7} {text}" for name, text in rows.items()]
 
@@ -72,9 +73,9 @@ def announce(
         log.warning(f"changed: {change}")
         log.event("changed", what=change)
     if found is None:
-        log.info(f"run folder {path}: a fresh start")
+        log.info(f"run folder {near(path)}: a fresh start")
     else:
-        log.info(f"run folder {path}: continuing from step {found.step} ({verdict.label}"
+        log.info(f"run folder {near(path)}: continuing from step {found.step} ({verdict.label}"
                  + (f": {verdict.why}" if verdict.why else "") + ")"
                  + f", restart {log.attempt}" * bool(log.attempt))
     log.event("restore" if found else "fresh", at_step=found.step if found else 0,

@@ -240,9 +240,15 @@ def _where(frames: list[_Frame]) -> str | None:
         return None
     nearest = min(_strangeness(path) for path, _, _ in frames)
     path, line, function = next(f for f in reversed(frames) if _strangeness(f[0]) == nearest)
+    return f"{near(path)}:{line} in {function}"
+
+
+def near(path: str | os.PathLike[str]) -> str:
+    """A path as it is told: from the current folder on, where it lies in it."""
+    path = os.fspath(path)
     with contextlib.suppress(OSError):  # the folder may be gone by now
         path = path.removeprefix(os.getcwd() + os.sep)
-    return f"{path}:{line} in {function}"
+    return path
 
 
 def _strangeness(path: str) -> int:

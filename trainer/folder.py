@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer.attempts import read_attempts, repeated, sentence
+from trainer.diagnosis import near
 from trainer.durable import fsync_folder, make_folder, write_file
 from trainer.errors import UNFIT, AlreadyFinished, ConfigError, GaveUp
 from trainer.lock import RunLock
@@ -57,7 +58,7 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
         launch = _launch_id(world)
         restarted = old is not None and launch is not None and old.get("launch") == launch
         if resume == "never" and old is not None and not restarted:
-            error = ConfigError(f"--resume never: {path} holds a run already; choose another "
+            error = ConfigError(f"--resume never: {near(path)} holds a run already; choose another "
                                 "--run, or leave --resume out to continue that run.")
         if old is not None:
             steps = [info.step for info in Store(path / CHECKPOINTS).checkpoints()
@@ -72,8 +73,8 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
     run = max(seen, key=lambda record: record["step"])["run"]
     attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
     if mine is not None and mine["run"] != run:
-        log.warning(f"{path} holds another run ({mine['run']}, step {mine['step']}) than the one "
-                    f"that goes on here ({run}); its checkpoints stay, and aren't used")
+        log.warning(f"{near(path)} holds another run ({mine['run']}, step {mine['step']}) than "
+                    f"the one that goes on here ({run}); its checkpoints stay, and aren't used")
     return Identity(run=run, attempt=attempt)
 
 
@@ -84,8 +85,8 @@ def _whose(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
     except OSError as problem:
         if problem.errno not in UNFIT:
             raise
-        return None, ConfigError(f"--run {path}: {problem}; choose a folder that can be read and "
-                                 "written.")
+        return None, ConfigError(f"--run {near(path)}: {problem}; choose a folder that can be "
+                                 "read and written.")
 
 
 def _adopted(path: Path) -> dict[str, Any] | None:
@@ -106,7 +107,8 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
     found = world.gather_json(read_json(path / SUMMARY) if world.local_rank == 0 else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
-        lines = [f"{path}: the run is complete; nothing to do", *closing_lines(summary, str(path))]
+        lines = [f"{near(path)}: the run is complete; nothing to do",
+                 *closing_lines(summary, near(path))]
         raise AlreadyFinished("\n".join(lines))
 
 
@@ -133,7 +135,7 @@ def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log)
 
     Raises:
         ConfigError: the folder can't be written, or another run that lives is at work in it.
-        OSError: the disk has become full since the run was begun.
+        OSError: the disk has become full, or read-only, since the run was begun.
     """
     note = None
     others_turn = world.local_rank == 0 and not world.is_main
@@ -164,10 +166,10 @@ def _take(
             _when_not_full(lambda: replace_json(path / IDENTITY, mine),
                            FULL_S if identity.attempt else 0.0, log)
     except OSError as problem:
-        if identity.attempt and problem.errno in FULL:
-            raise  # no mistake of the configuration, and it may pass
+        if identity.attempt and problem.errno not in UNFIT:
+            raise  # no mistake of the configuration, which was right before, and it may pass
         raise ConfigError(
-            f"--run {path}: {problem}; choose a folder that can be written.") from problem
+            f"--run {near(path)}: {problem}; choose a folder that can be written.") from problem
     return note
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import multiprocessing
 import os
 import signal
 import sys
@@ -110,12 +111,18 @@ def _resolved(config: Config[Any]) -> Config[Any]:
         raise ConfigError(f"--task {type(task).__name__}: it has no method {', '.join(missing)}; "
                           "give Config a task: an instance, a class or module:Class, which "
                           "defines model(), dataset(split) and loss(model, batch).")
+    workers = config.data.workers
+    if workers not in ("auto", 0) and multiprocessing.current_process().daemon:
+        raise ConfigError(f"--data.workers {workers}: this process is daemonic, as those of a "
+                          "multiprocessing.Pool are, and may have no children; use 0, or a "
+                          "concurrent.futures.ProcessPoolExecutor.")
     name = type(task).__name__.lower()
     if not isinstance(task, Given) and not _can_be_made_again(config, task):
         if dataclasses.is_dataclass(task):
             task = bind_seed(task, config.seed)
         task = Given.of(task)
-    return dataclasses.replace(config, task=task, run=config.run or f"runs/{name}")
+    path = Path(config.run or f"runs/{name}").absolute()  # the task may change the current folder
+    return dataclasses.replace(config, task=task, run=str(path))
 
 
 def _can_be_made_again(config: Config[Any], task: Any) -> bool:

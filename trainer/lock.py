@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from trainer.diagnosis import near
 from trainer.errors import ConfigError, StaleAttempt
 
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -173,9 +174,10 @@ class RunLock:
             if time.monotonic() >= deadline:
                 assert owner is not None
                 raise ConfigError(
-                    f"--run {self.path.parent}: another run is at work in this folder (process "
-                    f"{owner.get('pid')} on {str(owner.get('place')).split()[0]}). Stop it or "
-                    f"choose another --run; if its host is gone for good, delete {self.path}.")
+                    f"--run {near(self.path.parent)}: another run is at work in this folder "
+                    f"(process {owner.get('pid')} on {str(owner.get('place')).split()[0]}). Stop "
+                    "it or choose another --run; if its host is gone for good, delete "
+                    f"{near(self.path)}.")
             time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -210,12 +212,12 @@ class RunLock:
         owner = self._read()
         if owner is None and not self.path.exists():
             raise StaleAttempt(
-                f"{self.path} is gone: somebody has removed or renamed the run folder, or this "
-                "file in it. This attempt leaves without writing; where the folder isn't put back, "
-                "the next one begins anew.")
+                f"{near(self.path)} is gone: somebody has removed or renamed the run folder, or "
+                "this file in it. This attempt leaves without writing; where the folder isn't put "
+                "back, the next one begins anew.")
         if owner is None or owner["nonce"] != self.nonce:
             raise StaleAttempt(
-                f"{self.path}: this attempt ({self.nonce}) doesn't own the run folder any "
+                f"{near(self.path)}: this attempt ({self.nonce}) doesn't own the run folder any "
                 f"more, {'nobody' if owner is None else owner['nonce']} does; it leaves "
                 "without writing.")
 

@@ -25,6 +25,7 @@ from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler, Slot
 from trainer.data.stream import Stream
 from trainer.device import device_mb, share_of_cores
+from trainer.diagnosis import near
 from trainer.folder import TIMING, Identity
 from trainer.hints import Facts, Hints, judge_batchnorm, judge_sizes
 from trainer.level import Lines
@@ -141,10 +142,10 @@ def _tell_gaps(
     there = {line["step"] for line in kept if not order_of(line)[1]}
     begin = min(there, default=position + 1) if elsewhere else 1
     if lost := [step for step in range(begin, position + 1) if step not in there]:
-        log.warning(f"{path}: the lines of {len(lost)} of {position} steps are gone (the first is "
-                    f"step {lost[0]}, the last {lost[-1]}), and no checkpoint holds them; compare "
-                    "will find that. The training itself goes on exactly. A copy of the file, put "
-                    "there before a start, mends it")
+        log.warning(f"{near(path)}: the lines of {len(lost)} of {position} steps are gone (the "
+                    f"first is step {lost[0]}, the last {lost[-1]}), and no checkpoint holds them; "
+                    "compare will find that. The training itself goes on exactly. A copy of the "
+                    "file, put there before a start, mends it")
         log.event("lines-lost", first=lost[0], last=lost[-1], count=len(lost))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trainer import folder, tensorfile
 from trainer.confusion import per_class
+from trainer.diagnosis import near
 from trainer.errors import ConfigError, StopRequested
 from trainer.parts import Parts
 from trainer.progress import Best
@@ -109,7 +110,7 @@ def finish(run: Parts) -> dict[str, Any]:
     run.log.event("end", attempts=summary["attempts"])
     for text in run.faults.unfired():
         run.log.warning(f"--inject {text}: the run never came to its place, so it didn't happen")
-    for line in folder.closing_lines(summary, str(run.path)):
+    for line in folder.closing_lines(summary, near(run.path)):
         run.log.info(line)
     return summary
 

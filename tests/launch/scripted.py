@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -88,6 +89,11 @@ class Rank:
         """Stop the fork server, which is to tell how this rank ends, and end."""
         os.kill(os.getppid(), signal.SIGSTOP)
         os._exit(4)
+
+    def held(self, code: str) -> int:
+        """Fail, with a thread that never ends."""
+        threading.Thread(target=threading.Event().wait).start()
+        return int(code)
 
     def fail(self, _: str) -> None:
         raise RuntimeError("as told")

@@ -112,6 +112,13 @@ def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:
         assert not any(map(alive, launch.pids()))
 
 
+def test_a_thread_of_a_rank_that_fails_holds_nobody_up(tmp_path: Path) -> None:
+    with Launched(tmp_path / "run", {"0.0": "held=3", "0.1": "echo=1"}, num_ranks=2) as launch:
+        assert launch.end(10.0) == 0
+
+        assert "launch: rank 0 exited with code 3; restart 1 of 3" in launch.err
+
+
 def test_no_end_is_taken_for_completion_or_overlooked(tmp_path: Path) -> None:
     script = {"0.0": "vanish=0", "0.1": "echo=1", "1.0": "stop_server", "1.1": "echo=1",
               "2.0": "echo=1", "2.1": "vanish=75"}

@@ -258,6 +258,17 @@ def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_leaves_at_once(war
     assert (first.code, second.code) == (75, 130), told(run)
 
 
+def test_threads_that_hold_up_the_end_are_named_and_a_stop_ends_that(warm, tmp_path):
+    run, arguments = tmp_path / "run", ["--steps=2", "--data.workers=0", "--stop.grace-s=0.2"]
+
+    [end] = warm(1, stopped, str(run), 1, arguments, Stop(when="waits for threads.*: upload;"),
+                 {"SLOW_THREAD_S": "80"}, group=False)
+
+    assert end.code == 0, told(run)
+    assert end.took_s < 10
+    assert inspect(run)["finished"]
+
+
 def test_a_signal_to_every_process_spares_the_loader_workers(warm, tmp_path):
     arguments = ["--steps=40", "--data.workers=2"]
     finish(warm, tmp_path / "straight", 2, arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -73,6 +74,20 @@ def test_whatever_is_raised_is_a_failure_that_is_told_once_and_saved(
         [event] = [e for e in read_events(tmp_path / "run/events.jsonl") if e["event"] == "failure"]
         event["why"].encode()  # whoever reads it can write it
         assert inspect(tmp_path / "run")["step"] == kept
+
+
+def test_the_task_may_change_the_current_folder_and_lose_a_child(ranks, tmp_path):
+    assert run(ranks, 2, tmp_path / "straight")[0] == [0, 0]
+    (tmp_path / "a/b").mkdir(parents=True)
+
+    for how in ("moved", "forked"):
+        path = Path(os.path.relpath(tmp_path / how))
+        codes, [said, _] = run(ranks, 2, path, f"--task.how={how}", f"--task.marks={tmp_path}/a/b")
+
+        assert codes == [0, 0], said
+        assert ("ValueError: in a process of the task's own" in said) == (how == "forked")
+        assert "error: " not in said
+        assert not list(differences(tmp_path / "straight", tmp_path / how))
 
 
 def test_what_an_exception_after_the_update_leaves_is_not_saved(ranks, tmp_path):

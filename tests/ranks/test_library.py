@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import multiprocessing
 import os
 import signal
 import threading
@@ -14,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 from small_task import Held, Small, fail, interrupt_twice, process_state, samples, send
+from tape_task import Tape
 
 import trainer
 from trainer import Config, ConfigError
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.config import Batch, Checkpoint, Optim, Ranks
+from trainer.config import Batch, Checkpoint, Data, Optim, Ranks
 from trainer.length import Length
 from trainer.log import read_events
 from trainer.reader import find_weights
@@ -228,6 +230,23 @@ def test_in_another_thread_it_trains_and_leaves_the_signals_alone(ranks, tmp_pat
     run = str(tmp_path / "run")
 
     assert ranks(1, alone, in_a_thread, run, group=False) == [((False, 12), "KeyError", True)]
+
+
+def in_a_pool(run: str) -> Any:
+    files = Tape(samples=64)  # not in memory: otherwise nobody would want loader processes
+    with multiprocessing.get_context("fork").Pool(1) as pool:
+        return (pool.apply(told, (trainer.train, config(run, files))),
+                pool.apply(told, (trainer.train, config(run, files, data=Data(workers=2)))))
+
+
+def test_in_a_process_that_may_have_no_children_it_reads_itself(ranks, tmp_path):
+    run = str(tmp_path / "run")
+
+    [(nothing, refusal)] = ranks(1, alone, in_a_pool, run, group=False)
+
+    assert nothing == ""
+    assert inspect(Path(run))["finished"]
+    assert refusal.startswith("--data.workers 2: this process is daemonic")
 
 
 def told(function: Any, *arguments: Any) -> str:

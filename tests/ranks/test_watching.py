@@ -91,6 +91,31 @@ def test_the_log_is_short_and_plain_without_a_terminal(ranks, tmp_path, capfd):
     assert not any(ord(c) < 32 and c != "\n" for c in output)
 
 
+def unheard(how: str, run: str) -> tuple[int, list[str]]:
+    """In a rank: train with stdout and stderr that take nothing. The exit code, and where the
+    standard streams lead to then."""
+    if how == "closed":
+        os.closerange(0, 3)
+    else:
+        reader, writer = os.pipe()
+        os.close(reader)
+        if how == "full disk":
+            writer = os.open("/dev/full", os.O_WRONLY)
+        os.dup2(writer, 1)
+        os.dup2(writer, 2)
+    code = train(*TASK, "--steps=6", "--log.every=1", run)
+    return code, [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+
+
+@pytest.mark.parametrize("how", ["no reader", "full disk", "closed"])
+def test_a_console_that_takes_nothing_stops_nothing(ranks, tmp_path, how):
+    [(code, streams)] = ranks(1, unheard, how, f"--run={tmp_path / 'run'}", group=False)
+
+    assert code == 0
+    assert len(steps(tmp_path / "run")) == 6
+    assert how != "closed" or streams == ["/dev/null"] * 3
+
+
 def test_only_the_first_rank_speaks_and_a_quiet_run_says_nothing(ranks, tmp_path):
     first, second = ranks.outcomes(2, train, *TASK, "--steps=6", f"--run={tmp_path / 'run'}",
                                    group=False)
@@ -160,7 +185,7 @@ def checkpoint_bytes(run: Path) -> int:
     return sum(-(-p.stat().st_size // 4096) * 4096 for p in newest.iterdir())
 
 
-def test_a_restart_on_a_full_disk_waits_for_room_and_is_no_bad_configuration(
+def test_a_restart_on_a_disk_that_takes_nothing_any_more_is_no_bad_configuration(
     ranks, tmp_path, small_disk, capfd
 ):
     arguments = [*TASK, "--steps=12", "--checkpoint.every=2", "--eval.every=50"]
@@ -170,6 +195,10 @@ def test_a_restart_on_a_full_disk_waits_for_room_and_is_no_bad_configuration(
     fault = "--inject=raise:step=6:phase=forward"
     assert ranks(1, train, *arguments, fault, group=False) == [1]
 
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    assert ranks(1, train, *arguments, group=False) == [1]
+    assert "Read-only file system" in capfd.readouterr().out
+    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
     for room_at, code in (("never", 1), ("waiting for room", 0)):
         again = ranks(1, restart_on_full_disk, small_disk, room_at, *arguments, group=False)
         assert again == [code]

@@ -76,6 +76,12 @@ class Failing(Tape):
                     raise FileNotFoundError("no file \udcff.jpg")
                 case "words":
                     raise RuntimeError("Connection reset by peer")
+                case "forked":
+                    if (pid := os.fork()) == 0:
+                        raise ValueError("in a process of the task's own")
+                    os.waitpid(pid, 0)
+                case "moved":
+                    os.chdir(self.marks)
                 case "mute":
                     raise Mute
                 case "exit":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import time
 from typing import Any
 
@@ -36,13 +37,15 @@ class SlowSet(Dataset):
 @dataclasses.dataclass(frozen=True)
 class Slow(Tape):
     """`Tape`; the seconds come from SLOW_TRAIN_S, SLOW_VALIDATION_S, SLOW_TEST_S (a sample),
-    SLOW_LOSS_S (a forward) and SLOW_MODEL_S."""
+    SLOW_LOSS_S (a forward), SLOW_MODEL_S and SLOW_THREAD_S (how long a thread of its own lives)."""
 
     def model(self) -> nn.Module:
         wait("MODEL")
         return super().model()
 
     def dataset(self, split: str) -> Dataset | None:
+        if split == "train":
+            threading.Thread(target=wait, args=("THREAD",), name="upload").start()
         samples = super().dataset(split)
         return None if samples is None else SlowSet(samples, split)
 
