@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -124,6 +125,7 @@ def read(path: Path, *others: Path) -> History:
         environment=folder.read_json(path / folder.ENVIRONMENT) or {},
         summary=folder.read_json(path / folder.SUMMARY),
     )  # fmt: skip
+    straighten(history.events, history.timing)
     history.passages = passages(history.events, history.timing)
     history.goodput = goodput(history.passages, history.events, history.timing)
     return history
@@ -140,6 +142,26 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
         if isinstance(line, dict):
             found.append(line)
     return found
+
+
+def straighten(events: list[Event], timing: Sequence[dict[str, Any]]) -> None:
+    """Put attempts behind those before them, in place, where the clock was set back in between."""
+    shift, before = 0.0, (-math.inf, 0.0)
+    for number in sorted({event["attempt"] for event in events}):
+        own = [event for event in events if event["attempt"] == number]
+        lines = [line for line in timing if line["attempt"] == number]
+        times = [record["time"] for record in (*own, *lines)]
+        times += [at for event in own for at in (event.get("entered") or {}).values()]
+        if min(times) + shift < before[0]:
+            shift = before[1] - min(times)
+        before = min(times) + shift, max(times) + shift
+        if shift:
+            for record in (*own, *lines):
+                record["time"] += shift
+            for event in own:
+                if event.get("entered"):
+                    event["entered"] = {k: at + shift for k, at in event["entered"].items()}
+    events.sort(key=lambda event: event["time"])
 
 
 def passages(events: Sequence[Event], timing: Sequence[Mapping[str, Any]]) -> list[Passage]:
