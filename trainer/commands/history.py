@@ -144,7 +144,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def straighten(events: list[Event], timing: Sequence[dict[str, Any]]) -> None:
+def straighten(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -> None:
     """Put attempts behind those before them, in place, where the clock was set back in between."""
     shift, before = 0.0, (-math.inf, 0.0)
     for number in sorted({event["attempt"] for event in events}):
