@@ -30,7 +30,7 @@ from typing import Any
 from benchmarks import reporting
 from benchmarks.turns import in_turn, ratios
 
-MICRO, MICRO_BATCHES = 32, 4
+MICRO, MICRO_BATCHES, CLIP_NORM = 32, 4, 5.0
 NAMES = ("trainer", "by hand", "stateful", "v2 a batch", "v2 a sample", "PIL a sample")
 AHEAD = 2
 """Batches that each worker makes ahead."""
@@ -122,6 +122,7 @@ class Trainee:
 
     def __init__(self) -> None:
         import torch
+        from torch.optim.lr_scheduler import LambdaLR
 
         from trainer import optim
         from trainer.config import Optim
@@ -130,11 +131,12 @@ class Trainee:
         torch.manual_seed(0)
         self._model = Images().model().to(memory_format=torch.channels_last)
         self._optimizer = optim.build(Optim(), self._model)
+        self._schedule = LambdaLR(self._optimizer, lambda step: 1.0)
 
     def step(self, batches: Iterator[Any], clock: Callable[[], float] = time.perf_counter
              ) -> tuple[float, float]:
         """Seconds of a step by a clock, and of them those spent waiting for its batches."""
-        from torch.nn import functional
+        from torch.nn import functional, utils
 
         waited, began = 0.0, clock()
         self._optimizer.zero_grad(set_to_none=True)
@@ -143,7 +145,9 @@ class Trainee:
             images, labels = next(batches)
             waited += clock() - asked
             (functional.cross_entropy(self._model(images), labels) / MICRO_BATCHES).backward()
+        utils.clip_grad_norm_(self._model.parameters(), CLIP_NORM)
         self._optimizer.step()
+        self._schedule.step()
         return clock() - began, waited
 
     def share(self, batches: Iterator[Any], steps: int, clock: Callable[[], float]
