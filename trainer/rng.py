@@ -50,7 +50,7 @@ def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
 
 _PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _PYTHON).seed
-"""What `random.seed` comes to for a number, after looking for texts and bytes for 2 µs."""
+"""What `random.seed` comes to for a number, after it has looked for texts and bytes."""
 
 
 def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
