@@ -114,7 +114,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
                              StopRequest(), watchdog.pulse), watch)
         parts.loader._source = Timed(parts.loader._source, watch)
         parts.step.objective._loss = watch.around(parts.step.objective._loss)
-        time_updates(parts.step, watch)
+        time_updates(parts.step.optimizer, parts.step.schedule, watch)
         before = torch.Tensor.backward, trainer.step.clip, trainer.step.zero_grad
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
@@ -151,31 +151,40 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
 
 
 class Hand:
-    """The loop as one writes it by hand, with the parts of a run that has been built."""
+    """The loop as one writes it by hand, with model, data and loss of a run that has been built,
+    and torch's own optimizer, schedule and clipping."""
 
     def __init__(self, parts: Any, watch: Stopwatch) -> None:
+        import torch
         from torch.nn.utils import clip_grad_norm_
+
+        from examples import bare_loop
 
         self._parts, self._watch, self._clip = parts, watch, watch.around(clip_grad_norm_)
         self._source = Timed(parts.loader._source, watch)
         self._loss = watch.around(parts.step.objective._loss)
         self._micro_batches = parts.config.batch.global_size // parts.config.batch.micro_size
-        time_updates(parts.step, watch)
-        parts.step.optimizer.zero_grad = watch.around(parts.step.optimizer.zero_grad)
+        groups = [{name: group[name] for name in ("params", "lr", "weight_decay")}
+                  for group in parts.step.optimizer.param_groups]
+        self._optimizer = torch.optim.AdamW(groups, fused=True)
+        self._schedule = bare_loop.make_schedule(self._optimizer, parts.config.steps)
+        time_updates(self._optimizer, self._schedule, watch)
+        self._optimizer.zero_grad = watch.around(  # type: ignore[method-assign]
+            self._optimizer.zero_grad)
 
     def step(self) -> tuple[float, float]:
         """One step: seconds, and those of them in the six parts."""
         step, config = self._parts.step, self._parts.config
         begun = time.perf_counter(), self._watch.spent_s
-        step.optimizer.zero_grad(set_to_none=True)
+        self._optimizer.zero_grad(set_to_none=True)
         for _ in range(self._micro_batches):
             batch = next(self._source).batch
             with step.autocast():
                 loss = self._loss(step.model, batch).total / config.batch.global_size
             loss.backward()
         self._clip(step.parameters, config.clip.norm)
-        step.optimizer.step()
-        step.schedule.step()
+        self._optimizer.step()
+        self._schedule.step()
         return time.perf_counter() - begun[0], self._watch.spent_s - begun[1]
 
     def close(self) -> None:
@@ -183,9 +192,8 @@ class Hand:
         self._parts.close()
 
 
-def time_updates(step: Any, watch: Stopwatch) -> None:
+def time_updates(optimizer: Any, schedule: Any, watch: Stopwatch) -> None:
     """Time update and schedule of a step."""
-    optimizer, schedule = step.optimizer, step.schedule
     optimizer.step = watch.around(optimizer.step)
     schedule.step = watch.around(schedule.step)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from trainer.adamw import AdamW
 from trainer.config import Clip, Optim
 from trainer.errors import ConfigError
 from trainer.task import load_object
@@ -129,9 +130,9 @@ def build(
                           "--task: the model has no trainable parameter; nothing can be learnt.")
     if config.name == "adamw":
         fused = {p.device.type for p in model.parameters()} <= {"cpu", "cuda", "mps"}
-        return torch.optim.AdamW(
+        return (AdamW if fused else torch.optim.AdamW)(
             made, lr=config.lr, betas=config.betas, eps=config.eps,
-            weight_decay=config.weight_decay, fused=fused,
+            weight_decay=config.weight_decay,
         )  # fmt: skip
     if config.name == "sgd":
         return torch.optim.SGD(

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
+from trainer.adamw import AdamW
 from trainer.buffers import Buffers
 from trainer.communication import Communication
 from trainer.config import Clip
@@ -151,7 +152,7 @@ class Step:
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.trained = [n for n, p in self.wrapped.named_parameters() if p.requires_grad]
         """In the order in which DDP counts them."""
-        self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
+        self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
