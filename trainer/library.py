@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import cli, compile_cache, folder, rng, tensorfile
+from trainer import allocator, cli, compile_cache, folder, rng, tensorfile
 from trainer.__main__ import PREPARING, attempt, run
 from trainer.config import Config
 from trainer.device import choose_device
@@ -233,6 +233,7 @@ def _settings() -> Iterator[None]:
             yield
     finally:
         torch.set_num_threads(threads)
+        allocator.give_back()
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
         torch.set_float32_matmul_precision(products)

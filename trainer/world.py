@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import errors, network, packing
+from trainer import allocator, errors, network, packing
 from trainer.device import choose_device, share_of_cores
 from trainer.errors import ConfigError, StopRequested, TrainerError
 from trainer.groups import Groups, set_timeout
@@ -149,6 +149,8 @@ class World:
         torch.set_num_threads(world.threads)
         if place.type == "cuda":
             torch.cuda.set_device(place)
+        elif place.type == "cpu":
+            allocator.keep_freed()
         if world.size > 1:
             world._timeout_s = world._limit_s = timeout_s
             world._patience_s = patience_s

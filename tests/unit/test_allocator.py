@@ -1,0 +1,64 @@
+"""Freed memory stays the process's, until it is given back."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from trainer import allocator
+
+GLIBC = platform.libc_ver()[0] == "glibc"
+
+STEPS = """
+import json, resource, torch
+from trainer import allocator
+from trainer.timing import resident_mb
+
+def step():  # 30 tensors of 8 MB, held until its end
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    held = [torch.ones(2_000_000) for _ in range(30)]
+    del held
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+torch.set_num_threads(1)
+step(), step()
+left_alone = resident_mb()
+kept = allocator.keep_freed()
+step()
+faults, resident = step(), resident_mb()
+allocator.give_back()
+print(json.dumps([kept, faults, resident - left_alone, resident - resident_mb()]))
+"""
+
+
+def measured(**environment: str) -> list:
+    done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True,
+                          env={**os.environ, **environment})
+    return json.loads(done.stdout)
+
+
+@pytest.mark.skipif(not GLIBC, reason="another C library's allocator")
+def test_a_step_takes_the_memory_that_the_one_before_has_freed():
+    kept, faults, kept_mb, given_back_mb = measured()
+
+    assert kept
+    assert faults < 100  # of 58,600 pages
+    assert kept_mb > 100
+    assert given_back_mb > 100
+
+
+def test_settings_of_the_users_stay():
+    assert measured(MALLOC_TRIM_THRESHOLD_="100000000")[0] is False
+    assert not allocator.keep_freed({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"})
+
+
+def test_another_library_is_left_alone(monkeypatch):
+    monkeypatch.setattr(sys, "platform", "darwin")
+
+    assert not allocator.keep_freed({})
+    allocator.give_back({})
