@@ -37,7 +37,7 @@ LAYERS = {
     # What the configuration sets.
     4: "budget cli compile_cache data.feed failure health optim pictures precision restore resume "
        "schedules storable tasks.images tasks.photos wandb_sink watchdog",
-    5: "checkpoint data.lanes prepare step",
+    5: "checkpoint data.lanes prepare rereading step",
     6: "alike blame canonical data.stream evaluate hidden testing",
     7: "metrics",
     8: "card console level parts",

@@ -146,6 +146,13 @@ def build(
             raise ConfigError(f"--optim.weight-decay {config.weight_decay}: {config.name} has no "
                               "weight decay; leave it out.")
         made, decay = [{k: v for k, v in g.items() if k != "weight_decay"} for g in made], {}
+    step = inspect.signature(cls.step) if isinstance(cls, type) and hasattr(cls, "step") else None
+    needed = [p for p in list(step.parameters.values())[1:] if p.default is p.empty and
+              p.kind is p.POSITIONAL_OR_KEYWORD] if step is not None else []
+    if needed:
+        raise ConfigError(f"--optim.name {config.name}: its step() wants {needed[0].name}, by "
+                          "which it computes the loss several times an update, and here that is "
+                          "done once; take one that works without, such as adamw.")
     try:
         optimizer = cls(made, lr=config.lr, **decay)
     except (TypeError, ValueError) as error:
@@ -155,12 +162,6 @@ def build(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"--optim.name {config.name}: it is no torch.optim.Optimizer, and what "
                           "it keeps couldn't be saved; derive it from that class.")
-    needed = [p for p in inspect.signature(optimizer.step).parameters.values()
-              if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if needed:
-        raise ConfigError(f"--optim.name {config.name}: its step() wants {needed[0].name}, and "
-                          "here each step computes loss and gradients once; take one that works "
-                          "without.")
     return optimizer
 
 

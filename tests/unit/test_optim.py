@@ -150,7 +150,7 @@ class Wrapped:
     (f"{__name__}:Closure", "its step() wants closure"),
     (f"{__name__}:Wrapped", "it is no torch.optim.Optimizer"),
     ("torch.optim:Muon", "Muon only supports 2D parameters"),
-    ("torch.optim:LBFGS", "unexpected keyword argument 'weight_decay'"),
+    ("torch.optim:LBFGS", "its step() wants closure, by which it computes the loss several"),
 ])  # fmt: skip
 def test_an_optimizer_that_cannot_be_used_is_refused(name, told):
     with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:
