@@ -63,7 +63,8 @@ EMPTY = ("that was a micro-batch of 0 samples, which a rank computes where the r
          "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)")
 """The note of an exception in the loss of an empty micro-batch: what it means, and what helps."""
 
-_DOUBLE = re.compile(r"same dtype, but got Double and Float|\(double\) and (bias|weight) type \(float\)")
+_DOUBLE = re.compile(r"same dtype, but got Double and Float|"
+                     r"\(double\) and (bias|weight) type \(float\)")
 _DOUBLE_HELPS = ("numbers of float64, numpy's default, meet weights of float32: make the samples "
                  "float32 in dataset() or collate()")
 

@@ -18,17 +18,19 @@ from trainer.confusion import confusion, macro
 
 
 class Net(nn.Module):
-    """Two layers with a norm between them; `drift` makes no output like the one before."""
+    """Two layers with a norm between them; `drift` makes no output like the one before,
+    `noise` draws."""
 
-    def __init__(self, drift: float = 0.0) -> None:
+    def __init__(self, drift: float = 0.0, noise: float = 0.0) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU())
         self.head = nn.Linear(16, 3)
-        self.drift, self.calls = drift, 0
+        self.drift, self.noise, self.calls = drift, noise, 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += self.drift > 0
-        return self.head(self.body(x)) + self.drift * self.calls
+        x = self.head(self.body(x)) + self.drift * self.calls
+        return x + self.noise * torch.randn_like(x) if self.noise else x
 
 
 def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -42,9 +44,10 @@ class Small:
     """Which of the first three of six numbers is the largest."""
 
     drift: float = 0.0
+    noise: float = 0.0
 
     def model(self) -> nn.Module:
-        return Net(self.drift)
+        return Net(self.drift, self.noise)
 
     def dataset(self, split: str) -> TensorDataset:
         count, seed = {"train": (96, 0), "validation": (50, 1), "test": (30, 2),

@@ -270,6 +270,11 @@ def test_exported_weights_and_program_compute_what_the_run_does(run, tmp_path, c
         "export.json", "model.pt2", "model.safetensors"]
 
 
+def test_a_model_that_draws_is_compared_on_the_same_draws(run, tmp_path):
+    assert not main(["export", str(run), f"--to={tmp_path}/out", "--task.noise=0.5",
+                     "--format=safetensors", "--format=program"])
+
+
 def test_a_model_that_computes_something_else_once_it_is_read_back_is_not_kept(
         run, tmp_path, capsys):
     code = main(["export", str(run), f"--to={tmp_path}/out", "--task.drift=0.5"])

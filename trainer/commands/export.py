@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer import folder, tensorfile
+from trainer import folder, rng, tensorfile
 from trainer.cli import task_path
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
@@ -98,7 +98,7 @@ def _example(reader: Reader) -> Call:
         with torch.no_grad():
             call = first_call(reader.model, reader.task.loss, batch)
             # Once more, as it will be compared: without what the loss may do around it.
-            return Call(call.args, call.kwargs, reader.model(*call.args, **call.kwargs))
+            return Call(call.args, call.kwargs, _output(reader.model, call))
     raise ConfigError("--task: there are no data to compare an exported model on.")
 
 
@@ -107,8 +107,14 @@ def _write_safetensors(reader: Reader, call: Call, path: Path) -> tuple[Any, dic
     folder.replace_bytes(path, tensorfile.chunks(weights))
     model = reader.fresh_model()
     load(model, tensorfile.load(path), str(path))
+    return _output(model, call), {}
+
+
+def _output(model: Callable[..., Any], call: Call) -> Any:
+    """What a model gives, from the same keys each time: it may draw, as a variational one does."""
+    rng.key_generators(0, rng.EVALUATE)
     with torch.no_grad():
-        return model(*call.args, **call.kwargs), {}
+        return model(*call.args, **call.kwargs)
 
 
 def _write_program(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
@@ -134,7 +140,7 @@ def _write_program(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[st
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.export.save(program, path)
-        return torch.export.load(path).module()(*args, **kwargs), notes
+        return _output(torch.export.load(path).module(), call), notes
 
 
 def _exported(
