@@ -276,7 +276,7 @@ REFUSED = {
         "__init__": lambda self, x: None})}, "--task Odd: "),
     "too large a batch": (
         {"batch": Batch(global_size=128, micro_size=8)}, "--batch.global-size 128: the training"),
-    "no such device": ({"device": "tpu"}, "--device tpu: there is no such device"),
+    "no such device": ({"device": "tpu"}, "(device='tpu'): 'auto' or 'cpu' or 'cuda' or 'mps' is"),
     "a sink that isn't there": (
         {"log": trainer.config.Logging(sinks=("small_task:Sink",))}, "--log.sinks small_task:Sink"),
 }  # fmt: skip

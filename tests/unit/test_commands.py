@@ -271,7 +271,7 @@ def test_exported_weights_and_program_compute_what_the_run_does(run, tmp_path, c
 
 
 def test_a_model_that_draws_is_compared_on_the_same_draws(run, tmp_path):
-    assert not main(["export", str(run), f"--to={tmp_path}/out", "--task.noise=0.5",
+    assert not main(["export", str(run), f"--to={tmp_path}/out", "--task.drift=-0.5",
                      "--format=safetensors", "--format=program"])
 
 

@@ -10,13 +10,14 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer import cli
 from trainer.__main__ import COMMANDS
-from trainer.config import Batch, Checkpoint, Config, Optim
+from trainer.config import Batch, Checkpoint, Config, Data, Optim
 from trainer.errors import ConfigError
 from trainer.length import Length
 from trainer.resume import settings as plain
@@ -527,3 +528,26 @@ def test_what_belongs_to_a_recipes_schedule_goes_with_it(tmp_path):
 def test_a_least_rate_that_the_schedule_does_not_use_is_refused():
     assert refusal("--schedule.name=constant", "--schedule.min-ratio=0").startswith(
         "--schedule.min-ratio 0.0: --schedule.name constant doesn't use it, only cosine and linear")
+
+
+@pytest.mark.parametrize(("make", "told"), [
+    (lambda: Optim(nesterov=True), "Optim(nesterov=True): 'on' or 'off' is wanted"),
+    (lambda: Data(shuffle="yes"), "Data(shuffle='yes'): 'on' or 'off' is wanted"),
+    (lambda: Data(workers="two"), "Data(workers='two'): a whole number or 'auto' is wanted"),
+    (lambda: Optim(lr="0.1"), "Optim(lr='0.1'): a number is wanted"),
+    (lambda: Optim(betas=(0.9,)), "Optim(betas=(0.9,)): a tuple of 2 numbers is wanted"),
+    (lambda: Batch(global_size=64.0), "Batch(global_size=64.0): a whole number is wanted"),
+    (lambda: Checkpoint(every=10), "Checkpoint(every=10): a trainer.length.Length, such as "
+                                   "Length.parse('10'), is wanted"),
+    (lambda: Config(freeze="*"), "Config(freeze='*'): a tuple of texts, such as ('body.*',), is"),
+    (lambda: Config(optim={"lr": 1}), "a trainer.config.Optim(…) is wanted"),
+])  # fmt: skip
+def test_a_value_of_another_type_is_refused_where_it_is_given_in_python(make, told):
+    with pytest.raises(ConfigError) as caught:
+        make()
+
+    assert told in str(caught.value)
+
+
+def test_numbers_paths_and_lists_that_serve_are_taken():
+    Config(optim=Optim(lr=1), run=Path("runs/x"), freeze=["*"], seed=np.int64(3))
