@@ -283,7 +283,8 @@ REFUSED = {
 
 
 def refusals(run: str) -> list[str]:
-    return [told(trainer.train, config(run, **more)) for more, _ in REFUSED.values()]
+    return [told(lambda more=more: trainer.train(config(run, **more)))
+            for more, _ in REFUSED.values()]
 
 
 def test_a_refusal_is_one_config_error_and_starts_nothing(ranks, tmp_path):
