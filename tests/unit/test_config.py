@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from trainer import cli
 from trainer.__main__ import COMMANDS
+from trainer.card import doubts
 from trainer.config import Batch, Checkpoint, Config, Data, Optim
 from trainer.errors import ConfigError
 from trainer.length import Length
@@ -551,3 +552,11 @@ def test_a_value_of_another_type_is_refused_where_it_is_given_in_python(make, to
 
 def test_numbers_paths_and_lists_that_serve_are_taken():
     Config(optim=Optim(lr=1), run=Path("runs/x"), freeze=["*"], seed=np.int64(3))
+
+
+def test_a_warm_up_that_outlasts_the_run_is_told():
+    config = cli.parse(["--schedule.warmup", "3ep"])
+
+    assert doubts(config, (), epoch=4, total=12) == []
+    (told,) = doubts(config, (), epoch=4, total=6)
+    assert "the run has 6 steps and the warm-up 12, so the rate ends at 50% of --optim.lr" in told
