@@ -30,6 +30,9 @@ KILL_S = 1.0
 TRAINERS_OWN = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
 """Exit codes that mean what they say where the trainer gives them, and only there."""
 
+AT_ONCE = 64
+"""Ranks that the fork server is asked for in one message, of which it reads `PACKET_BYTES`."""
+
 SERVER_LOOKS, LOOK_S = 4, 0.5
 """A fork server that is found stopped so many times, while something waits for it, is continued."""
 
@@ -134,10 +137,12 @@ class Ranks:
             {"local_rank": local_rank, "env": env, "tagged": env["RANK"] != "0"}
             for local_rank, env in envs.items()
         ]
-        with contextlib.suppress(OSError):  # the server has died: `_poll` will find that
-            forkserver.send(self._control, {"fork": order})
-        while self._starting:
-            self._poll(LOOK_S)
+        for first in range(0, len(order), AT_ONCE):
+            asked = order[first : first + AT_ONCE]
+            with contextlib.suppress(OSError):  # the server has died: `_poll` will find that
+                forkserver.send(self._control, {"fork": asked})
+            while any(rank["local_rank"] in self._starting for rank in asked):
+                self._poll(LOOK_S)
         return self._pids
 
     def wait(self, timeout_s: float) -> list[Exit]:

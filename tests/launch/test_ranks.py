@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -56,6 +57,35 @@ def check_ends(ranks: Ranks, server: socket.socket, num_ranks: int) -> None:
 
     assert [(end.rank, end.code) for end in exits] == [(rank, rank) for rank in range(num_ranks)]
     assert ranks.living == []
+
+
+def test_more_ranks_than_one_message_can_ask_for_are_started() -> None:
+    environment = {"TRAINER_LAUNCH_PHASES": "x" * 600}  # as long as the agent's is
+
+    def fork_all(server: socket.socket) -> None:
+        started = 0
+        with server:  # a server that fails is gone
+            while started < 300:
+                message, _ = forkserver.receive(server)
+                for rank in message["fork"]:
+                    ours, theirs = socket.socketpair()
+                    pidfd = os.pidfd_open(os.getpid())
+                    told = {"started": rank["local_rank"], "pid": 10**6 + rank["local_rank"]}
+                    forkserver.send(server, told, [pidfd, ours.fileno()])
+                    os.close(pidfd)
+                    ours.close()
+                    theirs.close()
+                    started += 1
+
+    with served() as (ranks, server):
+        thread = threading.Thread(target=fork_all, args=(server,))
+        thread.start()
+        pids = ranks.start({rank: {"RANK": str(rank), **environment} for rank in range(300)})
+        thread.join()
+        living = ranks.living
+
+    assert pids == {rank: 10**6 + rank for rank in range(300)}
+    assert living == list(range(300))
 
 
 def test_only_a_rank_that_stays_stopped_is_killed() -> None:
