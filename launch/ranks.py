@@ -186,7 +186,9 @@ class Ranks:
         self.signal(signal.SIGKILL)
         deadline_s = time.monotonic() + KILL_S
         for rank in list(self._living.values()):
-            select.select([rank.pidfd], [], [], max(0.0, deadline_s - time.monotonic()))
+            end = select.poll()  # of many ranks the descriptors are beyond what `select` takes
+            end.register(rank.pidfd, select.POLLIN)
+            end.poll(1000 * max(0.0, deadline_s - time.monotonic()))
         self._output.finish(KILL_S)
         os._exit(EXIT_FAILURE)
 
@@ -301,7 +303,7 @@ class Ranks:
         self._exits.append(end)
 
     def _lose_server(self) -> None:
-        """The server was killed: nobody will tell how its ranks end, only that they do."""
+        """The server has died: nobody will tell how its ranks end, only that they do."""
         self._forget(self._control.fileno())
         self._control.close()
         os.waitpid(self._server_pid, 0)
