@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
+from trainer.adamw import AdamW
 from trainer.diagnosis import diagnose, lost_peer
 
 WORDS = "Connection reset by peer"
@@ -29,3 +31,21 @@ def test_gloos_words_in_the_users_own_raise_are_no_echo_unless_it_handles_one():
 ])
 def test_a_library_for_which_memory_is_short_is_no_code_that_can_not_be_imported(text, is_import):
     assert diagnose(raised(ImportError(text))).is_import == is_import
+
+
+@pytest.mark.parametrize("made", [0, 1])
+def test_a_failed_update_is_told_as_one(made, monkeypatch):
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = AdamW([weight], lr=0.1)
+    weight.grad = torch.ones(3)
+    for _ in range(made):  # the first is made by torch's own step, further ones by ours
+        optimizer.step()
+
+    def fail(*_, **__):
+        raise RuntimeError("CUDA error")
+
+    monkeypatch.setattr(torch, "_fused_adamw_", fail)
+    with pytest.raises(RuntimeError) as caught:
+        optimizer.step()
+
+    assert diagnose(caught.value).phase == "optimizer"
