@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Literal
 
 from trainer.leaf import OnOff, Typed, check, leaf
 from trainer.length import Length
+from trainer.limits import LONGEST_S
 
 HINTS = (
     "first-loss", "flat-loss", "rising-norm", "clipped-steps", "small-batchnorm", "odd-sizes",
@@ -16,9 +18,6 @@ HINTS = (
 )  # fmt: skip
 """What can be hinted at, each with a row in docs/hints.md."""
 
-
-LONGEST_S = 1e9
-"""What a process group can wait for."""
 MOST_THREADS = 1024
 """More than the cores of any host; with tens of thousands a process can't start."""
 
@@ -69,7 +68,8 @@ class Stop(Typed):
     """Seconds from the signal on within which the state is saved and the run has ended."""
 
     def __post_init__(self) -> None:
-        check(self.grace_s > 0, "stop.grace-s", self.grace_s, "use more than 0.")
+        check(0 < self.grace_s <= LONGEST_S or self.grace_s == math.inf, "stop.grace-s",
+              self.grace_s, f"use more than 0, and {LONGEST_S:.0e} at most, or inf.")
 
 
 @dataclass(frozen=True, kw_only=True)

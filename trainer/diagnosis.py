@@ -29,6 +29,7 @@ _PLACES = (
     (os.path.join("torch", "_tensor.py"), "backward", "backward"),
     (os.path.join("trainer", "parallel.py"), "forward", "forward"),
     (os.path.join("torch", "optim", ""), "", "optimizer"),
+    (os.path.join("trainer", "adamw.py"), "", "optimizer"),
 )
 """Part of a file's path, function ("": any), and the phase that a frame there tells."""
 

@@ -298,6 +298,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(argv, parts):
     ("eval.batch-size", "0", "use auto, 1 or more"),
     ("eval.best", "val_loss", "write NAME:max or NAME:min, such as val_loss:min"),
     ("stop.grace-s", "0.0", "use more than 0"),
+    ("stop.grace-s", "10000000000.0", "use more than 0, and 1e+09 at most, or inf"),
     ("steps", "0", "use 1 or more"),
     ("epochs", "0", "use 1 or more"),
     ("seed", "-1", "use a number from 0 to 2^63 - 1"),
