@@ -49,6 +49,7 @@ def _launch(options: Options, stop: StopRequest) -> int:
     if options.rdzv_endpoint is not None:
         # Its warnings about addresses without a name would come with each connection.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    stop.at_once = True  # a server that still imports ends with this process
     # Imported once, then forked: two imports side by side take more than twice as long.
     import torch  # noqa: F401
 
@@ -65,6 +66,7 @@ def _launch(options: Options, stop: StopRequest) -> int:
         from launch.nodes import NodesRendezvous
         from launch.rendezvous import LoopbackRendezvous
 
+        stop.at_once = False
         if (code := ranks.wait_ready(until_stop=True)) is not None:
             return code
         if stop.signal is not None:

@@ -8,6 +8,8 @@ import signal
 from collections.abc import Callable
 from types import FrameType
 
+from trainer.errors import EXIT_STOPPED
+
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """One of these, to the launcher or to a rank, asks the run to save and stop."""
 
@@ -22,6 +24,9 @@ class StopRequest:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.on_insist: Callable[[], None] = lambda: os._exit(1)
+        self.at_once = False
+        """Whether nothing is under way that would have to be stopped: the first signal ends the
+        process, also amid an import."""
         self.wakeup_fd = -1
         self._num_interrupts = 0
 
@@ -42,6 +47,8 @@ class StopRequest:
             os.read(self.wakeup_fd, 4096)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.at_once:
+            os._exit(EXIT_STOPPED)
         if self.signal is None:
             self.signal = signal.Signals(number)
         self._num_interrupts += number == signal.SIGINT

@@ -24,11 +24,11 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
     0: "errors adamw allocator append communication confusion diagnosis drawing durable handshake "
-       "hang job length network packing pipe processes rng snapshot stop progress tensorfile "
+       "hang length network packing pipe processes rng snapshot stop progress tensorfile "
        "data tasks commands recipes",
     # One thing each on top of that.
     1: "anomaly attempts attributes buffers device ema flags given graph groups heartbeats leaf "
-       "limits lock log manifest memory orders pairing pretrained pulse recompute stacks timing "
+       "job limits lock log manifest memory orders pairing pretrained pulse recompute stacks timing "
        "data.augment data.bad data.batch data.sampler",
     2: "config_run config_training data.reading faults hints losses pace reduced sinks state store "
        "task tasks.gpt tree waiting world",

@@ -16,29 +16,34 @@ from trainer.step import Step
 from trainer.world import World
 
 SHOWN = 8
+SQUARED = math.sqrt(torch.finfo(torch.float32).max)
+"""What is larger has no finite square."""
 
 
 def find_causes(step: Step, window: Sequence[Micro], world: World) -> list[dict[str, Any]]:
     """Collective. The micro-batches that made the last step bad: those whose loss wasn't finite,
-    or, if all were, those whose gradients aren't when they are computed once more.
+    or, if all were, those whose gradients, or what they leave in buffers, aren't when they are
+    computed once more.
 
     Args:
         window: what this rank has read for the step, on the host.
 
     Returns:
         Of each, from all ranks: "rank", "micro_batch", "samples" (their indices), "loss" (as text,
-        since it may be no number of JSON), "input" (those samples whose own values aren't finite).
+        since it may be no number of JSON), "input" (those samples whose own values aren't finite;
+        have no finite square, where "buffers" names those that the forward has spoilt).
         Empty if the same computation is finite now: then the hardware is to blame, or a drill.
     """
     losses = [float(total) for total in step.objective.tally.totals]
-    bad = [i for i, loss in enumerate(losses) if not math.isfinite(loss)]
+    bad: dict[int, list[str]] = {
+        i: [] for i, loss in enumerate(losses) if not math.isfinite(loss)}
     if not any(world.gather_json(bool(bad))):
-        bad = _with_bad_gradients(step, window)
+        bad = _computed_again(step, window)
     mine = [
         {"rank": world.rank, "micro_batch": window[i].slot.number,
          "samples": list(window[i].slot.indices), "loss": str(losses[i]),
-         "input": _not_finite(window[i])}
-        for i in bad
+         "input": _beyond(window[i], SQUARED if buffers else math.inf), "buffers": buffers}
+        for i, buffers in bad.items()
     ]  # fmt: skip
     causes = [cause for causes in world.gather_json(mine) for cause in causes]
     # Synchronised batch norm carries a sick input to all ranks: then the others are echoes.
@@ -60,28 +65,35 @@ def told(fault: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str]
     for cause in causes[:SHOWN]:
         place = (f"micro-batch {cause['micro_batch']} (samples {_listed(cause['samples'])})"
                  if cause["samples"] else "an empty micro-batch: the loss of 0 samples has to be 0")
-        what = ("the gradient isn't finite" if math.isfinite(float(cause["loss"]))
-                else f"loss {cause['loss']}")
+        what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"]))
+                else f"its forward leaves {_listed(cause['buffers'])} not finite"
+                if cause["buffers"] else "the gradient isn't finite")
         parts.append(f"{what} on rank {cause['rank']}, {place}")
         if cause["input"]:
-            parts.append(f"the input was already non-finite: samples {_listed(cause['input'])}")
+            parts.append(("values without a finite square" if cause["buffers"] else
+                          "the input was already non-finite")
+                         + f": samples {_listed(cause['input'])}")
     if not causes:
         parts.append("the same computation is finite now, so neither data nor weights are to blame")
     which = "all" if len(parameters) == trainable else str(len(parameters))
     some = "" if len(parameters) == trainable else f": {_listed(parameters)}"
-    parts.append(f"gradients not finite: {which} of {trainable} parameters{some}")
+    spoilt = any(cause["buffers"] for cause in causes)
+    if parameters:
+        parts.append(f"gradients not finite: {which} of {trainable} parameters{some}")
     if any(cause["input"] for cause in causes):
         parts.append("mend these samples, or make the data set leave them out")
+    elif spoilt:
+        parts.append("look for values in these samples that are far too large")
     elif causes:
         parts.append("try a lower --optim.lr or --clip.norm, --precision.dtype fp32, and a loss "
                      "that is defined everywhere (log of 0, sqrt at 0, division by 0)")
     return "; ".join(parts)
 
 
-def _with_bad_gradients(step: Step, window: Sequence[Micro]) -> list[int]:
-    """Which micro-batches give non-finite gradients by themselves. Every rank computes all of its
-    own, so that collectives within a forward pair up."""
-    parameters, bad = step.parameters, []
+def _computed_again(step: Step, window: Sequence[Micro]) -> dict[int, list[str]]:
+    """Which micro-batches give non-finite gradients or buffers by themselves, with the names of
+    the latter. Every rank computes all of its own, so that collectives within a forward pair up."""
+    parameters, bad = step.parameters, {}
     step.buffers.keep()
     try:
         for i, micro in enumerate(window):
@@ -90,22 +102,24 @@ def _with_bad_gradients(step: Step, window: Sequence[Micro]) -> list[int]:
             slot = dataclasses.replace(micro.slot, last=False)
             step.forward_backward(Micro(slot, batch), rehearsal=True)
             gradients = [p.grad for p in parameters if p.grad is not None]
-            if not all(bool(torch.isfinite(gradient).all()) for gradient in gradients):
-                bad.append(i)
+            buffers = step.buffers.spoilt_names()
+            if buffers or not all(bool(torch.isfinite(g).all()) for g in gradients):
+                bad[i] = buffers
+            step.buffers.put_back()
     finally:  # a peer may die meanwhile, and this boundary be saved
         step.buffers.put_back()
         step.objective.forget()
     return bad
 
 
-def _not_finite(micro: Micro) -> list[int]:
-    """The samples that have a value in the batch that isn't finite."""
+def _beyond(micro: Micro, limit: float) -> list[int]:
+    """The samples that have a value in the batch that isn't below the limit."""
     indices = micro.slot.indices
     found = set()
     for tensor in batches.tensors(micro.batch):
         per_sample = tensor.dim() > 0 and len(tensor) == len(indices) > 0
         if tensor.is_floating_point() and per_sample:
-            fine = torch.isfinite(tensor.reshape(len(tensor), -1)).all(1)
+            fine = (tensor.reshape(len(tensor), -1).abs() < limit).all(1)
             found |= {indices[i] for i in (~fine).nonzero().flatten().tolist()}
     return sorted(found)
 

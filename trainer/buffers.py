@@ -28,6 +28,7 @@ class Buffers:
                 self._homes.append(buffer)
                 self._names.append(f"{path}.{name}" if path else name)
                 self._persistent.append(name not in module._non_persistent_buffers_set)
+        self._watched: list[tuple[str, dict[str, Any], str, Tensor]] = []
         self._strayed = False
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
@@ -85,6 +86,36 @@ class Buffers:
             else:  # a cache that has grown
                 self._homes[place] = found
                 self._measure()
+
+    def watch(self) -> None:
+        """From now on `spoilt` looks at those that have moved since `keep`, and were finite then:
+        a mask of infinities stays out of it."""
+        kept = {id(b): k for b, k in self.pairs()}
+        self._watched = [
+            (name, *place, home)
+            for name, place, home in zip(self._names, self._places, self._homes, strict=True)
+            if home is not None and id(home) in kept and home.is_floating_point()
+            and bool((home != kept[id(home)]).any())
+            and bool(torch.isfinite(kept[id(home)]).all())
+        ]  # fmt: skip
+
+    def spoilt(self) -> Tensor | None:
+        """NaN if one of those isn't finite any more, which no loss in training tells, otherwise 0:
+        on their device. None where there are none."""
+        if not self._watched:
+            return None
+        found = [t.detach().flatten() if t.dim() != 1 else t for t in self._standing()]
+        return (torch.cat(found) * 0).sum()
+
+    def spoilt_names(self) -> list[str]:
+        """Those of them that aren't finite."""
+        return [name for (name, *_), tensor in zip(self._watched, self._standing(), strict=True)
+                if not bool(torch.isfinite(tensor).all())]
+
+    def _standing(self) -> list[Tensor]:
+        """The watched ones as they stand in their places; whatever else is there comes home."""
+        found = [(owner.get(key), home) for _, owner, key, home in self._watched]
+        return [t if isinstance(t, Tensor) and t.is_floating_point() else home for t, home in found]
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Each buffer with its copy."""

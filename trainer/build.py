@@ -70,7 +70,8 @@ def build(
             is resumed, on any rank: all raise, before anything is changed.
     """
     log.phase = "build"
-    path = Path(config.run or f"runs/{cli.DEFAULT_RECIPE}").absolute()  # a task may call chdir
+    path, named, init = (Path(p or "").absolute() for p in (  # a task may call chdir
+        config.run or f"runs/{cli.DEFAULT_RECIPE}", config.resume, config.init))
     work = _agreed(world, partial(prepare, config, world))
     alike.check_data(work, world)
     identity = folder.look(path, world, log, resume=config.resume)
@@ -120,7 +121,7 @@ def build(
         on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
         sync=metrics.sync, rest=pulse.rest,
     )  # fmt: skip
-    found = _find(config, checkpoint.store, identity.run, world, log)
+    found = _find(config, named, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()
     if found is not None:
         then = found.facts["circumstances"]
@@ -133,9 +134,8 @@ def build(
         inexact.extend(verdict.reasons)
         state.progress.load_state_dict(found.facts["progress"])
     elif config.init is not None:
-        strict = config.init_strict == "on"
         work.card["init"] = _agreed(world, partial(
-            pretrained.begin_with, work.model, Path(config.init), strict=strict))
+            pretrained.begin_with, work.model, init, strict=config.init_strict == "on"))
     if found is None:
         alike.check_weights(work, world, log)
         if world.is_main:
@@ -286,12 +286,14 @@ def _tell_origin(log: Log, slot: Slot, origin: anomaly.Origin) -> None:
     log.warning(f"step {slot.step}, micro-batch {slot.number}: a NaN is made by {origin}")
 
 
-def _find(config: Config[Any], store: Store, run: str, world: World, log: Log) -> Found | None:
+def _find(
+    config: Config[Any], named: Path, store: Store, run: str, world: World, log: Log
+) -> Found | None:
     # After a restart the newest of this run wins over the PATH on the command line.
     found = find(store, world, run)
     if config.resume not in ("auto", "never"):
         if found is None:
-            found = find_at(Path(config.resume), world)
+            found = find_at(named, world)
         else:
             log.info(f"--resume {config.resume} isn't used: the run has a checkpoint of its own")
     if found is not None:
@@ -340,9 +342,7 @@ def evaluation_batch(config: Config[Any]) -> int:
     return 2 * config.batch.micro_size if size == "auto" else size
 
 
-def _determinism(
-    config: Config[Any], world: World, verdict: resume.Verdict
-) -> tuple[str, str]:
+def _determinism(config: Config[Any], world: World, verdict: resume.Verdict) -> tuple[str, str]:
     if config.numerics.deterministic == "off" and world.device.type != "cpu":
         return "equivalent", "--numerics.deterministic is off"
     if world.device.type == "mps":

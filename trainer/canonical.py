@@ -293,8 +293,10 @@ class Reduction:
             parameter.grad = gradient if had is None or had[i] else None
         sums = numbered[:, : self._sums].sum(0)
         sums[WISHED] = every[:, WISHED].sum(0)  # those that ride in an empty micro-batch too
-        self._objective.swap_sums(sums.tolist() if self._on_host else sums)
         self.statistics.fold(numbered[:, self._width :])
+        if (spoilt := self._buffers.spoilt()) is not None:
+            sums[0] += spoilt  # also by a micro-batch before the last
+        self._objective.swap_sums(sums.tolist() if self._on_host else sums)
 
     def _add_up(self) -> int:
         """Collective. The sums of this rank's slice; then the slices of all."""

@@ -66,7 +66,7 @@ class Checkpointer:
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
         self._job: Job | None = None
-        self._saved = (-1, -1)  # step, and the last validated step that it holds
+        self._saved, self._kind = (-1, -1), ""  # step, and the last validated step that it holds
         self._known = self._saved  # the save that all ranks know to be whole
         self._healthy = -1  # the newest save that no bad step came directly before
         self._held: Job | None = None  # the best weights, on every rank, until they are on disk
@@ -127,8 +127,12 @@ class Checkpointer:
         if boundary == self._saved:
             return
         self.finish_pending()
-        self._saved = boundary
+        self._saved, self._kind = boundary, kind
         self._state.share()
+        self._begin(kind)
+
+    def _begin(self, kind: str) -> None:
+        """Copy this boundary's state and have it written, after best weights that still wait."""
         best, keeps = kind == "best", self._world.keeps_folder
         if keeps and self._held is not None and not best:
             # Best weights whose save has failed; their copy is what the next one would overwrite.
@@ -138,7 +142,7 @@ class Checkpointer:
                 return
         if keeps or best:
             live = self._state.tensors()
-            later = self._still(live) if self.overlap and keeps else ()
+            later = self._state.still(live) if self.overlap and keeps else ()
             job = self._take(kind, self._snapshot.take(live, later=later))
             if best:
                 self._held = job  # a survivor must be able to write what the state calls the best
@@ -146,16 +150,23 @@ class Checkpointer:
                 self._submit(job)
 
     def settle(self) -> None:
-        """Collective. Wait until the last save is durable.
+        """Collective. Wait until the last save is durable. One that has failed is tried once more:
+        the state is still that one.
 
         Raises:
             OSError, RuntimeError: it couldn't be written; on all ranks.
         """
-        error = None
-        try:
-            self.finish_pending(must=True)
-        except Exception as problem:
-            error = problem
+        error: Exception | None = None
+        for again in (False, True):
+            try:
+                if again:
+                    self._begin(self._kind)
+                self.finish_pending(must=True)
+                error = None
+            except Exception as problem:
+                error = problem
+            if not (isinstance(error, OSError) and self._world.keeps_folder):
+                break
         self._world.agree(error)
         self.forget()
 
@@ -217,10 +228,10 @@ class Checkpointer:
         self.abandon()
         with contextlib.suppress(OSError):
             self._sync()  # of a folder that rank 0 doesn't keep, nobody says when it is durable
-        if self._held is not None and not self._is_saved(self._held.step):
+        if self._held is not None and not self.store.holds(self._held.step, self.generation):
             self._write_alone(self._held)
         step = self._state.progress.step
-        if self._is_saved(step):
+        if self.store.holds(step, self.generation):
             return None
         tensors = self._state.tensors()
         if kept:
@@ -234,22 +245,8 @@ class Checkpointer:
         with self.store.stage(
             job.step, generation=self.generation, wait_s=SURVIVORS_WAIT * self._world.launch.grace_s
         ) as stage:
-            if not self._is_saved(job.step):
+            if not self.store.holds(job.step, self.generation):
                 self._fill(stage, job)
-
-    def _is_saved(self, step: int) -> bool:
-        """Whether this step, of this generation, is whole on disk."""
-        try:
-            info = self.store.verify(step)
-        except CheckpointDamaged:
-            return False
-        return info.generation == self.generation
-
-    def _still(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
-        """Addresses of the tensors that only an update moves: all but buffers."""
-        parameters = {p.data_ptr() for p in self._state.model.parameters()}
-        others = [t for name in tensors if name != MODEL for t in tensors[name].values()]
-        return parameters | {t.data_ptr() for t in others}
 
     def _take(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> Job:
         """What a checkpoint of this step boundary is to hold."""

@@ -18,7 +18,7 @@ MOST_CHARS = 400
 _OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _LAUNCH = os.path.join(os.path.dirname(_OURS[:-1]), "launch") + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
-_FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
+_FRAME = re.compile(r'^[ |]*File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 _WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
 _DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _PLACES = (
@@ -91,7 +91,7 @@ class Diagnosis:
 
 def diagnose(error: BaseException) -> Diagnosis:
     """Understand an exception, also one that a loader worker has sent as text."""
-    text = _text(error)
+    text = text_of(error)
     kind, message, frames = type(error).__name__, text, _frames(error)
     phase = next(filter(None, map(_phase, frames)), None)
     kinds = {c.__name__ for e in _chain(error) for c in type(e).__mro__}
@@ -102,8 +102,9 @@ def diagnose(error: BaseException) -> Diagnosis:
         message = text[said[-1].end():] if said else text.strip().splitlines()[-1]
     elif (cause := _chain(error)[-1]) is not error:
         # Also of one in a loader worker, whose traceback comes as text.
-        told = _FRAME.findall(_text(cause))
-        frames = [(path, int(line), name) for path, line, name in told] or _frames(cause)
+        told = _FRAME.findall(text_of(cause))
+        frames = [(path, int(line), name) for path, line, name in told] or _frames(
+            cause) or frames
     kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
     handing_over = isinstance(error, ConnectionError | EOFError) and any(
         _DATALOADER in path for path, _, _ in frames)  # what a data set raises is a SampleError
@@ -132,11 +133,13 @@ def is_shortage(error: BaseException | None) -> bool:
 
     torch and the dynamic linker tell it in a RuntimeError or ImportError, by words alone.
     """
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_shortage, error.exceptions))
     if isinstance(error, OSError):
         return error.errno in _SHORT
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError | ImportError)
-        and _SHORT_WORDS.search(_text(error)) is not None)
+        and _SHORT_WORDS.search(text_of(error)) is not None)
 
 
 def remedy(error: BaseException) -> str:
@@ -148,11 +151,11 @@ def remedy(error: BaseException) -> str:
         if isinstance(seen, OSError | RuntimeError | ImportError):
             for shortage, words, helps in _LIMITS:
                 if (shortage if number else None) == number and (
-                        number or re.search(words, _text(seen), re.IGNORECASE)):
+                        number or re.search(words, text_of(seen), re.IGNORECASE)):
                     return helps
         if EMPTY in getattr(seen, "__notes__", ()):
             return EMPTY
-        if isinstance(seen, RuntimeError) and _DOUBLE.search(_text(seen)):
+        if isinstance(seen, RuntimeError) and _DOUBLE.search(text_of(seen)):
             return _DOUBLE_HELPS
         seen = seen.__cause__
     return ""
@@ -183,20 +186,30 @@ def remedies(memory: str, config: Any) -> list[str]:
     return told
 
 
-def _text(error: BaseException) -> str:
-    """What an exception says, also where its own code for that fails."""
+def text_of(error: BaseException) -> str:
+    """What an exception says, also where its own code for that fails; of a group what those in it
+    say, too."""
     try:
-        return str(error)
+        if not isinstance(error, BaseExceptionGroup):
+            return str(error)
+        inside = [": ".join(filter(None, (type(e).__name__, text_of(e)))) for e in error.exceptions]
+        return f"{error.message} ({'; '.join(inside)})"
     except Exception as problem:
         return f"(its text can't be had: {type(problem).__name__})"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error of ours and what is behind it, down to the user's own, which says what it means."""
+    """An error of ours and what is behind it, down to the user's own, which says what it means; of
+    a group, the first in it."""
     chain = [error]
-    while type(chain[-1]).__module__.startswith("trainer.") and chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    return chain
+    while True:
+        last = chain[-1]
+        if isinstance(last, BaseExceptionGroup):
+            chain.append(last.exceptions[0])
+        elif type(last).__module__.startswith("trainer.") and last.__cause__ is not None:
+            chain.append(last.__cause__)
+        else:
+            return chain
 
 
 def is_foreign(error: BaseException) -> bool:
@@ -218,7 +231,7 @@ def lost_peer(error: BaseException) -> bool:
              "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
              "application timeout caused")
     kinds = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError")
-    if type(error).__name__ not in kinds or (text := _text(error).lower()).startswith("rank "):
+    if type(error).__name__ not in kinds or (text := text_of(error).lower()).startswith("rank "):
         return False
     if not any(word in text for word in words):
         return False

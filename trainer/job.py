@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from trainer.errors import TrainerError
+
 
 @dataclass
 class Job:
@@ -27,4 +29,6 @@ class Job:
     @property
     def told(self) -> str:
         """What people are told of its failure."""
-        return f"step {self.step} was not saved: {self.error}"
+        kind = "" if isinstance(self.error, OSError | TrainerError) else type(self.error).__name__
+        why = ": ".join(filter(None, (kind, str(self.error))))
+        return f"step {self.step} was not saved: {why}"

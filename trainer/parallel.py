@@ -59,8 +59,7 @@ class Sums:
     @classmethod
     def nothing(cls) -> Sums:
         """Of a step in which nothing was computed."""
-        return cls(loss=0.0, count=0.0, samples=0, replaced=0, wishes=frozenset(),
-                   metrics={})
+        return cls(0.0, 0.0, samples=0, replaced=0, wishes=frozenset(), metrics={})
 
 
 class Tally:
@@ -96,10 +95,9 @@ class Tally:
             total, metrics = check_outcome(outcome)
             self._learn(tuple(metrics))
         if not total.requires_grad:
-            raise ConfigError(
-                "the task's loss has no graph: no trainable parameter led to Outcome.total. "
-                "Compute it from the model's output, without .detach(), .item() or no_grad()."
-            )
+            raise ConfigError("the task's loss has no graph: no trainable parameter led to "
+                              "Outcome.total. Compute it from the model's output, without "
+                              ".detach(), .item() or no_grad().")
         row: list[Any] = [total, outcome.count, samples, replaced]
         for pair in metrics.values():
             row += pair
@@ -111,9 +109,11 @@ class Tally:
         self._totals.append(row[0])
         return total
 
-    def wish(self, wishes: tuple[bool, ...]) -> None:
-        """What this rank wants to happen after the step."""
+    def wish(self, wishes: tuple[bool, ...], spoilt: Tensor | None = None) -> None:
+        """What this rank wants to happen after the step; `spoilt` is added to its loss."""
         self._wishes = wishes or _NO_WISHES
+        if spoilt is not None:
+            self._rows[-1][0] += spoilt.item() if self._on_host else spoilt
 
     def take(self) -> Vector:
         """The sums, those of `_FIXED` first, each on the host or the device; starts anew."""
@@ -186,9 +186,9 @@ class Objective(nn.Module):
         self.tally = Tally(on_host=device.type == "cpu")
         self.poisoned = False
         """Makes the next loss a NaN (fault injection)."""
-        self.ride = (
-            nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
-        )
+        self.spoilt: Callable[[], Tensor | None] = lambda: None
+        """NaN where the forwards have spoilt what no loss shows; asked for after a step's last."""
+        self.ride = nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
 
     def forward(
         self, batch: Any, samples: int, wishes: tuple[bool, ...] | None = None, replaced: int = 0
@@ -209,7 +209,7 @@ class Objective(nn.Module):
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         loss = self.tally.add(outcome, samples, replaced).float() * self._factor
         if wishes is not None:
-            self.tally.wish(wishes)
+            self.tally.wish(wishes, self.spoilt())
             if self.ride is not None:
                 sums = list(self.tally.take())
                 sums += [0.0] * (CAPACITY - len(sums))

@@ -100,6 +100,7 @@ def warm_up(
     step.communication.forget()
     loader.waited_s = 0.0
     step.moving = moving_buffers(step, world)
+    step.buffers.watch()
     if lost := forgotten_buffers(step):
         log.announce(f"the model's forward moves {_listed(lost)}, "
                      "and no checkpoint holds a buffer registered with persistent=False: if it "

@@ -172,6 +172,12 @@ class TrainState:
         trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
         return [n for n, t in tensors.items() if n in trainable and not _is_finite(t)]
 
+    def still(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
+        """Addresses of those of `tensors` that only an update moves: all but buffers."""
+        parameters = {p.data_ptr() for p in self.model.parameters()}
+        others = [t for name in tensors if name != MODEL for t in tensors[name].values()]
+        return parameters | {t.data_ptr() for t in others}
+
     def names(self) -> dict[Tensor, str]:
         """Parameter → its plain name."""
         return {p: n for n, p in self.model.named_parameters()}

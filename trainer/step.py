@@ -157,6 +157,7 @@ class Step:
         self.key = rng.mix(self.seed, rng.MICRO)
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
+        self.objective.spoilt = self.buffers.spoilt
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.communication = Communication(ranks=self.num_ranks,
                                            on_cuda=self.parameters[0].is_cuda)

@@ -131,6 +131,13 @@ class Store:
                 return self._verify(info.path, step)
         raise CheckpointDamaged(f"{_name(step)}: there is no such checkpoint in {self.folder}")
 
+    def holds(self, step: int, generation: int) -> bool:
+        """Whether the checkpoint of a step is there, whole, and of that generation."""
+        try:
+            return self.verify(step).generation == generation
+        except CheckpointDamaged:
+            return False
+
     def newest_valid(self) -> tuple[CheckpointInfo | None, list[str]]:
         """The newest whole checkpoint of this run, and why each newer one was skipped.
 

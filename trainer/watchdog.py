@@ -170,8 +170,8 @@ class Watchdog:
         step = self.in_flight()
         if step is not None:
             place, quiet_s = self._writing.look(self.pulse.writer, step, limit_s)
-            idle_s = now - place.at_s
-            if _is_over(saving_patience(limit_s), idle_s, quiet_s):
+            idle_s = now - max(place.at_s, self._resumed_s)
+            if _is_over(saving_patience(limit_s), idle_s, min(idle_s, quiet_s)):
                 return Report(phase=place.point, step=step, idle_s=round(idle_s, 1), waits=False,
                               over=True)  # fmt: skip
         idle_s = now - max(main.at_s, self._resumed_s)

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import scripted
 from launching import Launched, listening, wait_gone
 
 
@@ -43,6 +44,19 @@ def test_the_launcher_can_be_ended_while_the_trainer_is_imported(
 
         assert launch.end() == code
         assert wait_gone(launch.pids(), 1.0) == set()
+
+
+def test_the_launcher_can_be_ended_amid_its_own_imports(tmp_path: Path, monkeypatch) -> None:
+    stub, noted = tmp_path / "torch/__init__.py", tmp_path / "importing"
+    stub.parent.mkdir()
+    stub.write_text(f"import pathlib, time\npathlib.Path({str(noted)!r}).touch()\ntime.sleep(60)\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    with Launched(tmp_path / "run", {}) as launch:
+        scripted.wait_for(lambda: list(tmp_path.glob(noted.name)))
+
+        launch.process.send_signal(signal.SIGINT)
+
+        assert launch.end(timeout_s=5.0) == 75
 
 
 def test_one_ctrl_c_asks_each_rank_once(tmp_path: Path) -> None:

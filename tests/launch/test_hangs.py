@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -200,6 +201,29 @@ def test_a_rank_that_hangs_alone_saves_its_last_boundary(runs: dict[str, Run]) -
     assert inspect(run.folder)["attempts"][1]["start_step"] == 11
     runs["straight alone"].end()  # so what was saved had the buffers from before the forward
     assert list(differences(runs["straight alone"].folder, run.folder)) == []
+
+
+def test_a_process_that_goes_on_after_a_stop_amid_a_save_is_no_hang(tmp_path: Path) -> None:
+    # As a machine that was suspended: for longer than a save may do nothing.
+    command = [sys.executable, "-m", "trainer", "--task=tape_task:Tape", "--device=cpu",
+               "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160", "--steps=5",
+               "--data.workers=0", "--world.threads=1", "--watchdog.limit-s=1",
+               "--checkpoint.every=4", "--inject=slow:step=4:phase=save-mid:seconds=4",
+               f"--run={tmp_path / 'run'}"]  # fmt: skip
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
+    try:
+        events = tmp_path / "run/events.jsonl"
+        while not events.exists() or not any(e["event"] == "fault" for e in read_events(events)):
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        process.send_signal(signal.SIGCONT)
+
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
 
 
 @pytest.mark.long

@@ -100,6 +100,20 @@ def test_the_task_may_change_the_current_folder_and_lose_a_child(ranks, tmp_path
         assert not list(differences(tmp_path / "straight", tmp_path / how))
 
 
+@pytest.mark.parametrize("flag", ["resume", "init"])
+def test_a_path_that_is_named_is_where_it_was_when_the_rank_began(ranks, tmp_path, flag):
+    (tmp_path / "a/b").mkdir(parents=True)
+    task = ["--task.how=moved-early", f"--task.marks={tmp_path}/a/b"]
+    named = os.path.relpath(tmp_path / "before/checkpoints/step-00000005")
+    named += "/model.safetensors" * (flag == "init")
+    every = ["--checkpoint.every=5", "--checkpoint.keep=9"]
+    assert run(ranks, 1, tmp_path / "before", *task, *every)[0] == [0]
+
+    codes, [said] = run(ranks, 1, tmp_path / "run", *task, f"--{flag}={named}")
+
+    assert codes == [0], said
+
+
 def test_what_an_exception_after_the_update_leaves_is_not_saved(ranks, tmp_path):
     codes, _ = run(ranks, 1, tmp_path / "run", "--inject=raise:step=12:phase=step-end",
                    "--checkpoint.every=5")

@@ -65,9 +65,23 @@ def test_a_death_in_the_last_save_loses_no_step(ranks, tmp_path, phase):
 
 def test_a_stop_that_can_not_be_saved_is_a_failure_on_all_ranks(ranks, tmp_path):
     codes = die(ranks, 2, tmp_path / "run", "--steps=9", "--inject=term:step=4",
-                "--inject=enospc:step=4:phase=save-begin")
+                "--inject=enospc:step=4:phase=save-begin:always")
 
     assert codes == [1, 1]
+
+
+def test_the_save_of_a_stop_or_of_the_end_is_tried_once_more(ranks, tmp_path):
+    # Weights of step 5 that wait, the stop's own, and best ones of the last step.
+    arguments = ["--steps=9", "--eval.every=5", "--eval.best=val_loss:max", "--optim.lr=0.02",
+                 "--checkpoint.every=7"]
+    finish(ranks, 2, tmp_path / "straight", *arguments)
+    full = [f"--inject=enospc:step={step}:phase=save-begin" for step in (5, 6, 9)]
+    stop = "--inject=term:step=6"
+
+    assert die(ranks, 2, tmp_path / "run", *arguments, *full, stop) == [75, 75]
+    finish(ranks, 2, tmp_path / "run", *arguments, *full, stop)
+
+    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
 
 
 def test_a_validation_that_is_done_again_stands_once(ranks, tmp_path):

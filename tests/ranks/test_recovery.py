@@ -35,11 +35,14 @@ def state(folder: Path, step: int) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("way", "norm"), [("input", "batch"), ("input", "group"),
-                                           ("loss", "group"), ("gradient", "group")])
+                                           ("loss", "group"), ("gradient", "group"),
+                                           ("outlier", "batch"), ("outlier", "canonical")])
 def test_one_sick_sample_is_skipped_alike_whatever_the_number_of_ranks(ranks, tmp_path, way, norm):
     # Sample 44 is in step 6, in the third of its four micro-batches: rank 1's first of W = 2.
     sick = ["--task.first=44", "--task.end=45", f"--task.way={way}", "--steps=8",
             f"--task.norm={norm}"]
+    if norm == "canonical":
+        sick[-1:] = ["--task.norm=batch", "--parallel.reduction=canonical"]
     folders = {size: tmp_path / str(size) for size in (1, 2, 4)}
 
     for size, folder in folders.items():
@@ -51,8 +54,9 @@ def test_one_sick_sample_is_skipped_alike_whatever_the_number_of_ranks(ranks, tm
         (cause,) = event["causes"]
         assert (cause["rank"], cause["micro_batch"]) == (2 * size // 4, 2)
         assert cause["samples"] == [44, 45]
-        assert cause["input"] == ([44] if way == "input" else [])
-        assert event["parameters"]
+        assert cause["input"] == ([44] if way in ("input", "outlier") else [])
+        assert event["parameters"] or way == "outlier"
+        assert bool(cause["buffers"]) == (way == "outlier")
         assert all(torch.isfinite(t).all() for t in weights(folder, 8).values())
         if norm == "group":
             one = weights(folders[1], 8)

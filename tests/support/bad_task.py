@@ -20,7 +20,8 @@ class Bad(Indexed):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         if index in self.bad:
-            kinds = {kind.__name__: kind for kind in (ValueError, MemoryError, KeyboardInterrupt)}
+            kinds = {kind.__name__: kind for kind in (
+                ValueError, MemoryError, KeyboardInterrupt, SystemExit)}
             raise kinds[self.error](f"no picture in {index}")  # the user's line
         return super().__getitem__(index)
 
@@ -44,12 +45,14 @@ class BadTape(Tape):
     uncollatable: str = ""
     bad_validation: str = ""
     batched: bool = False
+    error: str = "ValueError"
 
     def dataset(self, split: str) -> Dataset | None:
         if split != "train":
             return (Bad(self.validation, self.width, numbers(self.bad_validation))
                     if self.validation else None)
-        return (BadAtOnce if self.batched else Bad)(self.samples, self.width, numbers(self.bad))
+        return (BadAtOnce if self.batched else Bad)(self.samples, self.width, numbers(self.bad),
+                                                    self.error)
 
     def collate(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         wrong = {sample["index"] for sample in samples} & numbers(self.uncollatable)

@@ -57,6 +57,8 @@ class Failing(Tape):
     def model(self) -> nn.Module:
         if self.how == "exit-early":
             sys.exit(0)
+        if self.how == "moved-early":
+            os.chdir(self.marks)
         return super().model()
 
     def dataset(self, split: str) -> Dataset | None:

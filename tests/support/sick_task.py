@@ -19,12 +19,14 @@ class Sick(Tape):
     end: int = 0
     way: str = "loss"
     """input: NaN in the sample; loss: an infinite loss; gradient: a finite loss whose gradient is
-    NaN; spike: a loss a thousand times as high."""
+    NaN; spike: a loss a thousand times as high; outlier: a finite sample whose square isn't."""
 
     def dataset(self, split: str) -> Any:
         data = super().dataset(split)
         if split == "train" and self.way == "input":
             data.inputs[self.first : self.end] = torch.nan
+        if split == "train" and self.way == "outlier":
+            data.inputs[self.first : self.end] = 1e25
         return data
 
     def loss(self, model: Any, batch: dict[str, Any]) -> Outcome:

@@ -60,3 +60,12 @@ def test_a_failed_update_is_told_as_one(made, monkeypatch):
         optimizer.step()
 
     assert diagnose(caught.value).phase == "optimizer"
+
+
+def test_of_a_group_what_is_in_it_is_told_and_the_line_of_the_first():
+    found = diagnose(raised(ExceptionGroup("two at once", [raised(MemoryError()), KeyError("b")])))
+
+    assert found.message == "two at once (MemoryError; KeyError: 'b')"
+    assert found.where is not None
+    assert found.where.endswith("in raised")
+    assert found.memory == "rank"

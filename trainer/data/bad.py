@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
+from trainer.diagnosis import text_of
 from trainer.errors import TooManyBadSamples
 
 T = TypeVar("T")
@@ -48,7 +49,10 @@ class named:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        if isinstance(error, Exception):
+        # In a worker, whose end tells nothing, SystemExit and the like too: Ctrl-C isn't theirs.
+        if isinstance(error, Exception) or (
+                this_worker() is not None and error is not None
+                and not isinstance(error, GeneratorExit)):
             doing = self._doing if isinstance(self._doing, str) else self._doing()
             raise SampleError(f"{doing} raised {brief(error)}") from error
 
@@ -101,7 +105,7 @@ def refuse_copies(replaced: int, consumed: int) -> None:
 
 def brief(error: BaseException | None) -> str:
     """An exception in one line."""
-    lines = str(error).strip().splitlines()
+    lines = [] if error is None else text_of(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 

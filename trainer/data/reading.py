@@ -176,7 +176,7 @@ class KeyedSamples(Dataset[Micro]):
             try:
                 return candidate, use(candidate)
             except SampleError as error:
-                if is_shortage(error.__cause__):
+                if is_shortage(error.__cause__) or not isinstance(error.__cause__, Exception):
                     raise  # it says nothing of the sample
                 if first is None:
                     first = error
