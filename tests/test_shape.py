@@ -28,8 +28,8 @@ LAYERS = {
        "data tasks commands recipes",
     # One thing each on top of that.
     1: "anomaly attempts attributes buffers device ema flags given graph groups heartbeats leaf "
-       "job limits lock log manifest memory orders pairing pretrained pulse recompute stacks timing "
-       "data.augment data.bad data.batch data.sampler",
+       "job limits lock log manifest memory orders pairing pretrained pulse recompute stacks "
+       "timing data.augment data.bad data.batch data.sampler",
     2: "config_run config_training data.reading faults hints losses pace reduced sinks state store "
        "task tasks.gpt tree waiting world",
     3: "agreement alarm config data.loader folder launcher leaks parallel source sync_batchnorm "
