@@ -11,7 +11,8 @@ environment and five more variables:
   end of file when the launcher has died: the rank then has 4 seconds to save and leave before it is
   killed. A rank may write lines to it, a word and a JSON value each: `run "PATH"`, the run folder's
   absolute path, from which the launcher reads how far the run has come (see `launch.progress`);
-  `failure {…}`, the event with which it fails (see `launch.verdict`). The launcher may write words
+  `failure {…}`, the event with which it fails (see `launch.verdict`); `returned`, before it ends
+  with an exit code that the launcher is to take for the trainer's own. The launcher may write words
   to it: `lost` where a node is gone (the rank leaves as if a peer had died), `stale` where a newer
   attempt has begun without this node (it leaves without saving).
 - `TRAINER_GRACE_S`: after a rank has died, what the others have to save and leave (`--grace-s`).

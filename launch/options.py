@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trainer.errors import ConfigError
+from trainer.limits import LONGEST_S
 
 USAGE = """python -m launch [--nproc-per-node N] [--max-restarts K]
            [--nnodes MIN:MAX --rdzv-endpoint HOST:PORT] -- [RECIPE] [--section.key value]"""
@@ -60,17 +61,18 @@ class Options:
             raise ConfigError(f"--nproc-per-node is {self.nproc_per_node}; use 1 or more ranks")
         if self.max_restarts < 0:
             raise ConfigError(f"--max-restarts is {self.max_restarts}; use 0 for none, or more")
-        if not 0 <= self.grace_s < float("inf"):
-            raise ConfigError(f"--grace-s is {self.grace_s}; use a number of seconds, 0 or more")
+        if not 0 <= self.grace_s <= LONGEST_S:
+            raise ConfigError(f"--grace-s is {self.grace_s}; use a number of seconds, 0 or more, "
+                              f"and {LONGEST_S:.0e} at most")
         if not 1 <= self.nnodes[0] <= self.nnodes[1]:
             raise ConfigError(f"--nnodes is {self.nnodes[0]}:{self.nnodes[1]}; use MIN:MAX with "
                               "1 or more, and MAX not below MIN")
         if (self.nnodes[1] > 1) != (self.rdzv_endpoint is not None):
             raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
                               "HOST:PORT, the same on all of them")
-        if not 0 < self.rejoin_timeout_s < float("inf"):
+        if not 0 < self.rejoin_timeout_s <= LONGEST_S:
             raise ConfigError(f"--rejoin-timeout is {self.rejoin_timeout_s}; use a number of "
-                              "seconds above 0")
+                              f"seconds above 0, and {LONGEST_S:.0e} at most")
         module, _, function = self.entry.partition(":")
         if not all(name.isidentifier() for name in [*module.split("."), function]):
             raise ConfigError(f"--entry is {self.entry!r}; use MODULE:FUNCTION")

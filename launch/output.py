@@ -43,9 +43,9 @@ class Output:
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-        if self._last is not None:
-            self.say(self._last)
-            self._last = None
+        last, self._last = self._last, None  # a second Ctrl-C comes here amid the first one's line
+        if last is not None:
+            self.say(last)
 
     def _copy(self, fd: int, tag: bytes, to_fd: int) -> None:
         rest = b""

@@ -30,6 +30,9 @@ KILL_S = 1.0
 TRAINERS_OWN = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
 """Exit codes that mean what they say where the trainer gives them, and only there."""
 
+AT_ONCE = 64
+"""Ranks that the fork server is asked for in one message, of which it reads `PACKET_BYTES`."""
+
 SERVER_LOOKS, LOOK_S = 4, 0.5
 """A fork server that is found stopped so many times, while something waits for it, is continued."""
 
@@ -134,10 +137,12 @@ class Ranks:
             {"local_rank": local_rank, "env": env, "tagged": env["RANK"] != "0"}
             for local_rank, env in envs.items()
         ]
-        with contextlib.suppress(OSError):  # the server has died: `_poll` will find that
-            forkserver.send(self._control, {"fork": order})
-        while self._starting:
-            self._poll(LOOK_S)
+        for first in range(0, len(order), AT_ONCE):
+            asked = order[first : first + AT_ONCE]
+            with contextlib.suppress(OSError):  # the server has died: `_poll` will find that
+                forkserver.send(self._control, {"fork": asked})
+            while any(rank["local_rank"] in self._starting for rank in asked):
+                self._poll(LOOK_S)
         return self._pids
 
     def wait(self, timeout_s: float) -> list[Exit]:
@@ -181,7 +186,9 @@ class Ranks:
         self.signal(signal.SIGKILL)
         deadline_s = time.monotonic() + KILL_S
         for rank in list(self._living.values()):
-            select.select([rank.pidfd], [], [], max(0.0, deadline_s - time.monotonic()))
+            end = select.poll()  # of many ranks the descriptors are beyond what `select` takes
+            end.register(rank.pidfd, select.POLLIN)
+            end.poll(1000 * max(0.0, deadline_s - time.monotonic()))
         self._output.finish(KILL_S)
         os._exit(EXIT_FAILURE)
 
@@ -296,7 +303,7 @@ class Ranks:
         self._exits.append(end)
 
     def _lose_server(self) -> None:
-        """The server was killed: nobody will tell how its ranks end, only that they do."""
+        """The server has died: nobody will tell how its ranks end, only that they do."""
         self._forget(self._control.fileno())
         self._control.close()
         os.waitpid(self._server_pid, 0)

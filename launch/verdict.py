@@ -54,7 +54,7 @@ class Exit:
 
     def __str__(self) -> str:
         if self.code is None:
-            return "the fork server was killed"
+            return "the fork server has died"
         if self.code >= 0:
             early = " before its end" if self.early else ""
             return f"rank {self.rank} exited with code {self.code}{early}"

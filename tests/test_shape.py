@@ -27,8 +27,8 @@ LAYERS = {
        "hang length network packing pipe processes rng snapshot stop progress tensorfile "
        "data tasks commands recipes",
     # One thing each on top of that.
-    1: "anomaly attempts attributes buffers device ema flags given graph groups heartbeats "
-       "job leaf limits lock log manifest memory orders pairing pretrained pulse recompute stacks "
+    1: "anomaly attempts attributes buffers device ema flags given graph groups heartbeats leaf "
+       "job limits lock log manifest memory orders pairing pretrained pulse recompute stacks "
        "timing data.augment data.bad data.batch data.sampler",
     2: "config_run config_training data.reading faults hints losses pace reduced sinks state store "
        "task tasks.gpt tree waiting world",
@@ -37,7 +37,7 @@ LAYERS = {
     # What the configuration sets.
     4: "budget cli compile_cache data.feed failure health optim pictures precision restore resume "
        "schedules storable tasks.images tasks.photos wandb_sink watchdog",
-    5: "checkpoint data.lanes prepare step",
+    5: "checkpoint data.lanes prepare rereading step",
     6: "alike blame canonical data.stream evaluate hidden testing",
     7: "metrics",
     8: "card console level parts",

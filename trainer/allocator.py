@@ -13,6 +13,9 @@ LARGEST = 32 << 20
 """Bytes: the most that glibc takes as a threshold for blocks of their own."""
 NEVER = -1
 
+_kept = False
+"""Whether freed memory stays this process's now."""
+
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_",
              "MALLOC_TOP_PAD_")  # fmt: skip
 
@@ -28,14 +31,22 @@ def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
     Returns:
         False if nothing was changed: another C library, or settings of the user's for this one.
     """
-    return (not _is_set(environment) and _set(M_MMAP_THRESHOLD, LARGEST)
-            and _set(M_TRIM_THRESHOLD, NEVER))
+    global _kept
+    _kept = (not _is_set(environment) and _set(M_MMAP_THRESHOLD, LARGEST)
+             and _set(M_TRIM_THRESHOLD, NEVER))
+    return _kept
 
 
-def give_back(environment: Mapping[str, str] = os.environ) -> None:
-    """The end of `keep_freed`: what is free goes to the system, now and from now on."""
-    if not _is_set(environment) and _set(M_TRIM_THRESHOLD, 2 * LARGEST):
+def give_back() -> None:
+    """The end of `keep_freed`: what is free goes to the system, now and from now on.
+
+    Nothing where nothing was kept: from a first setting on glibc no longer learns its thresholds,
+    and with those of its start each array of more than 128 KiB comes from the system.
+    """
+    global _kept
+    if _kept and _set(M_TRIM_THRESHOLD, 2 * LARGEST):
         ctypes.CDLL(None).malloc_trim(0)
+    _kept = False
 
 
 def _is_set(environment: Mapping[str, str]) -> bool:

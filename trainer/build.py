@@ -30,7 +30,7 @@ from trainer import (
     schedules,
 )  # fmt: skip
 from trainer.agreement import Agreement
-from trainer.card import announce, card_lines
+from trainer.card import announce, card_lines, doubts
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data import batch as batches
@@ -217,8 +217,8 @@ def build(
         folder.replace_json(path / folder.ENVIRONMENT,
                             folder.environment(world, card, label=label, why=why))
         checkpoint.store.clean()
-        announce(log, about, [f"--init {config.init}: {line}" for line in card.get("init", ())],
-                 found, verdict, path)
+        announce(log, about, doubts(config, card.get("init", ()), epoch=work.plan.steps_per_epoch,
+                                    total=work.intervals.total), found, verdict, path)
         open_metrics(metrics, path, log, lines, world, work, position, config,
                      run_id=identity.run, guard=lock.committing, about=about, leak=leak)
     pictures = None

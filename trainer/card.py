@@ -56,18 +56,29 @@ def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) 
     return config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
 
 
+def doubts(config: Config[Any], init: Sequence[str], *, epoch: int, total: int) -> list[str]:
+    """What is said of a start: what doesn't fit of the weights to begin with, and a warm-up that
+    outlasts a run of `total` steps, `epoch` of them an epoch."""
+    told, warmup = [f"--init {config.init}: {line}" for line in init], config.schedule.warmup
+    if (steps := warmup.steps(epoch=epoch, total=total)) > total:
+        told.append(f"--schedule.warmup {warmup}: the run has {total} steps and the warm-up "
+                    f"{steps}, so the rate ends at {total / steps:.0%} of --optim.lr; shorten it, "
+                    "such as 5%")
+    return told
+
+
 def announce(
-    log: Log, lines: Sequence[str], init: Sequence[str], found: Found | None,
+    log: Log, lines: Sequence[str], doubtful: Sequence[str], found: Found | None,
     verdict: resume.Verdict, path: Path,
 ) -> None:  # fmt: skip
     """Show the card, and how the run starts.
 
     Args:
-        init: what doesn't fit of the weights to begin with.
+        doubtful: see `doubts`.
     """
     for line in lines:
         log.info(line)
-    for line in init:
+    for line in doubtful:
         log.warning(line)
     for change in verdict.changes:
         log.warning(f"changed: {change}")

@@ -32,7 +32,7 @@ from trainer.config_training import (
     Precision,
     Schedule,
 )
-from trainer.leaf import Change, OnOff, check, leaf
+from trainer.leaf import Change, OnOff, Typed, check, leaf
 from trainer.length import Length
 
 __all__ = [
@@ -44,7 +44,7 @@ TaskT = TypeVar("TaskT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Generic[TaskT]):
+class Config(Typed, Generic[TaskT]):
     """A run, whole. `config.toml` in the run folder holds it and reproduces the run."""
 
     task: TaskT = leaf(None, "refused")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.leaf import OnOff, check, leaf
+from trainer.leaf import OnOff, Typed, check, leaf
 from trainer.length import Length
+from trainer.limits import LONGEST_S
 
 HINTS = (
     "first-loss", "flat-loss", "rising-norm", "clipped-steps", "small-batchnorm", "odd-sizes",
@@ -16,15 +18,12 @@ HINTS = (
 )  # fmt: skip
 """What can be hinted at, each with a row in docs/hints.md."""
 
-
-LONGEST_S = 1e9
-"""What a process group can wait for."""
 MOST_THREADS = 1024
 """More than the cores of any host; with tens of thousands a process can't start."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks:
+class Ranks(Typed):
     """The process group."""
 
     timeout_s: float = leaf(60.0, "free")
@@ -40,7 +39,7 @@ class Ranks:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Typed):
     """What is saved, and when."""
 
     every: Length = leaf(Length(100), "free")
@@ -62,18 +61,19 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop:
+class Stop(Typed):
     """Stopping on request (SIGTERM, SIGINT, SIGHUP, SIGUSR1)."""
 
     grace_s: float = leaf(30.0, "free")
     """Seconds from the signal on within which the state is saved and the run has ended."""
 
     def __post_init__(self) -> None:
-        check(self.grace_s > 0, "stop.grace-s", self.grace_s, "use more than 0.")
+        check(0 < self.grace_s <= LONGEST_S or self.grace_s == math.inf, "stop.grace-s",
+              self.grace_s, f"use more than 0, and {LONGEST_S:.0e} at most, or inf.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nonfinite:
+class Nonfinite(Typed):
     """Steps whose loss or gradient is NaN or infinite: on all ranks the update is left out."""
 
     max_in_row: int = leaf(3, "announced")
@@ -93,7 +93,7 @@ class Nonfinite:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart:
+class Restart(Typed):
     """Failures that a launcher answers with another attempt."""
 
     max_same_step: int = leaf(3, "free")
@@ -105,7 +105,7 @@ class Restart:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch:
+class Watch(Typed):
     """The watchdog: a run that doesn't get on is ended, so that it is started again."""
 
     limit_s: float | Literal["auto"] = leaf("auto", "free")
@@ -119,7 +119,7 @@ class Watch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics:
+class Numerics(Typed):
     """What the bits of the result depend on."""
 
     deterministic: OnOff = leaf("on", "announced")
@@ -132,7 +132,7 @@ class Numerics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging:
+class Logging(Typed):
     """What is shown."""
 
     every: Length = leaf(Length(50), "free")

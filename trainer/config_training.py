@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.leaf import OnOff, check, leaf
+from trainer.leaf import OnOff, Typed, check, leaf
 from trainer.length import Length
 
 SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restarts", "linear",
@@ -25,7 +25,7 @@ MOST_WORKERS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch:
+class Batch(Typed):
     """Samples an optimizer step; accumulation follows from these and the number of ranks."""
 
     global_size: int = leaf(128, "refused")
@@ -52,7 +52,7 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data:
+class Data(Typed):
     """How samples are read."""
 
     workers: int | Literal["auto"] = leaf("auto", "free")
@@ -74,7 +74,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optim:
+class Optim(Typed):
     """The optimizer."""
 
     name: str = leaf("adamw", "refused")
@@ -121,7 +121,7 @@ class Optim:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class Schedule(Typed):
     """The learning rate over the optimizer steps."""
 
     name: str = leaf("cosine", "announced")
@@ -162,7 +162,7 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip:
+class Clip(Typed):
     """Gradient clipping, once per optimizer step, on the mean gradient of the global batch."""
 
     norm: float = leaf(1.0, "announced")
@@ -176,7 +176,7 @@ class Clip:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision:
+class Precision(Typed):
     """Number formats, compilation, memory layout."""
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = leaf("auto", "announced")
@@ -198,7 +198,7 @@ class Precision:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallel:
+class Parallel(Typed):
     """Several ranks."""
 
     reduction: Literal["ddp", "canonical"] = leaf("ddp", "announced")
@@ -224,7 +224,7 @@ class Parallel:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval:
+class Eval(Typed):
     """Validation."""
 
     every: Length = leaf(Length(1, "epochs"), "announced")

@@ -29,6 +29,7 @@ _PLACES = (
     (os.path.join("torch", "_tensor.py"), "backward", "backward"),
     (os.path.join("trainer", "parallel.py"), "forward", "forward"),
     (os.path.join("torch", "optim", ""), "", "optimizer"),
+    (os.path.join("trainer", "adamw.py"), "", "optimizer"),
 )
 """Part of a file's path, function ("": any), and the phase that a frame there tells."""
 
@@ -55,6 +56,18 @@ _LIMITS = (
     (errno.ENOSPC, "no space left on device", "make room on that disk"),
 )
 """A shortage's number, the words that tell it where there is none, and what helps."""
+
+
+EMPTY = ("that was a micro-batch of 0 samples, which a rank computes where the ranks don't divide "
+         "the micro-batches; where your model can't, let loss() return Outcome(sum(p.sum() for p "
+         "in model.parameters()) * 0, 0) for it, or choose --batch.micro-size so that the ranks "
+         "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)")
+"""The note of an exception in the loss of an empty micro-batch: what it means, and what helps."""
+
+_DOUBLE = re.compile(r"same dtype, but got Double and Float|"
+                     r"\(double\) and (bias|weight) type \(float\)")
+_DOUBLE_HELPS = ("numbers of float64, numpy's default, meet weights of float32: make the samples "
+                 "float32 in dataset() or collate()")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +143,8 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """What helps where a limit of the system is behind an error; "" where none is known."""
+    """What helps where a limit of the system, an empty micro-batch or a usual mistake is behind an
+    error; "" where none is known."""
     seen: BaseException | None = error
     while seen is not None:
         number = seen.errno if isinstance(seen, OSError) else None
@@ -139,6 +153,10 @@ def remedy(error: BaseException) -> str:
                 if (shortage if number else None) == number and (
                         number or re.search(words, text_of(seen), re.IGNORECASE)):
                     return helps
+        if EMPTY in getattr(seen, "__notes__", ()):
+            return EMPTY
+        if isinstance(seen, RuntimeError) and _DOUBLE.search(text_of(seen)):
+            return _DOUBLE_HELPS
         seen = seen.__cause__
     return ""
 

@@ -12,6 +12,17 @@ _UNREADABLE = re.compile(
     r"Error parsing (--\S+): (.*) Argument helptext: --\S+ "
     r"((?:(?:INT|FLOAT|STR|PATH|LENGTH|\{[^}]*\})[| ]?)+) ?(.*?)(?: \(default: [^()]*\))?$")
 """tyro's words about a value that isn't of its flag's type: flag, reason, type, help."""
+_USUAL = {
+    "accumulate-grad-batches": "batch.micro-size", "amp": "precision.dtype",
+    "batch-size": "batch.global-size", "bf16": "precision.dtype", "compile": "precision.compile",
+    "ema-decay": "optim.ema", "fp16": "precision.dtype", "grad-clip": "clip.norm",
+    "gradient-accumulation-steps": "batch.micro-size", "learning-rate": "optim.lr",
+    "log-dir": "run", "max-epochs": "epochs", "max-grad-norm": "clip.norm", "max-steps": "steps",
+    "num-epochs": "epochs", "num-workers": "data.workers", "optimizer": "optim.name",
+    "output-dir": "run", "save-every": "checkpoint.every", "scheduler": "schedule.name",
+    "threads": "world.threads", "warmup-steps": "schedule.warmup", "wd": "optim.weight-decay",
+}
+"""What other trainers call a flag → what it is here."""
 _VALUE = re.compile(r"(?:no type matching .*? from|invalid literal.*?:|could not convert.*?:|"
                     r"Could not parse arguments) (\[.*?\]|'[^']*')")
 
@@ -37,7 +48,11 @@ def unknown_flag(arguments: Sequence[str], names: Iterable[str]) -> str | None:
     for argument in arguments:
         flag = argument.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag not in (*known, *switches):
-            near = difflib.get_close_matches(flag, known, n=1)
+            last = flag.rpartition(".")[2].removeprefix("--")
+            alike = [name for name in known if re.split(r"\.|--", name)[-1] == last]
+            if last in _USUAL:
+                alike = [f"--{_USUAL[last]}"]
+            near = alike if len(alike) == 1 else difflib.get_close_matches(flag, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists them all."
             return f"{flag}: there is no such flag; {hint}"
     return None

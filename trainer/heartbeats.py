@@ -100,7 +100,8 @@ class Heartbeats:
     def forgive(self) -> None:
         """This process itself hasn't run for a while: what it hasn't heard says nothing."""
         now = self._clock()
-        self._seen = {peer: (tick, now, report) for peer, (tick, _, report) in self._seen.items()}
+        seen = list(self._seen.items())  # at once: the thread of heartbeats adds to it
+        self._seen = {peer: (tick, now, report) for peer, (tick, _, report) in seen}
         self._since = dict.fromkeys(self._since, now)
         self._round_s = max(self._round_s, now)
 

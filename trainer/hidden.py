@@ -4,7 +4,7 @@ what an optimizer keeps where it isn't looked for."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,20 @@ def watch(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Lo
     hook = optimizer.register_step_post_hook(look)
 
 
+def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """The optimizers among an optimizer's attributes, also in lists and dicts, by their path."""
+    if isinstance(item, torch.optim.Optimizer):
+        yield path, item
+    elif depth and isinstance(item, Mapping):
+        for key, value in item.items():
+            if key not in ("state", "param_groups", "defaults"):
+                at = f"{path}[{key!r}]" if path else str(key)
+                yield from _held(value, at, depth - 1)
+    elif depth and isinstance(item, list | tuple):
+        for place, value in enumerate(item):
+            yield from _held(value, f"{path}[{place}]", depth - 1)
+
+
 def refuse_unkept(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
     """Raises: ConfigError: the optimizer's state has what a checkpoint can't hold."""
     def refuse(what: str) -> None:
@@ -97,6 +111,10 @@ def refuse_unkept(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str])
                           "could hold; keep tensors one by one under self.state[parameter], and "
                           "numbers, texts and lists of them there or in the groups.")
 
+    for path, inner in _held(vars(optimizer), "", 3):
+        if inner.state and inner.state is not optimizer.state:
+            refuse(f"its attribute {path}, a {type(inner).__name__}, keeps a state of its own (let "
+                   f"it use this one's: self.{path}.state = self.state)")
     for owner, entries in optimizer.state.items():
         if owner not in names:
             refuse(f"it keeps a state under {str(owner)[:40]!r}, which is no parameter of the "

@@ -1,5 +1,5 @@
 """What a process needs of the system before anything starts: enough open files, a folder to be
-in."""
+in, times that it can wait for."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import os
 import resource
 
 from trainer.errors import ConfigError
+
+LONGEST_S = 1e9
+"""The longest time that one can wait for (thirty years): clocks count in nanoseconds."""
 
 FILES, FILES_A_RANK = 48, 8
 """Open files that a process needs, and for each rank more: its sockets, pipes and descriptors of

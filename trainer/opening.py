@@ -195,7 +195,8 @@ def _hints(
 
 def _zero_gradients(model: nn.Module) -> list[str]:
     """Parameters whose gradient is exactly zero. Waits for the device."""
-    found = [(n, p.grad) for n, p in model.named_parameters() if p.grad is not None]
+    found = [(n, p.grad) for n, p in model.named_parameters()
+             if p.grad is not None and p.grad.numel()]
     if not found:
         return []
     largest = torch._foreach_norm([g for _, g in found], math.inf)

@@ -128,16 +128,17 @@ def build(
         frozen = any(not p.requires_grad for p in model.parameters())
         raise ConfigError("--freeze, --task: no parameter is left to be trained." if frozen else
                           "--task: the model has no trainable parameter; nothing can be learnt.")
+    whole = all(_is_whole(p) for p in model.parameters() if p.requires_grad)
     if config.name == "adamw":
-        fused = {p.device.type for p in model.parameters()} <= {"cpu", "cuda", "mps"}
-        return (AdamW if fused else torch.optim.AdamW)(
+        devices = {p.device.type for p in model.parameters()}
+        return (AdamW if whole and devices <= {"cpu", "cuda", "mps"} else torch.optim.AdamW)(
             made, lr=config.lr, betas=config.betas, eps=config.eps,
             weight_decay=config.weight_decay,
         )  # fmt: skip
     if config.name == "sgd":
         return torch.optim.SGD(
             made, lr=config.lr, momentum=config.momentum, nesterov=config.nesterov == "on",
-            weight_decay=config.weight_decay, fused=True,
+            weight_decay=config.weight_decay, fused=True if whole else None,
         )  # fmt: skip
     cls = load_object(config.name, flag="--optim.name")
     decay = {"weight_decay": config.weight_decay}
@@ -146,6 +147,13 @@ def build(
             raise ConfigError(f"--optim.weight-decay {config.weight_decay}: {config.name} has no "
                               "weight decay; leave it out.")
         made, decay = [{k: v for k, v in g.items() if k != "weight_decay"} for g in made], {}
+    step = inspect.signature(cls.step) if isinstance(cls, type) and hasattr(cls, "step") else None
+    needed = [p for p in list(step.parameters.values())[1:] if p.default is p.empty and
+              p.kind is p.POSITIONAL_OR_KEYWORD] if step is not None else []
+    if needed:
+        raise ConfigError(f"--optim.name {config.name}: its step() wants {needed[0].name}, by "
+                          "which it computes the loss several times an update, and here that is "
+                          "done once; take one that works without, such as adamw.")
     try:
         optimizer = cls(made, lr=config.lr, **decay)
     except (TypeError, ValueError) as error:
@@ -155,13 +163,13 @@ def build(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"--optim.name {config.name}: it is no torch.optim.Optimizer, and what "
                           "it keeps couldn't be saved; derive it from that class.")
-    needed = [p for p in inspect.signature(optimizer.step).parameters.values()
-              if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD]
-    if needed:
-        raise ConfigError(f"--optim.name {config.name}: its step() wants {needed[0].name}, and "
-                          "here each step computes loss and gradients once; take one that works "
-                          "without.")
     return optimizer
+
+
+def _is_whole(tensor: Tensor) -> bool:
+    """Whether its memory has no gaps, as that of a slice (`weight[:, :1]`) has. A fused kernel
+    wants it so: on a CPU it goes over memory from end to end, and updates what is in the gaps."""
+    return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
 def _checked(made: Any, model: nn.Module) -> list[dict[str, Any]]:

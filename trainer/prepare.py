@@ -30,7 +30,7 @@ from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import Plan
 from trainer.errors import ConfigError
 from trainer.length import Length
-from trainer.task import SPLITS, load_object
+from trainer.task import SPLITS, load_object, refuse_calls
 from trainer.world import World
 
 REMEDY = ("mend it, or go on with others in the place of such samples: --data.on-error skip")
@@ -75,6 +75,7 @@ def prepare(config: Config[Any], world: World) -> Work:
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb_sink.check_installed(config.log.wandb)
     task = bind_seed(config.task, config.seed)
+    refuse_calls(task)
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "

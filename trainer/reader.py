@@ -152,6 +152,19 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
                               f"and of steps: {steps}.") from error
 
 
+@contextlib.contextmanager
+def writing(flag: str, remedy: str) -> Iterator[None]:
+    """Around what writes a file, and nothing else.
+
+    Raises:
+        ConfigError: it can't be written: says where, why, and what to do.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag}: {error}; {remedy}.") from error
+
+
 def load(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     """Put weights into a model.
 

@@ -21,6 +21,7 @@ from trainer.config import Clip
 from trainer.data import batch as batches
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
+from trainer.diagnosis import EMPTY, lost_peer
 from trainer.ema import Ema
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
@@ -278,9 +279,14 @@ class Step:
         rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
         hunt = NOTHING if rehearsal else self.hunt(slot)
         with synchronised(self.wrapped, last=slot.last), hunt:
-            with self.autocast():
-                loss = self.wrapped(micro.batch, micro.samples, wishes() if slot.last else None,
-                                    len(micro.replaced))
+            try:
+                with self.autocast():
+                    loss = self.wrapped(micro.batch, micro.samples,
+                                        wishes() if slot.last else None, len(micro.replaced))
+            except Exception as error:
+                if not micro.samples and not lost_peer(error):
+                    error.add_note(EMPTY)
+                raise
             at("backward", step=slot.step, epoch=slot.epoch)
             if slot.last:
                 self.communication.watch(loss)

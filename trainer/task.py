@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import difflib
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,12 @@ BUILT_IN = {
     "text": "trainer.tasks.text:Text",
 }
 """Name of a built-in task → its import path."""
+
+
+CALLS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
+         "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
+         "fingerprint": (), "figures": (), "first_loss": ()}
+"""Method of a task → what it is called with."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,6 +138,21 @@ def find_task(name: str) -> type:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
                           "defines model(), dataset(split) and loss(model, batch).")
     return found
+
+
+def refuse_calls(task: Any) -> None:
+    """Raises: ConfigError: a method of the task can't be called as it is going to be."""
+    for name, given in CALLS.items():
+        try:
+            signature = inspect.signature(getattr(task, name))
+        except (AttributeError, TypeError, ValueError):  # it has none, or one in C
+            continue
+        try:
+            signature.bind(*given)
+        except TypeError as error:
+            raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
+                              f"{name}({', '.join(given)}), and that can't be: {error}; mend its "
+                              "parameters (self is the first one).") from None
 
 
 def take_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -11,19 +11,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import IterableDataset
 
-from trainer import optim, rng
+from trainer import optim, rng, storable
 from trainer.attributes import differing, same, values
 from trainer.config import Clip, Nonfinite, Optim
 from trainer.data import batch as batches
-from trainer.data.reading import KeyedSamples, Micro
+from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
+from trainer.diagnosis import EMPTY
+from trainer.errors import ConfigError
 from trainer.faults import Faults
 from trainer.health import Health
 from trainer.parallel import Objective, check_outcome
 from trainer.progress import Progress
+from trainer.rereading import SEED, check_items, dataset_of, raised, read
 from trainer.step import Step
 from trainer.sync_batchnorm import guard_plain
 from trainer.task import SPLITS, Outcome
@@ -31,8 +35,6 @@ from trainer.task import SPLITS, Outcome
 TOLERANCE = 1e-5
 """By how much a sum over a batch may differ from the sums over its halves, relative to 1 or more:
 rounding in float32."""
-
-_SEED = 0
 
 
 def check_task(task: Any, *, batch_size: int = 4) -> None:
@@ -74,94 +76,54 @@ class _Case:
 
     def model(self, task: Any = None) -> nn.Module:
         """A freshly initialised model in training mode, the same one each time."""
-        rng.key_generators(_SEED, rng.MODEL)
+        rng.key_generators(SEED, rng.MODEL)
         model = (task or self.task).model()
         guard_plain(model.train())
         return model
 
     def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
-        rng.key_generators(_SEED, rng.MICRO, key)
+        rng.key_generators(SEED, rng.MICRO, key)
         return (task or self.task).loss(model, batch)
 
 
 def _problems(task: Any, batch_size: int) -> list[str]:
     pristine = _copy_of(task)
-    problems = list(_check_items(task, batch_size))
+    problems = list(check_items(task, batch_size))
+    unlike = bool(problems)
     try:
         case = _case(task, batch_size)
     except Exception as error:
-        return problems or [_raised("reading the first samples", error)]
+        return problems or [raised("reading the first samples", error)]
     for checks in ((_check_model,), (_check_loss,),
                    (_check_gradients, _check_empty, _check_sums, _check_step)):
         before = len(problems)
         for check in checks:
+            if unlike and check is _check_sums:
+                continue  # its batches may be of other samples
             try:
                 problems += check(case)
             except Exception as error:
-                problems.append(_raised(check.__name__.replace("_check_", "checking the "), error))
+                told = raised(check.__name__.replace("_check_", "checking the "), error)
+                if told.partition(" raised ")[2] not in " ".join(problems):
+                    problems.append(told)
         if len(checks) == 1 and len(problems) > before:
             return problems  # the further checks would only find this again
     try:
         return problems + list(_check_state(case, pristine))
     except Exception as error:
-        return [*problems, _raised("a second training forward", error)]
+        return [*problems, raised("a second training forward", error)]
 
 
 # --- data
 
-def _check_items(task: Any, batch_size: int) -> Iterator[str]:
-    for split in SPLITS:
-        try:
-            dataset, again = (_dataset(task, split) for _ in range(2))
-            if dataset is None or (hasattr(dataset, "__len__") and not len(dataset)):
-                if split == "train":
-                    yield ('dataset("train") has no samples: a run needs some; only "validation" '
-                           'and "test" may be None.')
-                continue
-            first = _read(task, dataset, 0, batch_size)
-            later = _read(task, dataset, 0, batch_size, epoch=1)  # as in a run, between others
-            second = _read(task, dataset, 0, batch_size)
-            fresh = [_read(task, again, 0, batch_size, epoch=epoch) for epoch in (1, 0)]
-        except Exception as error:
-            yield _raised(f'reading dataset("{split}")', error)
-            continue
-        if not any(True for _ in batches.tensors(first)):
-            yield f'dataset("{split}") gives batches without a tensor in them.'
-        elif not same(first, second):
-            yield (f'samples of dataset("{split}") differ when they are read again under the same '
-                   "key: draw from random, numpy.random, torch, a generator that is an attribute "
-                   "of the data set, or `indices.keys`; and keep no count of reads.")
-        elif not same([later, first], fresh):
-            yield (f'samples of dataset("{split}") differ between two data sets made one after the '
-                   "other, and read in another order: a restarted run would train on other data.")
-
-
-def _dataset(task: Any, split: str) -> Any:
-    rng.key_generators(_SEED, rng.DATA)
-    return task.dataset(split)
-
-
-def _read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> Any:
-    """`count` samples from the `first` on (fewer at the end of the data), as the loader does."""
-    collate = getattr(task, "collate", batches.collate)
-    if isinstance(dataset, IterableDataset):
-        rng.key_generators(_SEED, rng.SAMPLE, epoch)
-        rng.key_object(rng.own_generators(dataset), _SEED, rng.SAMPLE, epoch)
-        items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]
-        return collate(items)
-    indices = tuple(range(first, min(first + count, len(dataset))))
-    return KeyedSamples(dataset, seed=_SEED, collate=collate)[
-        Slot(1, epoch, 0, True, indices)].batch
-
-
 def _case(task: Any, batch_size: int) -> _Case:
-    data = _dataset(task, "train")
+    data = dataset_of(task, "train")
     known = len(data) if hasattr(data, "__len__") else 2 * batch_size
     size = min(batch_size, known)
-    whole = _read(task, data, 0, size)
-    other = _read(task, data, size, size) if known > size else whole
+    whole = read(task, data, 0, size)
+    other = read(task, data, size, size) if known > size else whole
     half = size // 2
-    halves = (_read(task, data, 0, half), _read(task, data, half, size - half)) if half else None
+    halves = (read(task, data, 0, half), read(task, data, half, size - half)) if half else None
     return _Case(task=task, whole=whole, other=other, halves=halves, size=size)
 
 
@@ -169,15 +131,20 @@ def _case(task: Any, batch_size: int) -> _Case:
 
 def _check_model(case: _Case) -> Iterator[str]:
     try:
-        rng.key_generators(_SEED, rng.MODEL)
+        rng.key_generators(SEED, rng.MODEL)
         model = case.task.model()
     except Exception as error:
-        yield _raised("model()", error)
+        yield raised("model()", error)
         return
     if not isinstance(model, nn.Module):
         yield f"model() returned {type(model).__name__}; return a torch.nn.Module."
     elif not any(p.requires_grad for p in model.parameters()):
         yield "the model has no trainable parameter; nothing can be learnt."
+    else:
+        try:
+            storable.check(model)
+        except ConfigError as error:
+            yield str(error).removeprefix("--task: ")
 
 
 def _check_loss(case: _Case) -> Iterator[str]:
@@ -185,7 +152,7 @@ def _check_loss(case: _Case) -> Iterator[str]:
         outcome = case.outcome(case.model(), case.whole)
         total, _ = check_outcome(outcome)
     except Exception as error:
-        yield _raised(f"loss of {case.size} samples", error)
+        yield raised(f"loss of {case.size} samples", error)
         return
     if not math.isfinite(total.item()):
         yield f"the loss of {case.size} samples is {total.item()}; it must be finite."
@@ -224,8 +191,8 @@ def _check_empty(case: _Case) -> Iterator[str]:
         if total.requires_grad:
             total.backward()
     except Exception as error:
-        yield (_raised("loss of a micro-batch of 0 samples", error)
-               + " Where ranks don't divide the micro-batches, some compute an empty one.")
+        yield (raised("loss of a micro-batch of 0 samples", error)
+               + f"; {EMPTY}.")
         return
     if not total.requires_grad:
         yield "the loss of 0 samples has no graph: an empty micro-batch needs its backward as well."
@@ -236,8 +203,20 @@ def _check_empty(case: _Case) -> Iterator[str]:
         yield (f"of 0 samples, {' and '.join(off)}, where a sum over nothing is 0: return sums, "
                "not means, and add nothing once a micro-batch.")
     moved = [n for n, b in model.named_buffers() if not same(before.get(n), b)]
+    moved = [n for n in moved if not _moves_by_itself(model, n)]
     if moved:
-        yield f"a micro-batch of 0 samples changes the buffer {_listed(moved)}."
+        yield (f"a micro-batch of 0 samples changes the buffer {_listed(moved)}: let the forward "
+               "leave it alone where there is no sample.")
+
+
+def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
+    """Whether a buffer is torch's spectral norm's, which iterates at each forward, whatever comes
+    in: a run takes those of the last rank, which has no micro-batch of 0 samples alone."""
+    owner, _, name = buffer.rpartition(".")
+    module = model.get_submodule(owner)
+    return isinstance(module, _SpectralNorm) or any(
+        isinstance(hook, SpectralNorm) and name in (f"{hook.name}_u", f"{hook.name}_v")
+        for hook in module._forward_pre_hooks.values())
 
 
 def _check_sums(case: _Case) -> Iterator[str]:
@@ -276,7 +255,7 @@ def _check_step(case: _Case) -> Iterator[str]:
         objective=objective, wrapped=objective, model=model, optimizer=optimizer,
         schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(), progress=Progress(), seed=_SEED, num_ranks=1, nominal_count=case.size,
+        clip=Clip(), progress=Progress(), seed=SEED, num_ranks=1, nominal_count=case.size,
         faults=Faults(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
     )  # fmt: skip
     full = Micro(Slot(1, 0, 0, False, tuple(range(case.size))), case.whole)
@@ -300,7 +279,7 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     expected = case.outcome(straight, case.other, key=2)
 
     for split in SPLITS:
-        _dataset(pristine, split)  # what a task keeps of its data is kept here too
+        dataset_of(pristine, split)  # what a task keeps of its data is kept here too
     restarted = case.model(pristine)
     entries = {**restarted.state_dict(keep_vars=True)}
     with torch.no_grad():
@@ -343,8 +322,3 @@ def _copy_of(task: Any) -> Any:
 def _listed(names: list[str]) -> str:
     shown = ", ".join(names[:5])
     return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
-
-
-def _raised(doing: str, error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{doing} raised {type(error).__name__}: {text[0] if text else 'without a message'}"

@@ -189,7 +189,7 @@ class Watchdog:
         if not beats.listening:
             self._others = {}
             return
-        for peer, who in beats.identities.items():
+        for peer, who in list(beats.identities.items()):  # its own thread adds to them
             if who.host != self._identity.host:
                 continue
             if peer not in self._others:

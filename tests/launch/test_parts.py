@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -93,6 +95,39 @@ def test_a_reader_that_has_gone_stops_nothing() -> None:
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(read_fd)
     os.close(broken_fd)
+
+
+AMID_THE_LAST_LINE = """
+import os, signal, sys
+from launch.output import Output
+
+def insist(number, frame):
+    if output._lock.locked():
+        output.finish(0.1)
+        os._exit(7)
+
+output = Output()
+signal.signal(signal.SIGALRM, insist)
+signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+output.say_last("the end")
+output.finish(0.1)
+"""
+
+
+def test_the_launcher_can_be_killed_while_nobody_reads_its_last_line() -> None:
+    read_fd, write_fd = os.pipe()
+    os.set_blocking(write_fd, False)
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            os.write(write_fd, b"x")
+    os.set_blocking(write_fd, True)
+
+    done = subprocess.run([sys.executable, "-c", AMID_THE_LAST_LINE], stderr=write_fd, timeout=10,
+                          cwd=Path(__file__).parents[2], check=False)
+
+    assert done.returncode == 7
+    for fd in (read_fd, write_fd):
+        os.close(fd)
 
 
 @pytest.mark.parametrize(

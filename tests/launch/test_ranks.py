@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import os
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -56,6 +60,63 @@ def check_ends(ranks: Ranks, server: socket.socket, num_ranks: int) -> None:
 
     assert [(end.rank, end.code) for end in exits] == [(rank, rank) for rank in range(num_ranks)]
     assert ranks.living == []
+
+
+def test_more_ranks_than_one_message_can_ask_for_are_started() -> None:
+    environment = {"TRAINER_LAUNCH_PHASES": "x" * 600}  # as long as the agent's is
+
+    def fork_all(server: socket.socket) -> None:
+        started = 0
+        with server:  # a server that fails is gone
+            while started < 300:
+                message, _ = forkserver.receive(server)
+                for rank in message["fork"]:
+                    ours, theirs = socket.socketpair()
+                    pidfd = os.pidfd_open(os.getpid())
+                    told = {"started": rank["local_rank"], "pid": 10**6 + rank["local_rank"]}
+                    forkserver.send(server, told, [pidfd, ours.fileno()])
+                    os.close(pidfd)
+                    ours.close()
+                    theirs.close()
+                    started += 1
+            for rank in range(300):
+                forkserver.send(server, {"exited": 10**6 + rank, "code": 0})
+
+    with served() as (ranks, server):
+        thread = threading.Thread(target=fork_all, args=(server,))
+        thread.start()
+        pids = ranks.start({rank: {"RANK": str(rank), **environment} for rank in range(300)})
+        exits = []
+        while len(exits) < 300:
+            exits += ranks.wait(10.0)
+        thread.join()
+
+    assert pids == {rank: 10**6 + rank for rank in range(300)}
+    assert ranks.living == []
+
+
+def test_many_ranks_are_killed_at_once() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
+    with served() as (ranks, server), subprocess.Popen(["sleep", "600"]) as process:
+        pidfd, channel = os.pidfd_open(process.pid), socket.socketpair()
+        forkserver.send(server, {"started": 0, "pid": process.pid}, [pidfd, channel[0].fileno()])
+        ranks.start({0: {"RANK": "0"}})
+        ranks._server_loads = False
+        ranks._living[process.pid].pidfd = fcntl.fcntl(pidfd, fcntl.F_DUPFD, 1500)  # of the 375th
+
+        if (child := forkserver.fork()) == 0:
+            with contextlib.suppress(BaseException):
+                ranks.kill_and_exit()
+            os._exit(99)
+
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
+        assert process.wait(10) == -signal.SIGKILL
+        ranks._remove(process.pid, None)
+        os.close(pidfd)
+        for end in channel:
+            end.close()
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
 
 
 def test_only_a_rank_that_stays_stopped_is_killed() -> None:

@@ -106,7 +106,7 @@ def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:
         code = launch.end()
 
         assert code == 0
-        assert "launch: the fork server was killed; restart 1 of 3" in launch.err
+        assert "launch: the fork server has died; restart 1 of 3" in launch.err
         assert len(launch.notes("asked")) == 2  # the whole group could save
         assert len(launch.notes("started", attempt=1)) == 2
         assert not any(map(alive, launch.pids()))

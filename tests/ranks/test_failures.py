@@ -41,6 +41,16 @@ def test_the_last_line_is_the_failure_with_the_users_line(ranks, tmp_path, size,
     assert [e["rank"] for e in failures if e["echo"]] == [r for r in range(size) if r != rank]
 
 
+def test_a_loss_that_cannot_bear_0_samples_is_told_what_they_are_and_what_helps(ranks, tmp_path):
+    codes, said = run(ranks, 3, tmp_path / "run", "--task.how=empty")
+
+    assert codes == [1] * 3
+    (failure,) = {e["why"] for e in read_events(tmp_path / "run/events.jsonl")
+                  if e["event"] == "failure" and not e["echo"]}
+    assert "ValueError: nothing to reshape; that was a micro-batch of 0 samples" in failure
+    assert any("or choose --batch.micro-size so that the ranks divide" in text for text in said)
+
+
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, tmp_path, size):
     assert run(ranks, size, tmp_path / "straight")[0] == [0] * size

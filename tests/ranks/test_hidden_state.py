@@ -76,6 +76,8 @@ def test_what_no_checkpoint_holds_is_told(ranks, tmp_path, capfd, arguments, tol
     ("list", "it keeps 'list', a list, for body.weight"),
     ("tensor", "its groups have 't', a Tensor"),
     ("elsewhere", "it keeps a state under 'all', which is no parameter"),
+    ("optimizer", "its attribute inner[0], a SGD, keeps a state of its own (let it use this one's: "
+                  "self.inner[0].state = self.state)"),
 ])  # fmt: skip
 def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused(
         ranks, tmp_path, capfd, kept, told):

@@ -276,14 +276,15 @@ REFUSED = {
         "__init__": lambda self, x: None})}, "--task Odd: "),
     "too large a batch": (
         {"batch": Batch(global_size=128, micro_size=8)}, "--batch.global-size 128: the training"),
-    "no such device": ({"device": "tpu"}, "--device tpu: there is no such device"),
+    "no such device": ({"device": "tpu"}, "(device='tpu'): 'auto' or 'cpu' or 'cuda' or 'mps' is"),
     "a sink that isn't there": (
         {"log": trainer.config.Logging(sinks=("small_task:Sink",))}, "--log.sinks small_task:Sink"),
 }  # fmt: skip
 
 
 def refusals(run: str) -> list[str]:
-    return [told(trainer.train, config(run, **more)) for more, _ in REFUSED.values()]
+    return [told(lambda more=more: trainer.train(config(run, **more)))
+            for more, _ in REFUSED.values()]
 
 
 def test_a_refusal_is_one_config_error_and_starts_nothing(ranks, tmp_path):

@@ -67,6 +67,8 @@ class Failing(Tape):
         return super().dataset(split)
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        if self.how == "empty" and not len(batch["index"]):
+            raise ValueError("nothing to reshape")
         outcome = super().loss(model, batch)
         if self.how == "slow":
             time.sleep(0.005)

@@ -208,6 +208,22 @@ def test_an_item_that_cannot_be_read_is_found_in_each_split():
     assert 'reading dataset("test") raised SampleError' in problems(Broken())
 
 
+def test_a_stream_that_keeps_its_place_in_the_data_set_is_told_so_and_nothing_else():
+    class Stream(IterableDataset):
+        def __init__(self) -> None:
+            self.at = 0
+
+        def __iter__(self):
+            while self.at < 100:
+                self.at += 1
+                yield torch.full((3,), float(self.at)), torch.ones(())
+
+    found = problems(with_data(Stream))
+
+    assert "gives other samples when it is iterated over anew" in found
+    assert "a problem" in found
+
+
 # --- broken losses
 
 def with_loss(loss: Any, model: Any = None) -> Any:
@@ -248,6 +264,16 @@ def test_a_loss_that_breaks_the_protocol_is_found(loss, problem):
     assert problem in problems(with_loss(loss))
 
 
+def test_a_model_that_cannot_bear_0_samples_is_told_once_with_what_helps():
+    def pooled(model: nn.Module, batch: Any) -> Outcome:
+        return Outcome((squares(model, batch) + 0 * batch[0].max()).sum(), len(batch[0]))
+
+    found = problems(with_loss(pooled))
+
+    assert "a problem" in found
+    assert "return Outcome(sum(p.sum() for p in model.parameters()) * 0, 0)" in found
+
+
 def test_a_parameter_that_no_gradient_reaches_is_named():
     class Partly(nn.Linear):
         def __init__(self) -> None:
@@ -282,6 +308,24 @@ def test_a_buffer_that_an_empty_micro_batch_moves_is_found():
     found = problems(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])), Counting))
 
     assert "a micro-batch of 0 samples changes the buffer calls" in found
+
+
+@pytest.mark.parametrize("spectral_norm", [
+    nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm], ids=["hook", "parametrized"])
+def test_the_vectors_of_a_spectral_norm_may_move_without_samples(spectral_norm):
+    check_task(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])),
+                         lambda: spectral_norm(nn.Linear(3, 1))))
+
+
+def test_what_no_checkpoint_could_hold_is_found():
+    class Turning(nn.Linear):
+        def __init__(self) -> None:
+            super().__init__(3, 1)
+            self.turn = nn.Parameter(torch.ones(1, dtype=torch.complex64))
+
+    found = problems(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])), Turning))
+
+    assert "safetensors has no dtype torch.complex64" in found
 
 
 def test_parameter_groups_that_the_optimizer_refuses_are_found():

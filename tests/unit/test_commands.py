@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -177,6 +178,30 @@ def test_a_run_that_can_not_be_read_is_one_clear_error(command, tmp_path, capsys
     assert told.count("\n") == 1
 
 
+@pytest.mark.parametrize("command", [["export", "--to"], ["predict", "--out"]])
+def test_an_error_of_the_data_is_not_told_as_one_of_the_place_to_write_to(
+    command, run, tmp_path, capsys, monkeypatch
+):
+    def gone(self, split):
+        raise FileNotFoundError("no such data")
+
+    monkeypatch.setattr(Small, "dataset", gone)
+    name, flag = command
+
+    with pytest.raises(FileNotFoundError, match="no such data"):
+        main([name, str(run), flag, str(tmp_path / "out.jsonl")])
+    assert flag not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("size", [0, 4, 100])
+def test_a_damaged_product_can_not_be_compared(run, tmp_path, capsys, size):
+    shutil.copytree(run, damaged := tmp_path / "damaged")
+    os.truncate(damaged / "model.safetensors", size)
+
+    assert main(["compare", str(run), str(damaged)]) == 2
+    assert f"can't compare: {damaged}/model.safetensors: " in capsys.readouterr().out
+
+
 def test_the_summary_says_what_memory_was_needed(run):
     needed = json.loads((run / "summary.json").read_text())["memory"]
 
@@ -268,6 +293,11 @@ def test_exported_weights_and_program_compute_what_the_run_does(run, tmp_path, c
     assert capsys.readouterr().out.count("largest difference") == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == [
         "export.json", "model.pt2", "model.safetensors"]
+
+
+def test_a_model_that_draws_is_compared_on_the_same_draws(run, tmp_path):
+    assert not main(["export", str(run), f"--to={tmp_path}/out", "--task.drift=-0.5",
+                     "--format=safetensors", "--format=program"])
 
 
 def test_a_model_that_computes_something_else_once_it_is_read_back_is_not_kept(

@@ -10,13 +10,15 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer import cli
 from trainer.__main__ import COMMANDS
-from trainer.config import Batch, Checkpoint, Config, Optim
+from trainer.card import doubts
+from trainer.config import Batch, Checkpoint, Config, Data, Optim
 from trainer.errors import ConfigError
 from trainer.length import Length
 from trainer.resume import settings as plain
@@ -242,7 +244,10 @@ def test_a_flag_changes_what_config_toml_says(tmp_path, name):
     (["--batch.globalsize", "8"], ["--batch.globalsize: ", "did you mean --batch.global-size?"]),
     (["--task.nrom=group"], ["--task.nrom: ", "did you mean --task.norm?"]),
     (["--sead=1"], ["--sead: ", "did you mean --seed?"]),
-    (["--lr=1"], ["--lr: ", "did you mean --"]),
+    (["--lr=1"], ["--lr: ", "did you mean --optim.lr?"]),
+    (["--optim.learning-rate=1"], ["did you mean --optim.lr?"]),
+    (["--batch_size", "8"], ["--batch-size: ", "did you mean --batch.global-size?"]),
+    (["--workers=2"], ["did you mean --data.workers?"]),
     (["--xyzzy=1"], ["--xyzzy: ", "--help lists them all"]),
     (["inspct", "runs/x"], ["inspct: there is no such command", "did you mean 'inspect'?"]),
     (["lr_find"], ["did you mean 'lr-find'?"]),
@@ -293,6 +298,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(argv, parts):
     ("eval.batch-size", "0", "use auto, 1 or more"),
     ("eval.best", "val_loss", "write NAME:max or NAME:min, such as val_loss:min"),
     ("stop.grace-s", "0.0", "use more than 0"),
+    ("stop.grace-s", "10000000000.0", "use more than 0, and 1e+09 at most, or inf"),
     ("steps", "0", "use 1 or more"),
     ("epochs", "0", "use 1 or more"),
     ("seed", "-1", "use a number from 0 to 2^63 - 1"),
@@ -524,3 +530,34 @@ def test_what_belongs_to_a_recipes_schedule_goes_with_it(tmp_path):
 def test_a_least_rate_that_the_schedule_does_not_use_is_refused():
     assert refusal("--schedule.name=constant", "--schedule.min-ratio=0").startswith(
         "--schedule.min-ratio 0.0: --schedule.name constant doesn't use it, only cosine and linear")
+
+
+@pytest.mark.parametrize(("make", "told"), [
+    (lambda: Optim(nesterov=True), "Optim(nesterov=True): 'on' or 'off' is wanted"),
+    (lambda: Data(shuffle="yes"), "Data(shuffle='yes'): 'on' or 'off' is wanted"),
+    (lambda: Data(workers="two"), "Data(workers='two'): a whole number or 'auto' is wanted"),
+    (lambda: Optim(lr="0.1"), "Optim(lr='0.1'): a number is wanted"),
+    (lambda: Optim(betas=(0.9,)), "Optim(betas=(0.9,)): a tuple of 2 numbers is wanted"),
+    (lambda: Batch(global_size=64.0), "Batch(global_size=64.0): a whole number is wanted"),
+    (lambda: Checkpoint(every=10), "Checkpoint(every=10): a trainer.length.Length, such as "
+                                   "Length.parse('10'), is wanted"),
+    (lambda: Config(freeze="*"), "Config(freeze='*'): a tuple of texts, such as ('body.*',), is"),
+    (lambda: Config(optim={"lr": 1}), "a trainer.config.Optim(…) is wanted"),
+])  # fmt: skip
+def test_a_value_of_another_type_is_refused_where_it_is_given_in_python(make, told):
+    with pytest.raises(ConfigError) as caught:
+        make()
+
+    assert told in str(caught.value)
+
+
+def test_numbers_paths_and_lists_that_serve_are_taken():
+    Config(optim=Optim(lr=1), run=Path("runs/x"), freeze=["*"], seed=np.int64(3))
+
+
+def test_a_warm_up_that_outlasts_the_run_is_told():
+    config = cli.parse(["--schedule.warmup", "3ep"])
+
+    assert doubts(config, (), epoch=4, total=12) == []
+    (told,) = doubts(config, (), epoch=4, total=6)
+    assert "the run has 6 steps and the warm-up 12, so the rate ends at 50% of --optim.lr" in told

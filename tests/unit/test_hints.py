@@ -7,11 +7,14 @@ import math
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from trainer import hints
 from trainer.config_run import HINTS
 from trainer.hints import Facts, Hints
 from trainer.log import Log
+from trainer.opening import _zero_gradients
 
 FALLING = [2.3 * 0.99**i + 0.01 * (i % 3) for i in range(200)]
 FLAT = [2.3 + 0.01 * (i % 3) for i in range(200)]
@@ -122,6 +125,17 @@ def test_a_long_run_is_remembered_in_part():
 
     assert len(given._points) <= hints.MOST_POINTS
     assert "flat-loss" in lines(given)[0]
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element")
+def test_a_parameter_without_elements_has_no_dead_gradient():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2), nn.Linear(0, 1, bias=False))
+    model[2].weight.grad = torch.zeros(1, 0)
+    assert _zero_gradients(model) == []
+
+    model[:2](torch.ones(1, 3)).mul(torch.tensor([0.0, 1.0])).sum().backward()
+    model[1].bias.grad.zero_()
+    assert _zero_gradients(model) == ["1.bias"]
 
 
 def test_the_first_loss_is_compared_with_the_classes_of_a_table():

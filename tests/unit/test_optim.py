@@ -77,6 +77,24 @@ def test_the_fused_kernels_compute_what_the_plain_ones_do(config):
         torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_a_slice_learns_as_a_copy_of_it_does_and_nothing_beside_it_moves(name):
+    config, colours, beside = Optim(name=name, lr=0.01), torch.randn(4, 3, 3, 3), []
+
+    def grey(*, copied: bool) -> nn.Module:  # as of a model that was trained on colours
+        model, kernel = net(), colours.clone()[:, 1:2]
+        model[0][0].weight = nn.Parameter(kernel.clone() if copied else kernel)
+        beside.append(kernel._base[:, 2:])
+        return model
+
+    slices, copies = grey(copied=False), grey(copied=True)
+    trained(slices, optim.build(config, slices))
+    trained(copies, optim.build(config, copies))
+
+    torch.testing.assert_close(slices[0][0].weight, copies[0][0].weight, rtol=0, atol=1e-4)
+    assert torch.equal(beside[0], colours[:, 2:])
+
+
 def test_biases_and_norms_of_any_shape_do_not_decay():
     model = nn.Sequential(nn.Linear(6, 6), nn.LayerNorm([2, 3]), nn.GroupNorm(1, 2),
                           nn.Embedding(3, 2))
@@ -150,7 +168,7 @@ class Wrapped:
     (f"{__name__}:Closure", "its step() wants closure"),
     (f"{__name__}:Wrapped", "it is no torch.optim.Optimizer"),
     ("torch.optim:Muon", "Muon only supports 2D parameters"),
-    ("torch.optim:LBFGS", "unexpected keyword argument 'weight_decay'"),
+    ("torch.optim:LBFGS", "its step() wants closure, by which it computes the loss several"),
 ])  # fmt: skip
 def test_an_optimizer_that_cannot_be_used_is_refused(name, told):
     with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:

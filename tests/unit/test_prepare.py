@@ -74,6 +74,15 @@ class Pair:
     right: Any
 
 
+def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
+    class Forgetful(Made):
+        def loss(self, batch: Any) -> Any:  # type: ignore[override]
+            raise AssertionError("nothing is trained here")
+
+    with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
+        prepared(Forgetful())
+
+
 SAMPLES: dict[str, tuple[Any, Any]] = {
     "objects": (Graph, lambda i: Graph(i + 1)),
     "None": (lambda i: (i, None), lambda i: (i, 0)),

@@ -9,14 +9,19 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from trainer import processes, pulse, stacks, waiting
 from trainer.hang import Report
 from trainer.heartbeats import Heartbeats, own_identity
+from trainer.log import Log
 from trainer.pulse import Pulse
+from trainer.watchdog import Watchdog
+from trainer.world import Launch, World
 
 ROOT = Path(__file__).parents[2]
 
@@ -141,6 +146,23 @@ def test_own_stacks_name_the_threads():
     thread.join()
     assert "Thread the one that waits (most recent call first)" in told
     assert "Current thread MainThread (most recent call first)" in told
+
+
+def test_a_rank_that_is_met_late_disturbs_nobody_who_looks_for_the_others(monkeypatch):
+    own = own_identity(os.getpid())
+    beats = SimpleNamespace(listening=True, identities={1: own})
+
+    def looked_at(*_, **__):
+        beats.identities[2] = own  # by the thread of heartbeats, meanwhile
+        return SimpleNamespace(seen=lambda: False)
+
+    monkeypatch.setattr(processes, "Activity", looked_at)
+    watchdog = Watchdog(World(Launch(), torch.device("cpu"), 1), Log(), limit_s=None)
+
+    watchdog._listen(beats)
+    watchdog._listen(beats)
+
+    assert watchdog._others.keys() == {1, 2}
 
 
 def test_ranks_hear_each_other_and_agree_on_one_alarm():

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from trainer import folder, tensorfile
 from trainer.checkpoint import STATE
@@ -144,7 +145,14 @@ def _product_differences(run_a: Path, run_b: Path) -> Iterator[str]:
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise Unreadable(f"{missing[0]} is missing")
-    yield from tensor_differences(folder.PRODUCT, *(tensorfile.load(path) for path in paths))
+    yield from tensor_differences(folder.PRODUCT, *map(_product, paths))
+
+
+def _product(path: Path) -> dict[str, torch.Tensor]:
+    try:
+        return tensorfile.load(path)
+    except (OSError, SafetensorError) as error:
+        raise Unreadable(f"{path}: {error}") from error
 
 
 def _value_differences(what: str, left: Any, right: Any) -> Iterator[str]:

@@ -7,6 +7,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer import folder, tensorfile
+from trainer import folder, rng, tensorfile
 from trainer.cli import task_path
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.log import Log
 from trainer.manifest import MANIFEST
-from trainer.reader import Call, Reader, first_call, load, read
+from trainer.reader import Call, Reader, first_call, load, read, writing
 
 SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
 TOLERANCE = {"safetensors": 0.0, "program": 1e-4}
@@ -57,34 +58,35 @@ def main(argv: Sequence[str]) -> int:
         if any((options.to / name).exists() for name in (folder.IDENTITY, MANIFEST)):
             raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
                               f"{SAFETENSORS} of its own; give another folder.")
-        options.to.mkdir(parents=True, exist_ok=True)
+        to_folder = partial(writing, f"--to {options.to}", "choose a folder that can be written")
+        with to_folder():
+            options.to.mkdir(parents=True, exist_ok=True)
         files = {}
         for kind in dict.fromkeys(options.format or ["safetensors"]):
             tolerance = TOLERANCE[kind] if options.tolerance is None else options.tolerance
             write = _write_program if kind == "program" else _write_safetensors
             name = PROGRAM if kind == "program" else SAFETENSORS
-            with TemporaryDirectory(dir=options.to, prefix=".") as aside:
+            with to_folder(), TemporaryDirectory(dir=options.to, prefix=".") as aside:
                 again, notes = write(reader, call, Path(aside) / name)
                 difference = _difference(call.output, again)
-                told = f"{options.to / name}: largest difference {difference:.3g}"
                 if difference <= tolerance:
                     (Path(aside) / name).rename(options.to / name)
-                    files[name] = {"difference": difference, "tolerance": tolerance, **notes}
-                    print(told + "".join(f", {key} {notes[key]}" for key in notes))
-                else:
-                    exact = False
-                    log.error(f"{told}, more than --tolerance {tolerance:g}: it isn't kept.")
+            told = f"{options.to / name}: largest difference {difference:.3g}"
+            if difference <= tolerance:
+                files[name] = {"difference": difference, "tolerance": tolerance, **notes}
+                print(told + "".join(f", {key} {notes[key]}" for key in notes))
+            else:
+                exact = False
+                log.error(f"{told}, more than --tolerance {tolerance:g}: it isn't kept.")
         if files:
-            folder.replace_json(options.to / ABOUT, {
-                "run": str(options.run), "step": reader.weights.step,
-                "averaged": bool(reader.weights.average), "task": task_path(reader.config.task),
-                "files": files})
+            with to_folder():
+                folder.replace_json(options.to / ABOUT, {
+                    "run": str(options.run), "step": reader.weights.step,
+                    "averaged": bool(reader.weights.average), "task": task_path(reader.config.task),
+                    "files": files})
     except ConfigError as error:
         log.error(str(error))
         return error.exit_code
-    except OSError as error:
-        log.error(f"--to {options.to}: {error}; choose a folder that can be written.")
-        return 2
     return 0 if exact else 1
 
 
@@ -98,7 +100,7 @@ def _example(reader: Reader) -> Call:
         with torch.no_grad():
             call = first_call(reader.model, reader.task.loss, batch)
             # Once more, as it will be compared: without what the loss may do around it.
-            return Call(call.args, call.kwargs, reader.model(*call.args, **call.kwargs))
+            return Call(call.args, call.kwargs, _output(reader.model, call))
     raise ConfigError("--task: there are no data to compare an exported model on.")
 
 
@@ -107,8 +109,14 @@ def _write_safetensors(reader: Reader, call: Call, path: Path) -> tuple[Any, dic
     folder.replace_bytes(path, tensorfile.chunks(weights))
     model = reader.fresh_model()
     load(model, tensorfile.load(path), str(path))
+    return _output(model, call), {}
+
+
+def _output(model: Callable[..., Any], call: Call) -> Any:
+    """What a model gives, from the same keys each time: it may draw, as a variational one does."""
+    rng.key_generators(0, rng.EVALUATE)
     with torch.no_grad():
-        return model(*call.args, **call.kwargs), {}
+        return model(*call.args, **call.kwargs)
 
 
 def _write_program(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
@@ -134,7 +142,7 @@ def _write_program(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[st
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.export.save(program, path)
-        return torch.export.load(path).module()(*args, **kwargs), notes
+        return _output(torch.export.load(path).module(), call), notes
 
 
 def _exported(

@@ -18,10 +18,11 @@ from trainer import folder
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.log import Log, writable
-from trainer.reader import Reader, first_call, read
+from trainer.reader import Reader, first_call, read, writing
 
 KINDS = (".safetensors", ".jsonl")
 INDEX = "index"
+REMEDY = "name a file that can be written"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,21 +48,20 @@ def main(argv: Sequence[str]) -> int:
         if options.out is not None and options.out.suffix not in KINDS:
             raise ConfigError(f"--out {options.out}: the name ends with {' or '.join(KINDS)}.")
         if options.out is not None:
-            _ask_for(options.out)
+            with writing(f"--out {options.out}", REMEDY):
+                _ask_for(options.out)
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
         split, rows = _predicted(reader, options.split)
         step = reader.weights.step
         out = options.out or options.run / "predictions" / f"{split}-step-{step:08d}.safetensors"
         origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
-        out.parent.mkdir(parents=True, exist_ok=True)
         encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
-        folder.replace_bytes(out, encoded)
+        with writing(f"--out {out}", REMEDY):
+            out.parent.mkdir(parents=True, exist_ok=True)
+            folder.replace_bytes(out, encoded)
     except ConfigError as error:
         log.error(str(error))
         return error.exit_code
-    except OSError as error:
-        log.error(f"--out {options.out or 'PATH'}: {error}; name a file that can be written.")
-        return 2
     print(f"{out}: {split}, step {step}, {sum(map(_size, rows))} samples")
     return 0
 

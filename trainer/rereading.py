@@ -1,0 +1,75 @@
+"""Whether a data set gives the same samples again, as a restarted run reads them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import IterableDataset
+
+from trainer import rng
+from trainer.attributes import same
+from trainer.data import batch as batches
+from trainer.data.reading import KeyedSamples
+from trainer.data.sampler import Slot
+from trainer.task import SPLITS
+
+SEED = 0
+
+
+def check_items(task: Any, batch_size: int) -> Iterator[str]:
+    """What is wrong with a task's samples, one sentence each."""
+    for split in SPLITS:
+        try:
+            dataset, again = (dataset_of(task, split) for _ in range(2))
+            if dataset is None or (hasattr(dataset, "__len__") and not len(dataset)):
+                if split == "train":
+                    yield ('dataset("train") has no samples: a run needs some; only "validation" '
+                           'and "test" may be None.')
+                continue
+            first = read(task, dataset, 0, batch_size)
+            later = read(task, dataset, 0, batch_size, epoch=1)  # as in a run, between others
+            second = read(task, dataset, 0, batch_size)
+            fresh = [read(task, again, 0, batch_size, epoch=epoch) for epoch in (1, 0)]
+        except Exception as error:
+            yield raised(f'reading dataset("{split}")', error)
+            continue
+        if not any(True for _ in batches.tensors(first)):
+            yield f'dataset("{split}") gives batches without a tensor in them.'
+        elif not same(first, second) and isinstance(dataset, IterableDataset):
+            yield (f'the stream dataset("{split}") gives other samples when it is iterated over '
+                   "anew: let each iter() begin at the beginning, keep the place in the iterator "
+                   "(which may have a state_dict) and not in the data set, and draw from random, "
+                   "numpy.random, torch or a generator that is an attribute of it.")
+        elif not same(first, second):
+            yield (f'samples of dataset("{split}") differ when they are read again under the same '
+                   "key: draw from random, numpy.random, torch, a generator that is an attribute "
+                   "of the data set, or `indices.keys`; and keep no count of reads.")
+        elif not same([later, first], fresh):
+            yield (f'samples of dataset("{split}") differ between two data sets made one after the '
+                   "other, and read in another order: a restarted run would train on other data.")
+
+
+def dataset_of(task: Any, split: str) -> Any:
+    """A split's data set, made as in a run."""
+    rng.key_generators(SEED, rng.DATA)
+    return task.dataset(split)
+
+
+def read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> Any:
+    """`count` samples from the `first` on (fewer at the end of the data), as the loader does."""
+    collate = getattr(task, "collate", batches.collate)
+    if isinstance(dataset, IterableDataset):
+        rng.key_generators(SEED, rng.SAMPLE, epoch)
+        rng.key_object(rng.own_generators(dataset), SEED, rng.SAMPLE, epoch)
+        items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]
+        return collate(items)
+    indices = tuple(range(first, min(first + count, len(dataset))))
+    return KeyedSamples(dataset, seed=SEED, collate=collate)[
+        Slot(1, epoch, 0, True, indices)].batch
+
+
+def raised(doing: str, error: Exception) -> str:
+    """What was being done, and the exception in one line."""
+    text = str(error).strip().splitlines()
+    return f"{doing} raised {type(error).__name__}: {text[0] if text else 'without a message'}"
