@@ -237,12 +237,14 @@ def test_a_stop_waits_for_a_slow_save_as_long_as_the_grace_allows(warm, tmp_path
     [saved] = until_done(warm, tmp_path / "slow", 2, slow, [stop], TRAIN=0.01)
     [cut] = until_done(warm, tmp_path / "late", 2, late, [stop], TRAIN=0.01)
 
-    assert (saved.code, cut.code) == (75, 1)
+    assert saved.code == 75
     assert "--stop.grace-s 1: step" in told(tmp_path / "late")
     # From the beginning, or from what rank 1 still saved when it saw rank 0 leave.
     first, second = inspect(tmp_path / "late")["attempts"]
     assert first["start_step"] == 0
     assert second["start_step"] == 0 or second["start_step"] >= 10
+    # Rank 1's own time is up too, unless it sees rank 0 leave before, and saves in peace.
+    assert cut.code == 1 or (cut.code == 75 and second["start_step"] >= 10)
     assert inspect(tmp_path / "slow")["attempts"][1]["start_step"] >= 10
 
 
