@@ -137,7 +137,9 @@ def assert_old_then_new(killed: Iterator[tuple[str, Path]], step: int) -> None:
     for call, folder in killed:
         found = newest(folder)
         assert found in (OLD, NEW), call
-        seen.append(found == NEW)
+        # An allocator's call may come earlier in one process than in the one that was counted.
+        if call.split()[1] not in ALLOCATOR:
+            seen.append(found == NEW)
         # The next attempt finds the same, leaves no litter, and can save the same step again.
         store = Store(folder, keep=1)
         store.clean()
