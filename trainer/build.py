@@ -161,7 +161,7 @@ def build(
     step = Step(
         objective=objective, wrapped=wrapped, model=work.model, optimizer=work.optimizer,
         schedule=state.schedule, scaler=state.scaler,
-        autocast=partial(precision.autocast, work.choice, world.device), clip=config.clip,
+        autocast=precision.autocast(work.choice, world.device), clip=config.clip,
         progress=state.progress, seed=config.seed, num_ranks=world.size,
         nominal_count=config.batch.global_size, faults=armed, broadcast=world.broadcast,
         health=health, ema=state.ema,

@@ -45,10 +45,14 @@ def train(run: Parts) -> dict[str, object]:
         times = run.metrics.step(result, waited_s=run.loader.waited_s)
         run.timing.add(result.step, times, samples=result.sums.samples,
                        held_s=run.checkpoint.held_s)
-        face_skipped(run, result)
-        refuse_copies(progress.replaced, progress.step * run.config.batch.global_size)
+        if result.fault:
+            face_skipped(run, result)
+        if result.sums.replaced:
+            refuse_copies(progress.replaced, progress.step * run.config.batch.global_size)
 
-        run.heed_saves(result.sums.wishes)
-        wanted = "save" in result.sums.wishes
-        if "stop" in result.sums.wishes:
+        wishes = result.sums.wishes
+        if wishes:
+            run.heed_saves(wishes)
+        wanted = "save" in wishes
+        if "stop" in wishes:
             stop(run)

@@ -3,7 +3,6 @@ the gradients."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import math
@@ -37,7 +36,6 @@ Vector = Tensor | list[float]
 
 _FIXED = ("loss", "count", "samples", "replaced", *WISHES)
 COUNT = _FIXED.index("count")
-_NOTHING = contextlib.nullcontext()
 WISHED = slice(_FIXED.index(WISHES[0]), len(_FIXED))
 _NO_WISHES = (False,) * len(WISHES)
 
@@ -315,13 +313,6 @@ def wrap(
         find_unused_parameters=find_unused,
         device_ids=[device.index] if device.type == "cuda" else None,
     )
-
-
-def synchronised(wrapped: nn.Module, *, last: bool) -> contextlib.AbstractContextManager[None]:
-    """Around forward *and* backward of a micro-batch: only the last one's gradients are reduced."""
-    if last or not isinstance(wrapped, DistributedDataParallel):
-        return _NOTHING
-    return wrapped.no_sync()
 
 
 def _sum(column: Sequence[Any]) -> Any:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import nn
@@ -56,11 +58,14 @@ def choose(
     )
 
 
-def autocast(choice: Choice, device: torch.device) -> contextlib.AbstractContextManager[None]:
-    """The context for forwards: autocast, or nothing in fp32."""
+def autocast(
+    choice: Choice, device: torch.device
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Makes the context for a forward: autocast, or nothing in fp32."""
     if choice.dtype is torch.float32:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, dtype=choice.dtype)
+        nothing = contextlib.nullcontext()
+        return lambda: nothing
+    return partial(torch.autocast, device.type, dtype=choice.dtype)
 
 
 def scaler(choice: Choice, device: torch.device, initial: float) -> torch.amp.GradScaler:

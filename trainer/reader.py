@@ -7,7 +7,6 @@ import dataclasses
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +64,7 @@ class Reader:
             batch_size=evaluation_batch(self.config),
             workers=loader_workers(self.config, dataset, self.world), seed=self.config.seed,
             rank=0, num_ranks=1, device=self.world.device,
-            autocast=partial(precision.autocast, self.choice, self.world.device),
+            autocast=precision.autocast(self.choice, self.world.device),
             all_sum=self.world.all_sum, faults=Faults(), step=lambda: self.weights.step,
             figures=self.task.figures() if hasattr(self.task, "figures") else {},
         )  # fmt: skip
@@ -78,7 +77,7 @@ class Reader:
     def evaluating(self, number: int) -> Iterator[None]:
         """Where a batch of an evaluation is computed with."""
         rng.key_generators(self.config.seed, rng.EVALUATE, number)
-        with torch.inference_mode(), precision.autocast(self.choice, self.world.device):
+        with torch.inference_mode(), precision.autocast(self.choice, self.world.device)():
             yield
 
 

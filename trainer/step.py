@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
 from trainer.adamw import AdamW
@@ -26,7 +27,7 @@ from trainer.ema import Ema
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip, zero_grad
-from trainer.parallel import COUNT, Objective, Sums, synchronised
+from trainer.parallel import COUNT, Objective, Sums
 from trainer.progress import Progress
 from trainer.reduced import check_reduced
 from trainer.sync_batchnorm import SyncBatchNorm
@@ -138,7 +139,7 @@ class Step:
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
     ema: Ema | None = None
-    hunt: Callable[[Slot], contextlib.AbstractContextManager[None]] = lambda slot: NOTHING
+    hunt: Callable[[Slot], contextlib.AbstractContextManager[None]] | None = None
     """Makes the context that looks for what makes a NaN."""
     reduction: Callable[[Iterable[Micro]], Iterable[Micro]] = iter
     """Goes over the micro-batches of a step; after the last, gradients and sums are those of all
@@ -153,6 +154,9 @@ class Step:
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.trained = [n for n, p in self.wrapped.named_parameters() if p.requires_grad]
         """In the order in which DDP counts them."""
+        self.no_sync = (self.wrapped.no_sync if isinstance(self.wrapped, DistributedDataParallel)
+                        else None)
+        """DDP's context around forward *and* backward of a micro-batch whose gradients wait."""
         self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
         self.on_device = self.parameters[0].device.type != "cpu"
@@ -223,7 +227,7 @@ class Step:
             self.shut = self.gate.acquire()
             self.leave_no_trace()
             return None
-        lrs = tuple(float(group["lr"]) for group in self.optimizer.param_groups)
+        lrs = tuple([float(group["lr"]) for group in self.optimizer.param_groups])
         self.buffers.bring_home()
         # All are reduced values, so all ranks decide alike.
         fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
@@ -277,8 +281,9 @@ class Step:
         at = self.faults.at if not rehearsal else self.faults.rehearse
         at("forward", step=slot.step, epoch=slot.epoch)
         rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
-        hunt = NOTHING if rehearsal else self.hunt(slot)
-        with synchronised(self.wrapped, last=slot.last), hunt:
+        accumulating = NOTHING if slot.last or self.no_sync is None else self.no_sync()
+        hunt = NOTHING if rehearsal or self.hunt is None else self.hunt(slot)
+        with accumulating, hunt:
             try:
                 with self.autocast():
                     loss = self.wrapped(micro.batch, micro.samples,
@@ -288,10 +293,10 @@ class Step:
                     error.add_note(EMPTY)
                 raise
             at("backward", step=slot.step, epoch=slot.epoch)
-            if slot.last:
+            if slot.last and self.num_ranks > 1:
                 self.communication.watch(loss)
             self.scaler.scale(loss).backward()
-        if slot.last:
+        if slot.last and self.num_ranks > 1:
             check_reduced(self.wrapped, slot, self.trained)
             self.communication.reduced()
 
