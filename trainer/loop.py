@@ -50,9 +50,8 @@ def train(run: Parts) -> dict[str, object]:
         if result.sums.replaced:
             refuse_copies(progress.replaced, progress.step * run.config.batch.global_size)
 
-        wishes = result.sums.wishes
-        if wishes:
-            run.heed_saves(wishes)
-        wanted = "save" in wishes
-        if "stop" in wishes:
+        if result.sums.wishes:
+            run.heed_saves(result.sums.wishes)
+        wanted = "save" in result.sums.wishes
+        if "stop" in result.sums.wishes:
             stop(run)
