@@ -21,7 +21,6 @@ from trainer.config import Clip
 from trainer.data import batch as batches
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
-from trainer.diagnosis import EMPTY, lost_peer
 from trainer.ema import Ema
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
@@ -157,7 +156,6 @@ class Step:
         self.key = rng.mix(self.seed, rng.MICRO)
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
-        self.objective.spoilt = self.buffers.spoilt
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.communication = Communication(ranks=self.num_ranks,
                                            on_cuda=self.parameters[0].is_cuda)
@@ -279,14 +277,9 @@ class Step:
         rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
         hunt = NOTHING if rehearsal else self.hunt(slot)
         with synchronised(self.wrapped, last=slot.last), hunt:
-            try:
-                with self.autocast():
-                    loss = self.wrapped(micro.batch, micro.samples,
-                                        wishes() if slot.last else None, len(micro.replaced))
-            except Exception as error:
-                if not micro.samples and not lost_peer(error):
-                    error.add_note(EMPTY)
-                raise
+            with self.autocast():
+                loss = self.wrapped(micro.batch, micro.samples,
+                                    wishes() if slot.last else None, len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             if slot.last:
                 self.communication.watch(loss)
