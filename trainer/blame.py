@@ -102,7 +102,7 @@ def _computed_again(step: Step, window: Sequence[Micro]) -> dict[int, list[str]]
             slot = dataclasses.replace(micro.slot, last=False)
             step.forward_backward(Micro(slot, batch), rehearsal=True)
             gradients = [p.grad for p in parameters if p.grad is not None]
-            buffers = step.buffers.spoilt_names()
+            buffers = step.buffers.spoilt_names() if micro.samples else []
             if buffers or not all(bool(torch.isfinite(g).all()) for g in gradients):
                 bad[i] = buffers
             step.buffers.put_back()
