@@ -163,7 +163,8 @@ class Step:
             if isinstance(module, SyncBatchNorm):
                 module.communication = self.communication
         self.in_progress = False
-        """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        """Whether buffers may be ahead of the parameters, and their copies are the boundary's: a
+        step has begun and isn't made."""
         self.in_place = False
         """Whether the loss changes its batch, which the data set may have handed out of its own."""
         self.updating = False
@@ -198,9 +199,9 @@ class Step:
         start, step, at = self.clock(), self.progress.step + 1, self.faults.at
         if step in self.progress.left_out:
             return self.leave_out(micro_batches, step)
-        self.in_progress = True
         self.marks.first()
         self.buffers.keep()
+        self.in_progress = True  # not before: an error would bring back the last step's buffers
         if self.boundary is not None:
             self.boundary.record()
         if self.shut:
