@@ -16,7 +16,8 @@ from trainer.commands.compare import differences
 
 TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=1", "--batch.global-size=8",
         "--batch.micro-size=2", "--task.samples=160", "--task.validation=6", "--steps=12",
-        "--eval.every=5", "--checkpoint.every=3", "--optim.ema=0.9", "--task.norm=batch"]  # fmt: skip
+        "--eval.every=5", "--checkpoint.every=3", "--optim.ema=0.9",
+        "--task.norm=batch"]  # fmt: skip
 
 
 def struck(place: str, *arguments: str) -> int:
