@@ -227,8 +227,9 @@ class Step:
         # All are reduced values, so all ranks decide alike.
         fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         if self.moving:
-            # The last rank never has only empty micro-batches. No collective comes after it: a
-            # rank that loses a peer in a step has either made its update, or has nothing of it.
+            # The last rank has no empty micro-batch but where a stream's epoch ends. No collective
+            # comes after it: a rank that loses a peer in a step has either made its update, or has
+            # nothing of it.
             self.broadcast(self.moving, self.num_ranks - 1)
         self.shut = self.gate.acquire()
         at("optimizer", step=step, epoch=epoch)

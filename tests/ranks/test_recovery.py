@@ -11,8 +11,10 @@ import pytest
 import torch
 from runs import metrics, steps, train, weights
 
+from trainer.blame import told
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
+from trainer.health import NONFINITE
 
 TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
         "--batch.micro-size=2", "--task.norm=batch", "--task.samples=160",
@@ -74,6 +76,16 @@ def test_a_buffer_that_0_samples_spoil_makes_no_step_bad_since_another_ranks_is_
 
     assert [line.get("skipped") for line in steps(tmp_path)] == [None] * 3
     assert all(torch.isfinite(t).all() for t in weights(tmp_path, 3).values())
+
+
+def test_a_buffer_that_0_samples_spoil_for_good_is_told_as_that():
+    cause = {"rank": 1, "micro_batch": -1, "samples": [], "loss": "0.0", "input": [],
+             "buffers": ["mean"]}
+
+    said = told(NONFINITE, [cause], [], 3)
+
+    assert "leaves mean not finite on rank 1, an empty micro-batch, which must change no" in said
+    assert "leave its buffers as they are where there are no samples" in said
 
 
 def test_ranks_judge_alike_where_one_has_warmed_up_with_an_empty_micro_batch(ranks, tmp_path):
