@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import chaos_plan as plans
+from benchmarks import reporting
 from benchmarks.chaos_plan import Card, Fault, Run, Setting
 from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, in_child, train
 
@@ -210,4 +211,4 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    reporting.finish(main)

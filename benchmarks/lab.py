@@ -235,4 +235,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reporting.finish(main)

@@ -23,6 +23,8 @@ from pathlib import Path
 
 from PIL import Image, ImageChops
 
+from benchmarks import reporting
+
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 FAULTS = ("kill:rank=1:step=90:phase=backward", "nan:step=150", "stop:rank=1:step=230",
           "term:step=330")  # fmt: skip
@@ -157,4 +159,4 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    reporting.finish(main)

@@ -7,10 +7,21 @@ import os
 import platform
 import random
 import statistics
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from trainer.pipe import quiet_pipe
+
+
+def finish(main: Callable[[], int | None]) -> NoReturn:
+    """Run a benchmark's command, and leave with its exit code; with no word where nobody reads what
+    it prints any more (`| head`)."""
+    with quiet_pipe():
+        code = main()
+    sys.exit(code)
 
 
 def machine() -> dict[str, Any]:

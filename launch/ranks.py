@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import json
 import os
-import select
 import selectors
 import signal
 import socket
@@ -23,6 +22,7 @@ from launch.signals import StopRequest
 from launch.verdict import Exit
 from trainer import processes
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
+from trainer.stop import is_readable
 
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
@@ -186,9 +186,7 @@ class Ranks:
         self.signal(signal.SIGKILL)
         deadline_s = time.monotonic() + KILL_S
         for rank in list(self._living.values()):
-            end = select.poll()  # of many ranks the descriptors are beyond what `select` takes
-            end.register(rank.pidfd, select.POLLIN)
-            end.poll(1000 * max(0.0, deadline_s - time.monotonic()))
+            is_readable(rank.pidfd, deadline_s - time.monotonic())
         self._output.finish(KILL_S)
         os._exit(EXIT_FAILURE)
 
@@ -198,7 +196,7 @@ class Ranks:
             self._forget(self._control.fileno())
             self._control.close()
             pidfd = os.pidfd_open(self._server_pid)
-            if not select.select([pidfd], [], [], SERVER_EXIT_S)[0]:
+            if not is_readable(pidfd, SERVER_EXIT_S):
                 os.kill(self._server_pid, signal.SIGKILL)
             os.close(pidfd)
             os.waitpid(self._server_pid, 0)

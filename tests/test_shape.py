@@ -32,11 +32,11 @@ LAYERS = {
        "timing data.augment data.bad data.batch data.sampler",
     2: "config_run config_training data.reading faults hints losses pace reduced sinks state store "
        "task tasks.gpt tree waiting world",
-    3: "agreement alarm config data.loader folder launcher leaks parallel source sync_batchnorm "
+    3: "agreement alarm config data.loader folder launcher leaks outcome source sync_batchnorm "
        "tasks.fashion_mnist tasks.image_models tasks.shapes tasks.spiral tasks.text",
     # What the configuration sets.
-    4: "budget cli compile_cache data.feed failure health optim pictures precision restore resume "
-       "schedules storable tasks.images tasks.photos wandb_sink watchdog",
+    4: "budget cli compile_cache data.feed failure health optim parallel pictures precision "
+       "restore resume schedules storable tasks.images tasks.photos wandb_sink watchdog",
     5: "checkpoint data.lanes prepare rereading step",
     6: "alike blame canonical data.stream evaluate hidden testing",
     7: "metrics",

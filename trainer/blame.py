@@ -38,7 +38,7 @@ def find_causes(step: Step, window: Sequence[Micro], world: World) -> list[dict[
     bad: dict[int, list[str]] = {
         i: [] for i, loss in enumerate(losses) if not math.isfinite(loss)}
     if not any(world.gather_json(bool(bad))):
-        bad = _computed_again(step, window)
+        bad = _computed_again(step, window, kept=world.rank == world.size - 1)
     mine = [
         {"rank": world.rank, "micro_batch": window[i].slot.number,
          "samples": list(window[i].slot.indices), "loss": str(losses[i]),
@@ -64,7 +64,9 @@ def told(fault: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str]
     parts = []
     for cause in causes[:SHOWN]:
         place = (f"micro-batch {cause['micro_batch']} (samples {_listed(cause['samples'])})"
-                 if cause["samples"] else "an empty micro-batch: the loss of 0 samples has to be 0")
+                 if cause["samples"] else "an empty micro-batch, which must change no buffer"
+                 if cause["buffers"] else
+                 "an empty micro-batch: the loss of 0 samples has to be 0")
         what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"]))
                 else f"its forward leaves {_listed(cause['buffers'])} not finite"
                 if cause["buffers"] else "the gradient isn't finite")
@@ -77,22 +79,28 @@ def told(fault: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str]
         parts.append("the same computation is finite now, so neither data nor weights are to blame")
     which = "all" if len(parameters) == trainable else str(len(parameters))
     some = "" if len(parameters) == trainable else f": {_listed(parameters)}"
-    spoilt = any(cause["buffers"] for cause in causes)
+    spoilt = any(cause["buffers"] and cause["samples"] for cause in causes)
     if parameters:
         parts.append(f"gradients not finite: {which} of {trainable} parameters{some}")
     if any(cause["input"] for cause in causes):
         parts.append("mend these samples, or make the data set leave them out")
     elif spoilt:
         parts.append("look for values in these samples that are far too large")
+    elif any(cause["buffers"] for cause in causes):
+        parts.append("let the forward leave its buffers as they are where there are no samples")
     elif causes:
         parts.append("try a lower --optim.lr or --clip.norm, --precision.dtype fp32, and a loss "
                      "that is defined everywhere (log of 0, sqrt at 0, division by 0)")
     return "; ".join(parts)
 
 
-def _computed_again(step: Step, window: Sequence[Micro]) -> dict[int, list[str]]:
+def _computed_again(step: Step, window: Sequence[Micro], *, kept: bool) -> dict[int, list[str]]:
     """Which micro-batches give non-finite gradients or buffers by themselves, with the names of
-    the latter. Every rank computes all of its own, so that collectives within a forward pair up."""
+    the latter. Every rank computes all of its own, so that collectives within a forward pair up.
+
+    Args:
+        kept: whether this rank's buffers are those that are kept, also of an empty micro-batch.
+    """
     parameters, bad = step.parameters, {}
     step.buffers.keep()
     try:
@@ -102,7 +110,7 @@ def _computed_again(step: Step, window: Sequence[Micro]) -> dict[int, list[str]]
             slot = dataclasses.replace(micro.slot, last=False)
             step.forward_backward(Micro(slot, batch), rehearsal=True)
             gradients = [p.grad for p in parameters if p.grad is not None]
-            buffers = step.buffers.spoilt_names()
+            buffers = step.buffers.spoilt_names() if micro.samples or kept else []
             if buffers or not all(bool(torch.isfinite(g).all()) for g in gradients):
                 bad[i] = buffers
             step.buffers.put_back()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any, TypeGuard
 
 import torch
@@ -87,25 +88,24 @@ class Buffers:
                 self._homes[place] = found
                 self._measure()
 
-    def watch(self) -> None:
-        """From now on `spoilt` looks at those that have moved since `keep`, and were finite then:
-        a mask of infinities stays out of it."""
+    def watch(self, moved: Container[Tensor]) -> None:
+        """From now on `spoilt` looks at those that some rank has moved since `keep`, and that were
+        finite then: a mask of infinities stays out of it."""
         kept = {id(b): k for b, k in self.pairs()}
         self._watched = [
             (name, *place, home)
             for name, place, home in zip(self._names, self._places, self._homes, strict=True)
-            if home is not None and id(home) in kept and home.is_floating_point()
-            and bool((home != kept[id(home)]).any())
+            if home is not None and home in moved and home.is_floating_point()
             and bool(torch.isfinite(kept[id(home)]).all())
         ]  # fmt: skip
 
-    def spoilt(self) -> Tensor | None:
-        """NaN if one of those isn't finite any more, which no loss in training tells, otherwise 0:
-        on their device. None where there are none."""
-        if not self._watched:
-            return None
-        found = [t.detach().flatten() if t.dim() != 1 else t for t in self._standing()]
-        return (torch.cat(found) * 0).sum()
+    def spoilt(self, among: Container[Tensor] | None = None) -> Tensor | None:
+        """NaN if one of those (that are `among` these) isn't finite any more, which no loss in
+        training tells, otherwise 0: on their device. None where there are none."""
+        found = [t.detach().flatten() if t.dim() != 1 else t
+                 for t, (*_, home) in zip(self._standing(), self._watched, strict=True)
+                 if among is None or home in among]
+        return (torch.cat(found) * 0).sum() if found else None
 
     def spoilt_names(self) -> list[str]:
         """Those of them that aren't finite."""

@@ -135,6 +135,8 @@ class Reduction:
         self._rank, self._size, self._group = world.rank, world.size, world.group
         self._windows, self._optional = windows, optional
         self.statistics = Statistics(step.model, dict(step.buffers.pairs()))
+        self.shared = frozenset(self.statistics.live)
+        """Buffers that are equal on all ranks after the last micro-batch."""
         self._layout = Layout(self._parameters)
         self._plan = functools.cache(functools.partial(Plan.of, num_ranks=world.size))
         self._flats: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
@@ -294,7 +296,7 @@ class Reduction:
         sums = numbered[:, : self._sums].sum(0)
         sums[WISHED] = every[:, WISHED].sum(0)  # those that ride in an empty micro-batch too
         self.statistics.fold(numbered[:, self._width :])
-        if (spoilt := self._buffers.spoilt()) is not None:
+        if (spoilt := self._buffers.spoilt(self.shared)) is not None:  # alike on all ranks
             sums[0] += spoilt  # also by a micro-batch before the last
         self._objective.swap_sums(sums.tolist() if self._on_host else sums)
 
@@ -338,4 +340,4 @@ def reduce(step: Step, world: World, windows: Windows, find_unused: OnOff) -> No
     """Collective. Make a step's sums canonical; ranks begin with the weights of rank 0."""
     world.broadcast([*step.model.parameters(), *step.model.buffers()])
     reduction = Reduction(step, world, windows, optional=find_unused == "on")
-    step.reduction, step.shared = reduction, frozenset(reduction.statistics.live)
+    step.reduction, step.shared = reduction, reduction.shared

@@ -96,7 +96,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
             raise
         told = flags.plain(problems.getvalue())
         if told.startswith("Unrecognized options"):
-            told = flags.unknown_flag(arguments, (name for name, _, _ in default.leaves())) or told
+            told = flags.unknown_flag(arguments, {n: v for n, v, _ in default.leaves()}) or told
         raise ConfigError(told) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{error}") from error

@@ -21,7 +21,7 @@ from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
 from trainer.errors import ConfigError
 from trainer.faults import Faults
-from trainer.parallel import check_outcome
+from trainer.outcome import check_outcome
 from trainer.task import Outcome
 
 REMEDY = ("mend it, or leave it out in dataset(): --data.on-error skip is for training samples "

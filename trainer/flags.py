@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from trainer.errors import ConfigError
 
@@ -37,16 +39,27 @@ def refuse_empty(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{flag} '': the value is empty; give one, or leave the flag out.")
 
 
-def unknown_flag(arguments: Sequence[str], names: Iterable[str]) -> str | None:
-    """What is wrong with the first flag that doesn't exist (tyro suggests next to nothing).
+def unknown_flag(arguments: Sequence[str], keys: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first flag that doesn't exist, or has a value that it can't have
+    (tyro suggests next to nothing).
 
     Args:
-        names: of the keys that there are.
+        keys: those that there are, and their values so far.
     """
-    known = [f"--{name.replace('_', '-')}" for name in names]
-    switches = [re.sub(r"^(--(?:.*\.)?)", r"\1no-", flag) for flag in known]  # of boolean fields
-    for argument in arguments:
-        flag = argument.partition("=")[0].replace("_", "-")
+    named = {f"--{name.replace('_', '-')}": value for name, value in keys.items()}
+    known = list(named)
+    switches = {re.sub(r"^(--(?:.*\.)?)", r"\1no-", flag): flag for flag in known
+                if isinstance(named[flag], bool)}
+    for argument, after in zip(arguments, [*arguments[1:], "--"], strict=True):
+        flag, given, value = argument.partition("=")
+        flag = flag.replace("_", "-")
+        value = value if given else "" if after.startswith("-") else after
+        plain = switches.get(flag, flag)
+        if isinstance(now := named.get(plain), bool):
+            switch = {f: s for s, f in switches.items()}[plain] if now else plain
+            if value or flag != switch:
+                return (f"{flag} {value}".rstrip() + f": it is {now} unless {switch} is given, a "
+                        "switch that takes no value.")
         if flag.startswith("--") and flag not in (*known, *switches):
             last = flag.rpartition(".")[2].removeprefix("--")
             alike = [name for name in known if re.split(r"\.|--", name)[-1] == last]
@@ -55,6 +68,23 @@ def unknown_flag(arguments: Sequence[str], names: Iterable[str]) -> str | None:
             near = alike if len(alike) == 1 else difflib.get_close_matches(flag, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists them all."
             return f"{flag}: there is no such flag; {hint}"
+    return _stray(arguments, named)
+
+
+def _stray(arguments: Sequence[str], values: Mapping[str, Any]) -> str | None:
+    """What is wrong with the first word that no flag takes."""
+    flag, may_follow = "", 0.0
+    for argument in arguments:
+        if argument.startswith("--"):
+            flag = argument.partition("=")[0].replace("_", "-")
+            many = isinstance(values.get(flag), tuple | list)
+            may_follow = 0.0 if "=" in argument else math.inf if many else 1.0
+        elif may_follow:
+            may_follow -= 1
+        else:
+            return (f"{argument}: no flag takes it" + (f"; {flag} has its value already" if flag
+                                                       else "") +
+                    ". Put quotes around a value that has spaces, and -- before a flag's name.")
     return None
 
 

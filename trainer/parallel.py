@@ -6,7 +6,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
 from typing import Any
@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer.diagnosis import EMPTY, lost_peer
 from trainer.errors import ConfigError
-from trainer.task import Outcome, misused
+from trainer.outcome import check_outcome
+from trainer.task import Outcome
 
 CAPACITY = 64
 """Numbers that ride in one gradient all-reduce."""
@@ -25,12 +27,6 @@ CAPACITY = 64
 WISHES = ("stop", "save", "fail", "saved")
 """What any rank may ask of all: stop after this step; save at it; leave as failed; forget the
 metric lines that the last save holds, since it is whole."""
-
-RESERVED_METRICS = (
-    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
-    "train_loss", "table",
-)  # fmt: skip
-"""What a task's metric can't be called, since the run's record has them, and each `val_NAME`."""
 
 Vector = Tensor | list[float]
 
@@ -111,7 +107,8 @@ class Tally:
         """What this rank wants to happen after the step; `spoilt` is added to its loss."""
         self._wishes = wishes or _NO_WISHES
         if spoilt is not None:
-            self._rows[-1][0] += spoilt.item() if self._on_host else spoilt
+            row = self._rows[-1]  # not in place: its loss on a device is the one that backward has
+            row[0] = row[0] + (spoilt.item() if self._on_host else spoilt)
 
     def take(self) -> Vector:
         """The sums, those of `_FIXED` first, each on the host or the device; starts anew."""
@@ -201,7 +198,12 @@ class Objective(nn.Module):
         Raises:
             ConfigError: the task's loss breaks the protocol.
         """
-        outcome = self._loss(self.model, batch)
+        try:
+            outcome = self._loss(self.model, batch)
+        except Exception as error:
+            if not samples and not lost_peer(error):
+                error.add_note(EMPTY)
+            raise
         if self.poisoned:
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
@@ -259,39 +261,6 @@ class Objective(nn.Module):
         metrics = {name: (values[at + 2 * i], values[at + 2 * i + 1])
                    for i, name in enumerate(self.tally.names or ())}
         return Sums(loss, count, round(samples), round(replaced), frozenset(wishes), metrics), norm
-
-
-def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
-    """(scalar total, metrics with each named loss among them).
-
-    Raises:
-        ConfigError: it isn't an `Outcome` of scalars, or a metric has a name that is taken.
-    """
-    if not isinstance(outcome, Outcome):
-        raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
-                          "trainer.Outcome(total, count, metrics={name: (sum, count)}).")
-    if wrong := misused(outcome):
-        raise ConfigError(f"the task's loss: {wrong}.")
-    metrics: dict[str, tuple[Any, Any]] = {}
-    if isinstance(outcome.total, Mapping):
-        metrics.update({name: (value, outcome.count) for name, value in outcome.total.items()})
-        total = torch.stack([value.float() for value in outcome.total.values()]).sum()
-    else:
-        total = outcome.total
-    for name in (*metrics, *outcome.metrics):
-        if name in RESERVED_METRICS or name.startswith("val_"):
-            raise ConfigError(f"the task's loss returned a metric {name!r}; this name is taken, as "
-                              f"are {', '.join(RESERVED_METRICS)} and all that begin with val_: "
-                              "choose another.")
-    if twice := metrics.keys() & outcome.metrics.keys():
-        raise ConfigError(f"the task's loss returned {min(twice)!r} as a loss and as a metric; "
-                          "choose another name for one of them.")
-    metrics.update(outcome.metrics)
-    if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
-        form = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
-        raise ConfigError(f"Outcome.total is {form}; a scalar tensor is wanted: the loss summed "
-                          "over the micro-batch.")
-    return total, metrics
 
 
 def wrap(

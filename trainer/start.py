@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -99,8 +99,11 @@ def warm_up(
     step.objective.take_sums(world.size)
     step.communication.forget()
     loader.waited_s = 0.0
-    step.moving = moving_buffers(step, world)
-    step.buffers.watch()
+    moved_buffers = buffers_moved(step, world)
+    step.moving = moving_buffers(step, world, moved_buffers)
+    step.buffers.watch(moved_buffers)
+    if world.rank == world.size - 1:  # its buffers are taken where ranks don't share them
+        step.objective.spoilt = step.buffers.spoilt
     if lost := forgotten_buffers(step):
         log.announce(f"the model's forward moves {_listed(lost)}, "
                      "and no checkpoint holds a buffer registered with persistent=False: if it "
@@ -243,19 +246,24 @@ def refuse_parting(step: Step, world: World, sums: list[int]) -> None:
             "train with one rank."))
 
 
-def moving_buffers(step: Step, world: World) -> list[torch.Tensor]:
-    """Collective. The buffers that the forward has just moved on some rank, and that no
-    synchronised batch norm, or the reduction, keeps equal."""
-    if world.size == 1:
-        return []
+def buffers_moved(step: Step, world: World) -> frozenset[Tensor]:
+    """Collective. The buffers that the forward has just moved on some rank."""
     moved = torch.tensor([float(torch.any(a != b)) for a, b in step.buffers.pairs()])
     world.all_sum(moved)
+    live = [b for b, _ in step.buffers.pairs()]
+    return frozenset(b for b, m in zip(live, moved.tolist(), strict=True) if m)
+
+
+def moving_buffers(step: Step, world: World, moved: Container[Tensor]) -> list[Tensor]:
+    """Those of the moved buffers that no synchronised batch norm, or the reduction, keeps equal on
+    all ranks."""
+    if world.size == 1:
+        return []
     synchronised = (SyncBatchNorm, CudaSyncBatchNorm)
     shared = {id(b) for m in step.model.modules() if isinstance(m, synchronised)
               for b in nn.Module.buffers(m, recurse=False)}
-    live = [b for b, _ in step.buffers.pairs()]
-    return [b for b, m in zip(live, moved.tolist(), strict=True)
-            if m and id(b) not in shared and b not in step.shared]
+    return [b for b, _ in step.buffers.pairs()
+            if b in moved and id(b) not in shared and b not in step.shared]
 
 
 def forgotten_buffers(step: Step) -> list[str]:

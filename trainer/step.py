@@ -22,7 +22,6 @@ from trainer.config import Clip
 from trainer.data import batch as batches
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
-from trainer.diagnosis import EMPTY, lost_peer
 from trainer.ema import Ema
 from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
@@ -161,7 +160,6 @@ class Step:
         self.key = rng.mix(self.seed, rng.MICRO)
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
-        self.objective.spoilt = self.buffers.spoilt
         self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
         self.communication = Communication(ranks=self.num_ranks,
                                            on_cuda=self.parameters[0].is_cuda)
@@ -169,7 +167,8 @@ class Step:
             if isinstance(module, SyncBatchNorm):
                 module.communication = self.communication
         self.in_progress = False
-        """Whether buffers may be ahead of the parameters: a step has begun and isn't made."""
+        """Whether buffers may be ahead of the parameters, and their copies are the boundary's: a
+        step has begun and isn't made."""
         self.in_place = False
         """Whether the loss changes its batch, which the data set may have handed out of its own."""
         self.updating = False
@@ -204,9 +203,9 @@ class Step:
         start, step, at = self.clock(), self.progress.step + 1, self.faults.at
         if step in self.progress.left_out:
             return self.leave_out(micro_batches, step)
-        self.in_progress = True
         self.marks.first()
         self.buffers.keep()
+        self.in_progress = True  # not before: an error would bring back the last step's buffers
         if self.boundary is not None:
             self.boundary.record()
         if self.shut:
@@ -232,8 +231,9 @@ class Step:
         # All are reduced values, so all ranks decide alike.
         fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         if self.moving:
-            # The last rank never has only empty micro-batches. No collective comes after it: a
-            # rank that loses a peer in a step has either made its update, or has nothing of it.
+            # The last rank has no empty micro-batch but where a stream's epoch ends. No collective
+            # comes after it: a rank that loses a peer in a step has either made its update, or has
+            # nothing of it.
             self.broadcast(self.moving, self.num_ranks - 1)
         self.shut = self.gate.acquire()
         at("optimizer", step=step, epoch=epoch)
@@ -284,14 +284,9 @@ class Step:
         accumulating = NOTHING if slot.last or self.no_sync is None else self.no_sync()
         hunt = NOTHING if rehearsal or self.hunt is None else self.hunt(slot)
         with accumulating, hunt:
-            try:
-                with self.autocast():
-                    loss = self.wrapped(micro.batch, micro.samples,
-                                        wishes() if slot.last else None, len(micro.replaced))
-            except Exception as error:
-                if not micro.samples and not lost_peer(error):
-                    error.add_note(EMPTY)
-                raise
+            with self.autocast():
+                loss = self.wrapped(micro.batch, micro.samples,
+                                    wishes() if slot.last else None, len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             if slot.last and self.num_ranks > 1:
                 self.communication.watch(loss)

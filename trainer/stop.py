@@ -169,8 +169,7 @@ class StopRequest:
     def _attend(self) -> None:
         while not self._over:
             left_s = self.since_s + self._grace_s - self._clock() if self.requested else math.inf
-            timeout_s = None if left_s == math.inf else max(0.0, left_s)
-            if select.select([self._told], [], [], timeout_s)[0]:
+            if is_readable(self._told, left_s):
                 for number in os.read(self._told, 512):
                     if number not in self._numbers:  # 0, or one that is none of ours (SIGCHLD)
                         continue
@@ -200,11 +199,19 @@ class StopRequest:
             thread.start()
             deadline_s = self._clock() + LAST_S
             while thread.is_alive() and self._clock() < deadline_s:
-                if select.select([self._told], [], [], 0.05)[0]:
+                if is_readable(self._told, 0.05):
                     self._interrupts += os.read(self._told, 512).count(signal.SIGINT)
                     if self._interrupts > 1:
                         os._exit(128 + signal.SIGINT)
             os._exit(codes[0] if codes else 1)
+
+
+def is_readable(descriptor: int, timeout_s: float) -> bool:
+    """Whether there is something to read, after waiting so long for it, or for 24 days. Of any
+    descriptor: `select` takes none from 1,024 on, and a program may have more files open."""
+    poll = select.poll()
+    poll.register(descriptor, select.POLLIN)
+    return bool(poll.poll(min(1000 * max(0.0, timeout_s), 2.0**31 - 1)))
 
 
 def process_descriptor(pid: int) -> int:

@@ -25,7 +25,8 @@ from trainer.diagnosis import EMPTY
 from trainer.errors import ConfigError
 from trainer.faults import Faults
 from trainer.health import Health
-from trainer.parallel import Objective, check_outcome
+from trainer.outcome import check_outcome
+from trainer.parallel import Objective
 from trainer.progress import Progress
 from trainer.rereading import SEED, check_items, dataset_of, raised, read
 from trainer.step import Step

@@ -28,6 +28,7 @@ from trainer.heartbeats import Heartbeats, Times, own_identity
 from trainer.log import Log
 from trainer.pace import Pace
 from trainer.pulse import Pulse
+from trainer.stop import is_readable
 from trainer.world import World
 
 TICK_S = 1.0
@@ -139,7 +140,7 @@ class Watchdog:
         lost_s = self._clock()
         self.pulse.lost = True
         while not self._alarm.stopped:
-            select.select([self._woken], [], [], min(LEAVE_S, max(0.2, self._tick_s)))
+            is_readable(self._woken, min(LEAVE_S, max(0.2, self._tick_s)))
             waited_s = self._clock() - lost_s
             if waited_s >= LEAVE_S:
                 self._alarm.leave(late=waited_s > self._alarm.late_s)

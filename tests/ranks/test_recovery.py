@@ -11,8 +11,10 @@ import pytest
 import torch
 from runs import metrics, steps, train, weights
 
+from trainer.blame import told
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
+from trainer.health import NONFINITE
 
 TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
         "--batch.micro-size=2", "--task.norm=batch", "--task.samples=160",
@@ -62,6 +64,39 @@ def test_one_sick_sample_is_skipped_alike_whatever_the_number_of_ranks(ranks, tm
             one = weights(folders[1], 8)
             assert all(torch.allclose(one[n], t, atol=1e-5)
                        for n, t in weights(folder, 8).items())
+
+
+@pytest.mark.parametrize("reduction", ["ddp", "canonical"])
+def test_a_buffer_that_0_samples_spoil_makes_no_step_bad_since_another_ranks_is_taken(
+    ranks, tmp_path, reduction
+):
+    # 4 micro-batches on 3 ranks: the first two compute an empty one as well.
+    assert run(ranks, 3, tmp_path, "--task.centred", "--steps=3", "--task.norm=group",
+               f"--parallel.reduction={reduction}") == [0, 0, 0]
+
+    assert [line.get("skipped") for line in steps(tmp_path)] == [None] * 3
+    assert all(torch.isfinite(t).all() for t in weights(tmp_path, 3).values())
+
+
+def test_a_buffer_that_0_samples_spoil_for_good_is_told_as_that():
+    cause = {"rank": 1, "micro_batch": -1, "samples": [], "loss": "0.0", "input": [],
+             "buffers": ["mean"]}
+
+    said = told(NONFINITE, [cause], [], 3)
+
+    assert "leaves mean not finite on rank 1, an empty micro-batch, which must change no" in said
+    assert "leave its buffers as they are where there are no samples" in said
+
+
+def test_ranks_judge_alike_where_one_has_warmed_up_with_an_empty_micro_batch(ranks, tmp_path):
+    # Of an epoch's last window there is only one micro-batch, the last rank's.
+    sick = ["--task.first=0", "--task.end=1", "--task.way=outlier", "--task.samples=10",
+            "--data.drop-last=off", "--parallel.reduction=canonical", "--epochs=2"]
+
+    assert run(ranks, 2, tmp_path, *sick, "--inject=raise:step=2") == [1, 1]
+    assert run(ranks, 2, tmp_path, *sick) == [0, 0]
+
+    assert [line["step"] for line in steps(tmp_path) if line.get("skipped")] == [1, 3]
 
 
 @pytest.mark.parametrize("size", [1, 2])

@@ -1,4 +1,5 @@
-"""A loader process dies while a validation is taken into the state, which is no boundary then."""
+"""A loader process dies while a validation is taken into the state, which is no boundary then, or
+as a step begins."""
 
 from __future__ import annotations
 
@@ -15,13 +16,15 @@ from trainer.commands.compare import differences
 
 TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=1", "--batch.global-size=8",
         "--batch.micro-size=2", "--task.samples=160", "--task.validation=6", "--steps=12",
-        "--eval.every=5", "--checkpoint.every=3", "--optim.ema=0.9"]  # fmt: skip
+        "--eval.every=5", "--checkpoint.every=3", "--optim.ema=0.9",
+        "--task.norm=batch"]  # fmt: skip
 
 
 def struck(place: str, *arguments: str) -> int:
     """As `train`; a loader process is killed at a place, the first time that the rank is there."""
     from trainer import ema
     from trainer.progress import LossMeter
+    from trainer.step import Marks
 
     def then_strike(function: Callable[..., Any], times: int = 1) -> Callable[..., Any]:
         left = iter(range(times)[::-1])
@@ -40,8 +43,10 @@ def struck(place: str, *arguments: str) -> int:
 
     if place == "meter":
         LossMeter.take_mean = then_strike(LossMeter.take_mean)  # type: ignore[method-assign]
-    else:  # the first is that of the first update
+    elif place == "average":  # the first is that of the first update
         ema._copy = then_strike(ema._copy, 2)
+    else:  # of the fifth step, whose copy of the buffers isn't made yet
+        Marks.first = then_strike(Marks.first, 5)  # type: ignore[method-assign]
     return train(*arguments)
 
 
@@ -49,7 +54,7 @@ def test_a_loader_process_dies_amid_it(ranks, tmp_path):
     straight = tmp_path / "straight"
     assert ranks(1, train, *TASK, f"--run={straight}", group=False) == [0]
 
-    for place in ("meter", "average"):
+    for place in ("meter", "average", "beginning"):
         hurt = tmp_path / place
         assert ranks(1, struck, place, *TASK, f"--run={hurt}", group=False) == [1]
         assert ranks(1, train, *TASK, f"--run={hurt}", group=False) == [0]

@@ -7,8 +7,24 @@ from typing import Any
 
 import torch
 from tape_task import Tape
+from torch import Tensor, nn
 
 from trainer import Outcome
+
+
+class Centred(nn.Module):
+    """The model inside, and a mean of what it has seen, which 0 samples make a NaN."""
+
+    def __init__(self, model: nn.Module, width: int) -> None:
+        super().__init__()
+        self.model = model
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(0.1 * x.mean(0))
+        return self.model(x)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,6 +36,12 @@ class Sick(Tape):
     way: str = "loss"
     """input: NaN in the sample; loss: an infinite loss; gradient: a finite loss whose gradient is
     NaN; spike: a loss a thousand times as high; outlier: a finite sample whose square isn't."""
+    centred: bool = False
+    """Whether the model keeps a mean of its samples."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        return Centred(model, self.width) if self.centred else model
 
     def dataset(self, split: str) -> Any:
         data = super().dataset(split)

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import math
 import pkgutil
 import random
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
+from unread import ended
 
 import benchmarks
 from benchmarks import claims, gpu_models, gpu_saves, memory, reporting, scaling, turns
 from benchmarks import goodput_model as model
 from benchmarks.goodput import kill_times, standing
+from trainer.pipe import EXIT_PIPE
 from trainer.snapshot import Snapshot
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__))
@@ -27,6 +31,22 @@ def test_a_benchmark_imports_and_says_what_it_answers(name: str) -> None:
     module = importlib.import_module(f"benchmarks.{name}")
 
     assert module.__doc__
+
+
+def test_nothing_is_said_of_a_reader_that_has_gone() -> None:
+    text = ("from benchmarks import reporting\n"
+            "reporting.finish(lambda: print('x' * 100_000, flush=True))")
+
+    assert ended("-c", text) == (EXIT_PIPE, "")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_a_command_ends_by_reporting_or_is_a_rank_of_another(name: str) -> None:
+    text = Path(inspect.getfile(importlib.import_module(f"benchmarks.{name}"))).read_text()
+    _, command, end = text.partition('if __name__ == "__main__":\n')
+
+    assert not command or name in ("peers", "lightning_peer") or (
+        end == "    reporting.finish(main)\n")
 
 
 @pytest.mark.parametrize("name", [

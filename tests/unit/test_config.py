@@ -262,6 +262,18 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one(argv, parts):
     assert all(part in told for part in parts), told
 
 
+@pytest.mark.parametrize(("argv", "told"), [
+    (["--task.plain=true"], "--task.plain true: it is False unless --task.plain is given"),
+    (["--task.plain", "on"], "--task.plain on: it is False unless --task.plain is given"),
+    (["--task.no-plain"], "--task.no-plain: it is False unless --task.plain is given"),
+    (["--task.fancy=off"], "--task.fancy off: it is True unless --task.no-fancy is given"),
+    (["--optim.lr=1", "2"], "2: no flag takes it; --optim.lr has its value already"),
+    (["--optim.lr", "1", "2"], "2: no flag takes it; --optim.lr has its value already"),
+])
+def test_a_value_that_nothing_takes_is_refused_with_what_stands_before_it(argv, told):
+    assert refusal("--task=small_task:Switched", *argv).startswith(told)
+
+
 @pytest.mark.parametrize(("flag", "value", "remedy"), [
     ("batch.global-size", "0", "use 1 or more"),
     ("batch.micro-size", "0", "use 1 or more"),

@@ -14,7 +14,7 @@ from trainer.data.batch import collate
 from trainer.errors import ConfigError
 from trainer.evaluate import Evaluator
 from trainer.faults import Faults, InjectedFault
-from trainer.parallel import check_outcome
+from trainer.outcome import check_outcome
 from trainer.task import Outcome
 
 

@@ -2,24 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+from unread import ended
 
 from trainer.pipe import EXIT_PIPE, quiet_pipe
-
-
-def ended(*command: str, unbuffered: bool = False) -> tuple[int, str]:
-    """Exit code, and what was said, of a program whose output nobody reads."""
-    reader, writer = os.pipe()
-    os.close(reader)
-    done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE,
-                          text=True, check=False,
-                          env={**os.environ, "PYTHONUNBUFFERED": "1" if unbuffered else ""})
-    os.close(writer)
-    return done.returncode, done.stderr
 
 
 @pytest.mark.parametrize(("arguments", "unbuffered", "code"), [

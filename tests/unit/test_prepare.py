@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainer.config import Batch, Config, Parallel
 from trainer.errors import ConfigError
-from trainer.parallel import check_outcome
+from trainer.outcome import check_outcome
 from trainer.prepare import prepare
 from trainer.task import Outcome
 from trainer.world import Launch, World

@@ -30,8 +30,10 @@ def test_a_hangup_asks_for_a_stop_unless_nohup_has_it_ignored(before, number, to
 
 
 BUSY = """\
-import hashlib, os, signal, sys, threading
+import hashlib, os, resource, signal, sys, threading
 from trainer.stop import StopRequest
+resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048))
+files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1025)]  # as a program may have opened
 stop = StopRequest()
 stop.install()
 {before}

@@ -1,0 +1,51 @@
+"""What a task's loss has returned, checked and in the form that sums are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.errors import ConfigError
+from trainer.task import Outcome, misused
+
+RESERVED_METRICS = (
+    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
+    "train_loss", "table",
+)  # fmt: skip
+"""What a task's metric can't be called, since the run's record has them, and each `val_NAME`."""
+
+
+def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
+    """(scalar total, metrics with each named loss among them).
+
+    Raises:
+        ConfigError: it isn't an `Outcome` of scalars, or a metric has a name that is taken.
+    """
+    if not isinstance(outcome, Outcome):
+        raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
+                          "trainer.Outcome(total, count, metrics={name: (sum, count)}).")
+    if wrong := misused(outcome):
+        raise ConfigError(f"the task's loss: {wrong}.")
+    metrics: dict[str, tuple[Any, Any]] = {}
+    if isinstance(outcome.total, Mapping):
+        metrics.update({name: (value, outcome.count) for name, value in outcome.total.items()})
+        total = torch.stack([value.float() for value in outcome.total.values()]).sum()
+    else:
+        total = outcome.total
+    for name in (*metrics, *outcome.metrics):
+        if name in RESERVED_METRICS or name.startswith("val_"):
+            raise ConfigError(f"the task's loss returned a metric {name!r}; this name is taken, as "
+                              f"are {', '.join(RESERVED_METRICS)} and all that begin with val_: "
+                              "choose another.")
+    if twice := metrics.keys() & outcome.metrics.keys():
+        raise ConfigError(f"the task's loss returned {min(twice)!r} as a loss and as a metric; "
+                          "choose another name for one of them.")
+    metrics.update(outcome.metrics)
+    if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
+        form = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        raise ConfigError(f"Outcome.total is {form}; a scalar tensor is wanted: the loss summed "
+                          "over the micro-batch.")
+    return total, metrics
