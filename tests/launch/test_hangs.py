@@ -87,10 +87,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         "loader": Run(folder / "loader.run", "--data.workers=2", "--task.endless=50",
                       "--task.stops=120", f"--task.marks={folder / 'loader'}",
                       task="stuck_task:Stuck"),
-        # The other rank is to be in its computation when this one dies.
+        # The other rank is to be in its computation when this one dies; that long no rank hangs.
         "busy": Run(folder / "busy.run", "--task.busy-at=31", f"--task.marks={folder / 'busy'}",
-                    "--inject=slow:rank=1:step=15:phase=forward:seconds=1",
-                    "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck"),
+                    "--inject=slow:rank=1:step=15:phase=forward:seconds=8",
+                    "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck",
+                    limit="20"),
         "alone": Run(folder / "alone.run", "--inject=hang:step=12:phase=backward", size=1),
         "straight alone": Run(folder / "straight-alone.run", size=1),
     }  # fmt: skip
@@ -209,22 +210,23 @@ def test_a_process_that_goes_on_after_a_stop_amid_a_save_is_no_hang(tmp_path: Pa
     command = [sys.executable, "-m", "trainer", "--task=tape_task:Tape", "--device=cpu",
                "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160", "--steps=5",
                "--data.workers=0", "--world.threads=1", "--watchdog.limit-s=1",
-               "--checkpoint.every=4", "--inject=slow:step=4:phase=save-mid:seconds=4",
+               "--checkpoint.every=4", "--inject=stop:step=4:phase=save-mid",
+               "--inject=slow:step=4:phase=save-mid:seconds=1",
                f"--run={tmp_path / 'run'}"]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
     try:
-        events = tmp_path / "run/events.jsonl"
-        while not events.exists() or not any(e["event"] == "fault" for e in read_events(events)):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         time.sleep(3)
         process.send_signal(signal.SIGCONT)
 
         assert process.wait(200) == 0
+        told = [e["fault"] for e in read_events(tmp_path / "run/events.jsonl")
+                if e["event"] == "fault"]
+        assert told == ["stop:step=4:phase=save-mid", "slow:step=4:phase=save-mid:seconds=1"]
     finally:
         process.kill()
+        process.wait()
 
 
 @pytest.mark.long
