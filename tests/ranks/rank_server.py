@@ -234,6 +234,8 @@ def _call(request: dict[str, Any], rank: int, folder: str, port: int) -> tuple[b
         warnings.simplefilter("error")
         # Loader workers are forked beside gloo's threads, which they don't touch (Python ≥ 3.12).
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        # On a machine of one core.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         function, args, kwargs = pickle.loads(request["call"])
         if request["group"]:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"
