@@ -346,7 +346,7 @@ def read_beside_the_writer(run: str) -> int:
     reader = os.fork()
     if reader == 0:
         read, before = 0, ""
-        while not (Path(run) / "summary.json").exists():
+        while read < 2 or not (Path(run) / "summary.json").exists():
             try:
                 find_weights(Path(run), ("last", "best")[read % 2], averaged=False)
                 read += 1
