@@ -26,7 +26,7 @@ from benchmarks import reporting
 from benchmarks.chaos_plan import Card, Fault, Run, Setting
 from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, in_child, train
 
-LIMIT_S, LIMIT_A_FAULT_S = 60.0, 20.0
+LIMIT_S, LIMIT_A_FAULT_S = 120.0, 40.0
 """A run that isn't complete after the first, and the second for each of its faults, is stuck."""
 
 COLD = 3

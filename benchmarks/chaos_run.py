@@ -25,8 +25,9 @@ MAX_RESTARTS = 20
 POLL_S, IDLE_POLL_S = 0.004, 0.05
 """How often a run is looked at: while something is to be done to it, and otherwise."""
 
-GONE_S = 8.0
-"""How long after the end of a run its last orphan may still live."""
+GONE_S = 20.0
+"""How long after the end of a run its last orphan may still live: 5 s, and what a busy machine
+adds."""
 
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 PR_SET_PDEATHSIG = 1

@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PATH = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-DEADLINE_S = 100.0
+DEADLINE_S = 200.0
 PORT = 29400
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,11 @@ import scripted
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
+AT_ONCE_S = 4.0
+"""Soon enough to tell an orderly end from what ends orphans: that comes after 4.3 s."""
+GONE_S = 20.0
+"""Orphans have 5 s by their own clocks; the rest is for a machine whose cores are taken."""
 
 
 class Launched:
@@ -102,18 +107,24 @@ def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
     return left
 
 
-def listening(pid: int) -> dict[int, str]:
-    """Port → address of each TCP socket on which a process listens."""
+def listening(pid: int) -> dict[str, str]:
+    """Inode → address of each TCP socket on which a process listens."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
-        target = os.readlink(entry)
-        if target.startswith("socket:["):
-            inodes.add(target[8:-1])
+        with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    return {inode: address for inode, address in listeners().items() if inode in inodes}
+
+
+def listeners() -> dict[str, str]:
+    """Inode → address of each TCP socket on which somebody listens. A port that is free again may
+    be another's a moment later; an inode tells whose it is."""
     found = {}
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:
             fields = line.split()
-            if fields[3] == "0A" and fields[9] in inodes:
-                address, _, port = fields[1].partition(":")
-                found[int(port, 16)] = address
+            if fields[3] == "0A":
+                found[fields[9]] = fields[1].partition(":")[0]
     return found

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-DEADLINE_S = 60.0
+DEADLINE_S = 200.0
 
 
 def preload(argv: list[str]) -> int:

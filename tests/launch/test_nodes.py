@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hosts import DEADLINE_S, PATH, PORT, ROOT, Hosts, Node, two_hosts, wait_until
 from launching import listening
+from machine import free_port
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
@@ -77,7 +78,7 @@ def epochs(run: Path) -> list[list[int]]:
             for at in range(0, len(taken) - length + 1, length)]
 
 
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(800)
 def test_deaths_of_whole_nodes_change_no_bit_where_all_come_back(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         a, b = nodes(hosts, tmp_path, "2")
@@ -202,7 +203,7 @@ def test_a_link_that_is_cut_and_comes_back_changes_no_bit_where_all_are_needed(
     assert not list(differences(straight, b.run))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_a_stop_of_one_node_stops_all_and_two_may_share_a_machine_and_a_folder(
     tmp_path: Path,
 ) -> None:
@@ -338,8 +339,3 @@ def test_one_node_listens_on_loopback_only_and_unpickles_nothing(tmp_path: Path)
     addresses = {address for ports in found.values() for address in ports.values()}
     assert addresses == {"0100007F"}, found  # 127.0.0.1 as the kernel writes it
     assert not (tmp_path / "unpickled").exists(), (tmp_path / "unpickled").read_text()
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])

@@ -8,7 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import Launched, alive, wait_gone
+from launching import AT_ONCE_S, Launched, alive, wait_gone
+
+GRACE_S = 0.3
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +22,7 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         "2.0": "fail", "2.1": "echo=1", "2.2": "echo=1",
     }  # fmt: skip
     folder = tmp_path_factory.mktemp("launch") / "run"
-    with Launched(folder, script, "--grace-s=0.3", num_ranks=3) as launch:
+    with Launched(folder, script, f"--grace-s={GRACE_S}", num_ranks=3) as launch:
         launch.end()
         yield launch
 
@@ -32,7 +34,7 @@ def test_all_ranks_are_started_again_after_a_failure_of_any_kind(restarted: Laun
     assert sorted((note["attempt"], note["rank"]) for note in started) == [
         (attempt, rank) for attempt in range(4) for rank in range(3)
     ]
-    assert wait_gone(restarted.pids(), 1.0) == set()  # among them a killed rank's own child
+    assert wait_gone(restarted.pids(), AT_ONCE_S) == set()  # among them a killed rank's own child
 
 
 def test_each_restart_is_a_line_with_its_cause(restarted: Launched) -> None:
@@ -44,9 +46,13 @@ def test_each_restart_is_a_line_with_its_cause(restarted: Launched) -> None:
 
 
 def test_survivors_are_asked_to_leave_only_after_the_grace_time(restarted: Launched) -> None:
-    asked = [(note["attempt"], note["rank"]) for note in restarted.notes("asked")]
+    # Others may be asked too where they need longer than that to leave by themselves.
+    asked = {(note["attempt"], note["rank"]) for note in restarted.notes("asked")}
+    assert {(1, 0), (1, 1)} <= asked <= {(n, rank) for n in range(3) for rank in range(3)}
 
-    assert sorted(asked) == [(1, 0), (1, 1)]
+    for note in restarted.notes("asked"):
+        began_s = max(n["time_s"] for n in restarted.notes("started", attempt=note["attempt"]))
+        assert note["time_s"] - began_s >= GRACE_S
 
 
 def test_output_is_tagged_but_that_of_rank_0_and_no_word_is_lost(restarted: Launched) -> None:
@@ -114,7 +120,7 @@ def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:
 
 def test_a_thread_of_a_rank_that_fails_holds_nobody_up(tmp_path: Path) -> None:
     with Launched(tmp_path / "run", {"0.0": "held=3", "0.1": "echo=1"}, num_ranks=2) as launch:
-        assert launch.end(10.0) == 0
+        assert launch.end() == 0
 
         assert "launch: rank 0 exited with code 3; restart 1 of 3" in launch.err
 
@@ -144,4 +150,4 @@ def test_a_real_process_group_forms_again_and_nothing_is_imported_again(tmp_path
         assert all(note["imported"] for note in launch.notes("started"))
         [death] = launch.notes("dies")
         started_s = min(note["time_s"] for note in launch.notes("started", attempt=1))
-        assert started_s - death["time_s"] < 5.0  # 0.1 s where the cores are free
+        assert started_s - death["time_s"] < 20.0  # 0.1 s where the cores are free

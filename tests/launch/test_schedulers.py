@@ -67,7 +67,7 @@ class Batch:
 
     def end(self) -> int:
         """The script's exit code."""
-        return self.process.wait(60)
+        return self.process.wait(200)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 76, 77])

@@ -34,7 +34,7 @@ TASK = ["--task=slow_task:Slow", "--device=cpu", "--batch.global-size=8", "--bat
         "--task.samples=160", "--task.norm=batch", "--task.dropout=0.2", "--world.threads=1",
         "--checkpoint.every=1000"]  # fmt: skip
 GRACE_S = 30.0
-DEADLINE_S = 90.0
+DEADLINE_S = 200.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

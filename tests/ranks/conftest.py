@@ -10,7 +10,7 @@ from harness import Ranks
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    """`ranks(world_size, function, *args, timeout_s=30, group=True, env=None, **kwargs)`."""
+    """`ranks(world_size, function, *args, timeout_s=100, group=True, env=None, **kwargs)`."""
     server = Ranks()
     yield server
     server.close()

@@ -58,7 +58,7 @@ class Ranks:
         self._start()
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any,
-                 timeout_s: float = 30.0, group: bool = True,
+                 timeout_s: float = 100.0, group: bool = True,
                  env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Any]:
         """The results of `function(*args, **kwargs)` in `world_size` new processes, by rank.
 
@@ -83,7 +83,7 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any,
-                 timeout_s: float = 30.0, group: bool = True,
+                 timeout_s: float = 100.0, group: bool = True,
                  env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Outcome]:
         """Like a call, but tells how each rank ended: for tests in which ranks die on purpose.
 
@@ -149,9 +149,10 @@ def _raise_first_failure(outcomes: list[Outcome]) -> None:
     failed = [outcome for outcome in outcomes if not outcome.ok]
     if not failed:
         return
-    # A peer's error may be stamped a moment before the death that caused it is seen.
+    # A peer's error may be stamped before the death that caused it is seen: a moment, or longer
+    # where the server has to wait for a core. Who is killed is nobody's echo.
     def order(o: Outcome) -> tuple[bool, float]:
-        return o.hung, o.at if o.error else o.at - 0.5
+        return o.hung, o.at - (10.0 if o.signal else 0.0 if o.error else 0.5)
     first = min(failed, key=order)
     name = f"rank {first.rank} of {len(outcomes)}"
     if first.error is not None:

@@ -24,10 +24,12 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any, NoReturn
 
+from machine import default_signals, free_port
+
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data",
            "torch._dynamo", "torch.utils.tensorboard", "safetensors.torch", "trainer.build",
            "trainer.loop", "trainer.cli")  # the first optimizer of a process imports torch._dynamo
-LEAVE_S = 5.0  # how long a rank may take to destroy its group and exit
+LEAVE_S = 30.0  # how long a rank may take to destroy its group and exit
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
 
@@ -51,6 +53,7 @@ def serve(fd: int) -> NoReturn:
     """Answer requests until the other end is closed. Never starts a thread: it forks."""
     client = Connection(fd)
     os.set_inheritable(fd, False)
+    default_signals()
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become ours
     for name in PRELOAD:
         importlib.import_module(name)
@@ -74,7 +77,7 @@ def _run_ranks(request: dict[str, Any], client: Connection) -> list[tuple[dict[s
     """Fork, wait and clean up; by rank: fields of Outcome, and the pickled rest of them."""
     children: list[_Child] = []
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         try:
             for rank in range(request["world_size"]):
                 children.append(_fork(request, rank, folder, port, [client, *(
@@ -89,15 +92,6 @@ def _run_ranks(request: dict[str, Any], client: Connection) -> list[tuple[dict[s
             _kill_all_children(children)
     return [(child.fields | {"rank": child.rank}, child.result or pickle.dumps({}))
             for child in children]
-
-
-def _free_port() -> int:
-    # Below the ephemeral range, where no outgoing connection takes it before rank 0 listens.
-    while True:
-        port = random.SystemRandom().randrange(15000, 32000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def _fork(request: dict[str, Any], rank: int, folder: str, port: int,
@@ -163,11 +157,13 @@ def _note_end(child: _Child) -> None:
 
 
 def _kill_hung(children: list[_Child]) -> None:
-    """SIGABRT makes faulthandler write all stacks into the output; SIGKILL is for the rest."""
-    for number, seconds in ((signal.SIGABRT, 1.0), (signal.SIGKILL, 30.0)):
+    """SIGABRT makes faulthandler write all stacks into the output, also of one that was stopped;
+    SIGKILL is for the rest."""
+    for number, seconds in ((signal.SIGABRT, 10.0), (signal.SIGKILL, 30.0)):
         for child in children:
             if not child.ended:
                 os.kill(child.pid, number)
+                os.kill(child.pid, signal.SIGCONT)
         limit = time.monotonic() + seconds
         for child in children:
             if not child.ended and wait([child.pidfd], timeout=max(0.0, limit - time.monotonic())):
@@ -238,6 +234,8 @@ def _call(request: dict[str, Any], rank: int, folder: str, port: int) -> tuple[b
         warnings.simplefilter("error")
         # Loader workers are forked beside gloo's threads, which they don't touch (Python ≥ 3.12).
         warnings.filterwarnings("ignore", ".*multi-threaded, use of fork", DeprecationWarning)
+        # On a machine of one core.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         function, args, kwargs = pickle.loads(request["call"])
         if request["group"]:
             os.environ["GLOO_SOCKET_IFNAME"] = "lo"

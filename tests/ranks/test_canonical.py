@@ -23,7 +23,7 @@ def run(ranks, sizes, folder: Path, *arguments: str) -> None:
     for start in range(30):
         size = sizes[min(start, len(sizes) - 1)]
         ended = ranks.outcomes(size, train, *arguments, f"--run={folder}", group=False,
-                               timeout_s=300 if "--precision.compile=on" in arguments else 60)
+                               timeout_s=300 if "--precision.compile=on" in arguments else 100)
         if all(rank.value == 0 for rank in ended):
             return
         assert not any(rank.value == 2 or rank.hung for rank in ended), ended

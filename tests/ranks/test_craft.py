@@ -20,8 +20,7 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.gl
 def until_done(ranks, size: int, folder: Path, *arguments: str) -> None:
     """Run the same command until it is complete, over stops and deaths."""
     for _ in range(9):
-        outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run={folder}", group=False,
-                                  timeout_s=60)
+        outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run={folder}", group=False)
         if all(outcome.value == 0 for outcome in outcomes):
             return
     raise AssertionError("it isn't complete")
@@ -108,7 +107,7 @@ def test_recomputed_activations_change_no_bit(ranks, tmp_path):
         ended = ranks(2, train, "--task=resnet_task:ResNet", "--device=cpu", "--data.workers=0",
                       "--batch.global-size=4", "--batch.micro-size=2", "--steps=2",
                       f"--precision.recompute-every={every}", f"--run={tmp_path / str(every)}",
-                      group=False, timeout_s=100)
+                      group=False)
         assert ended == [0, 0]
 
     assert not list(differences(tmp_path / "0", tmp_path / "2"))
@@ -117,8 +116,7 @@ def test_recomputed_activations_change_no_bit(ranks, tmp_path):
 def test_the_operation_that_makes_a_nan_is_named_by_its_rank(ranks, tmp_path):
     ended = ranks(2, train, "--task=sick_task:Sick", *TASK[1:], "--task.way=gradient",
                   "--task.first=44", "--task.end=45", "--data.shuffle=off", "--task.norm=group",
-                  "--steps=8", "--numerics.anomaly=on", f"--run={tmp_path / 'run'}", group=False,
-                  timeout_s=60)
+                  "--steps=8", "--numerics.anomaly=on", f"--run={tmp_path / 'run'}", group=False)
 
     assert ended == [0, 0]
     events = [json.loads(t) for t in (tmp_path / "run/events.jsonl").read_text().splitlines()]

@@ -177,7 +177,7 @@ def test_out_of_memory_names_the_phase_and_the_remedies_in_order_and_all_leave(r
     failure = next(e for e in events if e["event"] == "failure" and not e["echo"])
     lost = next(e for e in events if e["event"] == "lost-peer")
     assert (failure["rank"], lost["rank"]) == (1, 0)
-    assert lost["time"] - failure["time"] < 5.0
+    assert lost["time"] - failure["time"] < 20.0  # the collectives' limit is a minute
     assert inspect(tmp_path / "run")["step"] == 11
 
 

@@ -23,13 +23,13 @@ def save_random_weights(path: str) -> None:
 
 def test_a_new_head_learns_and_frozen_parts_stay_bit_identical(ranks, tmp_path, capfd):
     path, run = tmp_path / "resnet18.pth", tmp_path / "run"
-    ranks(1, save_random_weights, str(path), group=False, timeout_s=60)
+    ranks(1, save_random_weights, str(path), group=False)
     tuning = [f"--init={path}", "--freeze=*", "--freeze=!fc.*", "--freeze=!layer4.*",
               "--optim.rates=layer4.*=0.1", "--steps=2", "--optim.lr=0.01", f"--run={run}"]
 
-    codes = ranks(2, train, *TASK, *tuning, "--inject=term:step=1", group=False, timeout_s=90)
+    codes = ranks(2, train, *TASK, *tuning, "--inject=term:step=1", group=False)
     path.rename(tmp_path / "moved.pth")  # it has done its work
-    codes += ranks(2, train, *TASK, *tuning, "--inject=term:step=1", group=False, timeout_s=90)
+    codes += ranks(2, train, *TASK, *tuning, "--inject=term:step=1", group=False)
 
     assert codes == [75, 75, 0, 0]
     told = capfd.readouterr().out

@@ -119,11 +119,11 @@ def test_a_run_whose_validations_are_all_nan_comes_to_its_end(ranks, tmp_path):
 
 
 def test_a_peer_that_hangs_is_survived_like_one_that_dies(ranks, tmp_path):
-    arguments = ["--steps=9", "--world.timeout-s=3", "--inject=hang:step=6:rank=0"]
+    arguments = ["--steps=9", "--world.timeout-s=5", "--inject=hang:step=6:rank=0"]
     finish(ranks, 2, tmp_path / "straight", "--steps=9")
 
     outcomes = ranks.outcomes(2, train, *TASK, *arguments, f"--run={tmp_path / 'run'}",
-                              group=False, timeout_s=20)
+                              group=False)
 
     assert outcomes[0].exit_code == 1  # left by its watchdog, once the other one was gone
     assert outcomes[1].exit_code == 1 or outcomes[1].value == 1

@@ -18,7 +18,7 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0",
         "--task.norm=group", "--task.samples=160"]  # fmt: skip
 
 
-def run(ranks, size: int, folder: Path, *arguments: str, timeout_s: float = 60) -> list[int]:
+def run(ranks, size: int, folder: Path, *arguments: str, timeout_s: float = 100) -> list[int]:
     return ranks(size, train, *TASK, *arguments, f"--run={folder}", group=False,
                  timeout_s=timeout_s)
 

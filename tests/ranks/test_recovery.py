@@ -23,7 +23,7 @@ TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.gl
 
 
 def run(ranks, size: int, folder: Path, *arguments: str) -> list[int]:
-    return ranks(size, train, *TASK, *arguments, f"--run={folder}", group=False, timeout_s=60)
+    return ranks(size, train, *TASK, *arguments, f"--run={folder}", group=False)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
@@ -136,7 +136,7 @@ def test_a_stop_or_death_around_a_rollback_changes_no_bit(ranks, tmp_path, death
     assert run(ranks, 2, straight, *arguments) == [0, 0]
     for death in deaths:
         outcomes = ranks.outcomes(2, train, *TASK, *arguments, *faults, f"--run={killed}",
-                                  group=False, timeout_s=60)
+                                  group=False)
         if death.startswith("kill"):
             assert outcomes[1].signal == 9
         else:
@@ -236,7 +236,7 @@ def test_a_death_between_the_last_bad_step_and_the_way_back_changes_nothing(
 
     killed = [*TASK, *arguments, f"--inject={fault}", f"--run={tmp_path / 'killed'}"]
     ranks.outcomes(size, train, *killed, group=False)
-    assert ranks(size, train, *killed, group=False, timeout_s=60) == [0] * size
+    assert ranks(size, train, *killed, group=False) == [0] * size
 
     assert state(tmp_path / "straight", last)["progress"]["left_out"] == [5, 6, 7]
     assert not list(differences(tmp_path / "straight", tmp_path / "killed"))

@@ -108,7 +108,7 @@ def test_torchrun_makes_one_attempt_at_bad_input(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone",
                "--nproc_per_node=2", "--max-restarts=3", "-m", "trainer", "--optm.lr=1"]
 
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100, cwd=tmp_path,
+    done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path,
                           env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
     assert done.returncode == 1  # torchrun knows no other code

@@ -208,7 +208,7 @@ def test_a_page_fits_its_window(request, tmp_path, width, name):
 def test_a_slow_rank_of_a_real_run_is_named(ranks, tmp_path):
     outcomes = ranks.outcomes(
         2, train, *TASK, "--steps=80", "--inject=slow:rank=1:seconds=0.05:always",
-        f"--run={tmp_path}/run", group=False, timeout_s=90)  # fmt: skip
+        f"--run={tmp_path}/run", group=False)  # fmt: skip
 
     assert [o.value for o in outcomes] == [0, 0]
     assert outcomes[0].output.count("rank 1 holds the others back: it needs ") == 1

@@ -21,7 +21,7 @@ def until_done(ranks, size: int, folder: Path, *arguments: str, sizes=()) -> lis
     codes = []
     while not codes or codes[-1] == 75:
         now = sizes[len(codes)] if len(codes) < len(sizes) else size
-        ended = ranks(now, train, *arguments, f"--run={folder}", group=False, timeout_s=60)
+        ended = ranks(now, train, *arguments, f"--run={folder}", group=False)
         assert len(set(ended)) == 1
         codes.append(ended[0])
         assert len(codes) < 10

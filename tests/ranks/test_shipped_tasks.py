@@ -28,8 +28,7 @@ SMALL_TEXT = (f"--task.file={TEXT}", "--task.context=32", "--task.width=32")
 
 
 def run(ranks, size: int, folder: Path, *arguments: str) -> Path:
-    codes = ranks(size, train, *arguments, "--device=cpu", f"--run={folder}", group=False,
-                  timeout_s=100)
+    codes = ranks(size, train, *arguments, "--device=cpu", f"--run={folder}", group=False)
     assert codes == [0] * size
     return folder
 
@@ -172,7 +171,7 @@ def kill_and_compare(ranks, tmp_path: Path, *arguments: str) -> None:
     run(ranks, 2, straight, *arguments)
 
     outcomes = ranks.outcomes(2, train, *arguments, "--inject=kill:rank=1:step=8:phase=backward",
-                              f"--run={killed}", group=False, timeout_s=60)
+                              f"--run={killed}", group=False)
     assert outcomes[1].signal == 9
     run(ranks, 2, killed, *arguments, "--inject=kill:rank=1:step=8:phase=backward")
 
@@ -185,8 +184,7 @@ def test_a_picture_that_died_with_rank_0_is_drawn_by_the_next_attempt(ranks, tmp
     straight, killed = (tmp_path / name for name in ("straight", "killed"))
     run(ranks, 2, straight, *arguments)
     inject = "--inject=kill:rank=0:step=5:phase=forward"  # rank 1 saves step 4, validated
-    outcomes = ranks.outcomes(2, train, *arguments, inject, f"--run={killed}", group=False,
-                              timeout_s=60)
+    outcomes = ranks.outcomes(2, train, *arguments, inject, f"--run={killed}", group=False)
     assert outcomes[0].signal == 9
     for path in (killed / "pictures").glob("*"):
         path.unlink()

@@ -208,7 +208,7 @@ def evaluate_on_rank_0() -> Tensor | None:
 
 
 def test_one_rank_that_evaluates_alone_does_not_wait_for_the_other(ranks: Ranks) -> None:
-    output, nothing = ranks(2, evaluate_on_rank_0, timeout_s=10)
+    output, nothing = ranks(2, evaluate_on_rank_0)
 
     assert nothing is None
     assert torch.equal(output, layer().eval()(samples(2)))

@@ -13,7 +13,7 @@ TAPE = ("--task", "tape_task:Tape", "--device", "cpu", "--data.workers=0", "--cl
 
 
 def run(ranks, size: int, folder: Path, *arguments: str) -> Path:
-    codes = ranks(size, train, *arguments, "--run", str(folder), group=False, timeout_s=60)
+    codes = ranks(size, train, *arguments, "--run", str(folder), group=False)
     assert codes == [0] * size
     return folder
 

@@ -84,7 +84,7 @@ def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, tmp_pat
 
 def test_the_log_is_short_and_plain_without_a_terminal(ranks, tmp_path, capfd):
     assert ranks(1, train, *TASK, "--steps=1000", "--task.samples=1600",
-                 f"--run={tmp_path / 'run'}", group=False, timeout_s=100) == [0]
+                 f"--run={tmp_path / 'run'}", group=False) == [0]
 
     output = capfd.readouterr().out
     assert len(output.splitlines()) <= 60

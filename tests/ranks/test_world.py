@@ -161,7 +161,7 @@ def _agree(error: BaseException) -> str:
 
 
 def test_an_all_sum_of_figures_does_not_pair_with_one_of_gradients(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(2, _out_of_step, group=False, timeout_s=20)
+    outcomes = ranks.outcomes(2, _out_of_step, group=False)
     assert all(isinstance(outcome.error, RuntimeError) for outcome in outcomes)
 
 
@@ -174,21 +174,21 @@ def _out_of_step() -> float:
 
 
 def test_each_collective_has_its_time_limit_and_patience_raises_it(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(2, _late, group=False, timeout_s=20)
+    outcomes = ranks.outcomes(2, _late, group=False)
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert outcomes[0].value == outcomes[1].value == ["sum", "gradient", "json", "limit"]
 
 
 def _late() -> list[str]:
-    """Rank 1 stays away from each collective for longer than the limit, which is 0.5 s."""
+    """Rank 1 stays away from each collective for longer than the limit, which is 1 s."""
     done = []
-    with World.form(timeout_s=0.5, patience_s=60.0) as world:
+    with World.form(timeout_s=1.0, patience_s=60.0) as world:
         assert world.store is not None
 
         def away(name: str) -> None:
             done.append(name)
             if not world.is_main:
-                _until(lambda: time.monotonic() > begun + 0.8)
+                _until(lambda: time.monotonic() > begun + 1.3)
         begun = time.monotonic()
         with world.patient():
             away("sum")
@@ -212,12 +212,12 @@ def _late() -> list[str]:
 
 
 def test_survivors_of_a_death_all_notice_once_one_of_them_abandons(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(4, _survive, group=False, timeout_s=20)
+    outcomes = ranks.outcomes(4, _survive, group=False)
     assert outcomes[3].signal == signal.SIGKILL
     for survivor in outcomes[:3]:
         assert survivor.error is None
         noticed_s, refused = survivor.value
-        assert noticed_s < 2.0
+        assert noticed_s < 20.0  # a thousandth of that; by the time limit, a minute
         assert "World.barrier: the process group of this attempt is abandoned" in refused
 
 
@@ -252,7 +252,7 @@ def _all_reduce_for_ever(world: World) -> NoReturn:
 
 
 def test_another_thread_can_abandon_a_group_in_which_this_one_waits(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(2, _stuck, group=False, timeout_s=20)
+    outcomes = ranks.outcomes(2, _stuck, group=False)
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert outcomes[0].value == "woken"
 
@@ -273,10 +273,10 @@ def _stuck() -> str:
 
 
 def test_an_error_in_one_rank_ends_the_others_at_once(ranks: Ranks) -> None:
-    first, second = ranks.outcomes(2, _fail, group=False, timeout_s=20)
+    first, second = ranks.outcomes(2, _fail, group=False)
     assert isinstance(first.error, OSError)
     assert isinstance(second.error, RuntimeError)
-    assert abs(first.at - second.at) < 2.0
+    assert abs(first.at - second.at) < 20.0  # the time limit would be a minute
 
 
 def _fail() -> None:
@@ -287,7 +287,7 @@ def _fail() -> None:
 
 
 def test_a_stop_that_all_ranks_came_to_closes_the_group(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(2, _stop, group=False, timeout_s=20)
+    outcomes = ranks.outcomes(2, _stop, group=False)
     assert [type(outcome.error) for outcome in outcomes] == [StopRequested, StopRequested]
 
 
@@ -302,7 +302,7 @@ def _stop() -> None:
 
 
 def test_closing_doesnt_wait_for_ever_for_a_rank_that_doesnt_come(ranks: Ranks) -> None:
-    assert ranks(2, _close, group=False, timeout_s=20)[0] is False
+    assert ranks(2, _close, group=False)[0] is False
 
 
 def _close() -> bool:
@@ -317,19 +317,19 @@ def _close() -> bool:
 
 
 def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(3, _absent, group=False, timeout_s=20)
+    outcomes = ranks.outcomes(3, _absent, group=False)
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, TimeoutError)
-        assert "rank 2 of 3 did not come within 1 s" in str(outcome.error)
+        assert "rank 2 of 3 did not come within 2 s" in str(outcome.error)
 
 
 def _absent() -> None:
     if os.environ["RANK"] != "2":
-        World.form(join_timeout_s=1.0)
+        World.form(join_timeout_s=2.0)
 
 
 def test_a_store_that_nobody_hosts_is_named(ranks: Ranks) -> None:
-    error = ranks.outcomes(2, _no_host, group=False, timeout_s=20)[1].error
+    error = ranks.outcomes(2, _no_host, group=False)[1].error
     assert isinstance(error, RuntimeError)
     assert "rank 1 of 2 has no store at MASTER_ADDR:MASTER_PORT" in str(error)
 

@@ -15,7 +15,7 @@ from trainer.world import Launch, World
 
 def main(folder: Path, victim: int) -> None:
     launch = Launch.from_environment()
-    with World.form(device="cpu", timeout_s=30, join_timeout_s=60) as world:
+    with World.form(device="cpu", timeout_s=100, join_timeout_s=100) as world:
         total = 0.0
         for step in range(5):
             total += float(world.all_sum(torch.tensor(float(step * world.size + world.rank))))

@@ -35,7 +35,7 @@ def test_the_bare_loop_trains_two_ranks_under_torchrun(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                str(EXAMPLE), "--steps=6"]  # fmt: skip
 
-    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=110,
+    ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=250,
                            env=os.environ | {"PYTHONPATH": ""}, check=False)
 
     assert ended.returncode == 0, ended.stderr

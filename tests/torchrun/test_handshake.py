@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from machine import free_port
 
 ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("handshake_worker.py")
@@ -34,12 +34,10 @@ def test_the_second_attempt_forms_its_group_20_times_of_20(tmp_path: Path, num_r
 
 def _attempts_with_a_kill_in_the_first(folder: Path, num_ranks: int, victim: int) -> list[int]:
     """The numbers of the attempts in which every rank came to its end."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}",
-               "--max-restarts=3", f"--master-port={port}", str(WORKER), str(folder), str(victim)]
-    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=110,
+               "--max-restarts=3", f"--master-port={free_port()}", str(WORKER), str(folder),
+               str(victim)]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=250,
                           capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     ended: dict[int, list[dict[str, object]]] = {}

@@ -44,7 +44,7 @@ def torchrun(run: Path, *arguments: str, size: int = 2, **slow: float
 
 
 def wait_for(condition: Callable[[], Any]) -> Any:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 200
     while not (found := condition()):
         assert time.monotonic() < deadline_s
         time.sleep(0.02)
@@ -57,7 +57,7 @@ def events(run: Path, name: str) -> list[dict[str, Any]]:
 
 def finish(run: Path, *arguments: str, size: int = 2) -> None:
     with torchrun(run, *arguments, size=size) as started:
-        assert started.wait(90) == 0, run.with_suffix(".log").read_text()
+        assert started.wait(250) == 0, run.with_suffix(".log").read_text()
 
 
 def tree(pid: int) -> list[int]:
@@ -70,7 +70,7 @@ def test_a_signal_to_one_rank_is_one_attempt_and_all_stop_at_the_same_step(tmp_p
     with torchrun(run, "--steps=1000", TRAIN=0.03) as started:
         wait_for(lambda: len(events(run, "first-step")) == 2)
         os.kill(children(started.pid)[1], signal.SIGUSR1)
-        code = started.wait(60)
+        code = started.wait(200)
 
     assert code == 1
     assert len({e["step"] for e in events(run, "stop")}) == 1
@@ -111,7 +111,7 @@ def test_stops_while_torchrun_and_its_ranks_start_or_train(tmp_path: Path, every
             for pid in tree(started.pid) if everybody else [started.pid]:
                 os.kill(pid, signal.SIGTERM)
             asked_s = time.monotonic()
-            assert started.wait(60) != 0
+            assert started.wait(200) != 0
             assert time.monotonic() - asked_s < 30
     finish(run, "--steps=60")
 
@@ -133,7 +133,7 @@ def test_a_signal_to_every_process_amid_a_compile_leaves_no_doubtful_cache(tmp_p
             time.sleep(after_s)  # any time will do
             for pid in tree(started.pid):
                 os.kill(pid, signal.SIGTERM)
-            assert started.wait(60) != 0
+            assert started.wait(200) != 0
         assert list(cache.glob("*.compiling-*"))
     finish(run, *arguments)
 

@@ -14,6 +14,9 @@ from trainer import allocator
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 
+PLAIN = {name: value for name, value in os.environ.items()
+         if not name.startswith(("MALLOC_", "LD_PRELOAD")) and name != "GLIBC_TUNABLES"}
+
 STEPS = """
 import json, resource, torch
 from trainer import allocator
@@ -30,7 +33,8 @@ before = resident_mb()
 step(), step()
 kept = allocator.keep_freed()
 step(), step(), step()  # by where the first block begins, the heap may grow once more
-faults, resident = step(), resident_mb()
+# The least of several: the kernel has faults of its own, as when it moves pages between sockets.
+faults, resident = min(step() for _ in range(3)), resident_mb()
 allocator.give_back()
 print(json.dumps([kept, faults, resident - before, resident - resident_mb()]))
 """
@@ -38,7 +42,7 @@ print(json.dumps([kept, faults, resident - before, resident - resident_mb()]))
 
 def measured(**environment: str) -> list:
     done = subprocess.run([sys.executable, "-c", STEPS], capture_output=True, text=True, check=True,
-                          env={**os.environ, **environment})
+                          env={**PLAIN, **environment})
     return json.loads(done.stdout)
 
 
@@ -58,19 +62,20 @@ import numpy as np
 from trainer import allocator
 
 allocator.give_back()  # as after a training on a GPU
-for _ in range(100):
-    np.ones(1 << 17)
-before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-for _ in range(100):
-    np.ones(1 << 17)
-print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(100):
+        np.ones(1 << 17)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+print(min(faults() for _ in range(3)))
 """
 
 
 @pytest.mark.skipif(not GLIBC, reason="another C library's allocator")
 def test_where_nothing_was_kept_nothing_is_changed():
     done = subprocess.run([sys.executable, "-c", ARRAYS], capture_output=True, text=True,
-                          check=True)
+                          check=True, env=PLAIN)
 
     assert int(done.stdout) < 1000  # of 25,700 pages
 

@@ -19,7 +19,7 @@ from trainer import tensorfile
 from trainer.checkpoint import Checkpointer
 from trainer.source import STATE, Found
 
-LIMIT_S = 30.0
+LIMIT_S = 100.0
 
 
 @pytest.fixture

@@ -137,7 +137,7 @@ BAD = {
     "an impossible tolerance": (["export", "{run}", "--to={out}", "--tolerance=nan"],
                                 "--tolerance nan: use 0 or more"),
     "plot in no folder": (["lr-find", "--plot={out}/p.png"], "there is no folder {out}"),
-    "plot of no kind": (["lr-find", "--plot={out}.txt"], "the name ends with one of .avif, .eps"),
+    "plot of no kind": (["lr-find", "--plot={out}.txt"], "the name ends with one of ."),
     "plot is a folder": (["lr-find", "--plot={folder}.png"], "this is a folder"),
     "rates without an end": (["lr-find", "--to=inf"], "--to inf: use two rates above 0"),
     "too few rates": (["lr-find", "--points=3"], "--points 3: use 10 or more"),

@@ -273,7 +273,7 @@ print(fashion_mnist.find({str(root)!r}, {{"HOME": {str(tmp_path)!r}}},
         other = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
         wait_until(lambda: has_open(other.pid, lock))
         provide(root)
-    output, _ = other.communicate(timeout=60)
+    output, _ = other.communicate(timeout=200)
 
     assert output.strip() == str(root / "FashionMNIST" / "raw")
 
@@ -289,7 +289,7 @@ def has_open(pid: int, path: Path) -> bool:
     return str(path) in names
 
 
-def wait_until(happened, deadline_s: float = 60) -> None:
+def wait_until(happened, deadline_s: float = 200) -> None:
     end = time.monotonic() + deadline_s
     while not happened():
         assert time.monotonic() < end, "it didn't happen in time"

@@ -189,7 +189,7 @@ def run(text: str) -> subprocess.CompletedProcess[str]:
             f"faults.Faults([faults.parse({text!r})]).at('forward', step=1)\n"
             "print('went on')")
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
-                          timeout=60, check=False)
+                          timeout=200, check=False)
 
 
 @pytest.mark.parametrize(("kind", "code"), [
@@ -213,7 +213,7 @@ def test_stop_stops_the_process_until_it_is_continued():
             assert os.WSTOPSIG(status) == signal.SIGSTOP
         finally:
             process.send_signal(signal.SIGCONT)
-        assert process.communicate(timeout=60)[0] == b"went on\n"
+        assert process.communicate(timeout=200)[0] == b"went on\n"
 
 
 def test_slow_waits_and_goes_on(monkeypatch):

@@ -272,7 +272,7 @@ assert not [name for name in sys.modules if name.startswith("torchvision")]
 print("trained")
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True,
-                          timeout=100)
+                          timeout=200)
 
     assert done.stdout == "trained\n", done.stderr
 

@@ -40,7 +40,7 @@ def raised_to(ranks: int, elsewhere: int = 0) -> int:
 def run(*arguments) -> int:
     process = FORK.Process(target=limited, args=arguments)
     process.start()
-    process.join(60)
+    process.join(200)
     return process.exitcode
 
 
@@ -96,7 +96,7 @@ def test_a_failure_is_understood_where_the_current_folder_was_deleted(tmp_path: 
 @pytest.mark.parametrize("module", ["trainer", "launch"])
 def test_nothing_starts_in_a_folder_that_was_deleted(module: str, tmp_path: Path) -> None:
     command = f"cd {tmp_path}; rmdir {tmp_path}; exec {sys.executable} -m {module} -- --steps 1"
-    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=60,
+    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200,
                           check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
 
     assert told.returncode == 2

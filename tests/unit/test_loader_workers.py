@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from machine import left_in_shared_memory, shared_memory
 from torch.utils.data import DataLoader
 
 from trainer.data.loader import reading, shut_down
@@ -30,7 +31,7 @@ def test_a_worker_goes_on_only_below_the_rank_that_asked_for_it(gone: bool, code
             start = partial(start.func, another.apply(os.getpid))
     worker = FORK.Process(target=enter, args=(start,))
     worker.start()
-    worker.join(30)
+    worker.join(100)
 
     assert worker.exitcode == code
 
@@ -50,13 +51,14 @@ class Unsendable:
 
 
 def test_a_batch_that_can_not_be_handed_over_is_an_error_and_no_endless_wait() -> None:
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory()
     loader = DataLoader(Unsendable(), **reading(1, 2, torch.device("cpu")))
     batches = iter(loader)
+    pids = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
 
     assert [next(batches), next(batches)] == [0, 1]
     with pytest.raises(Exception, match=r"in DataLoader worker process 0[\s\S]*pickle"):
         next(batches)
     assert next(batches) == 3
     shut_down(batches)
-    assert set(os.listdir("/dev/shm")) <= before
+    assert left_in_shared_memory(before, pids) == set()

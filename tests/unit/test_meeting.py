@@ -36,19 +36,19 @@ def test_a_rank_that_comes_after_rank_0_has_answered_a_dead_one_is_answered_too(
     store = HashStore()
     store.set("hello/1", "dead")
     with ThreadPoolExecutor() as threads:
-        host = threads.submit(handshake, store, rank=0, size=2, timeout_s=20)
+        host = threads.submit(handshake, store, rank=0, size=2, timeout_s=100)
         store.wait(["welcome/dead"])  # rank 0 has taken the dead rank's id for rank 1's
-        nonce = handshake(store, rank=1, size=2, timeout_s=20)
+        nonce = handshake(store, rank=1, size=2, timeout_s=100)
         assert host.result() == nonce
 
 
 def test_ranks_that_never_come_are_named_on_all_that_did() -> None:
     store = HashStore()
     store.set("hello/2", "dead")
-    errors = [future.exception() for future in _meet(store, (0, 1), 4, timeout_s=0.5)]
+    errors = [future.exception() for future in _meet(store, (0, 1), 4, timeout_s=2.0)]
     assert [type(error) for error in errors] == [TimeoutError, TimeoutError]
     for error in errors:
-        assert "ranks 2, 3 of 4 did not come within 0.5 s" in str(error)
+        assert "ranks 2, 3 of 4 did not come within 2 s" in str(error)
 
 
 def test_a_missing_rank_0_is_named() -> None:
@@ -56,8 +56,15 @@ def test_a_missing_rank_0_is_named() -> None:
         handshake(HashStore(), rank=1, size=2, timeout_s=0.2)
 
 
-def test_the_interface_towards_an_address_is_the_one_that_has_our_end_of_the_route() -> None:
+def test_the_interface_towards_an_address_is_the_one_that_has_our_end_of_the_route(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     assert network.interface_towards("127.0.0.1", 1) == network.loopback()
+
+    def unknown(*_: object, **__: object) -> None:  # some name servers answer to any name
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert network.interface_towards("no-such-host.invalid", 1) is None
 
 
@@ -81,12 +88,12 @@ def _connect(server: socket.socket) -> tuple[socket.socket, socket.socket]:
     ours = socket.create_connection(server.getsockname())
     theirs, _ = server.accept()
     for end in (ours, theirs):
-        end.settimeout(10)
+        end.settimeout(60)
     return ours, theirs
 
 
 def _meet(store: Store, ranks: range | tuple[int, ...], size: int,
-          timeout_s: float = 20.0) -> list[Future[str]]:
+          timeout_s: float = 100.0) -> list[Future[str]]:
     join: Callable[..., str] = handshake
     with ThreadPoolExecutor(len(ranks)) as threads:
         futures = [threads.submit(join, store, rank=rank, size=size, timeout_s=timeout_s)

@@ -35,11 +35,11 @@ def test_a_word_of_the_launcher_ends_the_group_and_its_death_is_noticed(word, st
 
     ours.send(f"{word}\n".encode())
 
-    assert group.abandoned.wait(30)
+    assert group.abandoned.wait(100)
     assert group.stale is stale
     assert select.select([gone], [], [], 0)[0] == []
     ours.close()
-    assert select.select([gone], [], [], 30)[0] == [gone]
+    assert select.select([gone], [], [], 100)[0] == [gone]
     os.close(gone)
     theirs.close()
 

@@ -24,7 +24,7 @@ print(stop.requested, stop.reason)
 ])  # fmt: skip
 def test_a_hangup_asks_for_a_stop_unless_nohup_has_it_ignored(before, number, told):
     done = subprocess.run([sys.executable, "-c", CODE.format(before=before, number=number)],
-                          capture_output=True, text=True, timeout=60, check=True)
+                          capture_output=True, text=True, timeout=200, check=True)
 
     assert done.stdout == f"{told}\n"
 
@@ -49,7 +49,7 @@ hashlib.pbkdf2_hmac("sha256", b"", b"", 1 << 30)  # minutes in C, where no handl
     ("os.kill(os.getpid(), signal.SIGTERM); stop.leave_when(lambda: True, lambda: 75)", 75),
 ])  # fmt: skip
 def test_a_request_counts_though_the_main_thread_is_in_c(before, code):
-    done = subprocess.run([sys.executable, "-c", BUSY.format(before=before)], timeout=60,
+    done = subprocess.run([sys.executable, "-c", BUSY.format(before=before)], timeout=200,
                           check=False)
 
     assert done.returncode == code
@@ -76,7 +76,7 @@ print(child.returncode, stop.only_from(os.getpid()))
     ("", "-15 False\n"), ("stop.shield()", "0 True\n"),
 ])  # fmt: skip
 def test_what_a_shielded_process_starts_outlives_a_signal_to_its_group(before, told):
-    done = subprocess.run([sys.executable, "-c", SHIELDED.format(before=before)], timeout=60,
+    done = subprocess.run([sys.executable, "-c", SHIELDED.format(before=before)], timeout=200,
                           capture_output=True, text=True, check=True)
 
     assert done.stdout == told

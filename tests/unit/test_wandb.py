@@ -103,7 +103,7 @@ def test_wandb_itself_resumes_the_same_run_offline(tmp_path):
     env = os.environ | {"WANDB_MODE": "offline", "WANDB_CACHE_DIR": str(tmp_path / "cache")}
 
     told = [subprocess.run([sys.executable, "-c", REAL, str(tmp_path), *steps], env=env, text=True,
-                           capture_output=True, timeout=100, check=True).stdout.split()[-1]
+                           capture_output=True, timeout=200, check=True).stdout.split()[-1]
             for steps in (("1", "4"), ("3", "6"))]
 
     assert told == ["abcd1234", "abcd1234"]

@@ -72,7 +72,7 @@ def child():
         process.stdout.close()
 
 
-def until(condition, timeout_s: float = 30.0) -> None:
+def until(condition, timeout_s: float = 100.0) -> None:
     deadline_s = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline_s
@@ -111,10 +111,10 @@ def test_a_process_that_computes_or_whose_child_does_is_active_and_a_sleeping_on
              for name, code in (("busy", busy), ("nested", nested), ("asleep", ""))}
 
     seen = {name: [] for name in looks}
+    # When a process falls asleep, after its first words, is the machine's affair: some time it has.
     until(lambda: [seen[n].append(look.seen()) for n, look in looks.items()] and all(
-        any(seen[n]) for n in ("busy", "nested")) and len(seen["asleep"]) > 200)
-
-    assert not any(seen["asleep"][100:])
+        any(seen[n]) for n in ("busy", "nested")) and len(seen["asleep"]) > 200
+        and not any(seen["asleep"][-100:]))
 
 
 def test_whom_a_thread_waits_for():
@@ -178,11 +178,10 @@ def test_ranks_hear_each_other_and_agree_on_one_alarm():
         until(lambda: beats[0].identities.keys() == {1, 2})
 
         beats[2].stop()  # as a stopped process falls silent
-        until(lambda: beats[0].peers()[2].silent_s > 1.0)
-        assert beats[0].peers()[1].silent_s < 1.0
+        until(lambda: (seen := beats[0].peers())[2].silent_s > 1.0 > seen[1].silent_s)
 
-        first = beats[0].raise_alarm({"by": 0}, 10.0)
-        second = beats[1].raise_alarm({"by": 1}, 10.0)
+        first = beats[0].raise_alarm({"by": 0}, 60.0)
+        second = beats[1].raise_alarm({"by": 1}, 60.0)
         assert (first, second) == (True, False)
         assert beats[0].alarm == beats[1].alarm == {"by": 0}
     finally:
