@@ -183,7 +183,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
             log.error(last_words := str(error))
     except TrainerError as error:
         code = error.exit_code
-        log.event("stop", why=str(error), exit_code=code, error=type(error).__name__)
+        failure.end(error)
         if launch.rank == 0:
             failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
             last_words = str(error) if failed else ""
@@ -223,7 +223,9 @@ def attempt(  # type: ignore[no-untyped-def]
     limit_s, own = config.watchdog.limit_s, os.getpid()
     if limit_s == "auto":
         limit_s = math.inf if unwatched else None
-    with Watchdog(world, log, limit_s=limit_s, tell=partial(tell, "failure")) as watchdog:
+    start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
+    with Watchdog(world, log, limit_s=limit_s, start_s=start_s,
+                  tell=partial(tell, "failure")) as watchdog:
         parts = watched["parts"] = build(config, world, log, stop, watchdog.pulse)
         watchdog.rescue_with(parts.survive_beside)
         watchdog.gather(parts.timing)
@@ -328,9 +330,11 @@ def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type:
 
 def _show_cause(error: BaseException) -> None:
     """The traceback of what the user's own code raised, where that is behind the error."""
+    from trainer.log import writable
+
     cause = error.__cause__
     if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
-        traceback.print_exception(cause)
+        sys.stderr.write(writable("".join(traceback.format_exception(cause))))
 
 
 if __name__ == "__main__":

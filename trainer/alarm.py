@@ -119,17 +119,19 @@ class Alarm:
         where = "stderr" if self._log.folder is None else near(
             self._log.folder / stacks.FOLDER)
         why, limit_s = alarm["why"], alarm["limit_s"]
-        close = f"(--watchdog.limit-s {limit_s:g}); the stacks of all ranks are in {where}"
+        close = f"; the stacks of all ranks are in {where}"
+        usual = f"--watchdog.limit-s {limit_s:g}"
         for culprit, place in alarm["culprits"].items():
             phase, step, saving, idle_s = (
                 place[key] for key in ("phase", "step", "saving", "idle_s"))
             self._note(why, int(culprit), at_phase=phase, at_step=step, failed_phase=phase,
                        failed_step=step, saving=saving, idle_s=idle_s, limit_s=limit_s)
             self._log.error(f"hang: rank {culprit} {why}: {phase} of step {step}"
-                            f"{f' and {saving}' if saving else ''}, for {idle_s:.1f} s {close}")
+                            f"{f' and {saving}' if saving else ''}, for {idle_s:.1f} s "
+                            f"({(alarm['run'] and place['flag']) or usual}){close}")
         if not alarm["culprits"]:
             self._note(why, None, limit_s=limit_s)
-            self._log.error(f"hang: {why} {close}")
+            self._log.error(f"hang: {why} ({usual}){close}")
 
     def _note(self, why: str, culprit: int | None, **fields: Any) -> None:
         event = self._log.event("hang", culprit=culprit, why=why, echo=False, **fields)

@@ -110,12 +110,16 @@ class Watch(Typed):
 
     limit_s: float | Literal["auto"] = leaf("auto", "free")
     """Seconds without a sign of life inside a step after which a rank counts as stuck; auto: 10
-    times the longest recent pause, at least 30; inf: never. Twice that in validation and saving,
-    minutes at the start; a rank that computes or reads isn't stuck."""
+    times the longest recent pause, at least 30; inf: never. Twice that in validation and saving;
+    a rank that computes or reads isn't stuck."""
+    start_s: float | Literal["auto"] = leaf("auto", "free")
+    """The same while a rank builds and warms up, where model() and dataset() may wait for a network
+    or a download; auto: 300, or twice the limit if that is more; inf: never."""
 
     def __post_init__(self) -> None:
-        check(self.limit_s == "auto" or self.limit_s > 0, "watchdog.limit-s", self.limit_s,
-              "use auto or more than 0.")
+        for name, value in (("limit-s", self.limit_s), ("start-s", self.start_s)):
+            check(value == "auto" or value > 0, f"watchdog.{name}", value,
+                  "use auto or more than 0.")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import traceback
 from typing import Any
 
 from trainer.attempts import sentence
 from trainer.diagnosis import Diagnosis, diagnose, lost_peer, remedies
-from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
 from trainer.launcher import record_failure, tell
-from trainer.log import Log
+from trainer.log import Log, writable
 
 
 def forget_workers() -> None:
@@ -58,8 +59,17 @@ class Failure:
             failed_phase=", ".join(phases), memory=found.memory,
         )  # fmt: skip
         tell("failure", self._event)
-        stack = "".join(traceback.format_exception(error))
-        record_failure(sentence(self._event), stack, echo=self._echo)
+        record_failure(sentence(self._event), _stack(error), echo=self._echo)
+
+    def end(self, error: TrainerError) -> None:
+        """Write down an end of the run that its message explains. One that may be started again is
+        a failure to the launcher too."""
+        code = error.exit_code
+        event = self._log.event("stop", why=str(error), exit_code=code, error=type(error).__name__,
+                                echo=error.teller not in (None, self._log.rank))
+        if code == EXIT_FAILURE:
+            tell("failure", event)
+            record_failure(sentence(event), _stack(error), echo=event["echo"])
 
     def explain(self) -> tuple[int, str]:
         """Say on the console what it was; returns the exit code, and the last line."""
@@ -72,7 +82,7 @@ class Failure:
             log.warning(f"{told}; leaving")
             self._error = None
             return EXIT_FAILURE, ""
-        traceback.print_exception(self._error)
+        sys.stderr.write(_stack(self._error))
         self._error = None
         if found.memory and self.config is not None:
             log.error("\n".join(self._memory_lines(found.memory)))
@@ -89,3 +99,7 @@ class Failure:
                  "order:"]  # fmt: skip
         return lines + [f"  {number}. {remedy}" for number, remedy
                         in enumerate(remedies(memory, self.config), 1)]
+
+
+def _stack(error: BaseException) -> str:
+    return str(writable("".join(traceback.format_exception(error))))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import json
 import os
@@ -162,6 +163,7 @@ def _take(
         note = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
         world.keeps_folder = lock.holds
         if lock.holds:
+            _try(path)
             mine = {**dataclasses.asdict(identity), "launch": launch_id}
             _when_not_full(lambda: replace_json(path / IDENTITY, mine),
                            FULL_S if identity.attempt else 0.0, log)
@@ -171,6 +173,22 @@ def _take(
         raise ConfigError(
             f"--run {near(path)}: {problem}; choose a folder that can be written.") from problem
     return note
+
+
+def _try(path: Path) -> None:
+    """What is there of a run, another user's it may be, is opened before it is needed.
+
+    Raises:
+        OSError: something can't be written.
+    """
+    for place in (path / name for name in (METRICS, EVENTS, TIMING, LAST_STEP)):
+        if place.exists():
+            os.close(os.open(place, os.O_RDWR))
+    for place in (path / name for name in (CHECKPOINTS, TENSORBOARD)):
+        if place.exists() and not os.access(place, os.R_OK | os.W_OK | os.X_OK,
+                                            effective_ids=os.access in os.supports_effective_ids):
+            number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(number, os.strerror(number), str(place))
 
 
 def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> None:

@@ -31,6 +31,8 @@ class Patience:
     """Without getting on and without doing anything: no processor time, nothing read or written."""
     idle_s: float
     """Without getting on, however busy."""
+    flag: str = ""
+    """The flag, and its value, that would allow another time."""
 
 
 def learnt_limit(longest_pause_s: float) -> float:
@@ -38,21 +40,24 @@ def learnt_limit(longest_pause_s: float) -> float:
     return max(LEAST_S, TIMES_LONGEST * longest_pause_s)
 
 
-def patience(phase: str, point: str, limit_s: float) -> Patience:
+def patience(phase: str, point: str, limit_s: float, start_s: float | None = None) -> Patience:
     """What is allowed to a main thread.
 
     Args:
         phase: of the log: what the rank is doing.
         point: the last one that was passed; in a phase of the start it tells where in it.
         limit_s: inside of steps.
+        start_s: while it builds and warms up; None: long.
     """
+    told = f"--watchdog.limit-s {limit_s:g}"
     if phase == "train":
-        return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s))
+        return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=told)
     starting = phase in ("start", "join", "build", "warm-up")
     own_code = (phase, point) in (("build", "start"), ("warm-up", "data"))
     if starting and not own_code:
-        return Patience(quiet_s=max(START_S, 2 * limit_s), idle_s=math.inf)
-    return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s))
+        quiet_s = max(START_S, 2 * limit_s) if start_s is None else start_s
+        return Patience(quiet_s=quiet_s, idle_s=math.inf, flag=f"--watchdog.start-s {quiet_s:g}")
+    return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=told)
 
 
 def saving_patience(limit_s: float) -> Patience:
@@ -85,6 +90,8 @@ class Report:
     """Where the writer of a checkpoint is at the same time, if it is at work."""
     dumped: bool = False
     """Whether its stacks are written."""
+    flag: str = ""
+    """See `Patience`."""
 
 
 @dataclass(frozen=True, kw_only=True)

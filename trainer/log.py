@@ -18,6 +18,11 @@ LEVELS = ("debug", "info", "warning", "error")
 COLOURS = {"warning": 33, "error": 31}
 """Of the word before a line on a terminal: yellow, red."""
 
+_CONTROLS = {code: ascii(chr(code))[1:-1] for code in (
+    *range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)
+) if chr(code) not in "\n\t"}
+"""What moves a terminal's cursor, colours or clears it, or turns the order of letters round."""
+
 
 class Log:
     """The voice of one rank: lines for people on stderr, events for programs in the run folder.
@@ -143,7 +148,7 @@ class Log:
         mark = "" if level in ("info", "debug") else f"{level}: "
         if mark and _has_colours(stream):
             mark = f"\x1b[{COLOURS[level]}m{mark}\x1b[0m"
-        tag = f"[rank {self.rank}] " if self.rank != 0 else ""
+        tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
         if self.echo is not None:
             self.echo(f"{tag}{mark}{text}")
         else:
@@ -159,8 +164,11 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 def writable(value: Any) -> Any:
-    """A text such that whoever reads the event can print it: a file's name may be no UTF-8."""
-    return value.encode(errors="backslashreplace").decode() if isinstance(value, str) else value
+    """A text such that whoever reads the event can print it: a file's name may be no UTF-8, and
+    what a task raises may hold a terminal's control codes."""
+    if not isinstance(value, str):
+        return value
+    return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
 
 
 def _launch_phases() -> dict[str, float]:

@@ -79,18 +79,18 @@ def ranks_agree(run: Parts) -> bool:
     names = ", ".join(found.tensors[:3]) + (", …" if len(found.tensors) > 3 else "")
     run.log.event("divergence", at_step=step, ranks=found.ranks, tensors=found.tensors,
                   agreed_step=agreement.step)
-    run.log.announce(f"step {step}: silent divergence: "
-                     + (f"rank {ranks} differs from the others" if run.world.size > 2
-                        and len(found.ranks) == 1 else f"ranks {ranks} differ")
-                     + f" in {names}; they last agreed at step {agreement.step}")
+    who = (f"rank {ranks} differs from the others" if len(found.ranks) == 1
+           else f"ranks {ranks} differ")
+    run.log.announce(f"step {step}: silent divergence: {who} in {names}; they last agreed at step "
+                     f"{agreement.step}")
     if agreement.rounds >= MOST_ROUNDS:
         raise RanksDiffer(
-            f"step {step}: ranks {ranks} have come to differ {agreement.rounds} times in a row, "
+            f"step {step}: {who}, for the {agreement.rounds}th time in a row, "
             "however often the steps were computed anew: look for what differs between ranks "
             "(memory, a device, a model or an optimizer that draws random numbers of its own)")
     if not _go_back(run, newest=agreement.step):
         raise RanksDiffer(
-            f"step {step}: ranks {ranks} differ and there is no checkpoint of step "
+            f"step {step}: {who} and there is no checkpoint of step "
             f"{agreement.step} or before to go back to; the next start computes the run anew")
     return False
 
@@ -118,13 +118,15 @@ def _go_back(run: Parts, *, left_out: Sequence[int] = (), newest: int | None = N
         False if there is none.
     """
     progress, at = run.progress, run.progress.step
-    run.log.phase = "roll-back"
+    if not left_out:  # ranks differ: nothing that a survivor holds is worth keeping
+        run.log.phase = "roll-back"
     run.checkpoint.finish_pending()
     run.checkpoint.forget()
     with run.world.patient():
         found = find(run.checkpoint.store, run.world, run.identity.run, newest=newest)
         if found is None:
             return False
+        run.log.phase = "roll-back"
         bad, left_out = list(progress.bad), sorted({*progress.left_out, *left_out})
         run.reopen(found)
         run.checkpoint.go_back(found)

@@ -57,6 +57,9 @@ def worker_stacks() -> tuple[str, list[str]]:
             blamed.append(f"its {name} (pid {pid}) is stopped")
             told.append(f"{name} (pid {pid}) is stopped\n{processes.describe(pid)}")
             continue
+        if processes.state(pid) in "ZX":  # with 0, which is no news to torch for 5 s
+            blamed.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
+            continue
         text = _ask(pid)
         if f"{os.sep}fetch.py" in text:  # of torch's loader: inside the data set, not waiting
             blamed.append(f"its {name} (pid {pid}) is still reading")

@@ -44,6 +44,7 @@ class Watchdog:
 
     Args:
         limit_s: inside of steps; None: learnt.
+        start_s: while the rank builds and warms up; None: long.
         clock: seconds, monotonic, of the host.
         tell: is given the event that says who hangs.
 
@@ -53,14 +54,14 @@ class Watchdog:
     """
 
     def __init__(
-        self, world: World, log: Log, *, limit_s: float | None,
+        self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
         self.pulse = Pulse(clock)
         self.in_flight: Callable[[], int | None] = lambda: None
         self._world, self._log, self._clock = world, log, clock
-        self._pace = Pace(limit_s)
+        self._pace, self._start_s = Pace(limit_s), start_s
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
         self._identity = own_identity(os.getpid())
         self._alarm = Alarm(world, log, self.pulse, identity=self._identity, tick_s=self._tick_s,
@@ -177,11 +178,12 @@ class Watchdog:
                               over=True)  # fmt: skip
         idle_s = now - max(main.at_s, self._resumed_s)
         whom, busy_s = self._doing.look(main, idle_s > limit_s / 4)
+        allowed = patience(phase, main.point, limit_s, self._start_s)
         over = whom not in (waiting.WRITER, waiting.PERSON) and _is_over(
-            patience(phase, main.point, limit_s), idle_s, min(idle_s, now - busy_s))
+            allowed, idle_s, min(idle_s, now - busy_s))
         return Report(
             phase=shown(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
-            waits=whom == waiting.PEERS and self._world.size > 1,
+            waits=whom == waiting.PEERS and self._world.size > 1, flag=allowed.flag,
         )  # fmt: skip
 
     def _listen(self, beats: Heartbeats) -> None:

@@ -68,6 +68,7 @@ def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, tmp_path,
 
 @pytest.mark.parametrize(("how", "told", "kept"), [
     ("name", r"step 12 \(forward\), attempt 0: FileNotFoundError: no file \\udcff.jpg", 11),
+    ("codes", r"step 12 \(forward\), attempt 0: Red\\x1b\[31m: \\x1b\[2Jgone \\x9b1m\\u202e", 11),
     ("words", r"step 12 \(forward\), attempt 0: RuntimeError: Connection reset by peer", 11),
     ("mute", r"step 12 \(forward\), attempt 0: Mute: \(its text can't be had: RuntimeError\)", 11),
     ("exit", r"step 12 \(forward\), attempt 0: SystemExit: 0", 11),
@@ -79,6 +80,7 @@ def test_whatever_is_raised_is_a_failure_that_is_told_once_and_saved(
     [code], [said] = run(ranks, 1, tmp_path / "run", f"--task.how={how}")
 
     assert code == 1
+    assert not set("\x1b\x9b\u202e") & set(said)
     assert re.match(rf"error: rank 0, {told} \(.*failing_task.py:\d+ in ", said.splitlines()[-1])
     if kept is not None:  # the run had begun
         [event] = [e for e in read_events(tmp_path / "run/events.jsonl") if e["event"] == "failure"]
@@ -235,6 +237,19 @@ def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ra
     assert "a peer of rank 1 was lost" not in shown
     assert json.loads((tmp_path / "0.json").read_text())["message"]["message"].startswith(
         "a peer of rank 0 was lost at step 12")
+
+
+def test_an_end_that_may_be_started_again_names_its_cause_to_the_launcher(ranks, tmp_path):
+    env = {"TORCHELASTIC_ERROR_FILE": f"{tmp_path}/{{rank}}.json"}
+
+    codes, _ = run(ranks, 3, tmp_path / "run", "--inject=flip:rank=2:step=3:phase=step-end",
+                   "--parallel.verify-every=4", env=env)
+
+    assert codes == [1, 1, 1]
+    for rank in range(3):
+        told = json.loads((tmp_path / f"{rank}.json").read_text())["message"]["message"]
+        assert told.startswith(f"rank {rank}, step 4 (roll-back), attempt 0: step 4: rank 2 "
+                               "differs from the others and there is no checkpoint")
 
 
 def test_a_start_tells_of_lost_lines_and_removes_what_a_dead_one_wrote_aside(ranks, tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ import pytest
 import torch
 from runs import metrics, steps, train, weights
 
+from trainer import recovery
 from trainer.blame import told
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
@@ -239,4 +242,33 @@ def test_a_death_between_the_last_bad_step_and_the_way_back_changes_nothing(
     assert ranks(size, train, *killed, group=False) == [0] * size
 
     assert state(tmp_path / "straight", last)["progress"]["left_out"] == [5, 6, 7]
+    assert not list(differences(tmp_path / "straight", tmp_path / "killed"))
+
+
+def end_before_the_way_back(*arguments: str) -> int:
+    """In a rank: train; rank 0 dies where the way back is looked for."""
+    find = recovery.find
+
+    def look(*args: Any, **options: Any) -> Any:
+        if os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return find(*args, **options)
+
+    recovery.find = look
+    return train(*arguments)
+
+
+def test_a_passing_fault_is_not_forgotten_with_a_rank_that_dies_before_the_way_back(
+    ranks, tmp_path
+):
+    # Each NaN comes once in the run: a restart from before them would train on those batches.
+    arguments = [*(f"--inject=nan:step={step}" for step in (5, 6, 7)), "--steps=12",
+                 "--checkpoint.every=3"]
+    assert run(ranks, 2, tmp_path / "straight", *arguments) == [0, 0]
+
+    killed = [*TASK, *arguments, f"--run={tmp_path / 'killed'}"]
+    ranks.outcomes(2, end_before_the_way_back, *killed, group=False)
+    assert inspect(tmp_path / "killed")["step"] == 7
+    assert ranks(2, train, *killed, group=False, timeout_s=60) == [0, 0]
+
     assert not list(differences(tmp_path / "straight", tmp_path / "killed"))

@@ -78,6 +78,8 @@ class Failing(Tape):
                     raise ValueError("sample 88 is not to be borne")
                 case "name":
                     raise FileNotFoundError("no file \udcff.jpg")
+                case "codes":
+                    raise type("Red\x1b[31m", (Exception,), {})("\x1b[2Jgone\r\x9b1m\u202e")
                 case "words":
                     raise RuntimeError("Connection reset by peer")
                 case "forked":

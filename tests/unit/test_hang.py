@@ -87,6 +87,14 @@ def test_the_users_own_code_has_minutes_at_the_start_and_may_compute_for_ever(ph
     assert patience(phase, point, 2.0).idle_s == math.inf
 
 
+def test_what_is_allowed_at_the_start_may_be_chosen_and_is_told_with_its_flag():
+    assert patience("build", "build", 30.0).flag == "--watchdog.start-s 300"
+    assert patience("build", "build", 30.0, 20.0).quiet_s == 20.0
+    assert patience("build", "build", 2000.0).quiet_s == 4000.0
+    assert patience("build", "start", 30.0, 20.0).flag == "--watchdog.limit-s 30"
+    assert patience("train", "forward", 2.5, 20.0).flag == "--watchdog.limit-s 2.5"
+
+
 def test_places_have_the_names_that_faults_have():
     told = [("build", "start"), ("restore", "restore"), ("evaluate", "step-end"),
             ("train", "reading"), *(("train", p) for p in PHASES)]  # fmt: skip

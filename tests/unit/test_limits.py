@@ -8,17 +8,22 @@ import os
 import resource
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
+import torch
 
 from launch.__main__ import main
 from trainer.config import Config
 from trainer.diagnosis import diagnose, remedy
 from trainer.errors import ConfigError
+from trainer.folder import Identity, enter
 from trainer.limits import allow_files
-from trainer.log import writable
+from trainer.lock import RunLock
+from trainer.log import Log, writable
 from trainer.sinks import TensorBoard
+from trainer.world import Launch, World
 
 ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")
@@ -119,3 +124,27 @@ def test_tensorboard_shows_settings_that_are_no_text(tmp_path: Path) -> None:
 
     [file] = (tmp_path / "board").iterdir()
     assert writable("runs/\udcff").encode() in file.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "events.jsonl", "last-step"])
+def test_a_run_of_another_user_is_refused_before_it_starts(name: str) -> None:
+    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+        path = Path(place, "run")
+        (path / "checkpoints").mkdir(parents=True)
+        (path / "tensorboard").mkdir()
+        for file in ("events.jsonl", "last-step"):
+            (path / file).touch()
+        os.chmod(path / name, 0o555)
+        for open_to_all in (Path(place), path):
+            open_to_all.chmod(0o777)
+        for other in path.iterdir():
+            if other.name != name:
+                other.chmod(0o777)
+        world, mine = World(Launch(), torch.device("cpu"), 1), Identity(run="a", attempt=1)
+        user = os.geteuid()
+        os.seteuid(user or 65534)  # root may write anywhere
+        try:
+            with pytest.raises(ConfigError, match=f"--run .*run/{name}'; choose a folder that can"):
+                enter(path, mine, RunLock(path / "lock", nonce=world.nonce), world, Log())
+        finally:
+            os.seteuid(user)

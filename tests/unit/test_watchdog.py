@@ -148,6 +148,21 @@ def test_own_stacks_name_the_threads():
     assert "Current thread MainThread (most recent call first)" in told
 
 
+def test_a_loader_worker_that_has_ended_is_told_as_that():
+    pid = os.fork()
+    if pid == 0:
+        Path("/proc/self/comm").write_text(f"{stacks.WORKER}3")
+        os._exit(0)
+    try:
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+        _, blamed = stacks.worker_stacks()
+    finally:
+        os.waitpid(pid, 0)
+
+    assert blamed == [f"its loader 3 (pid {pid}) has ended (os._exit, or a library's)"]
+
+
 def test_a_rank_that_is_met_late_disturbs_nobody_who_looks_for_the_others(monkeypatch):
     own = own_identity(os.getpid())
     beats = SimpleNamespace(listening=True, identities={1: own})
