@@ -13,7 +13,7 @@ from launch.output import Output
 from launch.signals import StopRequest
 from trainer.diagnosis import remedy
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
-from trainer.limits import allow_files, check_current_folder
+from trainer.limits import allow_files, check_cache_folder, check_current_folder
 from trainer.pipe import fill_descriptors
 
 OUTPUT_S = 1.0
@@ -27,6 +27,7 @@ def main(argv: Sequence[str]) -> int:
         options = parse(argv)
         check_current_folder()
         allow_files(options.nproc_per_node)
+        check_cache_folder()
     except ConfigError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return EXIT_CONFIG

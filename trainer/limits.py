@@ -1,8 +1,9 @@
 """What a process needs of the system before anything starts: enough open files, a folder to be
-in, times that it can wait for."""
+in, one that torch can write to, times that it can wait for."""
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 
@@ -52,3 +53,24 @@ def check_current_folder() -> None:
     except OSError as error:
         raise ConfigError(f"the current folder is gone ({error.strerror}): cd to another one, or "
                           "to the same path once more") from error
+
+
+def check_cache_folder() -> None:
+    """To be called before torch compiles, or makes an optimizer: for both it makes the folder of
+    its cache, where the user has named one.
+
+    Raises:
+        ConfigError: that can't be made, or written to.
+    """
+    name = "TORCHINDUCTOR_CACHE_DIR"
+    place = os.environ.get(name)
+    if place is None:
+        return
+    try:
+        os.makedirs(place, exist_ok=True)
+        if not os.access(place, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
+    except OSError as error:
+        raise ConfigError(f"environment variable {name} is {place!r}, where torch keeps compiled "
+                          f"code: {error.strerror}; name a folder that can be written, or unset "
+                          "it") from error

@@ -109,6 +109,21 @@ def test_nothing_starts_in_a_folder_that_was_deleted(module: str, tmp_path: Path
     assert "Traceback" not in told.stderr
 
 
+@pytest.mark.parametrize("module", ["trainer", "launch"])
+def test_nothing_starts_where_torch_can_not_keep_compiled_code(module: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/file/in"}
+
+    told = subprocess.run([sys.executable, "-m", module, *(["--"] if module == "launch" else []),
+                           "--steps=1", f"--run={tmp_path}/run"], capture_output=True, text=True,
+                          timeout=60, check=False, env=env)  # fmt: skip
+
+    assert told.returncode == 2
+    assert "TORCHINDUCTOR_CACHE_DIR is " in told.stderr.splitlines()[-1]
+    assert "unset it" in told.stderr.splitlines()[-1]
+    assert "Traceback" not in told.stderr
+
+
 def test_a_name_that_is_no_utf8_is_refused_and_one_that_the_locale_does_not_know_is_not() -> None:
     known = os.fsencode("runs/\u00fc").decode("ascii", "surrogateescape")  # as LANG=C reads it
     assert Config(task=None, run=known).run == known
