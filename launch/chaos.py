@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import sys
@@ -229,14 +230,18 @@ def _comm(pid: int) -> str:
 
 
 def _is_launcher(pid: int) -> bool:
-    """By its command line. The parent of an orphan is init, or whoever adopts in its place."""
+    """By its command line: what python was given to run, not what that was given. The parent of an
+    orphan is init, or whoever adopts in its place."""
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
     except (FileNotFoundError, ProcessLookupError):
         return False
-    modules = [words[i + 1] for i, word in enumerate(words[:-1]) if word == b"-m"]
-    return (b"launch" in modules or b"torch.distributed.run" in modules
-            or any(word.endswith(b"/torchrun") for word in words))
+    for before, word, after in zip(words, words[1:], words[2:], strict=False):
+        if re.fullmatch("-[a-zA-Z]*m", word):
+            return after in ("launch", "torch.distributed.run")
+        if not word.startswith("-") and before not in ("-W", "-X"):
+            return Path(word).name == "torchrun"
+    return False
 
 
 if __name__ == "__main__":

@@ -36,9 +36,9 @@ sys.stdin.read()
 class Processes(contextlib.ExitStack):
     """Processes that end with the test."""
 
-    def start(self, *command: str, **options: object) -> subprocess.Popen:
+    def start(self, *command: str, at: Path = ROOT, **options: object) -> subprocess.Popen:
         process = self.enter_context(subprocess.Popen(
-            command, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, **options))
+            command, cwd=at, env={**os.environ, "PYTHONPATH": str(at)}, **options))
         self.callback(process.kill)
         return process
 
@@ -138,6 +138,26 @@ def test_a_process_that_has_not_the_runs_events_open_for_writing_is_left_alone(t
     ended = drill(tmp_path, "--mtbf=0.01", "--wait-s=0.2")
     assert "after 0 strikes: the run has ended" in ended.stdout
     assert reader.poll() is None
+
+
+WAITS = "import sys; print(flush=True); sys.stdin.read()"
+
+
+@pytest.mark.parametrize(("command", "launches"), [
+    (["-u", "-X", "dev", "-m", "launch", "--", "x"], True), (["{here}/torchrun"], True),
+    (["-c", WAITS, "tests/torchrun"], False),  # a runner of tests, say
+    (["-c", WAITS, "-m", "launch"], False),
+])  # fmt: skip
+def test_a_launcher_is_what_python_runs_and_not_what_that_is_given(
+    tmp_path, processes, command, launches
+):
+    for name in ("launch.py", "torchrun"):
+        (tmp_path / name).write_text(WAITS)
+    process = processes.start(sys.executable, *(word.format(here=tmp_path) for word in command),
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, at=tmp_path)
+    assert process.stdout.readline() == b"\n"
+
+    assert chaos._is_launcher(process.pid) is launches
 
 
 def test_ctrl_c_ends_a_drill_quietly(tmp_path, processes):

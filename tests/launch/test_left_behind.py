@@ -22,7 +22,7 @@ from trainer.folder import read_json
 from trainer.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-STEPS = 400
+STEPS = 600
 DEADLINE_S = 200.0
 
 

@@ -186,7 +186,8 @@ def children_of(pid: int) -> list[int]:
 def test_ranks_end_with_the_process_that_asked_for_them() -> None:
     code = ("import harness, subprocess; "
             "harness.Ranks()(2, subprocess.run, ['sleep', '1000'], group=False, timeout_s=250)")
-    asker = subprocess.Popen([sys.executable, "-c", code], cwd=Path(__file__).parent)
+    asker = subprocess.Popen([sys.executable, "-c", code],
+                             env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
     deadline = time.monotonic() + 200
     sleeping: list[int] = []
     while len(sleeping) < 2:
