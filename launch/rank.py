@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from launch.signals import STOP_SIGNALS
+from trainer import handles
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
 
 Entry = Callable[[list[str]], int]
@@ -54,6 +55,7 @@ def be_rank(
         for fd in close_fds:
             os.close(fd)
         _set_streams(output_fds)
+        handles.part()  # of what the task's module has opened
         os.environ |= {**env, "TRAINER_LAUNCHER_FD": str(launcher_fd)}
         sys.argv = ["trainer", *argv]
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:

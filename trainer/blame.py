@@ -53,7 +53,8 @@ def find_causes(step: Step, window: Sequence[Micro], world: World) -> list[dict[
 def bad_parameters(step: Step) -> list[str]:
     """The parameters whose reduced gradients aren't finite, equal on all ranks."""
     return [name for name, parameter in step.model.named_parameters()
-            if parameter.grad is not None and not bool(torch.isfinite(parameter.grad).all())]
+            if parameter.grad is not None
+            and not bool(torch.isfinite(parameter.grad.to_dense()).all())]
 
 
 def told(fault: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
@@ -111,7 +112,7 @@ def _computed_again(step: Step, window: Sequence[Micro], *, kept: bool) -> dict[
             step.forward_backward(Micro(slot, batch), rehearsal=True)
             gradients = [p.grad for p in parameters if p.grad is not None]
             buffers = step.buffers.spoilt_names() if micro.samples or kept else []
-            if buffers or not all(bool(torch.isfinite(g).all()) for g in gradients):
+            if buffers or not all(bool(torch.isfinite(g.to_dense()).all()) for g in gradients):
                 bad[i] = buffers
             step.buffers.put_back()
     finally:  # a peer may die meanwhile, and this boundary be saved

@@ -167,7 +167,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, parameter in model.named_parameters():
         yield f"parameters/{name}", parameter.detach().float().cpu().numpy()
         if parameter.grad is not None:
-            yield f"gradients/{name}", parameter.grad.float().cpu().numpy()
+            yield f"gradients/{name}", parameter.grad.to_dense().float().cpu().numpy()
 
 
 def _hints(

@@ -157,8 +157,12 @@ def build(
     try:
         optimizer = cls(made, lr=config.lr, **decay)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"--optim.name {config.name}: calling it with parameter groups, lr and "
-                          f"weight_decay raised {error}. (The groups are those of the task's "
+        why = f"--optim.name {config.name}: calling it with parameter groups, lr and weight_decay "
+        if "only supports 2D parameters" in str(error):
+            raise ConfigError(f"{why}raised {error}. Use an optimizer of your own that gives it "
+                              "the matrices and AdamW the rest: "
+                              "docs/schedules-and-optimizers.md has one.") from error
+        raise ConfigError(f"{why}raised {error}. (The groups are those of the task's "
                           "parameter_groups(), where it has one.)") from error
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigError(f"--optim.name {config.name}: it is no torch.optim.Optimizer, and what "
@@ -198,6 +202,49 @@ def _checked(made: Any, model: nn.Module) -> list[dict[str, Any]]:
         if params:
             kept.append({**group, "params": params})
     return kept
+
+
+def unfit_for_sparse(
+    optimizer: torch.optim.Optimizer, clipping: Clip, sparse: Mapping[Tensor, str],
+    dense: Mapping[Tensor, str],
+) -> str:  # fmt: skip
+    """What is wrong with an update by these gradients, some of them sparse; empty where nothing
+    is known to be. An optimizer of the user's own is taken to know what it does.
+
+    Args:
+        sparse: parameters with a sparse gradient, and their names.
+        dense: the others with a gradient, and theirs.
+    """
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        return (f"--optim.name torch.optim:SparseAdam: it takes sparse gradients alone, and those "
+                f"of {_some(dense.values())} are dense; use adamw, with sparse=False in embeddings"
+                if dense else "")
+    if not sparse:
+        return ""
+    of = f"the gradient of {_some(sparse.values())} is sparse"
+    remedy = "use sparse=False in embeddings"
+    if clipping.value > 0:
+        return f"--clip.value {clipping.value}: {of}, and torch can't clip it so; use --clip.norm"
+    if isinstance(optimizer, torch.optim.SGD | torch.optim.Adagrad):
+        groups = [g for g in optimizer.param_groups if not sparse.keys().isdisjoint(g["params"])]
+        if any(g.get("fused") for g in groups):
+            return (f"--optim.name sgd: {of}, and torch's fused {name} takes none; {remedy}, or "
+                    f"--optim.name torch.optim:{name} with --optim.weight-decay 0")
+        if any(g["weight_decay"] for g in groups):
+            return (f"--optim.weight-decay: {of}, and {name} can't decay by it; use "
+                    f"--optim.weight-decay 0, or {remedy[4:]}")
+        return ""
+    if type(optimizer).__module__.startswith(("torch.optim", "trainer.")):
+        chosen = "adamw" if isinstance(optimizer, AdamW) else f"torch.optim:{name}"
+        return (f"--optim.name {chosen}: {of}, and {name} takes none; {remedy}, or --optim.name "
+                "torch.optim:Adagrad with --optim.weight-decay 0")
+    return ""
+
+
+def _some(names: Iterable[str]) -> str:
+    first = list(names)
+    return f"{', '.join(first[:5])}{', …' * (len(first) > 5)}"
 
 
 def zero_grad(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:

@@ -17,6 +17,7 @@ from trainer.data.loader import Loader
 from trainer.data.reading import Micro
 from trainer.errors import ConfigError, told_by
 from trainer.log import Log
+from trainer.optim import unfit_for_sparse
 from trainer.parts import Parts
 from trainer.product import best_rule
 from trainer.step import Step
@@ -93,6 +94,7 @@ def warm_up(
     check_form()
     if by_number:
         refuse_parts(step, world, times)
+    refuse_sparse(step, world)
     if (world.size > 1 or by_number) and not find_unused:
         # By number, nothing is taken of an empty micro-batch: its gradients may be missing.
         refuse_unused(step, world, looked=not (by_number and micro.slot.number < 0))
@@ -205,6 +207,21 @@ def refuse_parts(step: Step, world: World, times: Mapping[Tensor, int]) -> None:
             "number of ranks: they are sparse (use sparse=False), or a backward within the "
             "backward adds to them as well (use_reentrant=False in checkpoints); or use "
             "--parallel.reduction ddp."))
+
+
+def refuse_sparse(step: Step, world: World) -> None:
+    """Collective. Most optimizers take no sparse gradients, and would say so in the first update.
+
+    Raises:
+        ConfigError: names the optimizer, the parameters, and what to use.
+    """
+    sparse, dense = dict[Tensor, str](), dict[Tensor, str]()
+    for name, parameter in step.model.named_parameters():
+        if parameter.grad is not None:
+            (dense if parameter.grad.layout == torch.strided else sparse)[parameter] = name
+    told = unfit_for_sparse(step.optimizer, step.clip, sparse, dense)
+    if why := next(filter(None, world.gather_json(told)), ""):
+        raise told_by(0, ConfigError(f"{why}."))
 
 
 def refuse_moved(step: Step, moved: list[float]) -> None:

@@ -178,7 +178,8 @@ def _check_gradients(case: _Case) -> Iterator[str]:
     if missing:
         yield (f"no gradient reaches {_listed(missing)} (.grad is None): use it in the loss, or "
                "set requires_grad to False.")
-    broken = [n for n, g in trainable.items() if g is not None and not torch.isfinite(g).all()]
+    broken = [n for n, g in trainable.items()
+              if g is not None and not torch.isfinite(g.to_dense()).all()]
     if broken:
         yield f"the gradient of {_listed(broken)} is not finite."
 

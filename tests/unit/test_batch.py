@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import OrderedDict, UserDict, defaultdict
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -82,9 +84,30 @@ def test_numbers_become_tensors_and_strings_a_list():
     assert stacked["s"] == ["a", "b"]
 
 
-def test_samples_of_different_length_are_refused():
-    with pytest.raises(ValueError, match="zip"):
-        batch.collate([(torch.ones(1),), (torch.ones(1), torch.ones(1))])
+@pytest.mark.parametrize(("samples", "told"), [
+    ([(torch.ones(1),), (torch.ones(1), torch.ones(1))], "tuples of different lengths, such as 1 "
+                                                         "and 2, .* collate"),
+    ([{"ids": [1, 2]}, {"ids": [1]}], "lists of different lengths, such as 1 and 2, .* collate"),
+    ([(torch.ones(3), 0), (torch.ones(2), 1)], r"shapes, such as \(2,\) and \(3,\), .* collate"),
+    ([{"x": np.ones((2, 2))}, {"x": np.ones((2, 1))}], r"\(2, 1\) and \(2, 2\), can't be stacked"),
+    ([{"x": 1}, {"y": 1}], "not all samples have the key 'x'; .* collate"),
+    ([(1, None), (1, None)], "^NoneType can't be stacked; let the sample have a tensor"),
+    ([Path("a"), Path("b")], "PosixPath can't be stacked; .* collate"),
+    ([np.array([1, "a"], object)] * 2, "numpy.ndarray of object can't be stacked"),
+])  # fmt: skip
+def test_samples_that_can_not_be_stacked_are_refused_with_the_reason_and_the_remedy(samples, told):
+    with pytest.raises((ValueError, TypeError), match=told):
+        batch.collate(samples)
+
+
+def test_an_error_of_another_kind_stays_torchs_own(monkeypatch):
+    def fails(samples):
+        raise RuntimeError("unable to allocate shared memory")
+
+    monkeypatch.setattr(batch, "default_collate", fails)
+
+    with pytest.raises(RuntimeError, match=r"^unable to allocate shared memory$"):
+        batch.collate([torch.ones(2), torch.ones(2)])
 
 
 @pytest.mark.parametrize("make", NESTINGS)

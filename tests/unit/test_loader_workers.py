@@ -13,6 +13,7 @@ import torch
 from machine import left_in_shared_memory, shared_memory
 from torch.utils.data import DataLoader
 
+from trainer import handles
 from trainer.data.loader import reading, shut_down
 
 FORK = multiprocessing.get_context("fork")
@@ -34,6 +35,55 @@ def test_a_worker_goes_on_only_below_the_rank_that_asked_for_it(gone: bool, code
     worker.join(100)
 
     assert worker.exitcode == code
+
+
+class Opened:
+    """Rows of a file that is opened once; two workers seek before either of them reads."""
+
+    def __init__(self, path: Path, *, buffering: int) -> None:
+        self.file = path.open("rb", buffering=buffering)
+        self.both = FORK.Barrier(2)
+
+    def __getitem__(self, index: int) -> int:
+        self.file.seek(4096 * index)
+        self.both.wait(60)
+        value = self.file.read(1)[0]
+        self.both.wait(60)
+        return value
+
+    def __len__(self) -> int:
+        return 6
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
+@pytest.mark.parametrize("buffering", [0, 64])
+def test_workers_do_not_move_each_others_place_in_a_file_of_the_data_set(
+    tmp_path: Path, buffering: int
+) -> None:
+    path = tmp_path / "rows"
+    path.write_bytes(b"".join(bytes([row]) * 4096 for row in range(6)))
+    dataset = Opened(path, buffering=buffering)
+    path.unlink()  # a file that has lost its name is opened anew too
+
+    rows = list(DataLoader(dataset, **reading(2, 2, torch.device("cpu"))))
+
+    assert rows == [0, 1, 2, 3, 4, 5]
+    assert dataset.file.tell() == 0
+    dataset.file.close()
+
+
+def test_what_is_open_for_writing_stays_shared_so_that_none_writes_over_another(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+    for mode in ("wb", "w+b"):
+        with path.open(mode, buffering=0) as file:
+            worker = FORK.Process(target=lambda file=file: (handles.part(), file.write(b"one")))
+            worker.start()
+            worker.join(30)
+            file.write(b"two")
+
+        assert path.read_bytes() == b"onetwo"
 
 
 class Unsendable:

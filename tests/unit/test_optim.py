@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -168,6 +170,7 @@ class Wrapped:
     (f"{__name__}:Closure", "its step() wants closure"),
     (f"{__name__}:Wrapped", "it is no torch.optim.Optimizer"),
     ("torch.optim:Muon", "Muon only supports 2D parameters"),
+    ("torch.optim:Muon", "gives it the matrices and AdamW the rest"),
     ("torch.optim:LBFGS", "its step() wants closure, by which it computes the loss several"),
 ])  # fmt: skip
 def test_an_optimizer_that_cannot_be_used_is_refused(name, told):
@@ -182,6 +185,71 @@ def test_torchs_optimizers_without_weight_decay_are_called_without(name):
     assert type(optim.build(Optim(name=f"torch.optim:{name}"), net())).__name__ == name
     with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} has no"):
         optim.build(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
+
+
+def test_the_muon_of_the_docs_goes_on_from_its_state_to_the_same_bits(tmp_path, monkeypatch):
+    page = (Path(__file__).parents[2] / "docs" / "schedules-and-optimizers.md").read_text()
+    (tmp_path / "muon.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(tmp_path)
+    config = Optim(name="muon:MuonAdamW", lr=0.01)
+    model = net()
+    optimizer = optim.build(config, model)
+    trained(model, optimizer, 3)
+    other = copy.deepcopy(model)
+    restored = optim.build(config, other)
+    restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    trained(model, optimizer, 3)
+    trained(other, restored, 3)
+
+    assert all(map(torch.equal, model.parameters(), other.parameters()))
+    assert not torch.equal(model[2].weight, net()[2].weight)
+
+
+class Own(torch.optim.Optimizer):
+    def __init__(self, groups, lr, weight_decay):
+        super().__init__(groups, {"lr": lr, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+class Table(nn.Module):
+    def __init__(self, *, sparse: bool = True) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(5, 3, sparse=sparse)
+        self.head = nn.Linear(3, 1)
+
+
+@pytest.mark.parametrize(("name", "decay", "told"), [
+    ("adamw", 0.0, "--optim.name adamw: the gradient of rows.weight is sparse, and AdamW takes "),
+    ("sgd", 0.0, "--optim.name sgd: .*fused SGD takes none; use sparse=False in embeddings, or "),
+    ("torch.optim:Adam", 0.0, "--optim.name torch.optim:Adam: .* Adam takes none"),
+    ("torch.optim:SGD", 0.1, "--optim.weight-decay: .* use --optim.weight-decay 0"),
+    ("torch.optim:SGD", 0.0, "^$"),
+    ("torch.optim:Adagrad", 0.0, "^$"),
+    ("torch.optim:SparseAdam", 0.0, "takes sparse gradients alone, .* head.weight, head.bias are"),
+    (f"{__name__}:Own", 0.0, "^$"),
+])  # fmt: skip
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_what_torch_says_of_sparse_gradients_in_the_first_update_is_known_before(name, decay, told):
+    model = Table()
+    optimizer = optim.build(Optim(name=name, weight_decay=decay), model)
+    model.head(model.rows(torch.tensor([1, 2]))).sum().backward()
+    by_kind = [{p: n for n, p in model.named_parameters() if p.grad.is_sparse == sparse}
+               for sparse in (True, False)]
+
+    why = optim.unfit_for_sparse(optimizer, Clip(), *by_kind)
+
+    assert re.search(told, why)
+    if why:
+        with pytest.raises(RuntimeError, match=r"sparse|dense gradients"):
+            optimizer.step()
+    else:
+        optimizer.step()
 
 
 @pytest.mark.parametrize(("groups", "told"), [

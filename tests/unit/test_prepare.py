@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.config import Batch, Config, Parallel
+from trainer.data.feed import known_length
 from trainer.errors import ConfigError
 from trainer.outcome import check_outcome
 from trainer.prepare import prepare
@@ -142,6 +143,54 @@ class Half(nn.Linear):
 def test_a_state_dict_that_is_made_anew_is_refused():
     with pytest.raises(ConfigError, match=r"'weight' of the model's state_dict is made anew"):
         prepared(Made(net=lambda: Half(2, 1)))
+
+
+class Long(Dataset):
+    """A data set of any length."""
+
+    def __init__(self, length: Any) -> None:
+        self.length = length
+
+    def __len__(self) -> Any:
+        return self.length
+
+    def __getitem__(self, index: int) -> float:
+        return float(index)
+
+
+class LongStream(Long, IterableDataset):
+    """The same, read in order."""
+
+    def __iter__(self) -> Any:
+        yield 0.0
+
+
+class Endless(IterableDataset):
+    def __iter__(self) -> Any:
+        yield 0.0
+
+
+@pytest.mark.parametrize("kind", [Long, LongStream])
+@pytest.mark.parametrize("length", [20.0, np.float64(20), "20", None, -1])
+def test_a_length_that_is_no_number_of_samples_is_refused(kind, length):
+    with pytest.raises(ConfigError, match=r"--task: __len__ of the data set Long.* gives") as error:
+        known_length(kind(length))
+
+    assert repr(length) in str(error.value)
+
+
+@pytest.mark.parametrize("length", [20, np.int64(20), torch.tensor(20)])
+def test_a_whole_number_of_any_kind_is_a_length(length):
+    assert known_length(Long(length)) == 20
+
+
+def test_only_a_stream_may_have_no_length():
+    class Silent(LongStream):
+        def __len__(self) -> Any:
+            raise TypeError("it has none")
+
+    assert known_length(Endless()) is None
+    assert known_length(Silent(0)) is None
 
 
 def test_data_that_are_no_data_set_are_refused():

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import default_collate
+
+_OWN_COLLATE = "make them alike in the data set, or give the task a collate(samples) that pads them"
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
@@ -35,18 +38,47 @@ def tensors(batch: Any) -> Iterator[Tensor]:
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples to a batch, as torch's default_collate does, through dataclasses too."""
+    """Stack samples to a batch, as torch's default_collate does, through dataclasses too.
+
+    Raises:
+        TypeError, ValueError: they can't be stacked; says why, and what can be done.
+    """
     first = samples[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         fields = [f.name for f in dataclasses.fields(first) if f.init]
         return type(first)(**{n: collate([getattr(s, n) for s in samples]) for n in fields})
     if isinstance(first, Mapping):
-        return _like(first, {k: collate([s[k] for s in samples]) for k in first})
+        try:
+            columns = {k: [s[k] for s in samples] for k in first}
+        except KeyError as error:
+            raise ValueError(f"not all samples have the key {error}; {_OWN_COLLATE}") from error
+        return _like(first, {k: collate(column) for k, column in columns.items()})
     if isinstance(first, tuple) and hasattr(first, "_fields"):
         return type(first)(*(collate(column) for column in zip(*samples, strict=True)))
     if isinstance(first, tuple | list):
+        if any(len(sample) != len(first) for sample in samples):
+            raise ValueError(f"{type(first).__name__}s of different lengths, such as "
+                             f"{_and({len(s) for s in samples})}, can't be stacked; {_OWN_COLLATE}")
         return type(first)(collate(column) for column in zip(*samples, strict=True))
-    return default_collate(list(samples))
+    try:
+        return default_collate(list(samples))
+    except (TypeError, RuntimeError) as error:
+        shapes = {tuple(s.shape) for s in samples if isinstance(s, Tensor | np.ndarray)}
+        if len(shapes) > 1:
+            raise ValueError(f"tensors of different shapes, such as {_and(shapes)}, can't be "
+                             f"stacked; {_OWN_COLLATE}") from error
+        if "default_collate" in str(error):  # its words for a type that it doesn't know
+            kind = f"{type(first).__module__}.{type(first).__qualname__}"
+            of = f" of {first.dtype}" if isinstance(first, np.ndarray) else ""
+            raise TypeError(
+                f"{kind.removeprefix('builtins.')}{of} can't be stacked; let the sample have a "
+                "tensor, an array, a number or a text in its place, or give the task a "
+                "collate(samples)") from error
+        raise
+
+
+def _and(differing: Iterable[Any]) -> str:
+    return " and ".join(str(one) for one in sorted(differing)[:2])
 
 
 def empty(batch: Any) -> Any:

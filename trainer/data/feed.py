@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.data.bad import named
+from trainer.errors import ConfigError
 
 _OPEN = -1
 
@@ -157,13 +158,26 @@ class Feed:
 
 
 def known_length(dataset: Any) -> int | None:
-    """Samples in a data set; None for a stream without `__len__`."""
+    """Samples in a data set; None for a stream without `__len__`, or whose own raises a TypeError.
+
+    Raises:
+        ConfigError: `__len__` gives something else than a number of samples.
+    """
+    stream = isinstance(dataset, IterableDataset)
     try:
         return len(dataset)
-    except TypeError:
-        if not isinstance(dataset, IterableDataset):
+    except (TypeError, ValueError, OverflowError):
+        if stream and not hasattr(type(dataset), "__len__"):
+            return None
+        try:
+            length = type(dataset).__len__(dataset)
+        except (TypeError, AttributeError):
+            if stream:
+                return None
             raise
-        return None
+    raise ConfigError(f"--task: __len__ of the data set {type(dataset).__name__} gives {length!r} "
+                      f"({type(length).__name__}); let it give the number of samples, a whole "
+                      "number (int) of 0 or more.")
 
 
 def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[Any]:

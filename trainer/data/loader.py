@@ -20,7 +20,7 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
-from trainer import stacks
+from trainer import handles, stacks
 from trainer.data import batch as batches
 from trainer.data.bad import received
 from trainer.data.reading import KeyedSamples, Micro
@@ -214,12 +214,14 @@ def _unchanged(micro: Any) -> Any:
 
 
 def _start_worker(rank: int, number: int) -> None:
-    """In each loader process: gone with its rank (a process), deaf to stop signals, one thread."""
+    """In each loader process: gone with its rank (a process), deaf to stop signals, one thread,
+    its own places in the files that the data set has open."""
     if sys.platform == "linux":
         # It has inherited the rank's sockets: alive, it would hide the rank's death from the peers.
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != rank:
         os._exit(0)
+    handles.part()
     torch.set_num_threads(1)
     stacks.prepare_worker(number)
     # Before the first batch is put there, which starts the queue's thread.
