@@ -183,6 +183,8 @@ def load_object(path: str, flag: str) -> Any:
         ConfigError: names `flag` and what is wrong; the cause is chained.
     """
     module_name, _, name = path.partition(":")
+    if not module_name:
+        raise ConfigError(f"{flag} {path}: the module is missing; write module:Name.")
     with contextlib.suppress(OSError):  # the folder may be gone by now
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -191,7 +193,11 @@ def load_object(path: str, flag: str) -> Any:
     except (Exception, SystemExit) as error:  # a script without a guard ends itself
         absent = isinstance(error, ModuleNotFoundError) and error.name is not None and (
             module_name == error.name or module_name.startswith(error.name + "."))
+        plain = module_name.removesuffix(".py").rpartition("/")[2]
+        spelt = "" if plain == module_name else (
+            f"; a module has a name and no path: write {plain}:{name or 'Name'}")
         why = ("there is no such module on the import path; run from its folder or install it"
+               f"{spelt}"
                if absent else f"importing {module_name} raised {type(error).__name__}: {error}")
         raise ConfigError(f"{flag} {path}: {why}.") from (None if absent else error)
     if not name or not hasattr(module, name):
