@@ -33,6 +33,18 @@ CALLS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"), "collat
          "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
          "fingerprint": (), "figures": (), "first_loss": ()}
 """Method of a task → what it is called with."""
+NEEDED = ("model", "dataset", "loss")
+ELSEWHERE = {
+    "collate_fn": "collate(samples)", "param_groups": "parameter_groups(model)",
+    "predict_step": "predict(model, batch)",
+    **dict.fromkeys(("training_step", "train_step", "validation_step", "test_step"),
+                    "loss(model, batch), with model.training telling the phase"),
+    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "dataset(split)"),
+    **dict.fromkeys(("configure_optimizers", "optimizer", "optimizers"),
+                    "the class of --optim.name, with parameter_groups(model): one optimizer, which "
+                    "takes the gradient of one loss (two in turns, as of a GAN, aren't supported)"),
+}
+"""Methods that other trainers call → what is called here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,11 +145,19 @@ def find_task(name: str) -> type:
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ConfigError(f"--task {name}: {path} is not a dataclass; put "
                           "@dataclass(frozen=True) above the class, its fields are its flags.")
-    missing = [m for m in ("model", "dataset", "loss") if not callable(getattr(found, m, None))]
+    missing = [m for m in NEEDED if not callable(getattr(found, m, None))]
     if missing:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
                           "defines model(), dataset(split) and loss(model, batch).")
     return found
+
+
+def uncalled(task: Any) -> str:
+    """Methods of the task that look as if they were to be called, and aren't; empty: none."""
+    told = [f"{name}() isn't called; what is called is {here}" for name, here in ELSEWHERE.items()
+            if callable(getattr(task, name, None))
+            and (here.partition("(")[0] in NEEDED or not hasattr(task, here.partition("(")[0]))]
+    return f"{type(task).__name__}: {'; '.join(told)}" if told else ""
 
 
 def refuse_calls(task: Any) -> None:
