@@ -14,6 +14,7 @@ from trainer.data.sampler import Slot
 from trainer.errors import ConfigError, told_by
 from trainer.log import Log
 from trainer.prepare import Work, content
+from trainer.task import uncalled
 from trainer.world import World
 
 
@@ -36,8 +37,10 @@ def check_data(work: Work, world: World) -> None:
 
 def check_weights(work: Work, world: World, log: Log) -> None:
     """Collective. Whether model() follows from the seed (ranks are given the weights of rank 0),
-    and whether all of it that can be trained will be."""
+    whether all of it that can be trained will be, and the task's methods called."""
     model = work.model
+    if unused := uncalled(work.task):
+        log.announce(unused)
     taken = {p for group in work.optimizer.param_groups for p in group["params"]}
     left = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
     if left:

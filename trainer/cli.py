@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import enum
 import io
-import re
 import sys
 import tomllib
 import types
@@ -62,14 +61,11 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     """
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
-    # torchrun takes --run for its own --run-path, abbreviated (and, with Python 3.11, ambiguous).
-    arguments = [re.sub(r"^--run-dir(?==|$)", "--run", argument) for argument in arguments]
-    # Short for a level of the log, and no key of its own.
-    arguments = ["--log.level=warning" if a == "--quiet" else a for a in arguments]
-    task_name, arguments = take_task(arguments)
+    task_name, arguments = take_task(flags.spelt(arguments))
     flags.refuse_empty(arguments)
     path = find_recipe(recipe, commands.split(", "))
     default = _without_rest(load(path, task_name=task_name), arguments)
+    arguments = flags.gathered(arguments, flags.many(type(default.task), "task."))
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_length_rule)
     problems = io.StringIO()
@@ -85,7 +81,6 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
                 description=_HELP.format(
                     recipes=", ".join(recipe_names()), default=DEFAULT_RECIPE,
                     tasks=", ".join(sorted(BUILT_IN)), commands=commands),
-                config=(tyro.conf.UseAppendAction, tyro.conf.FlagCreatePairsOff),
                 console_outputs=show or not asks_help,
                 registry=registry,
             )
@@ -94,9 +89,8 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     except SystemExit as end:
         if asks_help and end.code in (None, 0, EXIT_PIPE):
             raise
-        told = flags.plain(problems.getvalue())
-        if told.startswith("Unrecognized options"):
-            told = flags.unknown_flag(arguments, {n: v for n, v, _ in default.leaves()}) or told
+        told = flags.told(problems.getvalue(), arguments,
+                          [(name, value) for name, value, _ in default.leaves()])
         raise ConfigError(told) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{error}") from error
@@ -191,8 +185,10 @@ def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
     hint = f"did you mean {near[0]!r}? " if near else ""
     if near and near[0] in commands:
         raise ConfigError(f"{recipe}: there is no such command; {hint}".strip())
-    raise ConfigError(f"recipe {recipe or repr(recipe)}: there is no such file and no shipped "
-                      f"recipe of this name; {hint}Shipped: {', '.join(recipe_names())}.")
+    what = ("it is no TOML file" if recipe and Path(recipe).exists() else
+            "there is no such file and no shipped recipe of this name")
+    raise ConfigError(f"recipe {recipe or repr(recipe)}: {what}; "
+                      f"{hint}Shipped: {', '.join(recipe_names())}.")
 
 
 def _length_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:

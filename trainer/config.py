@@ -32,7 +32,7 @@ from trainer.config_training import (
     Precision,
     Schedule,
 )
-from trainer.leaf import Change, OnOff, Typed, check, leaf
+from trainer.leaf import Change, OnOff, Texts, Typed, check, leaf
 from trainer.length import Length
 
 __all__ = [
@@ -67,12 +67,12 @@ class Config(Typed, Generic[TaskT]):
     model.safetensors; a head of another size is left as the model makes it."""
     init_strict: OnOff = leaf("on", "refused")
     """Refuse weights whose names or sizes don't fit; off: take what fits and name the rest."""
-    freeze: tuple[str, ...] = leaf((), "refused")
+    freeze: Texts = leaf((), "refused")
     """PATTERN: parameters whose names match aren't trained, nor their batch norms' statistics;
     !PATTERN takes some out again, the last match counts (such as * and !fc.*)."""
-    accept: tuple[str, ...] = leaf((), "free")
+    accept: Texts = leaf((), "free")
     """Changed keys (batch.global-size, data, …) that a resumed run is to accept all the same."""
-    inject: tuple[str, ...] = leaf((), "free")
+    inject: Texts = leaf((), "free")
     """Faults for drills: KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:always]."""
     batch: Batch = Batch()
     data: Data = Data()

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.leaf import OnOff, Typed, check, leaf
+from trainer.leaf import OnOff, Texts, Typed, check, leaf
 from trainer.length import Length
 from trainer.limits import LONGEST_S
 
@@ -143,7 +143,7 @@ class Logging(Typed):
     """Interval of console lines; metrics.jsonl has each step."""
     level: Literal["debug", "info", "warning", "error"] = leaf("info", "free")
     """Least level of console lines."""
-    sinks: tuple[str, ...] = leaf((), "free")
+    sinks: Texts = leaf((), "free")
     """Your own sinks of steps and validations, as module:Class (called with the run's folder)."""
     tensorboard_every: Length = leaf(Length(50), "free")
     """Interval of TensorBoard's scalars of training steps."""
@@ -155,7 +155,7 @@ class Logging(Typed):
     wandb: Literal["off", "online", "offline"] = leaf("off", "free")
     """Show the run at Weights & Biases too (pip install '.[wandb]'); offline: into the run folder,
     for `wandb sync`."""
-    hints_off: tuple[str, ...] = leaf((), "free")
+    hints_off: Texts = leaf((), "free")
     """Hints about the training that are not to be given: their names, or all."""
 
     def __post_init__(self) -> None:

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.leaf import OnOff, Typed, check, leaf
+from trainer.leaf import OnOff, Texts, Typed, check, leaf
 from trainer.length import Length
 
 SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restarts", "linear",
@@ -81,7 +81,7 @@ class Optim(Typed):
     """adamw (fused), sgd, or your own as module:Class (called with groups, lr, weight_decay)."""
     lr: float = leaf(3e-3, "announced")
     """Peak learning rate."""
-    rates: tuple[str, ...] = leaf((), "announced")
+    rates: Texts = leaf((), "announced")
     """PATTERN=FACTOR: parameters whose names match (as file names do) learn at FACTOR times the
     rate, such as body.*=0.1; the first match counts."""
     weight_decay: float = leaf(0.01, "announced")
@@ -132,7 +132,7 @@ class Schedule(Typed):
     """Linear rise to the peak, the first update at peak / warm-up steps (never zero)."""
     min_ratio: float = leaf(MIN_RATIO, "announced")
     """cosine, linear: the last update's rate as a part of the peak."""
-    options: tuple[str, ...] = leaf((), "announced")
+    options: Texts = leaf((), "announced")
     """KEY=VALUE: arguments of torch's class (T_0=1ep, milestones=30ep,60ep, gamma=0.1,
     pct_start=0.3, patience=5), lengths in steps, epochs or as a part of the run; plateau also has
     metric=NAME:max|min (val_loss:min)."""

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import ast
+import collections.abc
+import contextlib
+import dataclasses
 import difflib
-import math
 import re
-from collections.abc import Mapping, Sequence
+import typing
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from trainer.errors import ConfigError
 
 _UNREADABLE = re.compile(
     r"Error parsing (--\S+): (.*) Argument helptext: --\S+ "
-    r"((?:(?:INT|FLOAT|STR|PATH|LENGTH|\{[^}]*\})[| ]?)+) ?(.*?)(?: \(default: [^()]*\))?$")
+    r"(\[?(?:(?:INT|FLOAT|STR|PATH|LENGTH|\{[^}]*\})[| ]?)+(?:\[.*?\.\.\.\]\])?) ?"
+    r"(.*?)(?: \(default: [^()]*\))?$")
 """tyro's words about a value that isn't of its flag's type: flag, reason, type, help."""
 _USUAL = {
     "accumulate-grad-batches": "batch.micro-size", "amp": "precision.dtype",
@@ -25,8 +30,57 @@ _USUAL = {
     "threads": "world.threads", "warmup-steps": "schedule.warmup", "wd": "optim.weight-decay",
 }
 """What other trainers call a flag → what it is here."""
+_MISSING = re.compile(r"Missing value for argument '(--[^']+)'\. Expected (\d+) values?\.")
 _VALUE = re.compile(r"(?:no type matching .*? from|invalid literal.*?:|could not convert.*?:|"
-                    r"Could not parse arguments) (\[.*?\]|'[^']*')")
+                    r"Could not parse arguments|Could not find valid parse for arguments:) "
+                    r"(\[.*?\]|'[^']*')")
+_MANY = (list, set, frozenset, dict, collections.abc.Sequence, collections.abc.Mapping)
+"""Types that hold as many values as are given; a tuple[X, ...] does too."""
+
+
+def spelt(arguments: Sequence[str]) -> list[str]:
+    """The arguments as the parser knows them."""
+    # torchrun takes --run for its own --run-path, abbreviated (and, with Python 3.11, ambiguous).
+    known = [re.sub(r"^--run-dir(?==|$)", "--run", argument) for argument in arguments]
+    # Short for a level of the log, and no key of its own.
+    return ["--log.level=warning" if a == "--quiet" else a for a in known]
+
+
+def many(cls: Any, prefix: str) -> Iterator[str]:
+    """The flags of a task's fields that take any number of values."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        flag = f"--{prefix}{field.name.replace('_', '-')}"
+        of = hints[field.name]
+        for hint in (of, *typing.get_args(of)):  # of X | None too
+            if dataclasses.is_dataclass(hint):
+                yield from many(hint, flag[2:] + ".")
+            elif typing.get_origin(hint) in _MANY or (
+                    typing.get_origin(hint) is tuple and Ellipsis in typing.get_args(hint)):
+                yield flag
+                break
+
+
+def gathered(arguments: Sequence[str], flags: Iterable[str]) -> list[str]:
+    """The arguments with the values of these flags together, where one of them is given twice or
+    more: the parser would take the last ones alone."""
+    wanted = set(flags)
+    values: dict[str, list[str]] = {}
+    rest: list[str] = []
+    into, times = rest, dict[str, int]()
+    for argument in arguments:
+        flag, equals, value = argument.partition("=")
+        flag = flag.replace("_", "-")
+        if argument.startswith("--"):
+            into = values.setdefault(flag, []) if flag in wanted else rest
+        if argument.startswith("--") and flag in wanted:
+            times[flag] = times.get(flag, 0) + 1
+            into += [value] if equals else []
+        else:
+            into.append(argument)
+    if not any(count > 1 for count in times.values()):
+        return list(arguments)
+    return rest + [word for flag, words in values.items() for word in (flag, *words)]
 
 
 def refuse_empty(arguments: Sequence[str]) -> None:
@@ -39,27 +93,16 @@ def refuse_empty(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{flag} '': the value is empty; give one, or leave the flag out.")
 
 
-def unknown_flag(arguments: Sequence[str], keys: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first flag that doesn't exist, or has a value that it can't have
-    (tyro suggests next to nothing).
+def unknown_flag(arguments: Sequence[str], names: Iterable[str]) -> str | None:
+    """What is wrong with the first flag that doesn't exist (tyro suggests next to nothing).
 
     Args:
-        keys: those that there are, and their values so far.
+        names: of the keys that there are.
     """
-    named = {f"--{name.replace('_', '-')}": value for name, value in keys.items()}
-    known = list(named)
-    switches = {re.sub(r"^(--(?:.*\.)?)", r"\1no-", flag): flag for flag in known
-                if isinstance(named[flag], bool)}
-    for argument, after in zip(arguments, [*arguments[1:], "--"], strict=True):
-        flag, given, value = argument.partition("=")
-        flag = flag.replace("_", "-")
-        value = value if given else "" if after.startswith("-") else after
-        plain = switches.get(flag, flag)
-        if isinstance(now := named.get(plain), bool):
-            switch = {f: s for s, f in switches.items()}[plain] if now else plain
-            if value or flag != switch:
-                return (f"{flag} {value}".rstrip() + f": it is {now} unless {switch} is given, a "
-                        "switch that takes no value.")
+    known = [f"--{name.replace('_', '-')}" for name in names]
+    switches = [re.sub(r"^(--(?:.*\.)?)", r"\1no-", flag) for flag in known]  # of boolean fields
+    for argument in arguments:
+        flag = argument.partition("=")[0].replace("_", "-")
         if flag.startswith("--") and flag not in (*known, *switches):
             last = flag.rpartition(".")[2].removeprefix("--")
             alike = [name for name in known if re.split(r"\.|--", name)[-1] == last]
@@ -68,24 +111,79 @@ def unknown_flag(arguments: Sequence[str], keys: Mapping[str, Any]) -> str | Non
             near = alike if len(alike) == 1 else difflib.get_close_matches(flag, known, n=1)
             hint = f"did you mean {near[0]}?" if near else "--help lists them all."
             return f"{flag}: there is no such flag; {hint}"
-    return _stray(arguments, named)
+    return None
 
 
-def _stray(arguments: Sequence[str], values: Mapping[str, Any]) -> str | None:
-    """What is wrong with the first word that no flag takes."""
-    flag, may_follow = "", 0.0
+def told(text: str, arguments: Sequence[str], leaves: Sequence[tuple[str, Any]]) -> str:
+    """What is wrong with the command line, in one line.
+
+    Args:
+        text: what tyro says of it.
+        leaves: the keys that there are, and their values.
+    """
+    words = plain(text)
+    if words.startswith("Unrecognized options"):
+        return unknown_flag(arguments, (name for name, _ in leaves)) or (
+            _stray(arguments, words.removeprefix("Unrecognized options:").strip(), leaves) or words)
+    if found := _MISSING.match(words):
+        flag, number = found[1], int(found[2])
+        given = next((typed for name, *typed in _by_flag(arguments) if name == flag), [])
+        return (f"{' '.join([flag, *given])}: " + (
+            f"{number} values are wanted, with blanks between them." if number > 1 else
+            f"a value is wanted; one that begins with - is written {flag}=-…"))
+    return words
+
+
+def _by_flag(arguments: Sequence[str]) -> Iterator[list[str]]:
+    """Each flag with the values after it; before the first flag it is an empty text."""
+    part = [""]
     for argument in arguments:
         if argument.startswith("--"):
-            flag = argument.partition("=")[0].replace("_", "-")
-            many = isinstance(values.get(flag), tuple | list)
-            may_follow = 0.0 if "=" in argument else math.inf if many else 1.0
-        elif may_follow:
-            may_follow -= 1
+            yield part
+            flag, equals, value = argument.partition("=")
+            part = [flag.replace("_", "-")] + [value] * bool(equals)
         else:
-            return (f"{argument}: no flag takes it" + (f"; {flag} has its value already" if flag
-                                                       else "") +
-                    ". Put quotes around a value that has spaces, and -- before a flag's name.")
-    return None
+            part.append(argument)
+    yield part
+
+
+def _stray(arguments: Sequence[str], odd: str, leaves: Sequence[tuple[str, Any]]) -> str:
+    """What is wrong with a value that belongs to no flag; empty where it isn't found.
+
+    Args:
+        odd: begins with that value.
+    """
+    kinds = {f"--{name.replace('_', '-')}": value for name, value in leaves}
+    for flag, *values in _by_flag(arguments):
+        for value in values:
+            if odd != value and not odd.startswith((f"{value},", f"{value} ")):
+                continue
+            on = re.sub(r"^(--(?:.*\.)?)no-", r"\1", flag) if flag not in kinds else flag
+            kind = kinds.get(on)
+            typed = " ".join([flag, *values])
+            if re.match(r"-[^\d.]", value):
+                return (f"{value}: there is no such flag; --help lists them all. (A value that "
+                        f"begins with - is written {flag or '--flag'}={value}.)")
+            if not flag:
+                return f"{value}: it belongs to no flag; there is one RECIPE, before all flags."
+            if isinstance(kind, bool):
+                off = re.sub(r"^(--(?:.*\.)?)", r"\1no-", on)
+                return f"{typed}: it is a switch and takes no value; write {on} or {off}."
+            if isinstance(kind, tuple) and kind and not isinstance(kind[0], str):
+                return f"{typed}: it takes {len(kind)} values."
+            remedy = (f"give {flag} once for each, and quote a pattern, which the shell would turn "
+                      "into names of files" if isinstance(kind, tuple)
+                      else "quote one that has blanks in it")
+            return f"{typed}: {value!r} is a value too many; {remedy}."
+    return ""
+
+
+def _as_typed(words: str) -> str:
+    """Python's text of a value or a list of them, as it stood on the command line."""
+    with contextlib.suppress(ValueError, SyntaxError):
+        typed = ast.literal_eval(words)
+        return " ".join(map(repr, typed if isinstance(typed, list) else [typed]))
+    return words
 
 
 def plain(text: str) -> str:
@@ -98,8 +196,9 @@ def plain(text: str) -> str:
     if found := _UNREADABLE.match(told):
         flag, why, kind, about = found.groups()
         if value := _VALUE.match(why):
+            kind, *several = kind.strip("[ ").split(" [")
             wanted = re.sub(r"[{}]", "", kind).strip().replace("|", " or ").replace(",", ", ")
-            words = re.sub(r"^\[|\]$|,", "", value[1])
-            return f"{flag} {words}: {wanted} is wanted. {about}"
+            wanted += ", or several with blanks between them," if several else ""
+            return f"{flag} {_as_typed(value[1])}: {wanted} is wanted. {about}"
         return f"{flag}: {why}. {about}"
     return re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", told)

@@ -8,10 +8,14 @@ import os
 import typing
 from typing import Any, Literal
 
+import tyro
+
 from trainer.errors import ConfigError
 from trainer.length import Length
 
 OnOff = Literal["on", "off"]
+Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
+"""Of a flag that may repeat: each adds to those of the recipe."""
 Change = Literal["refused", "announced", "free"]
 
 

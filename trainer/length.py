@@ -32,7 +32,8 @@ class Length:
                              "5% (of the run) or off")
         value, mark = float(match[1]), match[2]
         if not mark and not value.is_integer():
-            raise ValueError(f"{text!r} is not a whole number of steps")
+            part = f"; {100 * value:g} % of the run is written {100 * value:g}%" * (value < 1)
+            raise ValueError(f"{text!r} is not a whole number of steps{part}")
         if mark == "%" and value > 100:
             raise ValueError(f"{text!r} is more than the whole run")
         units: dict[str, Unit] = {"": "steps", "ep": "epochs", "%": "percent"}

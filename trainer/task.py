@@ -33,6 +33,18 @@ CALLS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"), "collat
          "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
          "fingerprint": (), "figures": (), "first_loss": ()}
 """Method of a task → what it is called with."""
+NEEDED = ("model", "dataset", "loss")
+ELSEWHERE = {
+    "collate_fn": "collate(samples)", "param_groups": "parameter_groups(model)",
+    "predict_step": "predict(model, batch)",
+    **dict.fromkeys(("training_step", "train_step", "validation_step", "test_step"),
+                    "loss(model, batch), with model.training telling the phase"),
+    **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "dataset(split)"),
+    **dict.fromkeys(("configure_optimizers", "optimizer", "optimizers"),
+                    "the class of --optim.name, with parameter_groups(model): one optimizer, which "
+                    "takes the gradient of one loss (two in turns, as of a GAN, aren't supported)"),
+}
+"""Methods that other trainers call → what is called here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -133,11 +145,19 @@ def find_task(name: str) -> type:
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ConfigError(f"--task {name}: {path} is not a dataclass; put "
                           "@dataclass(frozen=True) above the class, its fields are its flags.")
-    missing = [m for m in ("model", "dataset", "loss") if not callable(getattr(found, m, None))]
+    missing = [m for m in NEEDED if not callable(getattr(found, m, None))]
     if missing:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
                           "defines model(), dataset(split) and loss(model, batch).")
     return found
+
+
+def uncalled(task: Any) -> str:
+    """Methods of the task that look as if they were to be called, and aren't; empty: none."""
+    told = [f"{name}() isn't called; what is called is {here}" for name, here in ELSEWHERE.items()
+            if callable(getattr(task, name, None))
+            and (here.partition("(")[0] in NEEDED or not hasattr(task, here.partition("(")[0]))]
+    return f"{type(task).__name__}: {'; '.join(told)}" if told else ""
 
 
 def refuse_calls(task: Any) -> None:
@@ -183,6 +203,8 @@ def load_object(path: str, flag: str) -> Any:
         ConfigError: names `flag` and what is wrong; the cause is chained.
     """
     module_name, _, name = path.partition(":")
+    if not module_name:
+        raise ConfigError(f"{flag} {path}: the module is missing; write module:Name.")
     with contextlib.suppress(OSError):  # the folder may be gone by now
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.insert(0, os.getcwd())
@@ -191,7 +213,11 @@ def load_object(path: str, flag: str) -> Any:
     except (Exception, SystemExit) as error:  # a script without a guard ends itself
         absent = isinstance(error, ModuleNotFoundError) and error.name is not None and (
             module_name == error.name or module_name.startswith(error.name + "."))
+        plain = module_name.removesuffix(".py").rpartition("/")[2]
+        spelt = "" if plain == module_name else (
+            f"; a module has a name and no path: write {plain}:{name or 'Name'}")
         why = ("there is no such module on the import path; run from its folder or install it"
+               f"{spelt}"
                if absent else f"importing {module_name} raised {type(error).__name__}: {error}")
         raise ConfigError(f"{flag} {path}: {why}.") from (None if absent else error)
     if not name or not hasattr(module, name):

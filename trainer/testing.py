@@ -31,7 +31,7 @@ from trainer.progress import Progress
 from trainer.rereading import SEED, check_items, dataset_of, raised, read
 from trainer.step import Step
 from trainer.sync_batchnorm import guard_plain
-from trainer.task import SPLITS, Outcome
+from trainer.task import SPLITS, Outcome, uncalled
 
 TOLERANCE = 1e-5
 """By how much a sum over a batch may differ from the sums over its halves, relative to 1 or more:
@@ -91,6 +91,7 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     pristine = _copy_of(task)
     problems = list(check_items(task, batch_size))
     unlike = bool(problems)
+    problems += [unused] if (unused := uncalled(task)) else []
     try:
         case = _case(task, batch_size)
     except Exception as error:

@@ -41,6 +41,10 @@ BAD = {
     "what torch refuses": (
         [*TAPE, "--task.samples=200", "--schedule.name=warm-restarts", "--schedule.options=T_0=0"],
         ["--schedule.options T_0=0", "positive integer T_0"]),
+    "sparse gradients": (
+        ["--task=unfit_task:Unfit", "--task.way=sparse", "--device=cpu", "--batch.global-size=8",
+         "--batch.micro-size=2", "--steps=2"],
+        ["--optim.name adamw: the gradient of table.weight is sparse", "use sparse=False"]),
     "fault that can't happen": (
         [*TAPE, "--task.samples=200", "--inject=kill:rank=9"],
         ["--inject kill:rank=9", "there is no rank 9"]),
@@ -65,6 +69,17 @@ def test_bad_input_is_one_clear_error_with_exit_code_2(ranks, tmp_path, capfd, w
     assert ("Traceback" in output) == ("Traceback" in expected)  # of the user's own code only
     assert not list(tmp_path.glob("run/checkpoints/*"))
     assert not Path("/nowhere").exists()
+
+
+def test_sparse_gradients_are_left_to_an_optimizer_that_takes_them(ranks, tmp_path, capfd):
+    arguments = ["--task=unfit_task:Unfit", "--task.way=sparse", "--device=cpu", "--steps=4",
+                 "--batch.global-size=8", "--batch.micro-size=2", "--log.histograms=1",
+                 "--optim.name=torch.optim:SGD", "--optim.weight-decay=0", "--inject=nan:step=2"]
+
+    codes = ranks(1, train, *arguments, f"--run={tmp_path / 'run'}", group=False)
+
+    assert codes == [0]
+    assert "step 2 gives no update: loss nan on rank 0" in capfd.readouterr().out
 
 
 def test_a_file_where_the_run_folder_should_be_is_refused(ranks, tmp_path, capfd):

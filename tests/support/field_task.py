@@ -40,6 +40,16 @@ class Fields(Tape):
 
 
 @dataclasses.dataclass(frozen=True)
+class Kinds(Tape):
+    """Fields of several values, and switches."""
+
+    widths: tuple[int, ...] = (64, 64)
+    names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
+    wide: bool = False
+    deep: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
 class Gaps(Tape):
     """TOML has no null."""
 

@@ -180,6 +180,7 @@ def test_config_toml_reproduces_the_run(tmp_path, argv):
 
 
 FIELDS = "--task=field_task:Fields"
+KINDS = "--task=field_task:Kinds"
 
 
 @pytest.mark.parametrize("argv", [
@@ -320,6 +321,59 @@ def test_a_value_that_does_not_fit_is_refused_with_flag_value_and_remedy(flag, v
     assert refusal(f"--{flag}", value).startswith(f"--{flag} {value}: {remedy}")
 
 
+@pytest.mark.parametrize(("argv", "told"), [
+    (["--freeze", "README.md", "docs"], "--freeze README.md docs: 'docs' is a value too many; give "
+     "--freeze once for each, and quote a pattern, which the shell would turn into names of files"),
+    (["--optim.lr", "1e-3", "5"], "--optim.lr 1e-3 5: '5' is a value too many; quote one that has"),
+    (["--schedule.warmup", "5", "%"], "--schedule.warmup 5 %: '%' is a value too many"),
+    (["--optim.betas", "0.9", "0.99", "0.999"], "--optim.betas 0.9 0.99 0.999: it takes 2 values."),
+    (["--optim.betas", "0.9,0.99"], "--optim.betas 0.9,0.99: 2 values are wanted, with blanks"),
+    (["--seed=1", "--run"], "--run: a value is wanted; one that begins with - is written --run=-…"),
+    (["--optim.lr", "1,5"], "--optim.lr '1,5': FLOAT is wanted. "),
+    (["--steps", "10k"], "--steps '10k': None or INT is wanted. "),
+    (["--schedule.warmup=0.05"], "--schedule.warmup: '0.05' is not a whole number of steps; 5 % of "
+     "the run is written 5%."),
+    (["sample", "text"], "text: it belongs to no flag; there is one RECIPE, before all flags."),
+    ([__file__], f"recipe {__file__}: it is no TOML file; "),
+    (["-v"], "-v: there is no such flag; --help lists them all. (A value that begins with - is"),
+    (["--log.level=info", "-v"], "-v: there is no such flag; --help lists them all."),
+    (["--task=tape_task.py:Tape"], "--task tape_task.py:Tape: there is no such module on the "
+     "import path; run from its folder or install it; a module has a name and no path: write "
+     "tape_task:Tape."),
+    (["--task=:Tape"], "--task :Tape: the module is missing; write module:Name."),
+    ([KINDS, "--task.wide", "True"], "--task.wide True: it is a switch and takes no value; write "
+     "--task.wide or --task.no-wide."),
+    ([KINDS, "--task.no-deep=off"], "--task.no-deep off: it is a switch and takes no value; write "
+     "--task.deep or --task.no-deep."),
+    ([KINDS, "--task.widths", "1,2"], "--task.widths '1,2': INT, or several with blanks between"),
+])  # fmt: skip
+def test_a_line_that_cannot_be_taken_apart_is_refused_with_how_it_is_written(argv, told):
+    assert refusal(*argv).startswith(told), refusal(*argv)
+
+
+@pytest.mark.parametrize(("argv", "widths", "names"), [
+    ([], (64, 64), ["a"]),
+    (["--task.widths", "8"], (8,), ["a"]),
+    (["--task.widths", "8", "-4", "2", "--task.names=b"], (8, -4, 2), ["b"]),
+    (["--task.widths=8", "--seed=1", "--task.widths", "4", "2"], (8, 4, 2), ["a"]),
+    (["--task.names", "b", "--task.widths", "--task.names=c d"], (), ["b", "c d"]),
+])  # fmt: skip
+def test_several_values_of_a_tasks_field_replace_its_default(argv, widths, names):
+    task = cli.parse([KINDS, *argv]).task
+
+    assert (task.widths, task.names) == (widths, names)
+
+
+@pytest.mark.parametrize(("flag", "wide", "deep"), [
+    ("--task.wide", True, True), ("--task.no-wide", False, True),
+    ("--task.deep", False, True), ("--task.no-deep", False, False),
+])  # fmt: skip
+def test_a_switch_may_be_given_what_it_is_already(flag, wide, deep):
+    task = cli.parse([KINDS, flag]).task
+
+    assert (task.wide, task.deep) == (wide, deep)
+
+
 @pytest.mark.parametrize(("argv", "parts"), [
     (["--optim.betas", "0.9", "1.0"], ["--optim.betas (0.9, 1.0)", "not including, 1"]),
     (["--run= "], ["--run ' '", "name a folder"]),
@@ -340,7 +394,7 @@ def test_values_that_do_not_fit_together_are_refused_with_what_would(argv, parts
     (["--data.shuffle", "maybe"], ["--data.shuffle", "'maybe'", "'on', 'off'"]),
     (["--device", "gpu"], ["--device", "'gpu'", "'auto', 'cpu', 'cuda', 'mps'"]),
     (["--data.workers", "many"], ["--data.workers", "'many'", "auto"]),
-    (["--steps"], ["--steps", "Missing value"]),
+    (["--steps"], ["--steps: a value is wanted"]),
     (["--steps", "abc"], ["--steps 'abc': None or INT is wanted. Length of the run"]),
     (["--optim.betas", "a", "b"], ["--optim.betas 'a' 'b': FLOAT FLOAT is wanted."]),
     (["--seed=1.5"], ["--seed '1.5': INT is wanted."]),

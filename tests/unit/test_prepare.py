@@ -16,7 +16,8 @@ from trainer.data.feed import known_length
 from trainer.errors import ConfigError
 from trainer.outcome import check_outcome
 from trainer.prepare import prepare
-from trainer.task import Outcome
+from trainer.task import Outcome, uncalled
+from trainer.testing import check_task
 from trainer.world import Launch, World
 
 
@@ -143,6 +144,43 @@ class Half(nn.Linear):
 def test_a_state_dict_that_is_made_anew_is_refused():
     with pytest.raises(ConfigError, match=r"'weight' of the model's state_dict is made anew"):
         prepared(Made(net=lambda: Half(2, 1)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Foreign(Made):
+    """Methods that other trainers call."""
+
+    def collate_fn(self, samples: Any) -> Any:
+        return samples
+
+    def configure_optimizers(self) -> Any:
+        return []
+
+    def training_step(self, batch: Any) -> Any:
+        return batch
+
+
+@dataclasses.dataclass(frozen=True)
+class Both(Made):
+    """A helper of a known name beside what is called."""
+
+    def collate_fn(self, samples: Any) -> Any:
+        return samples
+
+    def collate(self, samples: Any) -> Any:
+        return self.collate_fn(samples)
+
+
+def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
+    told = uncalled(Foreign())
+
+    assert told.startswith("Foreign: collate_fn() isn't called; what is called is collate(samples)")
+    assert "training_step() isn't called; what is called is loss(model, batch)" in told
+    assert "configure_optimizers() isn't called; " in told
+    assert "two in turns, as of a GAN, aren't supported" in told
+    assert uncalled(Both()) == uncalled(Made()) == ""
+    with pytest.raises(AssertionError, match=r"collate_fn\(\) isn't called"):
+        check_task(Foreign())
 
 
 class Long(Dataset):
