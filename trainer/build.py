@@ -231,7 +231,7 @@ def build(
         validate=evaluators["validation"], test=evaluators["test"], checkpoint=checkpoint,
         metrics=metrics, intervals=work.intervals, found=found, card=card, reopen=reopen,
         pictures=pictures,
-        agreement=Agreement(partial(_shared, state), world, position),
+        agreement=Agreement(partial(_shared, state, step), world, position),
         timing=open_timing(path, identity, world, log, workers),
     )  # fmt: skip
 
@@ -272,13 +272,13 @@ def _wrap(config: Config[Any], work: Work, world: World) -> tuple[nn.Module, par
     return wrapped, objective
 
 
-def _shared(state: TrainState) -> dict[str, torch.Tensor]:
-    """What has to be equal on all ranks: parameters, their average, and optimizer; buffers may
-    differ."""
-    parameters = dict(state.model.named_parameters())
-    tensors = state.tensors()
+def _shared(state: TrainState, step: Step) -> dict[str, torch.Tensor]:
+    """What has to be equal on all ranks: parameters, their average, optimizer, and the buffers
+    that the step keeps equal."""
+    parameters, tensors = dict(state.model.named_parameters()), state.tensors()
+    buffers = {name: b for name, b in state.model.named_buffers() if b in step.kept_equal}
     average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
-    return parameters | tensors[OPTIMIZER] | average
+    return parameters | buffers | tensors[OPTIMIZER] | average
 
 
 def _tell_origin(log: Log, slot: Slot, origin: anomaly.Origin) -> None:

@@ -101,7 +101,7 @@ def warm_up(
     step.objective.take_sums(world.size)
     step.communication.forget()
     loader.waited_s = 0.0
-    moved_buffers = buffers_moved(step, world)
+    step.kept_equal = moved_buffers = buffers_moved(step, world)
     step.moving = moving_buffers(step, world, moved_buffers)
     step.buffers.watch(moved_buffers)
     if world.rank == world.size - 1:  # its buffers are taken where ranks don't share them

@@ -135,6 +135,8 @@ class Step:
     health: Health
     moving: list[Tensor] = field(default_factory=list)
     """Buffers that the forward moves and that ranks don't share: the last rank's are taken."""
+    kept_equal: Container[Tensor] = frozenset()
+    """Those, and the ones that ranks do share: equal on all ranks at a boundary."""
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
     ema: Ema | None = None

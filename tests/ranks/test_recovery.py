@@ -18,6 +18,7 @@ from trainer.blame import told
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 from trainer.health import NONFINITE
+from trainer.step import Step
 
 TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
         "--batch.micro-size=2", "--task.norm=batch", "--task.samples=160",
@@ -222,6 +223,36 @@ def test_a_flipped_bit_is_found_named_and_undone(ranks, tmp_path, size, rank):
         assert [e["culprit"] for e in events(flipped, "divergence-explained")] == [rank]
     else:
         assert event["ranks"] == [rank]
+    assert not list(differences(straight, flipped))
+
+
+def flip_a_buffer(*arguments: str) -> int:
+    """In a rank: train; after step 10 a bit of rank 1's running mean is another one, once."""
+    make, flipped = Step.__call__, []
+
+    def flip(step: Step, *args: Any, **options: Any) -> Any:
+        result = make(step, *args, **options)
+        if os.environ["RANK"] == "1" and result.step == 10 and not flipped:
+            flipped.append(result.step)
+            mean = next(b for n, b in step.model.named_buffers() if n.endswith("running_mean"))
+            mean.view(torch.int32)[0] ^= 1
+        return result
+
+    Step.__call__ = flip
+    return train(*arguments)
+
+
+@pytest.mark.parametrize("norm", ["on", "off"])
+def test_a_flipped_bit_of_a_buffer_is_found_and_undone(ranks, tmp_path, norm):
+    arguments = [*TASK, f"--parallel.sync-bn={norm}", "--steps=20", "--checkpoint.every=5"]
+    straight, flipped = tmp_path / "straight", tmp_path / "flipped"
+
+    assert ranks(2, train, *arguments, f"--run={straight}", group=False) == [0, 0]
+    assert ranks(2, flip_a_buffer, *arguments, f"--run={flipped}", group=False) == [0, 0]
+
+    (event,) = events(flipped, "divergence")
+    assert event["at_step"] == 10
+    assert all(name.endswith("running_mean") for name in event["tensors"])
     assert not list(differences(straight, flipped))
 
 
