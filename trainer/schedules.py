@@ -180,6 +180,8 @@ class Scheduler:
                            for part in text.split(",")]
                 return lengths if key == "milestones" else lengths[0]
             if key in INTEGERS:
+                if not text.lstrip("+-").isdecimal():
+                    raise ValueError("a whole number is wanted")
                 return int(text)
         except ValueError as error:
             raise ConfigError(f"{flag}: {error}.") from error

@@ -243,7 +243,7 @@ def noisy(update: int) -> float:
 @pytest.mark.parametrize(("name", "options", "told"), [
     ("warm-restarts", ("T_mul=3",), "did you mean T_mult"),
     ("warm-restarts", ("T_0=three",), "is not a length"),
-    ("warm-restarts", ("T_mult=1.5",), "T_mult=1.5"),
+    ("warm-restarts", ("T_mult=1.5",), "T_mult=1.5: a whole number is wanted"),
     ("one-cycle", ("pct_start=3",), "OneCycleLR raised"),
     ("multi-step", (), "milestones=30ep,60ep"),
     ("plateau", ("metric=loss",), "val_loss:min"),
