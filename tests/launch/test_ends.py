@@ -129,6 +129,7 @@ def test_nothing_lives_5_s_after_the_launcher_was_killed(tmp_path: Path, stopped
         assert sockets.keys().isdisjoint(listeners())
 
 
+@pytest.mark.long  # the agent waits half a minute for the rank that is left
 def test_a_limit_that_the_launcher_meets_is_told_with_what_helps(tmp_path: Path) -> None:
     script = {"0.0": "serve", "0.1": "serve"}
     with Launched(tmp_path / "run", script, num_ranks=2) as launch:
