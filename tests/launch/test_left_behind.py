@@ -22,7 +22,7 @@ from trainer.folder import read_json
 from trainer.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-STEPS = 600
+STEPS = 300
 DEADLINE_S = 200.0
 
 

@@ -78,6 +78,7 @@ def epochs(run: Path) -> list[list[int]]:
             for at in range(0, len(taken) - length + 1, length)]
 
 
+@pytest.mark.long
 @pytest.mark.timeout(800)
 def test_deaths_of_whole_nodes_change_no_bit_where_all_come_back(tmp_path: Path) -> None:
     with two_hosts() as hosts:

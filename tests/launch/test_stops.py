@@ -169,7 +169,7 @@ def events(run: Path, event: str) -> list[dict[str, Any]]:
     return [e for e in read_events(run / "events.jsonl") if e["event"] == event]
 
 
-@pytest.mark.parametrize("count", [4, pytest.param(20, marks=[pytest.mark.long,
+@pytest.mark.parametrize("count", [2, pytest.param(20, marks=[pytest.mark.long,
                                                               pytest.mark.timeout(600)])])
 def test_stops_at_random_times_with_loader_workers_change_no_bit(warm, tmp_path, count):
     draw = random.Random(count)

@@ -28,7 +28,8 @@ from machine import default_signals, free_port
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data",
            "torch._dynamo", "torch.utils.tensorboard", "safetensors.torch", "trainer.build",
-           "trainer.loop", "trainer.cli")  # the first optimizer of a process imports torch._dynamo
+           "trainer.loop", "trainer.__main__", "trainer.watchdog")
+"""The first optimizer of a process imports torch._dynamo."""
 LEAVE_S = 30.0  # how long a rank may take to destroy its group and exit
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
 
@@ -57,6 +58,7 @@ def serve(fd: int) -> NoReturn:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become ours
     for name in PRELOAD:
         importlib.import_module(name)
+    importlib.import_module("trainer.cli").parse([])  # the first one reads its classes' sources
     while True:
         try:
             request = client.recv()

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 WORKER = Path(__file__).with_name("handshake_worker.py")
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.long)])
 def test_the_second_attempt_forms_its_group_after_a_sigkill(tmp_path: Path, num_ranks: int) -> None:
     assert _attempts_with_a_kill_in_the_first(tmp_path, num_ranks, victim=num_ranks - 1) == [1]
 
