@@ -14,7 +14,7 @@ from machine import left_in_shared_memory, shared_memory
 from torch.utils.data import DataLoader
 
 from trainer import handles
-from trainer.data.loader import reading, shut_down
+from trainer.data.loader import SMALL, reading, shut_down
 
 FORK = multiprocessing.get_context("fork")
 
@@ -112,3 +112,61 @@ def test_a_batch_that_can_not_be_handed_over_is_an_error_and_no_endless_wait() -
     assert next(batches) == 3
     shut_down(batches)
     assert left_in_shared_memory(before, pids) == set()
+
+
+SHARED = torch.arange(4.0).share_memory_()
+"""Tensors that a data set has put in shared memory stay there: others write to them."""
+
+
+class Odd:
+    """Batches of all kinds of tensors."""
+
+    def __getitem__(self, index: int) -> dict[str, object]:
+        table = torch.arange(24.0).reshape(4, 6)
+        return {
+            "plain": torch.full((3,), float(index)),
+            "bfloat16": torch.tensor([1.5, -2.0], dtype=torch.bfloat16),
+            "bool": torch.tensor([True, False]),
+            "conjugate": torch.tensor([1 + 2j]).conj(),
+            "negative": torch.tensor([1 + 2j]).conj().imag,
+            "scalar": torch.tensor(7),
+            "nothing": torch.empty(0, 5),
+            "turned": torch.arange(24.0).reshape(2, 3, 2, 2).to(memory_format=torch.channels_last),
+            "part": table[1:3, 2:5],
+            "same part": table[1:3],
+            "wide": torch.ones(1).expand(5),
+            "trained": torch.nn.Parameter(torch.ones(2)),
+            "large": torch.full((SMALL,), float(index)),
+            "shared": SHARED,
+            "text": "a text",
+        }
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_tensors_of_any_kind_come_out_of_a_loader_process_as_they_went_in() -> None:
+    source = iter(DataLoader(Odd(), **reading(2, 2, torch.device("cpu"))))
+    try:
+        batches = list(source)
+    finally:  # else they would live as long as what went wrong is remembered
+        shut_down(source)
+
+    for index, found in enumerate(batches):
+        wanted = Odd()[index]
+        assert found.keys() == wanted.keys()
+        assert found.pop("text") == wanted.pop("text")
+        for name, tensor in wanted.items():
+            there = found[name]
+            assert (type(there), there.dtype, there.shape, there.stride(), there.requires_grad) == (
+                type(tensor), tensor.dtype, tensor.shape, tensor.stride(),
+                tensor.requires_grad), name
+            assert torch.equal(there, tensor), name
+        # As without loader processes: what is written into one is seen in the other.
+        assert (found["part"].untyped_storage().data_ptr()
+                == found["same part"].untyped_storage().data_ptr())
+    inside = [name for name in batches[0] if batches[0][name].untyped_storage().is_shared()]
+    assert inside == ["large", "shared"]
+    assert all(b["plain"].untyped_storage().data_ptr() % 64 == 0 for b in batches)
+    batches[0]["shared"][0] = 9.0
+    assert SHARED[0] == 9.0

@@ -13,11 +13,13 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from functools import partial, partialmethod
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch._utils import ExceptionWrapper
+from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader
 
 from trainer import handles, stacks
@@ -27,6 +29,10 @@ from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import MicroBatchSampler
 from trainer.faults import Faults
 from trainer.log import Log
+
+SMALL = 128 << 10
+"""Bytes of a tensor's memory up to which a loader process sends them through its pipe. For shared
+memory, which larger ones are put in, a connection to that process is made each time: 1 ms."""
 
 
 class Source(Protocol):
@@ -227,6 +233,8 @@ def _start_worker(rank: int, number: int) -> None:
     # Before the first batch is put there, which starts the queue's thread.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = partialmethod(_tell_loss, number)
+    ForkingPickler.register(torch.Tensor, _hand_over)
+    ForkingPickler.register(torch.UntypedStorage, _hand_over_storage)
     # A launcher signals the whole process group: the rank decides when its workers end.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
@@ -245,3 +253,26 @@ def _tell_loss(queue: Any, worker: int, error: Exception, item: Any) -> None:
         name.unlink(missing_ok=True)
     if isinstance(item, tuple):
         queue.put((item[0], ExceptionWrapper(where=f"in DataLoader worker process {worker}")))
+
+
+def _hand_over(tensor: torch.Tensor) -> Any:
+    """How a loader process sends a tensor: as torch does, which forgets that one is a conjugate or
+    negative view of its memory."""
+    if tensor.is_conj() or tensor.is_neg():
+        tensor = tensor.resolve_conj().resolve_neg()
+    return reductions.reduce_tensor(tensor)
+
+
+def _hand_over_storage(storage: torch.UntypedStorage) -> Any:
+    """How it sends the memory of tensors: a small one's bytes, others as torch does. Which tensors
+    share it is told beside it in both cases."""
+    if not 0 < storage.nbytes() <= SMALL or storage.device.type != "cpu" or storage.is_shared():
+        return reductions.reduce_storage(storage)
+    return _with_bytes, (ctypes.string_at(storage.data_ptr(), storage.nbytes()),)
+
+
+def _with_bytes(data: bytes) -> torch.UntypedStorage:
+    """Memory of this process's own, aligned as torch's allocator does, with these bytes."""
+    storage = torch.UntypedStorage(len(data))
+    ctypes.memmove(storage.data_ptr(), data, len(data))
+    return storage
