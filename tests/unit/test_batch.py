@@ -104,7 +104,7 @@ def test_an_error_of_another_kind_stays_torchs_own(monkeypatch):
     def fails(samples):
         raise RuntimeError("unable to allocate shared memory")
 
-    monkeypatch.setattr(batch, "default_collate", fails)
+    monkeypatch.setattr(torch, "stack", fails)
 
     with pytest.raises(RuntimeError, match=r"^unable to allocate shared memory$"):
         batch.collate([torch.ones(2), torch.ones(2)])

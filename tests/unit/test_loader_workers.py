@@ -8,13 +8,15 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from machine import left_in_shared_memory, shared_memory
 from torch.utils.data import DataLoader
 
 from trainer import handles
-from trainer.data.loader import SMALL, reading, shut_down
+from trainer.data.batch import SMALL, collate
+from trainer.data.loader import reading, shut_down
 
 FORK = multiprocessing.get_context("fork")
 
@@ -136,6 +138,11 @@ class Odd:
             "same part": table[1:3],
             "wide": torch.ones(1).expand(5),
             "trained": torch.nn.Parameter(torch.ones(2)),
+            "stacked": collate([torch.full((4,), 2.0), torch.ones(4)]),
+            "arrays": collate([np.arange(3, dtype=np.int16)] * 2),
+            "of two types": collate([torch.ones(2, dtype=torch.int16), torch.ones(2)]),
+            "of two, large": collate([torch.ones(SMALL, dtype=torch.int16),
+                                      torch.full((SMALL,), 1 << 40)]),
             "large": torch.full((SMALL,), float(index)),
             "shared": SHARED,
             "text": "a text",
@@ -166,7 +173,7 @@ def test_tensors_of_any_kind_come_out_of_a_loader_process_as_they_went_in() -> N
         assert (found["part"].untyped_storage().data_ptr()
                 == found["same part"].untyped_storage().data_ptr())
     inside = [name for name in batches[0] if batches[0][name].untyped_storage().is_shared()]
-    assert inside == ["large", "shared"]
+    assert inside == ["of two, large", "large", "shared"]
     assert all(b["plain"].untyped_storage().data_ptr() % 64 == 0 for b in batches)
     batches[0]["shared"][0] = 9.0
     assert SHARED[0] == 9.0

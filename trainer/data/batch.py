@@ -10,7 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import default_collate
+from torch.utils.data._utils import collate as torchs
+
+SMALL = 128 << 10
+"""Bytes of a tensor's memory up to which a loader process sends them through its pipe. For shared
+memory, which larger ones are put in, a connection to that process is made each time: 1 ms."""
 
 _OWN_COLLATE = "make them alike in the data set, or give the task a collate(samples) that pads them"
 
@@ -61,7 +65,7 @@ def collate(samples: Sequence[Any]) -> Any:
                              f"{_and({len(s) for s in samples})}, can't be stacked; {_OWN_COLLATE}")
         return type(first)(collate(column) for column in zip(*samples, strict=True))
     try:
-        return default_collate(list(samples))
+        return torchs.collate(list(samples), collate_fn_map=_STACKING)
     except (TypeError, RuntimeError) as error:
         shapes = {tuple(s.shape) for s in samples if isinstance(s, Tensor | np.ndarray)}
         if len(shapes) > 1:
@@ -75,6 +79,19 @@ def collate(samples: Sequence[Any]) -> Any:
                 "tensor, an array, a number or a text in its place, or give the task a "
                 "collate(samples)") from error
         raise
+
+
+def _stack(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Tensor:
+    """A column of tensors stacked. In a loader process torch's own stacks into shared memory, which
+    is slow for small ones, and gives a column of several types the first one's type."""
+    first = tensors[0]
+    plain = first.layout is torch.strided and not first.is_nested
+    if plain and (len(tensors) * first.nbytes <= SMALL or len({t.dtype for t in tensors}) > 1):
+        return torch.stack(list(tensors))
+    return torchs.collate_tensor_fn(tensors, collate_fn_map=collate_fn_map)
+
+
+_STACKING = {**torchs.default_collate_fn_map, Tensor: _stack}
 
 
 def _and(differing: Iterable[Any]) -> str:

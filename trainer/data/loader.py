@@ -30,10 +30,6 @@ from trainer.data.sampler import MicroBatchSampler
 from trainer.faults import Faults
 from trainer.log import Log
 
-SMALL = 128 << 10
-"""Bytes of a tensor's memory up to which a loader process sends them through its pipe. For shared
-memory, which larger ones are put in, a connection to that process is made each time: 1 ms."""
-
 
 class Source(Protocol):
     """Where a rank's micro-batches come from, in their order."""
@@ -266,7 +262,8 @@ def _hand_over(tensor: torch.Tensor) -> Any:
 def _hand_over_storage(storage: torch.UntypedStorage) -> Any:
     """How it sends the memory of tensors: a small one's bytes, others as torch does. Which tensors
     share it is told beside it in both cases."""
-    if not 0 < storage.nbytes() <= SMALL or storage.device.type != "cpu" or storage.is_shared():
+    small = 0 < storage.nbytes() <= batches.SMALL
+    if not small or storage.device.type != "cpu" or storage.is_shared():
         return reductions.reduce_storage(storage)
     return _with_bytes, (ctypes.string_at(storage.data_ptr(), storage.nbytes()),)
 
