@@ -230,6 +230,19 @@ def test_too_few_samples_for_a_step_is_an_error_on_all_ranks(ranks, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_gradients_that_are_none_last_over_saves_and_a_restart(ranks, tmp_path):
+    arguments = ["--task=tape_task:Unused", "--device=cpu", "--batch.global-size=4",
+                 "--batch.micro-size=2", "--checkpoint.every=2", "--data.workers=0"]  # fmt: skip
+
+    for length in (4, 6):
+        run(ranks, 1, tmp_path / "run", *arguments, f"--steps={length}")
+
+    assert [line["step"] for line in steps(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
+    first, last = (weights(tmp_path / "run", step) for step in (4, 6))
+    assert torch.equal(first["unused.weight"], last["unused.weight"])
+    assert not torch.equal(first["head.weight"], last["head.weight"])
+
+
 def test_one_rank_writes_the_run_folder(ranks, tmp_path):
     folder = run(ranks, 2, tmp_path / "run", *tape_arguments(tmp_path / "tape", samples=64),
                  "--batch.global-size=4", "--batch.micro-size=1", "--epochs=1")

@@ -101,6 +101,16 @@ class Tape:
 
 
 @dataclasses.dataclass(frozen=True)
+class Unused(Tape):
+    """A parameter that no loss ever reaches: its gradient stays None."""
+
+    def model(self) -> nn.Module:
+        model = super().model()
+        model.unused = nn.Linear(2, 2)
+        return model
+
+
+@dataclasses.dataclass(frozen=True)
 class Tokens:
     """Samples of 1, 2, 3, … valid tokens: the mean over tokens is no mean of means."""
 

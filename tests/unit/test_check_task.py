@@ -6,12 +6,10 @@ import dataclasses
 import math
 import random
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from runs import steps, train, weights
 from tape_task import Tape, Tokens
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
@@ -428,28 +426,3 @@ def test_state_that_only_the_loss_shows_is_found():
         return Outcome(squares(model, batch).sum() * factor[0], len(batch[0]))
 
     assert "after a restart the same batch gives a loss of" in problems(with_loss(loss))
-
-
-# --- the trainer itself
-
-@dataclasses.dataclass(frozen=True)
-class Unused(Tape):
-    """A parameter that no loss ever reaches: its gradient stays None."""
-
-    def model(self) -> nn.Module:
-        model = super().model()
-        model.unused = nn.Linear(2, 2)
-        return model
-
-
-def test_the_trainer_survives_gradients_that_are_none_over_saves_and_a_restart(tmp_path: Path):
-    arguments = ["--task=test_check_task:Unused", "--device=cpu", "--batch.global-size=4",
-                 "--batch.micro-size=2", "--checkpoint.every=2"]  # fmt: skip
-
-    codes = [train(*arguments, "--run", str(tmp_path / "run"), f"--steps={n}") for n in (4, 6)]
-
-    assert codes == [0, 0]
-    assert [line["step"] for line in steps(tmp_path / "run")] == [1, 2, 3, 4, 5, 6]
-    first, last = (weights(tmp_path / "run", step) for step in (4, 6))
-    assert torch.equal(first["unused.weight"], last["unused.weight"])
-    assert not torch.equal(first["head.weight"], last["head.weight"])

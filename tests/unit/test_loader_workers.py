@@ -30,8 +30,7 @@ def enter(start: Callable[[int], None]) -> None:
 def test_a_worker_goes_on_only_below_the_rank_that_asked_for_it(gone: bool, code: int) -> None:
     start = reading(1, 2, torch.device("cpu"))["worker_init_fn"]
     if gone:  # as if its parent had been another process
-        with FORK.Pool(1) as another:
-            start = partial(start.func, another.apply(os.getpid))
+        start = partial(start.func, os.getppid())
     worker = FORK.Process(target=enter, args=(start,))
     worker.start()
     worker.join(100)
@@ -109,7 +108,7 @@ def test_a_batch_that_can_not_be_handed_over_is_an_error_and_no_endless_wait() -
     pids = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
 
     assert [next(batches), next(batches)] == [0, 1]
-    with pytest.raises(Exception, match=r"in DataLoader worker process 0[\s\S]*pickle"):
+    with pytest.raises(Exception, match=r"in DataLoader worker process 0[\s\S]*[Pp]ickle"):
         next(batches)
     assert next(batches) == 3
     shut_down(batches)
