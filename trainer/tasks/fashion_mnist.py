@@ -157,7 +157,7 @@ def find(root: str | None, environment: Mapping[str, str], *,
     except (OSError, RuntimeError, ImportError) as error:
         tried.append(f"torchvision's download into {target}: {type(error).__name__}: {error}")
         raise ConfigError("--task.data fashion-mnist: the data were not found. Tried:\n  "
-                          + "\n  ".join(tried) + f"\n{_REMEDY}") from error
+                          + "\n  ".join(tried) + f"\n{_REMEDY}") from None
 
 
 def _layouts(place: Path) -> tuple[Path, Path]:

@@ -96,7 +96,7 @@ def pretrained(name: str, weights: str, classes: int) -> nn.Module:
         values = chosen.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:
         raise ConfigError(f"--task.weights {weights}: {chosen.url} can't be had ({error}); put "
-                          "the file into TORCH_HOME/hub/checkpoints.") from error
+                          "the file into TORCH_HOME/hub/checkpoints.") from None
     own = net.state_dict()
     values = {n: v for n, v in values.items() if not n.startswith(("aux", "AuxLogits"))}
     other = [n for n, v in values.items() if n in own and own[n].shape != v.shape]

@@ -285,7 +285,7 @@ def _load_teacher(teacher: str, architecture: str, device: torch.device) -> nn.M
             net.load_state_dict(load_file(path))
         except (RuntimeError, SafetensorError) as error:
             raise ConfigError(f"--task.teacher {teacher}: {path} doesn't fit --task.teacher-model "
-                              f"{architecture}: {error}") from error
+                              f"{architecture}: {error}") from None
     return net.to(device).eval().requires_grad_(False)
 
 
