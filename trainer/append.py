@@ -133,12 +133,13 @@ class AppendFile:
         """Write what waits, make it durable, and close.
 
         Raises:
-            OSError: records are left that can't be written.
+            OSError: records are left that can't be written; or it is closed already.
         """
         try:
             self.sync()
         finally:
-            os.close(self._descriptor)
+            descriptor, self._descriptor = self._descriptor, -1  # soon the number of another file
+            os.close(descriptor)
 
     def _write(self) -> None:
         with self._lock:

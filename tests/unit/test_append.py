@@ -139,3 +139,14 @@ def test_what_waits_for_room_is_written_to_the_file_that_is_put_back(tmp_path):
     file.append(b"3\n")
     file.close()
     assert [json.loads(line) for line in path.read_text().split()] == [1, 2, 3]
+
+
+def test_a_second_close_touches_no_file_that_was_opened_since(tmp_path):
+    file = AppendFile(tmp_path / "record")
+    file.close()
+
+    with (tmp_path / "another").open("w") as another:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            file.close()
+        assert another.write("whole") == 5
+    assert (tmp_path / "another").read_text() == "whole"
