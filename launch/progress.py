@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.append import records
+
 TAIL_BYTES = 1 << 16
 MADE = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` has been made. A fault strikes, a sample is read, in the making of one."""
@@ -80,7 +82,7 @@ class Progress:
             return
         complete, _, _ = data.rpartition(b"\n")
         self._offset += len(complete)
-        yield from _parse(complete)
+        yield from records(complete)
 
 
 def note(run_folder: str, event: dict[str, Any]) -> None:
@@ -107,14 +109,5 @@ def _last_step(path: Path) -> int:
             data = file.read()
     except OSError:
         return 0
-    return max((s for line in _parse(data) if isinstance(s := line.get("step"), int)), default=0)
-
-
-def _parse(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:  # cut by the start of the tail, or by a death
-            continue
-        if isinstance(value, dict):
-            yield value
+    steps = [line.get("step") for line in records(data)]  # but for one that the tail's start cuts
+    return max((step for step in steps if isinstance(step, int)), default=0)

@@ -1,13 +1,17 @@
-"""A file that grows by whole records. A full disk delays records, and never drops or tears one."""
+"""A file that grows by whole records. A full disk delays records, and never drops or tears one; a
+crash of the machine may, and whoever reads them passes over that.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
 
 
 class Mark:
@@ -151,6 +155,21 @@ class AppendFile:
                     self._waiting.popleft()
                 else:  # the disk filled within it: the rest continues it
                     self._waiting[0] = record[written:]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line, without what is torn or something else; none where
+    there is no file."""
+    return records(path.read_bytes()) if path.exists() else []
+
+
+def records(data: bytes) -> list[dict[str, Any]]:
+    """Those in some bytes of such a file."""
+    found = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [record for record in found if isinstance(record, dict)]
 
 
 def _open(path: Path) -> int:
