@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
+from trainer.append import newest_step
 from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED
 from trainer.folder import EVENTS, IDENTITY, METRICS, read_json
 from trainer.log import read_events
@@ -192,7 +193,7 @@ class _Watch:
             self._known |= {(p, start) for p in seen if (start := _start_of(p))}
         if not self._waiting:
             return
-        self._step = max(self._step, _last_step(self._folder / METRICS))
+        self._step = max(self._step, newest_step(self._folder / METRICS))
         fault = next((f for f in self._waiting if self._is_due(f)), None)
         if fault is None:
             return
@@ -313,18 +314,6 @@ def _start_of(pid: int) -> str | None:
     except (FileNotFoundError, ProcessLookupError):
         return None
     return None if fields[0] in "ZX" else fields[19]
-
-
-def _last_step(metrics: Path) -> int:
-    """The newest step in metrics.jsonl; 0 if there is none."""
-    try:
-        lines = metrics.read_bytes().splitlines()
-    except FileNotFoundError:
-        return 0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # it is just being written
-            return int(json.loads(line)["step"])
-    return 0
 
 
 def _stopped(folder: Path, code: int) -> bool:

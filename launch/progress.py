@@ -14,9 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.append import records
+from trainer.append import Mark, newest_step, records
 
-TAIL_BYTES = 1 << 16
 MADE = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` has been made. A fault strikes, a sample is read, in the making of one."""
 
@@ -48,8 +47,8 @@ class Progress:
             elif line.get("event") == "save":
                 self.kept = max(self.kept, step)
             self.reached = max(self.reached, step)
-        self.reached = max(self.reached, _last_step(Path(run_folder, "metrics.jsonl")),
-                           _marked_step(Path(run_folder, "last-step")))
+        self.reached = max(self.reached, newest_step(Path(run_folder, "metrics.jsonl")),
+                           Mark.read(Path(run_folder, "last-step")))
 
     def take_advance(self) -> bool:
         """Whether a later step was kept since the last call."""
@@ -92,22 +91,3 @@ def note(run_folder: str, event: dict[str, Any]) -> None:
         os.write(descriptor, (json.dumps(event) + "\n").encode())
     finally:
         os.close(descriptor)
-
-
-def _marked_step(path: Path) -> int:
-    try:
-        return int(path.read_bytes())
-    except (OSError, ValueError):
-        return 0
-
-
-def _last_step(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            data = file.read()
-    except OSError:
-        return 0
-    steps = [line.get("step") for line in records(data)]  # but for one that the tail's start cuts
-    return max((step for step in steps if isinstance(step, int)), default=0)

@@ -13,6 +13,9 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+TAIL_BYTES = 1 << 16
+"""Of the end of a file: more than enough for one record."""
+
 
 class Mark:
     """A number in a file of its own that survives the death of the process, at the cost of a store
@@ -32,6 +35,13 @@ class Mark:
             os.truncate(descriptor, 0)  # a full disk: there is no mark
         finally:
             os.close(descriptor)
+
+    @staticmethod
+    def read(path: Path) -> int:
+        """The number in a file; 0 where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_bytes())
+        return 0
 
     def set(self, number: int) -> None:
         """Change it."""
@@ -161,6 +171,17 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     """The JSON objects of a file, one a line, without what is torn or something else; none where
     there is no file."""
     return records(path.read_bytes()) if path.exists() else []
+
+
+def newest_step(path: Path) -> int:
+    """The largest `step` among the last records of a file; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            found = records(file.read())
+    except OSError:
+        return 0
+    return max((s for r in found if isinstance(s := r.get("step"), int)), default=0)
 
 
 def records(data: bytes) -> list[dict[str, Any]]:
