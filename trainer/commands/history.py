@@ -293,13 +293,15 @@ def _pairs(found: Sequence[Passage]) -> list[tuple[Passage, Passage | None]]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        nested = tomllib.loads(path.read_text())
+        return flat(tomllib.loads(path.read_text()))
     except (OSError, ValueError):
         return {}
-    flat: dict[str, Any] = {}
+
+
+def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with what is in an inner dict under dotted names."""
+    found: dict[str, Any] = {}
     for key, value in nested.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
-        else:
-            flat[key] = value
-    return flat
+        found |= {f"{key}.{name}": inner for name, inner in value.items()} if (
+            isinstance(value, dict)) else {key: value}
+    return found
