@@ -221,7 +221,7 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
     reached = max(Mark.read(path / LAST_STEP), newest_step(path / METRICS)) if world.is_main else 0
     if world.is_main and identity.attempt:
         before = read_attempts(read_events(path / EVENTS))
-        row = repeated(before, reached=reached, version=version)
+        row = repeated(before, version=version)
         if len(row) >= max_same_step:
             first = next((a.cause for a in row if a.cause is not None), None)
             times = "1 time" if len(row) == 1 else f"{len(row)} times"
