@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
+from trainer import processes
+from trainer.append import newest_step
 from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED
 from trainer.folder import EVENTS, IDENTITY, METRICS, read_json
 from trainer.log import read_events
@@ -100,7 +102,7 @@ class Launcher:
         if self.kind == "torchrun":
             return children(launcher)
         return [pid for server in children(launcher) for pid in children(server)
-                if _name(pid).startswith("rank ")]
+                if processes.name(pid).startswith("rank ")]
 
     def server(self, launcher: int) -> int | None:
         """Pid of the fork server, if there is one."""
@@ -148,7 +150,7 @@ class _Watch:
         self._folder, self._launcher = folder, launcher
         self._waiting = [fault for fault in run.faults if fault.kind in OUTSIDE]
         self._struck: list[tuple[Fault, int]] = []  # with the starts seen until then
-        self._known: set[tuple[int, str]] = set()  # (pid, start) of every process that was seen
+        self._known: set[tuple[int, int]] = set()  # (pid, start) of every process that was seen
         self._group: set[int] = set()  # the ranks of the present attempt
         self._starts = self._step = 0
         self._due_s: float | None = None
@@ -181,7 +183,7 @@ class _Watch:
         return left
 
     def _living(self) -> set[int]:
-        return {pid for pid, start in self._known if _start_of(pid) == start}
+        return {pid for pid, start in self._known if processes.start_time(pid) == start}
 
     def _look(self, pid: int) -> None:
         ranks = self._launcher.ranks(pid)
@@ -189,10 +191,10 @@ class _Watch:
             self._group = set(ranks)
             self._starts += 1
             seen = [pid, *ranks, *filter(None, [self._launcher.server(pid)])]
-            self._known |= {(p, start) for p in seen if (start := _start_of(p))}
+            self._known |= {(p, start) for p in seen if (start := processes.start_time(p))}
         if not self._waiting:
             return
-        self._step = max(self._step, _last_step(self._folder / METRICS))
+        self._step = max(self._step, newest_step(self._folder / METRICS))
         fault = next((f for f in self._waiting if self._is_due(f)), None)
         if fault is None:
             return
@@ -210,7 +212,7 @@ class _Watch:
 
     def _strike(self, fault: Fault, launcher: int, ranks: list[int]) -> bool:
         """Whether there was something to strike, all of it alive."""
-        if len(ranks) != self._num_ranks or not all(map(_start_of, ranks)):
+        if len(ranks) != self._num_ranks or not all(map(processes.start_time, ranks)):
             return False
         if fault.kind == "ranks":
             for rank in ranks:
@@ -297,34 +299,6 @@ def _fork_quietly() -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return fork()
-
-
-def _name(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def _start_of(pid: int) -> str | None:
-    """What tells a process from a later one with its number; None if it is dead or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]
-
-
-def _last_step(metrics: Path) -> int:
-    """The newest step in metrics.jsonl; 0 if there is none."""
-    try:
-        lines = metrics.read_bytes().splitlines()
-    except FileNotFoundError:
-        return 0
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # it is just being written
-            return int(json.loads(line)["step"])
-    return 0
 
 
 def _stopped(folder: Path, code: int) -> bool:

@@ -213,7 +213,7 @@ class HotAgent(SimpleElasticAgent):
         if self._progress.take_advance():
             self._remaining_restarts = max_restarts
         self._cause = self._find_cause(cause)
-        if self.verdict.restart and (self._remaining_restarts or self._spare(cause)):
+        if self.verdict.restart and (self._remaining_restarts or self._spare()):
             self._failed = cause
             self._note_phases()
         elif self.verdict.restart:
@@ -247,7 +247,7 @@ class HotAgent(SimpleElasticAgent):
                 note(folder, event)
         return f"failed first: {sentence(event)}"
 
-    def _spare(self, cause: Exit) -> bool:
+    def _spare(self) -> bool:
         """Whether to restart once more after all: a chance for agents that know of other causes."""
         return False
 

@@ -21,6 +21,7 @@ from pathlib import Path
 
 from launch.options import Parser
 from launch.progress import Progress
+from trainer import processes
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
 from trainer.log import read_events
 
@@ -67,13 +68,14 @@ def ranks_here(run: Path) -> dict[int, int]:
     told = {e["rank"]: e["pid"] for e in starts
             if e["attempt"] == newest and e["node"] == socket.gethostname() and "pid" in e}
     return {rank: pid for rank, pid in sorted(told.items())
-            if _state(pid) not in (None, "Z", "X") and _writes(pid, run / EVENTS)}
+            if processes.state(pid) not in "ZX" and _writes(pid, run / EVENTS)}
 
 
 def launcher_of(pid: int) -> list[int]:
     """The launcher of a rank, and its fork server where there is one; [] if it has none."""
-    parent = _parent(pid)
-    found = [_parent(parent), parent] if _comm(parent) == "fork server" else [parent]
+    parent = processes.parent(pid)
+    hot = processes.name(parent) == "fork server"
+    found = [processes.parent(parent), parent] if hot else [parent]
     return found if _is_launcher(found[0]) else []
 
 
@@ -135,7 +137,7 @@ def _targets(kind: str, ranks: dict[int, int]) -> dict[int, int]:
     """Those that may be struck now. One rank is stopped at a time: the others have to notice it."""
     if KINDS[kind] == signal.SIGKILL:
         return ranks
-    stopped = {rank for rank, pid in ranks.items() if _state(pid) == "T"}
+    stopped = {rank for rank, pid in ranks.items() if processes.state(pid) == "T"}
     if kind == "stop" and stopped:
         return {}
     return {rank: pid for rank, pid in ranks.items() if rank not in stopped}
@@ -172,8 +174,8 @@ def _strike(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
 
 def _shows(number: signal.Signals, pid: int) -> bool:
     """Whether a signal has had its effect; SIGTERM takes as long as the rank takes to save."""
-    return number == signal.SIGTERM or _state(pid) in (None, "Z", "X") or (
-        number == signal.SIGSTOP and _state(pid) == "T")
+    return number == signal.SIGTERM or processes.state(pid) in "ZX" or (
+        number == signal.SIGSTOP and processes.state(pid) == "T")
 
 
 def _say(began_s: float, text: str) -> None:
@@ -202,31 +204,6 @@ def _writes(pid: int, path: Path) -> bool:
     except OSError:  # it has ended, or is another user's
         pass
     return False
-
-
-def _state(pid: int) -> str | None:
-    """The letter that /proc has for it; None if there is no such process."""
-    fields = _stat(pid)
-    return fields[0] if fields else None
-
-
-def _parent(pid: int) -> int:
-    fields = _stat(pid)
-    return int(fields[1]) if fields else 0
-
-
-def _stat(pid: int) -> list[str]:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return []
-
-
-def _comm(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
 
 
 def _is_launcher(pid: int) -> bool:

@@ -33,6 +33,7 @@ from typing import Any, NoReturn
 from launch.rank import Entry, be_rank
 from launch.signals import STOP_SIGNALS
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
+from trainer.stop import is_readable
 
 MOURNING_S = 4.3
 """How long ranks may outlive the launcher before they are killed."""
@@ -169,7 +170,7 @@ class _Server:
         self._control.close()
         self._reap()
         while self._pipes and time.monotonic() < deadline_s:
-            select.select([self._wakeup_fd], [], [], deadline_s - time.monotonic())
+            is_readable(self._wakeup_fd, deadline_s - time.monotonic())
             self._drain()
             self._reap()
         for pid in self._pipes:

@@ -12,7 +12,7 @@ from torch.distributed.elastic.agent.server.api import WorkerGroup
 from launch.agent import TERM_S, HotAgent
 from launch.endpoint import STORE_ERRORS
 from launch.nodes import Change, NodesRendezvous, RunOver
-from launch.verdict import Exit, Verdict, judge
+from launch.verdict import Verdict, judge
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 
 POLL_S = 0.25
@@ -93,7 +93,7 @@ class NodeAgent(HotAgent):
         if not self._remaining_restarts:
             self._end(EXIT_FAILURE)
 
-    def _spare(self, cause: Exit) -> bool:
+    def _spare(self) -> bool:
         if self._echo and self._nodes.lacks_member():
             self._remaining_restarts = 1
             return True

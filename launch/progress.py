@@ -14,7 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-TAIL_BYTES = 1 << 16
+from trainer.append import Mark, newest_step, records
+
 MADE = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` has been made. A fault strikes, a sample is read, in the making of one."""
 
@@ -46,8 +47,8 @@ class Progress:
             elif line.get("event") == "save":
                 self.kept = max(self.kept, step)
             self.reached = max(self.reached, step)
-        self.reached = max(self.reached, _last_step(Path(run_folder, "metrics.jsonl")),
-                           _marked_step(Path(run_folder, "last-step")))
+        self.reached = max(self.reached, newest_step(Path(run_folder, "metrics.jsonl")),
+                           Mark.read(Path(run_folder, "last-step")))
 
     def take_advance(self) -> bool:
         """Whether a later step was kept since the last call."""
@@ -80,7 +81,7 @@ class Progress:
             return
         complete, _, _ = data.rpartition(b"\n")
         self._offset += len(complete)
-        yield from _parse(complete)
+        yield from records(complete)
 
 
 def note(run_folder: str, event: dict[str, Any]) -> None:
@@ -90,31 +91,3 @@ def note(run_folder: str, event: dict[str, Any]) -> None:
         os.write(descriptor, (json.dumps(event) + "\n").encode())
     finally:
         os.close(descriptor)
-
-
-def _marked_step(path: Path) -> int:
-    try:
-        return int(path.read_bytes())
-    except (OSError, ValueError):
-        return 0
-
-
-def _last_step(path: Path) -> int:
-    try:
-        with path.open("rb") as file:
-            file.seek(0, 2)
-            file.seek(max(0, file.tell() - TAIL_BYTES))
-            data = file.read()
-    except OSError:
-        return 0
-    return max((s for line in _parse(data) if isinstance(s := line.get("step"), int)), default=0)
-
-
-def _parse(data: bytes) -> Iterator[dict[str, Any]]:
-    for line in data.splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:  # cut by the start of the tail, or by a death
-            continue
-        if isinstance(value, dict):
-            yield value

@@ -16,8 +16,17 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-from trainer.diagnosis import is_foreign
-from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
+from trainer.diagnosis import is_foreign, lost_peer
+from trainer.errors import (
+    EXIT_COMPLETE,
+    EXIT_CONFIG,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    UNFIT,
+    ConfigError,
+    StopRequested,
+    TrainerError,
+)
 from trainer.limits import allow_files, check_cache_folder, check_current_folder
 from trainer.orders import Orders
 from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe
@@ -95,7 +104,6 @@ def preload(argv: Sequence[str]) -> int:
     import trainer.build
     import trainer.loop  # noqa: F401
     from trainer import cli, folder
-    from trainer.errors import ConfigError
     from trainer.log import Log
     from trainer.prepare import bind_seed
 
@@ -116,12 +124,6 @@ def preload(argv: Sequence[str]) -> int:
 def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
     """Train as the arguments say, or as the configuration `given` does; returns the exit code."""
     from trainer import cli
-    from trainer.errors import (
-        EXIT_COMPLETE,
-        EXIT_FAILURE,
-        EXIT_STOPPED,
-        TrainerError,
-    )  # fmt: skip
     from trainer.failure import Failure
     from trainer.launcher import leave_launcher, tell
     from trainer.log import Log
@@ -215,7 +217,6 @@ def attempt(  # type: ignore[no-untyped-def]
         unwatched: --watchdog.limit-s auto is no limit.
     """
     from trainer.build import build
-    from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, StopRequested
     from trainer.failure import forget_workers
     from trainer.launcher import tell
     from trainer.loop import train
@@ -261,9 +262,6 @@ def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-unt
     Raises:
         StopRequested: it came up while a stop was asked for, and nothing is lost.
     """
-    from trainer.diagnosis import lost_peer
-    from trainer.errors import StopRequested, TrainerError
-
     if isinstance(error, TrainerError):
         parts.abandon()
         return
@@ -284,7 +282,6 @@ def _survive(parts, error, stop, agent, failure) -> None:  # type: ignore[no-unt
 
 def _leave(log, launch, stop, agent) -> int:  # type: ignore[no-untyped-def]
     """The last words of a stop that comes before the first step: nothing is to be saved."""
-    from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
     from trainer.launcher import has_lost_rank, leave_launcher
 
     if stop.only_from(agent) and has_lost_rank(launch):  # torchrun starts them all again

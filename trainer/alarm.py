@@ -179,12 +179,12 @@ class Alarm:
         who = known.get(culprit)
         if who is None:
             return False
-        near = [other for other in others if other in known and known[other].host == who.host]
-        if rank == min(near, default=None) and who.started is not None:
+        beside = [other for other in others if other in known and known[other].host == who.host]
+        if rank == min(beside, default=None) and who.started is not None:
             self._write(culprit, f"rank {culprit} (pid {who.pid}) doesn't run\n\n"
                                  f"{processes.describe(who.pid)}\n")
             processes.kill(who.pid, who.started)
-        return bool(near)
+        return bool(beside)
 
     def _dump(self, own: Report) -> list[str]:
         """Write the stacks of this rank, once; what is to be said of its loader workers."""

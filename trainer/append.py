@@ -1,13 +1,20 @@
-"""A file that grows by whole records. A full disk delays records, and never drops or tears one."""
+"""A file that grows by whole records. A full disk delays records, and never drops or tears one; a
+crash of the machine may, and whoever reads them passes over that.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import mmap
 import os
 import threading
 from collections import deque
 from pathlib import Path
+from typing import Any
+
+TAIL_BYTES = 1 << 16
+"""Of the end of a file: more than enough for one record."""
 
 
 class Mark:
@@ -28,6 +35,13 @@ class Mark:
             os.truncate(descriptor, 0)  # a full disk: there is no mark
         finally:
             os.close(descriptor)
+
+    @staticmethod
+    def read(path: Path) -> int:
+        """The number in a file; 0 where there is none."""
+        with contextlib.suppress(OSError, ValueError):
+            return int(path.read_bytes())
+        return 0
 
     def set(self, number: int) -> None:
         """Change it."""
@@ -133,12 +147,13 @@ class AppendFile:
         """Write what waits, make it durable, and close.
 
         Raises:
-            OSError: records are left that can't be written.
+            OSError: records are left that can't be written; or it is closed already.
         """
         try:
             self.sync()
         finally:
-            os.close(self._descriptor)
+            descriptor, self._descriptor = self._descriptor, -1  # soon the number of another file
+            os.close(descriptor)
 
     def _write(self) -> None:
         with self._lock:
@@ -150,6 +165,32 @@ class AppendFile:
                     self._waiting.popleft()
                 else:  # the disk filled within it: the rest continues it
                     self._waiting[0] = record[written:]
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The JSON objects of a file, one a line, without what is torn or something else; none where
+    there is no file."""
+    return records(path.read_bytes()) if path.exists() else []
+
+
+def newest_step(path: Path) -> int:
+    """The largest `step` among the last records of a file; 0 where there is none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
+            found = records(file.read())
+    except OSError:
+        return 0
+    return max((s for r in found if isinstance(s := r.get("step"), int)), default=0)
+
+
+def records(data: bytes) -> list[dict[str, Any]]:
+    """Those in some bytes of such a file."""
+    found = []
+    for line in data.splitlines():
+        with contextlib.suppress(ValueError):
+            found.append(json.loads(line))
+    return [record for record in found if isinstance(record, dict)]
 
 
 def _open(path: Path) -> int:

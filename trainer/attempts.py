@@ -105,14 +105,14 @@ def _end(event: Event) -> str | None:
     return None
 
 
-def repeated(attempts: Sequence[Attempt], *, reached: int, version: str) -> list[Attempt]:
+def repeated(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
     """The newest attempts in a row that failed at the same step, the first one first.
 
-    Those that were taken away count neither way. A failure at another step is progress, or another
-    failure; a stop, or changed code or configuration, begins anew.
+    Those that were taken away count neither way. A failure at another step, or at one that nobody
+    can tell, is progress, or another failure; a stop, or changed code or configuration, begins
+    anew.
 
     Args:
-        reached: the last step that metrics.jsonl has.
         version: of the next attempt's configuration and task.
     """
     row: list[Attempt] = []
@@ -121,9 +121,8 @@ def repeated(attempts: Sequence[Attempt], *, reached: int, version: str) -> list
             break
         if not attempt.failed:
             continue
-        if attempt.reached is None:
-            attempt.reached = reached
-        if row and attempt.failed_step != row[-1].failed_step:
+        step = attempt.failed_step
+        if step is None or (row and step != row[-1].failed_step):
             break
         row.append(attempt)
     return row[::-1]

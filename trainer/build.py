@@ -164,7 +164,7 @@ def build(
         autocast=precision.autocast(work.choice, world.device), clip=config.clip,
         progress=state.progress, seed=config.seed, num_ranks=world.size,
         nominal_count=config.batch.global_size, faults=armed, broadcast=world.broadcast,
-        health=health, ema=state.ema,
+        health=health, ema=state.ema, all_sum=world.all_sum,
         before_update=checkpoint.finish_copy,
     )  # fmt: skip
     if config.parallel.reduction == "canonical":

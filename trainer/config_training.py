@@ -20,6 +20,8 @@ MOST_AHEAD = 10_000
 """Micro-batches that a worker makes ready: far more than hide any delay."""
 MOST_MB = 1_000_000
 """Of a bucket: more than any device has."""
+MOST_SCALE = 1e38
+"""Of a loss: a larger one is infinite in fp32, and would stay so however often it is halved."""
 MOST_WORKERS = 512
 """Processes of one rank: far more than it has cores."""
 
@@ -111,7 +113,7 @@ class Optim(Typed):
               "use 0 or more.")
         check(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas,
               "each lies from 0 up to, not including, 1.")
-        check(self.eps > 0, "optim.eps", self.eps, "use a number above 0.")
+        check(0 < self.eps < math.inf, "optim.eps", self.eps, "use a number above 0.")
         check(0 <= self.momentum < 1, "optim.momentum", self.momentum,
               "it lies from 0 up to, not including, 1.")
         check(self.nesterov == "off" or self.momentum > 0, "optim.nesterov", self.nesterov,
@@ -194,7 +196,8 @@ class Precision(Typed):
     def __post_init__(self) -> None:
         check(self.recompute_every >= 0, "precision.recompute-every", self.recompute_every,
               "use 0 (off), 1 (each block) or more.")
-        check(self.loss_scale > 0, "precision.loss-scale", self.loss_scale, "use more than 0.")
+        check(0 < self.loss_scale <= MOST_SCALE, "precision.loss-scale", self.loss_scale,
+              f"use more than 0, and {MOST_SCALE:.0e} at most.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -241,7 +244,7 @@ class Eval(Typed):
 
     def __post_init__(self) -> None:
         check(self.patience >= 0, "eval.patience", self.patience, "use 0 (off) or more.")
-        check(self.min_delta >= 0, "eval.min-delta", self.min_delta, "use 0 or more.")
+        check(0 <= self.min_delta < math.inf, "eval.min-delta", self.min_delta, "use 0 or more.")
         check(self.batch_size == "auto" or self.batch_size >= 1, "eval.batch-size",
               self.batch_size, "use auto, 1 or more.")
         check(self.best == "auto" or self.best.endswith((":max", ":min")), "eval.best", self.best,

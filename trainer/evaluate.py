@@ -133,7 +133,7 @@ class Evaluator:
             row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
             rows[number] = [*row, float(micro.samples)]
             if outcome.table is not None:
-                counts = outcome.table.double().cpu()
+                counts = outcome.table.cpu().double()  # mps has no float64
                 table = torch.zeros_like(counts) if table is None else table
                 table += counts * (stream or number in mine)
         if stream:  # all ranks have read to its end, and have the row of the empty batch there

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import errno
 import functools
@@ -18,6 +17,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from trainer.append import Mark, newest_step
 from trainer.attempts import read_attempts, repeated, sentence
 from trainer.diagnosis import near
 from trainer.durable import fsync_folder, make_folder, write_file
@@ -31,7 +31,6 @@ IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
 SUMMARY, PRODUCT, METRICS, EVENTS = (
     "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
 )  # fmt: skip
-TAIL_BYTES = 1 << 16
 FULL_S = 15.0
 """How long a restart waits for room on a full disk, before the attempt fails."""
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
@@ -219,10 +218,10 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
         GaveUp: there have been so many.
     """
     error = None
-    reached = _last_step(path) if world.is_main else 0
+    reached = max(Mark.read(path / LAST_STEP), newest_step(path / METRICS)) if world.is_main else 0
     if world.is_main and identity.attempt:
         before = read_attempts(read_events(path / EVENTS))
-        row = repeated(before, reached=reached, version=version)
+        row = repeated(before, version=version)
         if len(row) >= max_same_step:
             first = next((a.cause for a in row if a.cause is not None), None)
             times = "1 time" if len(row) == 1 else f"{len(row)} times"
@@ -234,23 +233,6 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
     log.event("start", world_size=world.size, pid=os.getpid(), launch=_launch_id(world),
               version=version, reached=reached)
     world.agree(error)
-
-
-def _last_step(path: Path) -> int:
-    """The newest step that is marked, or in metrics.jsonl; 0 if there is none."""
-    marked = 0
-    with contextlib.suppress(OSError, ValueError):
-        marked = int((path / LAST_STEP).read_bytes())
-    try:
-        with (path / METRICS).open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            lines = file.read().splitlines()
-    except FileNotFoundError:
-        return marked
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError, KeyError, TypeError):  # a torn line
-            return max(marked, int(json.loads(line)["step"]))
-    return marked
 
 
 def _launch_id(world: World) -> str | None:

@@ -60,7 +60,7 @@ def _mark(tensor: Tensor) -> Any:
         return str(tensor.shape)
     numbers = tensor.detach()
     numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
-    numbers = numbers.double()
+    numbers = numbers.cpu().double()  # mps has no float64
     return [str(tensor.shape), numbers.sum().item(), numbers.square().sum().item()]
 
 

@@ -117,8 +117,8 @@ def _say_after(agent: int, text: str) -> None:
     if not hasattr(os, "pidfd_open"):
         return
     descriptor = os.pidfd_open(agent)
-    wait = ("import select, sys; select.select([int(sys.argv[1])], [], [], 10); "
-            "sys.stderr.write(sys.argv[2])")
+    wait = ("import select, sys; poll = select.poll(); poll.register(int(sys.argv[1])); "
+            "poll.poll(10_000); sys.stderr.write(sys.argv[2])")
     subprocess.Popen([sys.executable, "-ISc", wait, str(descriptor), text], pass_fds=[descriptor],
                      stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(descriptor)

@@ -14,7 +14,6 @@ from torch.utils.data import IterableDataset, Subset
 
 from trainer import rng
 from trainer.data import batch as batches
-from trainer.data.bad import SampleError
 from trainer.data.reading import KeyedSamples, in_memory
 from trainer.data.sampler import Slot
 
@@ -44,7 +43,7 @@ def shared_samples(
         try:
             with rng.preserved():
                 found, looked = _equal(train, validation, seed, clock)
-        except (SampleError, TypeError, RuntimeError):
+        except (TypeError, RuntimeError):
             return ""  # a sample that can't be read is told of where it is used
     else:
         return ""

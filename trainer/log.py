@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.append import AppendFile
+from trainer.append import AppendFile, read_records
 
 LEVELS = ("debug", "info", "warning", "error")
 COLOURS = {"warning": 33, "error": 31}
@@ -192,17 +192,11 @@ def _is_torn(path: Path) -> bool:
 def read_events(*paths: Path) -> list[dict[str, Any]]:
     """All whole events of `events.jsonl`, in time's order; of several files, where nodes have disks
     of their own."""
-    events = []
-    for path in paths:
-        for line in path.read_bytes().splitlines() if path.exists() else []:
-            try:
-                events.append(json.loads(line))
-            except ValueError:
-                continue  # a line torn by a crash of the machine
-    return sorted(filter(_is_event, events), key=lambda event: event.get("time", 0.0))
+    events = [record for path in paths for record in read_records(path) if _is_event(record)]
+    return sorted(events, key=lambda event: event.get("time", 0.0))
 
 
-def _is_event(line: Any) -> bool:
-    """Whether a line is one of ours: numbers are numbers. Others don't stop a run."""
+def _is_event(record: dict[str, Any]) -> bool:
+    """Whether a record is one of ours: numbers are numbers. Others don't stop a run."""
     numbers = ("time", "attempt", "rank", "step")
-    return isinstance(line, dict) and all(isinstance(line.get(n, 0), int | float) for n in numbers)
+    return all(isinstance(record.get(n, 0), int | float) for n in numbers)

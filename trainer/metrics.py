@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from trainer.append import AppendFile, Mark
+from trainer.append import AppendFile, Mark, read_records
 from trainer.evaluate import Scores
 from trainer.folder import LAST_STEP, replace_text
 from trainer.step import StepResult
@@ -101,15 +101,7 @@ def order_of(line: dict[str, Any]) -> tuple[int, bool]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The whole lines of a metrics.jsonl; what a crash of the machine has torn, or made something
     else of, is left out."""
-    lines = []
-    for text in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("step"), int):
-            lines.append(line)
-    return lines
+    return [line for line in read_records(path) if isinstance(line.get("step"), int)]
 
 
 class Metrics:

@@ -74,6 +74,10 @@ def prepare(config: Config[Any], world: World) -> Work:
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb_sink.check_installed(config.log.wandb)
+    canonical = config.parallel.reduction == "canonical"
+    if canonical and world.device.type == "mps":
+        raise ConfigError("--parallel.reduction canonical: it adds in float64, which mps doesn't "
+                          "have; use --parallel.reduction ddp, or --device cpu.")
     task = bind_seed(config.task, config.seed)
     refuse_calls(task)
     data = {split: make_data(task, config, split) for split in SPLITS}
@@ -88,7 +92,6 @@ def prepare(config: Config[Any], world: World) -> Work:
     if world.size > 1 and world.device.type == "cpu":
         storable.check_sendable(model)
     synced = 0
-    canonical = config.parallel.reduction == "canonical"
     if canonical:
         sync_batchnorm.refuse(model)
         _refuse_hooks(model)

@@ -53,6 +53,12 @@ def name(pid: int) -> str:
         return ""
 
 
+def parent(pid: int) -> int:
+    """The process that a process is a child of; 0 if there is none, or no such process."""
+    fields = _stat(f"/proc/{pid}")
+    return 0 if fields is None else int(fields[1])
+
+
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that are there."""
     found: list[int] = []

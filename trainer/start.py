@@ -170,8 +170,8 @@ def refuse_unused(step: Step, world: World, *, looked: bool = True) -> None:
     if unused:
         raise told_by(0, ConfigError(
             f"--task: the loss of the first batch doesn't depend on the trainable parameters "
-            f"{', '.join(unused[:5])}{', …' if len(unused) > 5 else ''}; freeze them "
-            "(requires_grad_(False)), use them, or set --parallel.find-unused on."))
+            f"{_listed(unused)}; freeze them (requires_grad_(False)), use them, or set "
+            "--parallel.find-unused on."))
 
 
 @contextlib.contextmanager
@@ -202,11 +202,10 @@ def refuse_parts(step: Step, world: World, times: Mapping[Tensor, int]) -> None:
     parts = sorted({name for names in world.gather_json(mine) for name in names})
     if parts:
         raise told_by(0, ConfigError(
-            f"--parallel.reduction canonical: the gradients of {', '.join(parts[:5])}"
-            f"{', …' if len(parts) > 5 else ''} come in parts, whose sum would depend on the "
-            "number of ranks: they are sparse (use sparse=False), or a backward within the "
-            "backward adds to them as well (use_reentrant=False in checkpoints); or use "
-            "--parallel.reduction ddp."))
+            f"--parallel.reduction canonical: the gradients of {_listed(parts)} come in parts, "
+            "whose sum would depend on the number of ranks: they are sparse (use sparse=False), or "
+            "a backward within the backward adds to them as well (use_reentrant=False in "
+            "checkpoints); or use --parallel.reduction ddp."))
 
 
 def refuse_sparse(step: Step, world: World) -> None:
@@ -238,9 +237,8 @@ def refuse_moved(step: Step, moved: list[float]) -> None:
     if names:
         raise told_by(0, ConfigError(
             "--parallel.reduction canonical: the model's own forward moves the parameters "
-            f"{', '.join(names[:5])}{', …' if len(names) > 5 else ''}, so they would depend on "
-            "the number of ranks; make them buffers (register_buffer), or use "
-            "--parallel.reduction ddp."))
+            f"{_listed(names)}, so they would depend on the number of ranks; make them buffers "
+            "(register_buffer), or use --parallel.reduction ddp."))
 
 
 def refuse_parting(step: Step, world: World, sums: list[int]) -> None:

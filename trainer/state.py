@@ -213,9 +213,10 @@ class TrainState:
         self, tensors: dict[str, Tensor], facts: dict[str, Any]
     ) -> list[dict[str, Any]]:
         """Returns the saved parameter group of each live one."""
-        parameters = {n: p for p, n in self.names().items()}
+        names = self.names()
+        parameters = {n: p for p, n in names.items()}
         saved = {name for group in facts["groups"] for name in group["names"]}
-        live = {self.names()[p] for g in self.optimizer.param_groups for p in g["params"]}
+        live = {names[p] for g in self.optimizer.param_groups for p in g["params"]}
         _same_names(saved, live, "optimizer")
         state: dict[str, dict[str, Any]] = {
             n: {k: _read(v) for k, v in entries.items()} for n, entries in facts["values"].items()}
@@ -236,7 +237,6 @@ class TrainState:
                 for key, value in entries.items()
             }
 
-        names = self.names()
         of = {name: group for group in facts["groups"] for name in group["names"]}
         groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):

@@ -149,6 +149,8 @@ class Step:
     """Buffers that are equal on all ranks after `reduction`."""
     least_samples: int = 0
     """Samples that a window must have to count; it hasn't where the epoch of a stream ends."""
+    all_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    """Adds a tensor over the ranks, in place."""
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -297,11 +299,16 @@ class Step:
             check_reduced(self.wrapped, slot, self.trained)
             self.communication.reduced()
 
-    def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult:
-        """Consume a global batch without computing anything with it."""
-        start = self.clock()
+    def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult | None:
+        """Consume a global batch without computing anything with it.
+
+        Collective, of a stream; None as for a step that is made.
+        """
+        start, samples = self.clock(), 0
         for micro in micro_batches:
-            epoch = micro.slot.epoch
+            epoch, samples = micro.slot.epoch, samples + micro.samples
+        if self.least_samples and self.all_sum(torch.tensor(samples)) < self.least_samples:
+            return None
         self.progress.note_skipped(step)
         self.progress.step = step
         return StepResult(

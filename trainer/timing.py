@@ -121,7 +121,7 @@ class Timing:
         return self._clock() >= self._next_s
 
     def told(self) -> list[Mark]:
-        """This rank's newest sums, for rank 0: [[count, step, samples, *PARTS], …]."""
+        """This rank's newest marks, for rank 0, with its memory as it is now."""
         memory = self._memory()
         return [[*(round(value, 6) for value in mark[:-1]), memory] for mark in self._marks]
 

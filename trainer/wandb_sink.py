@@ -68,13 +68,12 @@ class WandB:
     def validation(self, line: dict[str, Any]) -> None:
         row: dict[str, Any] = dict(validation_scalars(line))
         table = line.get("val_table")
-        if self._run is not None and table is not None and drawing.is_matrix(table):
-            row["confusion"] = self._wandb.Image(drawing.matrix(table, self._names))
+        if table is not None and drawing.is_matrix(table):
+            row |= self._image("confusion", drawing.matrix(table, self._names))
         self._tell(row, line["step"])
 
     def picture(self, image: Any, step: int) -> None:
-        if self._run is not None:
-            self._tell({"validation": self._wandb.Image(image)}, step)
+        self._tell(self._image("validation", image), step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         with self._guarded():
@@ -85,6 +84,13 @@ class WandB:
         with self._guarded():
             if self._run is not None:
                 self._run.finish()
+
+    def _image(self, name: str, image: Any) -> dict[str, Any]:
+        """A picture as a part of a row; none where nothing is shown any more."""
+        with self._guarded():
+            if self._run is not None:
+                return {name: self._wandb.Image(image)}
+        return {}
 
     def _tell(self, row: Mapping[str, Any], step: int) -> None:
         with self._guarded():

@@ -17,6 +17,7 @@ from launching import alive, wait_gone
 from scripted import wait_for
 
 from launch import chaos
+from trainer.processes import state
 
 ROOT = Path(__file__).parents[2]
 CHAOS = [sys.executable, "-m", "launch.chaos"]
@@ -101,7 +102,7 @@ def test_each_kind_sends_its_signal_to_a_rank_of_the_newest_attempt_only(tmp_pat
     stop = drill(tmp_path, "--mtbf=0.01", "--kinds=stop", "--count=1")
     held = int(re.search(r"rank (\d)", stop.stdout)[1])
     ranks = chaos.ranks_here(tmp_path)
-    assert [r for r, pid in ranks.items() if chaos._state(pid) == "T"] == [held]
+    assert [r for r, pid in ranks.items() if state(pid) == "T"] == [held]
     assert chaos._targets("stop", ranks) == {}  # the others have to notice this one first
     assert chaos._targets("term", ranks) == {r: new[r].pid for r in new if r != held}
     assert chaos._targets("kill", ranks) == ranks

@@ -75,7 +75,7 @@ def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, tmp_path,
     ("exit-early", r"step 0 \(build\), attempt 0: SystemExit: 0", None),
 ])  # fmt: skip
 def test_whatever_is_raised_is_a_failure_that_is_told_once_and_saved(
-    ranks, tmp_path, capfd, how, told, kept
+    ranks, tmp_path, how, told, kept
 ):
     [code], [said] = run(ranks, 1, tmp_path / "run", f"--task.how={how}")
 

@@ -183,7 +183,7 @@ def test_too_many_bad_steps_end_the_run_with_77_and_healthy_checkpoints(ranks, t
         assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run", c["step"]).values())
 
 
-def test_weights_that_an_update_made_infinite_are_never_kept(ranks, tmp_path, capfd):
+def test_weights_that_an_update_made_infinite_are_never_kept(ranks, tmp_path):
     # The gradients are finite and the rate isn't: the update itself breaks the weights.
     arguments = ["--optim.lr=1e38", "--optim.name=sgd", "--schedule.warmup=off", "--clip.norm=0",
                  "--steps=12", "--checkpoint.every=1", "--checkpoint.keep=1",

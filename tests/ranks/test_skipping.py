@@ -36,7 +36,7 @@ def summary(folder: Path) -> dict:
     (3, 0, "bad", "reading"), (3, 2, "uncollatable", "collating"),
 ])  # fmt: skip
 def test_all_ranks_end_within_seconds_and_the_sample_is_named(
-    ranks, tmp_path, capfd, size, workers, kind, doing
+    ranks, tmp_path, size, workers, kind, doing
 ):
     # The window of step 3 holds the samples 24 to 35. The one that is bad belongs to the middle
     # micro-batch of rank 1 of 2, and to the first of the last rank of 3: others wait for theirs.

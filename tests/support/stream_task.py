@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 from tape_task import Tape, read_tape
+from torch import nn
 from torch.utils.data import IterableDataset
 
+from trainer import Outcome
 from trainer.data.sampler import slots
 
 LANE = 1000
@@ -105,6 +107,14 @@ class StreamTape(Tape):
     kind: str = "whole"
     sizes: str = ""
     log: str = ""
+    bad: int = 0
+    """In epoch 1 the loss of the samples between 0 and this number is infinite."""
+
+    def loss(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
+        outcome = super().loss(model, batch)
+        bad = (batch["epoch"] == 1) & (batch["index"] > 0) & (batch["index"] < self.bad)
+        return dataclasses.replace(outcome, total=outcome.total * torch.inf) if bad.any() else (
+            outcome)
 
     def dataset(self, split: str) -> IterableDataset | None:
         if split == "validation":

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.append import AppendFile
+from trainer.append import AppendFile, read_records
 from trainer.log import Log, read_events
 from trainer.metrics import Metrics, read_metrics
 
@@ -139,3 +139,21 @@ def test_what_waits_for_room_is_written_to_the_file_that_is_put_back(tmp_path):
     file.append(b"3\n")
     file.close()
     assert [json.loads(line) for line in path.read_text().split()] == [1, 2, 3]
+
+
+def test_a_second_close_touches_no_file_that_was_opened_since(tmp_path):
+    file = AppendFile(tmp_path / "record")
+    file.close()
+
+    with (tmp_path / "another").open("w") as another:
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            file.close()
+        assert another.write("whole") == 5
+    assert (tmp_path / "another").read_text() == "whole"
+
+
+def test_torn_and_foreign_lines_are_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1, "loss": 2.0}\n\n[3]\n\xff\xfe\n{"step": 2, "lo')
+
+    assert read_records(path) == [{"step": 1, "loss": 2.0}]

@@ -16,7 +16,6 @@ from trainer.commands.history import (
     goodput,
     passages,
     read,
-    read_lines,
     straighten,
 )
 from trainer.commands.plots import without_waiting
@@ -173,13 +172,6 @@ def test_a_folder_of_which_there_is_little_yet_can_be_read(tmp_path):
     assert story.wall_s == 0
     assert figures(story)["goodput"] is None
     assert figures(story)["step"] == 0
-
-
-def test_torn_and_foreign_lines_are_left_out(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1, "loss": 2.0}\n\n[3]\n\xff\xfe\n{"step": 2, "lo')
-
-    assert read_lines(path) == [{"step": 1, "loss": 2.0}]
 
 
 def test_a_sign_from_before_the_start_by_another_clock_has_its_place_too():

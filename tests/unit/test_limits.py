@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from launch.__main__ import main
+from trainer import launcher
 from trainer.config import Config
 from trainer.diagnosis import diagnose, remedy
 from trainer.errors import ConfigError
@@ -139,6 +140,21 @@ def test_tensorboard_shows_settings_that_are_no_text(tmp_path: Path) -> None:
 
     [file] = (tmp_path / "board").iterdir()
     assert writable("runs/\udcff").encode() in file.read_bytes()
+
+
+def say_last_words() -> None:
+    for _ in range(1025):  # as a program may have opened
+        os.open(os.devnull, os.O_RDONLY)
+    agent = subprocess.Popen(["true"])
+    launcher._say_after(agent.pid, "the last words\n")
+    for _ in range(2):
+        os.wait()
+
+
+def test_last_words_are_said_whatever_the_number_of_open_files(capfd) -> None:
+    assert run(2048, 2048, say_last_words) == 0
+
+    assert capfd.readouterr().err == "the last words\n"
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "events.jsonl", "last-step"])

@@ -51,8 +51,8 @@ class Made:
         raise AssertionError("nothing is trained here")
 
 
-def prepared(task: Made, **sections: Any) -> Any:
-    world = World(Launch(), torch.device("cpu"), threads=torch.get_num_threads())
+def prepared(task: Made, device: str = "cpu", **sections: Any) -> Any:
+    world = World(Launch(), torch.device(device), threads=torch.get_num_threads())
     config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2),  # type: ignore[type-var]
                          **sections)
     return prepare(config, world)
@@ -277,6 +277,11 @@ def test_a_synchronised_batch_norm_is_refused_where_ranks_may_come_and_go():
         prepared(task, parallel=canonical)
     with pytest.raises(ConfigError, match=r"^--parallel\.sync-bn on: with"):
         Parallel(reduction="canonical", sync_bn="on")
+
+
+def test_sums_that_are_the_same_for_any_number_of_ranks_are_refused_on_mps():
+    with pytest.raises(ConfigError, match=r"^--parallel\.reduction canonical.*--device cpu"):
+        prepared(Made(), device="mps", parallel=Parallel(reduction="canonical"))
 
 
 @pytest.mark.parametrize(("wrong", "told"), [

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from wandb_stand_in import StandIn
 
@@ -61,16 +62,18 @@ def test_without_wandb_the_run_is_refused_with_the_way_out(monkeypatch):
         check_installed("online")
 
 
-def test_an_error_of_wandb_costs_a_warning_and_not_the_run(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("call", ["init", "Image"])
+def test_an_error_of_wandb_costs_a_warning_and_not_the_run(tmp_path, monkeypatch, capfd, call):
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
 
-    def fail(**options: object) -> None:
+    def fail(*_: object, **options: object) -> None:
         raise OSError("no network")
 
-    stand_in.init = fail  # type: ignore[method-assign, assignment]
+    setattr(stand_in, call, fail)
     sink = WandB(tmp_path, "abc", Log(), mode="online", every=1, settings={})
     sink.step(STEP, {})
+    sink.picture(np.zeros((2, 2, 3), np.uint8), 10)
     sink.validation(VALIDATION)
     sink.finish({}, {}, 10)
     sink.close()

@@ -167,7 +167,7 @@ def _difference(left: Any, right: Any) -> float:
         elif a.shape != b.shape:
             worst = math.inf
         elif a.numel():
-            a, b = a.double(), b.double()
+            a, b = a.cpu().double(), b.cpu().double()  # mps has no float64
             apart = torch.where((a == b) | (a.isnan() & b.isnan()), 0.0, (a - b).abs())
             largest = max(1.0, float(a.nan_to_num(0.0, 0.0, 0.0).abs().max()))
             worst = max(worst, float(apart.nan_to_num(math.inf).max()) / largest)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainer import folder
+from trainer.append import read_records
 from trainer.attempts import Attempt, Event, read_attempts
 from trainer.log import read_events
 
@@ -113,14 +113,14 @@ def read(path: Path, *others: Path) -> History:
         raise NoRun(f"{path}: there is no such folder")
     if folder.read_json(path / folder.IDENTITY) is None and not (path / folder.EVENTS).exists():
         raise NoRun(f"{path}: there is no run in this folder (no {folder.IDENTITY})")
-    lines = read_lines(path / folder.METRICS)
+    lines = read_records(path / folder.METRICS)
     history = History(
         name=path.resolve().name, path=path,
         events=[e for e in read_events(*(run / folder.EVENTS for run in (path, *others)))
                 if {"time", "attempt", "rank", "step", "event"} <= e.keys()],
         steps=[line for line in lines if "loss" in line],
         validations=[line for line in lines if "val_loss" in line],
-        timing=[line for line in read_lines(path / folder.TIMING) if "step_s" in line],
+        timing=[line for line in read_records(path / folder.TIMING) if "step_s" in line],
         config=_config(path / folder.CONFIG),
         environment=folder.read_json(path / folder.ENVIRONMENT) or {},
         summary=folder.read_json(path / folder.SUMMARY),
@@ -129,19 +129,6 @@ def read(path: Path, *others: Path) -> History:
     history.passages = passages(history.events, history.timing)
     history.goodput = goodput(history.passages, history.events, history.timing)
     return history
-
-
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line; torn and empty lines are left out."""
-    found = []
-    for text in path.read_bytes().splitlines() if path.exists() else []:
-        try:
-            line = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(line, dict):
-            found.append(line)
-    return found
 
 
 def straighten(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -> None:
@@ -306,13 +293,15 @@ def _pairs(found: Sequence[Passage]) -> list[tuple[Passage, Passage | None]]:
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        nested = tomllib.loads(path.read_text())
+        return flat(tomllib.loads(path.read_text()))
     except (OSError, ValueError):
         return {}
-    flat: dict[str, Any] = {}
+
+
+def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+    """The same with what is in an inner dict under dotted names."""
+    found: dict[str, Any] = {}
     for key, value in nested.items():
-        if isinstance(value, dict):
-            flat |= {f"{key}.{name}": inner for name, inner in value.items()}
-        else:
-            flat[key] = value
-    return flat
+        found |= {f"{key}.{name}": inner for name, inner in value.items()} if (
+            isinstance(value, dict)) else {key: value}
+    return found

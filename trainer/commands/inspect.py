@@ -100,8 +100,7 @@ def _following(
     attempts = [p.attempt for p in story.passages]
     limit = story.config.get("restart.max_same_step", 3)
     version = next((a.version for a in reversed(attempts)), None) or ""
-    reached = story.steps[-1]["step"] if story.steps else 0
-    row = repeated(attempts, reached=reached, version=version)
+    row = repeated(attempts, version=version)
     if len(row) >= limit:
         first = next((a.cause for a in row if a.cause is not None), None)
         why = f"step {row[0].failed_step} has failed {len(row)} times in a row"

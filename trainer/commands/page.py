@@ -10,7 +10,7 @@ from typing import Any
 from trainer.attempts import sentence
 from trainer.commands.charts import DARK, LIGHT, Plot, span, style
 from trainer.commands.figures import happenings, whose
-from trainer.commands.history import History
+from trainer.commands.history import History, flat
 
 MOST = 100
 """So many events are shown, and so many attempts."""
@@ -78,7 +78,7 @@ def page(
           for run, own in zip(runs, checkpoints, strict=True)),
         *(_attempts(run, several=len(runs) > 1) for run in runs),
         *(_happenings(run, several=len(runs) > 1) for run in runs),
-        _settings("Environment", [_flat(run.environment) for run in runs], runs),
+        _settings("Environment", [flat(run.environment) for run in runs], runs),
         _settings("Configuration", [run.config for run in runs], runs), "</div>",
     ]  # fmt: skip
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
@@ -250,16 +250,6 @@ def _row(cells: Sequence[str], tag: str = "td", *, mark: str = "", bad: bool = F
 
 def _of(run: History, several: bool) -> str:
     return f" of {run.name}" if several else ""
-
-
-def _flat(value: Mapping[str, Any]) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, inner in value.items():
-        if isinstance(inner, dict):
-            flat |= {f"{key}.{name}": v for name, v in inner.items()}
-        else:
-            flat[key] = inner
-    return flat
 
 
 def _words(name: Any) -> str:

@@ -232,8 +232,8 @@ def _start_worker(rank: int, number: int) -> None:
     ForkingPickler.register(torch.Tensor, _hand_over)
     ForkingPickler.register(torch.UntypedStorage, _hand_over_storage)
     # A launcher signals the whole process group: the rank decides when its workers end.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(stop, signal.SIG_IGN)
     if sys.platform == "linux":
         # The socket over which it hands tensors on: a name that ends with it, however it ends,
         # in place of a folder in the temporary folder.
