@@ -287,4 +287,5 @@ def total_norm(gradients: list[Tensor]) -> Tensor:
     `torch.nn.utils.get_total_norm`, which first sorts them by device and dtype."""
     if not gradients:
         return torch.tensor(0.0)
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(values)))

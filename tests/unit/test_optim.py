@@ -297,6 +297,13 @@ def test_clipping_has_the_bits_of_torchs(share, limit):
         assert torch.equal(a.grad, b.grad)
 
 
+def test_the_norm_of_sparse_gradients_adds_what_came_for_the_same_row():
+    twice = torch.sparse_coo_tensor([[1, 1]], [[1.0], [2.0]], (5, 1),
+                                    check_invariants=True)  # the parts of two micro-batches
+
+    assert optim.total_norm([twice, torch.tensor([4.0])]).item() == 5.0
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_gradients_whose_norm_is_not_finite_stay_as_they_are(bad):
     ours, before = (with_gradients(1.0, bad=bad) for _ in range(2))
