@@ -7,6 +7,8 @@ from torch import nn
 
 from trainer import precision
 from trainer.config import Precision
+from trainer.parallel import Objective
+from trainer.task import Outcome
 
 
 def test_tf32_is_switched_for_matrix_products_and_convolutions_together():
@@ -24,3 +26,13 @@ def test_the_hunt_for_a_nan_is_never_compiled():
               for eager in (False, True)]
 
     assert chosen == [True, False]
+
+
+def test_gradients_of_float64_are_as_good_as_that():
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    objective = Objective(model, lambda model, x: Outcome(model(x).sum(), len(x)), num_ranks=1,
+                          nominal_count=3, device=torch.device("cpu"))
+
+    objective(torch.ones(1, 1, dtype=torch.float64), 1).backward()
+
+    assert model.weight.grad == 1 / 3

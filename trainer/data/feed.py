@@ -105,7 +105,7 @@ class Feed:
             self._generators = rng.own_generators(dataset)
             self._key(_OPEN)
             source = dataset.lane(number, cut.lanes) if cut.own else dataset
-            self._generators = rng.own_generators([dataset, source])
+            self._generators = rng.own_generators(dataset, source)
             self._iterator = iter(source)
             holders = (h for h in (self._iterator, source) if _is_stateful(h))
             self._holder = next(holders, None)

@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)  # fmt: skip
 
 from trainer import rng
 from trainer.data import batch as batches
@@ -88,6 +95,7 @@ class KeyedSamples(Dataset[Micro]):
         self._collate = collate
         self._augment = augment
         self._skip, self._rank, self._advice = skip, rank, advice
+        self._own_memory = batches.OwnMemory()
         self._epoch: int | None = None
         self._generators: list[Any] | None = None
 
@@ -97,13 +105,12 @@ class KeyedSamples(Dataset[Micro]):
     def __getitem__(self, slot: Slot) -> Micro:
         if slot.epoch != self._epoch:
             self._epoch = slot.epoch
-            for dataset in _nested(self._dataset):
-                if hasattr(dataset, "set_epoch"):
-                    dataset.set_epoch(slot.epoch)
+            begin_epoch(self._dataset, slot.epoch, seed=self._seed)
         why: dict[int, str] = {}
         worker = this_worker()
         try:
             batch, chosen = self._read(slot.indices or (0,), slot.epoch, why)
+            batch = self._own_memory(batch)
         except SampleError as error:
             return hand_over(error, rank=self._rank, worker=worker,  # type: ignore[return-value]
                              advice=self._advice)
@@ -221,7 +228,7 @@ class KeyedSamples(Dataset[Micro]):
 
     def _key(self, epoch: int, index: int) -> None:
         if self._generators is None:
-            self._generators = rng.own_generators(self._dataset)
+            self._generators = rng.own_generators(self._dataset, self._collate)
         rng.key_generators(self._seed, rng.SAMPLE, epoch, index, devices=False)
         if self._generators:
             rng.key_object(self._generators, self._seed, rng.SAMPLE, epoch, index)
@@ -236,6 +243,23 @@ class KeyedSamples(Dataset[Micro]):
             return f"{doing} {which} of epoch {epoch}"
 
         return named(what)
+
+
+def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> None:
+    """`set_epoch` of a data set, and of those that torch's own classes put together in it. What it
+    draws then, an order perhaps, is keyed: the same on all ranks, and after a restart."""
+    rng.key_generators(seed, rng.DATA, epoch, devices=False)
+    rng.key_object(rng.own_generators(dataset), seed, rng.DATA, epoch)
+    queue = [dataset]
+    for one in queue:
+        if hasattr(one, "set_epoch"):
+            one.set_epoch(epoch)
+        if isinstance(one, Subset):
+            queue.append(one.dataset)
+        elif isinstance(one, ConcatDataset | ChainDataset):
+            queue += one.datasets
+        elif isinstance(one, StackDataset):
+            queue += one.datasets.values() if isinstance(one.datasets, dict) else one.datasets
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
