@@ -118,6 +118,7 @@ class Evaluator:
         rows: dict[int, list[float]] = {}
         names: list[str] = []
         table: Tensor | None = None
+        generators = rng.own_generators(*self.model.modules(), self.loss)
         # A rank without a batch evaluates the first one too, for the form of the table.
         for micro in self.batches(mine or range(1)):
             if self.stopped():
@@ -125,7 +126,8 @@ class Evaluator:
             number = micro.slot.number
             self.faults.at("evaluate", step=self.step(), epoch=self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
-            with torch.inference_mode(), self.autocast():
+            rng.key_object(generators, self.seed, rng.EVALUATE, number)
+            with torch.no_grad(), self.autocast():
                 outcome = self.loss(self.model, to_device(micro.batch, self.device))
             total, metrics = check_outcome(outcome)
             names = ["loss", *metrics]

@@ -51,7 +51,7 @@ class Pictures:
         training = self.model.training
         self.model.eval()
         try:
-            with rng.preserved(), torch.inference_mode():
+            with rng.preserved(), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             self.folder.mkdir(exist_ok=True)
             replace_bytes(path, [_encoded(_open(image), "PNG")])

@@ -45,17 +45,58 @@ def test_named_losses_and_metrics_stand_side_by_side():
     assert list(metrics) == ["box", "mask", "losses"]
 
 
-@pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
-def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
+def evaluator(model: nn.Module, **others: Any) -> Evaluator:
+    """Of three samples, two at once; the loss is the sum of what the model gives."""
     def loss(model: nn.Module, batch: Any) -> Outcome:
         return Outcome(model(batch).sum(), len(batch))
 
-    evaluate = Evaluator(
-        model=nn.Linear(1, 1), loss=loss, dataset=[torch.ones(1)] * 3, collate=collate,
-        batch_size=2, workers=0, seed=0, rank=0, num_ranks=1, device=torch.device("cpu"),
+    return Evaluator(
+        model=model, loss=loss, dataset=[torch.ones(1)] * 3, collate=collate, batch_size=2,
+        workers=0, seed=0, rank=0, num_ranks=1, device=torch.device("cpu"),
         autocast=contextlib.nullcontext, all_sum=lambda table: table, step=lambda: 9,
-        faults=Faults([faults.parse("raise:epoch=2:phase=evaluate")]), epoch=lambda: epoch,
+        **{"faults": Faults(), **others},
     )  # fmt: skip
+
+
+class Caching(nn.Linear):
+    """Makes its table of positions at the first forward."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(2.0).unsqueeze(1)
+        return super().forward(x) * self.table[: len(x)]
+
+
+def test_what_a_model_makes_in_an_evaluation_can_be_trained_with():
+    model = Caching(1, 1)
+    evaluator(model)()
+
+    model(torch.ones(2, 1)).sum().backward()
+
+    assert model.weight.grad == 1
+
+
+class Noisy(nn.Linear):
+    """Adds noise of its own."""
+
+    generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.randn(x.shape, generator=self.generator)
+
+
+def test_a_models_own_generator_is_keyed_in_an_evaluation():
+    evaluate = evaluator(Noisy(1, 1))
+
+    assert evaluate() == evaluate()
+
+
+@pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
+def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
+    evaluate = evaluator(nn.Linear(1, 1), epoch=lambda: epoch,
+                         faults=Faults([faults.parse("raise:epoch=2:phase=evaluate")]))
 
     if fires:
         with pytest.raises(InjectedFault, match="at step 9, evaluate"):
