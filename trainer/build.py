@@ -138,8 +138,7 @@ def build(
             pretrained.begin_with, work.model, init, strict=config.init_strict == "on"))
     if found is None:
         alike.check_weights(work, world, log)
-        if world.is_main:
-            alike.check_reading(work, log, config.seed)
+        alike.check_reading(work, log, config.seed)
     position = log.step = state.progress.step
     _arm(armed, checkpoint, state)
     waited = found is not None and found.facts["best"]["waited"]
