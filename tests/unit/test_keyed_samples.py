@@ -135,6 +135,16 @@ def test_data_sets_that_are_put_together_are_told_the_epoch(join):
     assert one.epoch == other.epoch == 4
 
 
+def test_a_data_set_that_several_read_is_told_by_each_its_epoch():
+    whole = Plain()
+    one, other = (KeyedSamples(part, seed=1) for part in random_split(whole, [6, 6]))
+
+    read = [reader[Slot(1, epoch, 0, True, (0,))].batch[1].item()
+            for reader, epoch in [(one, 3), (other, 0), (one, 3), (one, 3), (other, 1), (other, 0)]]
+
+    assert read == [3, 0, 3, 3, 1, 0]
+
+
 class Shuffling(Plain):
     """Draws the order of an epoch, from each kind of generator."""
 
@@ -157,6 +167,7 @@ def test_what_a_data_set_draws_for_an_epoch_is_keyed():
 
     assert orders[0] == orders[1]
     assert len({tuple(order) for order in orders}) == 3
+    assert KeyedSamples(Shuffling(), seed=1).sample(0) in whole, "told the epoch before the first"
 
 
 class Refilling(TensorDataset):

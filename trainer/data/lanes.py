@@ -142,6 +142,7 @@ class StreamBatches(IterableDataset[Micro]):
 
     def _share(self) -> Iterator[Micro]:
         torch.utils.data._utils.worker._worker_info = None  # as in LaneReader
+        begin_epoch(self._dataset, 0, seed=self._seed)
         feed = Feed(self._dataset, self._cut, number=0, seed=self._seed, epoch=0)
         number = 0
         while taken := feed.take():

@@ -97,15 +97,14 @@ class KeyedSamples(Dataset[Micro]):
         self._skip, self._rank, self._advice = skip, rank, advice
         self._own_memory = batches.OwnMemory()
         self._epoch: int | None = None
+        self._listeners: list[int] = []
         self._generators: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, slot: Slot) -> Micro:
-        if slot.epoch != self._epoch:
-            self._epoch = slot.epoch
-            begin_epoch(self._dataset, slot.epoch, seed=self._seed)
+        self._begin(slot.epoch)
         why: dict[int, str] = {}
         worker = this_worker()
         try:
@@ -125,10 +124,16 @@ class KeyedSamples(Dataset[Micro]):
 
     def sample(self, index: int) -> Any:
         """One sample of epoch 0, as the data set gives it."""
+        self._begin(0)
         try:
             return self._choose(index, 0, lambda i: self._one(i, 0), {})[1]
         except SampleError as error:
             return hand_over(error, rank=self._rank, worker=None, advice=self._advice)
+
+    def _begin(self, epoch: int) -> None:
+        if epoch != self._epoch or any(_TOLD[i] != epoch for i in self._listeners):
+            self._epoch = epoch
+            self._listeners = begin_epoch(self._dataset, epoch, seed=self._seed)
 
     def _read(
         self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
@@ -245,21 +250,33 @@ class KeyedSamples(Dataset[Micro]):
         return named(what)
 
 
-def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> None:
+_TOLD: dict[int, int] = {}
+"""The id of a data set → the epoch that this process has told it last. Several readers may share
+it: of training and validation samples, into which one was divided."""
+
+
+def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
     """`set_epoch` of a data set, and of those that torch's own classes put together in it. What it
-    draws then, an order perhaps, is keyed: the same on all ranks, and after a restart."""
+    draws then, an order perhaps, is keyed: the same on all ranks, and after a restart.
+
+    Returns:
+        The ids of those that have such a method.
+    """
     rng.key_generators(seed, rng.DATA, epoch, devices=False)
     rng.key_object(rng.own_generators(dataset), seed, rng.DATA, epoch)
-    queue = [dataset]
+    queue, listeners = [dataset], []
     for one in queue:
         if hasattr(one, "set_epoch"):
             one.set_epoch(epoch)
+            _TOLD[id(one)] = epoch
+            listeners.append(id(one))
         if isinstance(one, Subset):
             queue.append(one.dataset)
         elif isinstance(one, ConcatDataset | ChainDataset):
             queue += one.datasets
         elif isinstance(one, StackDataset):
             queue += one.datasets.values() if isinstance(one.datasets, dict) else one.datasets
+    return listeners
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
