@@ -6,10 +6,13 @@ neither ranks, loader workers, prefetching nor restarts can move it.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
 import random
+import sys
+import sysconfig
 import types
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -89,6 +92,7 @@ def key_object(generators: Iterable[Any], *parts: int) -> None:
 _KINDS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState,
           torch.Generator)
 _FOREIGN = ("builtins", "torch", "typing", "collections", "abc")
+_LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
 _MANY = 64
 """More entries than that are samples, not transforms."""
 
@@ -113,30 +117,33 @@ def own_generators(*owners: Any) -> list[Any]:
 
 def _parts(item: Any) -> Iterable[Any]:
     """What an object of the user's may have a generator in."""
-    if isinstance(item, list | tuple | dict):
+    if isinstance(item, list | tuple | dict | collections.deque):
         entries = item.values() if isinstance(item, dict) else item
         return entries if len(item) <= _MANY else ()
     if isinstance(item, types.FunctionType):
         return _referred(item)
-    if isinstance(item, types.MethodType | staticmethod | classmethod):
-        return (item.__func__, getattr(item, "__self__", None))
+    if isinstance(item, types.MethodType | types.BuiltinMethodType | staticmethod | classmethod):
+        return (getattr(item, "__func__", None), getattr(item, "__self__", None))
+    if isinstance(item, types.GeneratorType):
+        return item.gi_frame.f_locals.values() if item.gi_frame else ()
     if isinstance(item, property):
         return (item.fget,)
     if isinstance(item, functools.partial):
         return (item.func, *item.args, *item.keywords.values())
-    parts = [getattr(item, "__self__", None), *getattr(item, "__dict__", {}).values()]
+    parts = list(getattr(item, "__dict__", {}).values())
     for kind in type(item).__mro__:
         if str(kind.__module__).partition(".")[0] not in _FOREIGN:
             slots = vars(kind).get("__slots__", ())
-            names = (slots,) if isinstance(slots, str) else slots
-            parts += [getattr(item, name, None) for name in names]
+            for name in (slots,) if isinstance(slots, str) else slots:
+                mangled = f"_{kind.__name__.lstrip('_')}{name}"
+                parts.append(getattr(item, name, getattr(item, mangled, None)))
             parts += vars(kind).values()
     return parts
 
 
 def _referred(function: types.FunctionType) -> Iterator[Any]:
-    """What a function refers to: defaults, variables of the functions around it, and of its
-    module's names the generators, functions and objects."""
+    """What a function refers to: defaults, variables of the functions around it, and of what is
+    global to it generators, objects, and functions, those of libraries left out."""
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
@@ -146,11 +153,22 @@ def _referred(function: types.FunctionType) -> Iterator[Any]:
     codes = [function.__code__]
     for code in codes:
         codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        for name in code.co_names:
-            value = function.__globals__.get(name)
-            foreign = getattr(value, "__globals__", None) is not function.__globals__
-            if not (foreign and isinstance(value, types.FunctionType)):
+        found = [function.__globals__.get(name) for name in code.co_names]
+        for module in [m for m in found if isinstance(m, types.ModuleType)]:
+            if not _is_library(module.__name__):
+                found += [vars(module).get(name) for name in code.co_names]
+        for value in found:
+            if not isinstance(value, types.FunctionType) or (
+                    value.__globals__ is function.__globals__ or
+                    not _is_library(value.__module__)):
                 yield value
+
+
+@functools.cache
+def _is_library(module: str) -> bool:
+    """Whether a module is Python's own, or of an installed package."""
+    file = getattr(sys.modules.get(module), "__file__", None)
+    return module != "__main__" and (file is None or any(part in file for part in _LIBRARIES))
 
 
 def snapshot() -> dict[str, Any]:

@@ -160,6 +160,25 @@ class Shuffling(Plain):
         return int(self.order[index])
 
 
+class Reseeded(Plain):
+    """Has another generator in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.own = np.random.default_rng(epoch)
+
+    def __getitem__(self, index: int) -> float:
+        return self.own.random()
+
+
+def test_a_generator_that_is_made_for_an_epoch_is_keyed_too():
+    straight, later = (KeyedSamples(Reseeded(), seed=1) for _ in "12")
+    for slot in (Slot(1, 0, 0, True, (0, 1)), Slot(2, 1, 0, True, (2, 3))):
+        straight[slot]
+    slot = Slot(3, 1, 0, True, (4, 5))
+
+    assert torch.equal(straight[slot].batch, later[slot].batch)
+
+
 def test_what_a_data_set_draws_for_an_epoch_is_keyed():
     whole = tuple(range(12))
     orders = [KeyedSamples(Shuffling(), seed=seed)[Slot(1, epoch, 0, True, whole)].batch.tolist()

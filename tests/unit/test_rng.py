@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import json
@@ -10,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_rng
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -149,10 +151,10 @@ class Draws(Dataset):
 class Slotted:
     """Has no dictionary of attributes."""
 
-    __slots__ = ("generator",)
+    __slots__ = ("__generator",)
 
     def __init__(self, generator: object) -> None:
-        self.generator = generator
+        self.__generator = generator
 
 
 GENERATORS = {
@@ -195,7 +197,8 @@ def test_an_own_generator_does_not_repeat_the_process_wide_draws():
     lambda g: ConcatDataset([Draws(None), Subset(Draws(g), [0, 1])]),
     lambda g: Draws([None, {"flip": SimpleNamespace(deep=(g,))}]),
     lambda g: Draws(functools.partial(max, 1, key=g)),
-    lambda g: Draws(Slotted(g)),
+    lambda g: Draws(collections.deque([Slotted(g)])),
+    lambda g: Draws((lambda own: (yield from iter(own.random, None)))(g)),
     lambda g: Draws(lambda: g),
     lambda g: Draws(functools.cache(lambda x=g: x)),
     lambda g: Draws(Draws(g).__len__),
@@ -221,7 +224,13 @@ class Widely(Draws):
         return draw_widely()
 
 
-@pytest.mark.parametrize("owner", [Widely(None), Draws(WIDE.random), Draws(draw_widely)])
+class Elsewhere(Draws):
+    def __getitem__(self, index: int) -> float:
+        return test_rng.draw_widely()
+
+
+@pytest.mark.parametrize("owner", [Widely(None), Draws(WIDE.random), Draws(draw_widely),
+                                   Elsewhere(None)])
 def test_a_generator_of_the_module_is_found_by_what_draws_from_it(owner):
     assert rng.own_generators(owner) == [WIDE]
 

@@ -134,6 +134,7 @@ class KeyedSamples(Dataset[Micro]):
         if epoch != self._epoch or any(_TOLD[i] != epoch for i in self._listeners):
             self._epoch = epoch
             self._listeners = begin_epoch(self._dataset, epoch, seed=self._seed)
+            self._generators = None  # it may have made others
 
     def _read(
         self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
@@ -262,21 +263,23 @@ def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
     Returns:
         The ids of those that have such a method.
     """
-    rng.key_generators(seed, rng.DATA, epoch, devices=False)
-    rng.key_object(rng.own_generators(dataset), seed, rng.DATA, epoch)
     queue, listeners = [dataset], []
     for one in queue:
         if hasattr(one, "set_epoch"):
-            one.set_epoch(epoch)
-            _TOLD[id(one)] = epoch
-            listeners.append(id(one))
+            listeners.append(one)
         if isinstance(one, Subset):
             queue.append(one.dataset)
         elif isinstance(one, ConcatDataset | ChainDataset):
             queue += one.datasets
         elif isinstance(one, StackDataset):
             queue += one.datasets.values() if isinstance(one.datasets, dict) else one.datasets
-    return listeners
+    if listeners:
+        rng.key_generators(seed, rng.DATA, epoch, devices=False)
+        rng.key_object(rng.own_generators(dataset), seed, rng.DATA, epoch)
+    for one in listeners:
+        one.set_epoch(epoch)
+        _TOLD[id(one)] = epoch
+    return [id(one) for one in listeners]
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
