@@ -200,7 +200,7 @@ def build(
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
             weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
-            stopped=lambda: stop.requested,
+            stopped=lambda: stop.requested, announce=log.announce,
             figures=work.task.figures() if hasattr(work.task, "figures") else {},
         )
         for split in ("validation", "test")

@@ -93,6 +93,36 @@ def test_a_models_own_generator_is_keyed_in_an_evaluation():
     assert evaluate() == evaluate()
 
 
+class Observing(nn.Linear):
+    """Looks at its inputs in every mode, as torch.ao's observers do."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        self.mean = 0.5 * (self.mean + x.detach().mean(0))
+        return super().forward(x) + self.seen + self.mean
+
+
+def test_an_evaluation_leaves_nothing_in_the_models_buffers_and_tells_once():
+    model, said = Observing(), []
+    model(torch.ones(3, 1))
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    mean = model.mean
+    evaluate = evaluator(model, announce=said.append)
+
+    scores = evaluate()
+
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
+    assert model.mean is mean
+    assert evaluate() == scores
+    assert len(said) == 1
+    assert "moves its buffers mean, seen when it is evaluated too" in said[0]
+
+
 @pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
 def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
     evaluate = evaluator(nn.Linear(1, 1), epoch=lambda: epoch,
