@@ -165,6 +165,7 @@ def make_model(
     model = task.model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
+    model = precision.plain(model)
     storable.check(model)
     model.train()
     choice = precision.choose(config.precision, model, device,
