@@ -259,6 +259,8 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
     Args:
         seen: objects that have been looked into; they may refer to each other.
     """
+    if isinstance(value, Tensor) and value.is_nested:
+        value = list(value.unbind())
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import (
     ConcatDataset,
     Dataset,
@@ -235,3 +236,15 @@ def test_batches_in_memory_of_their_own_lie_in_it_as_they_were_given():
         assert [t.stride() for t in batch] == [t.stride() for t in given]
         assert all(map(torch.equal, batch[:3], given[:3]))
     assert batch[0].data_ptr() == given[0].data_ptr(), "no copy, once it is known that none is due"
+
+
+def test_batches_that_are_more_than_their_tensors_are_left_so():
+    def packed(samples: list[torch.Tensor]) -> PackedSequence:
+        return pack_sequence([torch.arange(n + 1.0) for n in samples], enforce_sorted=False)
+
+    samples = KeyedSamples(range(12), seed=1, collate=packed)
+
+    for slot in slots(6):
+        batch = samples[slot].batch
+        assert type(batch) is PackedSequence
+        assert torch.equal(batch.data, packed(list(slot.indices)).data)

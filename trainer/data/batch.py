@@ -79,20 +79,18 @@ def _alike(batch: Any, other: Any) -> bool:
 
 def _leaves(batch: Any) -> list[Any]:
     found: list[Any] = []
-    _map(found.append, batch)
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    _map(note, batch)
     return found
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Each tensor in a batch."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
-    yield from found
+    yield from (leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
 def collate(samples: Sequence[Any]) -> Any:
