@@ -71,14 +71,22 @@ def check_reading(work: Work, log: Log, seed: int) -> None:
     else:
         reader = KeyedSamples(dataset, seed=seed, collate=getattr(
             work.task, "collate", batches.collate))
-        slot = Slot(1, 0, 0, True, tuple(range(min(2, len(reader)))))
+        indices = tuple(range(min(2, len(reader))))
+        names, read, drawn = ", ".join(map(str, indices)), [], []
         try:
-            one, other = ([content(reader[slot].batch)] for _ in "12")
+            for epoch in (0, 1, 0):
+                read.append([content(reader[Slot(1, epoch, 0, True, indices)].batch)])
+                drawn.append(rng.digest(rng.snapshot()))
         except SampleError:
             return  # who trains on them tells
-        why = (f"samples {', '.join(map(str, slot.indices))} of the training data are others when "
-               "they are read again under the same key: something that they change themselves, or "
-               "that no seed keys, decides them")
+        one, _, other = read
+        why = (f"samples {names} of the training data are others when they are read again under "
+               "the same key: something that they change themselves, or that no seed keys, "
+               "decides them, or set_epoch() goes on from the epoch before")
+        if one == other and drawn[0] != drawn[2]:
+            log.announce(f"samples {names} of the training data keep what they draw when they are "
+                         "read first; a restart, which reads them first in another epoch, "
+                         "differs. Keep what is the same each time, and draw each time")
     if one != other:
         log.announce(f"{why}; a restart differs. Draw from random, numpy.random, torch or a "
                      "generator among the data set's attributes, in one thread")

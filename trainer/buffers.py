@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
+import contextlib
+from collections.abc import Container, Iterator
 from typing import Any, TypeGuard
 
 import torch
@@ -87,6 +88,25 @@ class Buffers:
             else:  # a cache that has grown
                 self._homes[place] = found
                 self._measure()
+
+    @contextlib.contextmanager
+    def untouched(self, moved: set[str]) -> Iterator[None]:
+        """What is moved within is put back after it; `moved` is told the names of those that a
+        checkpoint holds."""
+        before = self._versions()
+        try:
+            yield
+        finally:
+            if (after := self._versions()) != before:
+                moved |= {n for n, held, then, now in zip(
+                    self._names, self._persistent, before, after, strict=True)
+                    if held and then != now}
+                self.put_back()
+
+    def _versions(self) -> list[tuple[int, int]]:
+        """Changes with each that is moved or assigned anew."""
+        found = [owner.get(name) for owner, name in self._places]
+        return [(id(b), 0 if b is None or b.is_inference() else b._version) for b in found]
 
     def watch(self, moved: Container[Tensor]) -> None:
         """From now on `spoilt` looks at those that some rank has moved since `keep`, and that were

@@ -138,8 +138,7 @@ def build(
             pretrained.begin_with, work.model, init, strict=config.init_strict == "on"))
     if found is None:
         alike.check_weights(work, world, log)
-        if world.is_main:
-            alike.check_reading(work, log, config.seed)
+        alike.check_reading(work, log, config.seed)
     position = log.step = state.progress.step
     _arm(armed, checkpoint, state)
     waited = found is not None and found.facts["best"]["waited"]
@@ -201,7 +200,7 @@ def build(
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
             weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
-            stopped=lambda: stop.requested,
+            stopped=lambda: stop.requested, announce=log.announce,
             figures=work.task.figures() if hasattr(work.task, "figures") else {},
         )
         for split in ("validation", "test")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
+from trainer.buffers import Buffers
 from trainer.confusion import Figure
 from trainer.data.bad import received
 from trainer.data.batch import to_device
@@ -70,6 +71,9 @@ class Evaluator:
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     stopped: Callable[[], bool] = lambda: False
     """Whether this rank wants to stop: looked at before each batch."""
+    announce: Callable[[str], None] = lambda text: None
+    told: bool = False
+    """Whether it has announced that the model's buffers move."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def __call__(self) -> Scores | None:
@@ -118,6 +122,8 @@ class Evaluator:
         rows: dict[int, list[float]] = {}
         names: list[str] = []
         table: Tensor | None = None
+        buffers, moved = Buffers(self.model), set[str]()
+        generators = rng.own_generators(*self.model.modules(), self.loss)
         # A rank without a batch evaluates the first one too, for the form of the table.
         for micro in self.batches(mine or range(1)):
             if self.stopped():
@@ -125,7 +131,9 @@ class Evaluator:
             number = micro.slot.number
             self.faults.at("evaluate", step=self.step(), epoch=self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
-            with torch.inference_mode(), self.autocast():
+            rng.key_object(generators, self.seed, rng.EVALUATE, number)
+            # A restart may evaluate again, and another number of ranks in another order.
+            with buffers.untouched(moved), torch.no_grad(), self.autocast():
                 outcome = self.loss(self.model, to_device(micro.batch, self.device))
             total, metrics = check_outcome(outcome)
             names = ["loss", *metrics]
@@ -136,6 +144,11 @@ class Evaluator:
                 counts = outcome.table.cpu().double()  # mps has no float64
                 table = torch.zeros_like(counts) if table is None else table
                 table += counts * (stream or number in mine)
+        if moved and not self.told:
+            self.told = True
+            self.announce(f"the model's forward moves its buffers {', '.join(sorted(moved)[:5])} "
+                          "when it is evaluated too; they are put back, since evaluations leave "
+                          "nothing behind: what is to stay belongs under `if self.training`")
         if stream:  # all ranks have read to its end, and have the row of the empty batch there
             if not rows:
                 raise ValueError("the stream to evaluate is empty")

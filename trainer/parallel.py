@@ -175,7 +175,7 @@ class Objective(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.model = model
-        self._loss = loss
+        self.loss = loss
         self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
         self._device, self._on_host = device, device.type == "cpu"
         self.tally = Tally(on_host=device.type == "cpu")
@@ -199,7 +199,7 @@ class Objective(nn.Module):
             ConfigError: the task's loss breaks the protocol.
         """
         try:
-            outcome = self._loss(self.model, batch)
+            outcome = self.loss(self.model, batch)
         except Exception as error:
             if not samples and not lost_peer(error):
                 error.add_note(EMPTY)
@@ -207,7 +207,8 @@ class Objective(nn.Module):
         if self.poisoned:
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
-        loss = self.tally.add(outcome, samples, replaced).float() * self._factor
+        loss = self.tally.add(outcome, samples, replaced)
+        loss = (loss if loss.dtype == torch.float64 else loss.float()) * self._factor
         if wishes is not None:
             self.tally.wish(wishes, self.spoilt())
             if self.ride is not None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from trainer import rng
+from trainer.buffers import Buffers
 from trainer.folder import replace_bytes
 from trainer.log import Log
 
@@ -40,7 +41,8 @@ class Pictures:
     log: Log
 
     def take(self, step: int, *, again: bool = True) -> None:
-        """Draw the picture of a step; the model's mode and the generators stay as they are.
+        """Draw the picture of a step; the model's mode and buffers and the generators stay
+        as they are.
 
         Args:
             again: whether one that is there already is drawn once more.
@@ -51,7 +53,7 @@ class Pictures:
         training = self.model.training
         self.model.eval()
         try:
-            with rng.preserved(), torch.inference_mode():
+            with rng.preserved(), Buffers(self.model).untouched(set()), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             self.folder.mkdir(exist_ok=True)
             replace_bytes(path, [_encoded(_open(image), "PNG")])

@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from trainer.config import Precision
 from trainer.errors import ConfigError
@@ -30,6 +31,33 @@ class Choice:
             "compiled" if self.compile else "eager",
             *(["channels_last"] if self.channels_last else []),
         ])  # fmt: skip
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """A model without the wrappers of torch.compile and DataParallel around it or parts of it,
+    whose names a checkpoint would have. What was to be compiled is, under its own name.
+
+    Raises:
+        ConfigError: it is wrapped in DDP.
+    """
+    for parent in list(model.modules()):
+        if isinstance(parent, DistributedDataParallel):
+            raise ConfigError("--task: model() returns a DistributedDataParallel, or has one in "
+                              "it; return the plain model: the trainer wraps it itself.")
+        for name, child in list(parent._modules.items()):
+            if child is not None and (inner := _unwrapped(child)) is not child:
+                setattr(parent, name, inner)
+    return _unwrapped(model)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    if isinstance(module, nn.DataParallel):
+        return _unwrapped(module.module)
+    inner = getattr(module, "_orig_mod", None)  # of torch.compile
+    if inner is None:
+        return module
+    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
+    return _unwrapped(inner)
 
 
 def choose(

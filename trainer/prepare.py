@@ -168,6 +168,7 @@ def make_model(
     model = task.model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
+    model = precision.plain(model)
     storable.check(model)
     model.train()
     choice = precision.choose(config.precision, model, device,
@@ -261,6 +262,8 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
     Args:
         seen: objects that have been looked into; they may refer to each other.
     """
+    if isinstance(value, Tensor) and value.is_nested:
+        value = list(value.unbind())
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()

@@ -77,7 +77,7 @@ class Reader:
     def evaluating(self, number: int) -> Iterator[None]:
         """Where a batch of an evaluation is computed with."""
         rng.key_generators(self.config.seed, rng.EVALUATE, number)
-        with torch.inference_mode(), precision.autocast(self.choice, self.world.device)():
+        with torch.no_grad(), precision.autocast(self.choice, self.world.device)():
             yield
 
 

@@ -10,7 +10,7 @@ from torch.utils.data import IterableDataset
 from trainer import rng
 from trainer.attributes import same
 from trainer.data import batch as batches
-from trainer.data.reading import KeyedSamples
+from trainer.data.reading import KeyedSamples, begin_epoch
 from trainer.data.sampler import Slot
 from trainer.task import SPLITS
 
@@ -60,6 +60,7 @@ def read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> 
     """`count` samples from the `first` on (fewer at the end of the data), as the loader does."""
     collate = getattr(task, "collate", batches.collate)
     if isinstance(dataset, IterableDataset):
+        begin_epoch(dataset, epoch, seed=SEED)
         rng.key_generators(SEED, rng.SAMPLE, epoch)
         rng.key_object(rng.own_generators(dataset), SEED, rng.SAMPLE, epoch)
         items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]

@@ -79,7 +79,9 @@ def judge(
             reasons.append(text)
     if now.get(DATA) != then.get(DATA):
         text = f"the data's fingerprint was {then.get(DATA)!r} and is {now.get(DATA)!r}"
-        _refuse(DATA, text, accepted)
+        _refuse(DATA, text, accepted, "Where nothing was changed, something decides them that no "
+                "seed does: the order of a set or of a folder (sort it), hash() of a text (set "
+                "PYTHONHASHSEED), the clock. ")
         lines.append(text)
         reasons.append(text)
     canonical = "canonical" == config.parallel.reduction == saved.get("parallel.reduction")
@@ -99,11 +101,12 @@ def _differing(current: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable
     return [n for n in {**saved, **current} if current.get(n) != saved.get(n)]
 
 
-def _refuse(name: str, text: str, accepted: set[str]) -> None:
+def _refuse(name: str, text: str, accepted: set[str], cause: str = "") -> None:
     if name not in accepted:
         raise ConfigError(
-            f"{text}: with it this run would be another one, so it isn't continued. Use another "
-            f"--run for a new one, or go on all the same with --accept {name.replace('_', '-')}."
+            f"{text}: with it this run would be another one, so it isn't continued. {cause}Use "
+            "another --run for a new one, or go on all the same with "
+            f"--accept {name.replace('_', '-')}."
         )
 
 

@@ -83,8 +83,10 @@ class _Case:
         return model
 
     def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
+        loss = (task or self.task).loss
         rng.key_generators(SEED, rng.MICRO, key)
-        return (task or self.task).loss(model, batch)
+        rng.key_object(rng.own_generators(*model.modules(), loss), SEED, rng.MICRO, key)
+        return loss(model, batch)
 
 
 def _problems(task: Any, batch_size: int) -> list[str]:

@@ -64,6 +64,8 @@ def test_a_step_that_leaves_out_parameters_is_not_made(ranks, tmp_path, capfd):
     (["--task.way=counts"], "the model's forward changes count, which no checkpoint holds, and"),
     (["--task.way=counts elsewhere"], "the same micro-batch gives another loss the second time"),
     (["--task.way=counting data"], "of the training data are others when they are read again"),
+    (["--task.way=ordering data"], "or set_epoch() goes on from the epoch before; a restart"),
+    (["--task.way=drawn data"], "of the training data keep what they draw when they are read"),
     (["--optim.name=hidden_task:keeps_attribute"], "an update changes its attribute count"),
 ], ids=lambda value: value[0].partition("=")[2] if isinstance(value, list) else "")  # fmt: skip
 def test_what_no_checkpoint_holds_is_told(ranks, tmp_path, capfd, arguments, told):
@@ -88,7 +90,9 @@ def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused(
     assert told in capfd.readouterr().out
 
 
-def test_nothing_is_told_of_a_model_that_hides_nothing(ranks, tmp_path, capfd):
-    assert codes(ranks, 1, tmp_path / "run", "--steps=3") == [0]
+@pytest.mark.parametrize("way", ["", "draws"])
+def test_nothing_is_told_of_a_model_that_hides_nothing_or_what_is_keyed(
+        ranks, tmp_path, capfd, way):
+    assert codes(ranks, 1, tmp_path / "run", "--steps=3", f"--task.way={way}") == [0]
 
     assert "warning" not in capfd.readouterr().out

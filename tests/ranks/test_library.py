@@ -323,6 +323,7 @@ def test_a_run_of_other_data_in_memory_is_refused(ranks, tmp_path):
     [found] = ranks(1, alone, other_data, str(tmp_path / "run"), group=False)
 
     assert "the data's fingerprint was" in found
+    assert "the order of a set" in found
 
 
 def documented(folder: str) -> Any:

@@ -25,6 +25,7 @@ class Net(nn.Module):
         self.way = way
         self.body, self.head = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1)
         self.count = 0
+        self.noise = torch.Generator()
         self.register_buffer("mean", torch.zeros(0 if way == "grows" else 1, WIDTH))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("cache", None, persistent=False)
@@ -57,6 +58,8 @@ class Net(nn.Module):
             case "counts":
                 self.count += 1
                 h = h * (1 + 0.1 * self.count)
+            case "draws":
+                h = h + torch.randn(1, generator=self.noise)
             case "counts elsewhere":
                 COUNT["forwards"] += 1
                 h = h * (1 + 0.1 * COUNT["forwards"])
@@ -89,6 +92,23 @@ class Counting(Dataset):
         return torch.full((WIDTH,), float(index + self.reads)), torch.ones(1)
 
 
+class Keeping(Counting):
+    """One whose order goes on from the epoch before, or whose samples stay as first drawn."""
+
+    def __init__(self, *, draws: bool) -> None:
+        self.draws, self.drawn = draws, dict[int, Tensor]()
+        self.order = torch.arange(24)
+
+    def set_epoch(self, epoch: int) -> None:
+        if not self.draws:
+            self.order = self.order[torch.randperm(24)]
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if self.draws and index not in self.drawn:
+            self.drawn[index] = torch.randn(WIDTH)
+        return self.drawn.get(index, torch.ones(WIDTH)) * self.order[index], torch.ones(1)
+
+
 @dataclasses.dataclass(frozen=True)
 class Hidden:
     """Sums of random numbers."""
@@ -103,6 +123,8 @@ class Hidden:
             return None
         if self.way == "counting data":
             return Counting()
+        if self.way in ("ordering data", "drawn data"):
+            return Keeping(draws=self.way == "drawn data")
         generator = torch.Generator().manual_seed(1)
         x = torch.randn(24, WIDTH, generator=generator)
         if self.way == "data of a rank":

@@ -45,17 +45,88 @@ def test_named_losses_and_metrics_stand_side_by_side():
     assert list(metrics) == ["box", "mask", "losses"]
 
 
-@pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
-def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
+def evaluator(model: nn.Module, **others: Any) -> Evaluator:
+    """Of three samples, two at once; the loss is the sum of what the model gives."""
     def loss(model: nn.Module, batch: Any) -> Outcome:
         return Outcome(model(batch).sum(), len(batch))
 
-    evaluate = Evaluator(
-        model=nn.Linear(1, 1), loss=loss, dataset=[torch.ones(1)] * 3, collate=collate,
-        batch_size=2, workers=0, seed=0, rank=0, num_ranks=1, device=torch.device("cpu"),
+    return Evaluator(
+        model=model, loss=loss, dataset=[torch.ones(1)] * 3, collate=collate, batch_size=2,
+        workers=0, seed=0, rank=0, num_ranks=1, device=torch.device("cpu"),
         autocast=contextlib.nullcontext, all_sum=lambda table: table, step=lambda: 9,
-        faults=Faults([faults.parse("raise:epoch=2:phase=evaluate")]), epoch=lambda: epoch,
+        **{"faults": Faults(), **others},
     )  # fmt: skip
+
+
+class Caching(nn.Linear):
+    """Makes its table of positions at the first forward."""
+
+    table: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.arange(2.0).unsqueeze(1)
+        return super().forward(x) * self.table[: len(x)]
+
+
+def test_what_a_model_makes_in_an_evaluation_can_be_trained_with():
+    model = Caching(1, 1)
+    evaluator(model)()
+
+    model(torch.ones(2, 1)).sum().backward()
+
+    assert model.weight.grad == 1
+
+
+class Noisy(nn.Linear):
+    """Adds noise of its own."""
+
+    generator = torch.Generator()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + torch.randn(x.shape, generator=self.generator)
+
+
+def test_a_models_own_generator_is_keyed_in_an_evaluation():
+    evaluate = evaluator(Noisy(1, 1))
+
+    assert evaluate() == evaluate()
+
+
+class Observing(nn.Linear):
+    """Looks at its inputs in every mode, as torch.ao's observers do."""
+
+    def __init__(self) -> None:
+        super().__init__(1, 1)
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen += len(x)
+        self.mean = 0.5 * (self.mean + x.detach().mean(0))
+        return super().forward(x) + self.seen + self.mean
+
+
+def test_an_evaluation_leaves_nothing_in_the_models_buffers_and_tells_once():
+    model, said = Observing(), []
+    model(torch.ones(3, 1))
+    kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    mean = model.mean
+    evaluate = evaluator(model, announce=said.append)
+
+    scores = evaluate()
+
+    assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
+    assert model.mean is mean
+    assert evaluate() == scores
+    assert len(said) == 1
+    assert "moves its buffers mean, seen when it is evaluated too" in said[0]
+
+
+@pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
+def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
+    evaluate = evaluator(nn.Linear(1, 1), epoch=lambda: epoch,
+                         faults=Faults([faults.parse("raise:epoch=2:phase=evaluate")]))
 
     if fires:
         with pytest.raises(InjectedFault, match="at step 9, evaluate"):

@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import Dataset, Subset, random_split
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
+from torch.utils.data import (
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    random_split,
+)  # fmt: skip
 
 from trainer.data.bad import SampleError
 from trainer.data.reading import KeyedSamples, in_memory
@@ -114,3 +122,129 @@ def test_samples_that_are_left_out_by_getitems_are_an_error():
 
     with pytest.raises(SampleError, match=r"sample 4 .* asked for 1 samples and gave 0"):
         KeyedSamples(Fewer(), seed=1)[Slot(1, 0, 0, True, (3, 4, 5))]
+
+
+@pytest.mark.parametrize("join", [
+    lambda one, other: ConcatDataset([one, other]), lambda one, other: StackDataset(one, other),
+    lambda one, other: StackDataset(a=one, b=Subset(other, [*range(12)])),
+])  # fmt: skip
+def test_data_sets_that_are_put_together_are_told_the_epoch(join):
+    one, other = Plain(), Plain()
+
+    KeyedSamples(join(one, other), seed=1)[Slot(9, 4, 0, True, (0,))]
+
+    assert one.epoch == other.epoch == 4
+
+
+def test_a_data_set_that_several_read_is_told_by_each_its_epoch():
+    whole = Plain()
+    one, other = (KeyedSamples(part, seed=1) for part in random_split(whole, [6, 6]))
+
+    read = [reader[Slot(1, epoch, 0, True, (0,))].batch[1].item()
+            for reader, epoch in [(one, 3), (other, 0), (one, 3), (one, 3), (other, 1), (other, 0)]]
+
+    assert read == [3, 0, 3, 3, 1, 0]
+
+
+class Shuffling(Plain):
+    """Draws the order of an epoch, from each kind of generator."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng()
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+        draws = torch.rand(12).double().numpy() + np.random.rand(12) + self.own.random(12)
+        self.order = np.argsort(draws)
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.order[index])
+
+
+class Reseeded(Plain):
+    """Has another generator in each epoch."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.own = np.random.default_rng(epoch)
+
+    def __getitem__(self, index: int) -> float:
+        return self.own.random()
+
+
+def test_a_generator_that_is_made_for_an_epoch_is_keyed_too():
+    straight, later = (KeyedSamples(Reseeded(), seed=1) for _ in "12")
+    for slot in (Slot(1, 0, 0, True, (0, 1)), Slot(2, 1, 0, True, (2, 3))):
+        straight[slot]
+    slot = Slot(3, 1, 0, True, (4, 5))
+
+    assert torch.equal(straight[slot].batch, later[slot].batch)
+
+
+def test_what_a_data_set_draws_for_an_epoch_is_keyed():
+    whole = tuple(range(12))
+    orders = [KeyedSamples(Shuffling(), seed=seed)[Slot(1, epoch, 0, True, whole)].batch.tolist()
+              for seed, epoch in [(1, 2), (1, 2), (1, 3), (2, 2)]]
+
+    assert orders[0] == orders[1]
+    assert len({tuple(order) for order in orders}) == 3
+    assert KeyedSamples(Shuffling(), seed=1).sample(0) in whole, "told the epoch before the first"
+
+
+class Refilling(TensorDataset):
+    """Fills the same memory again each time; or the next of several."""
+
+    def __init__(self, buffers: int, *, numpy: bool) -> None:
+        super().__init__(torch.arange(24.0).view(12, 2))
+        self.buffers, self.reads, self.numpy = torch.zeros(buffers, 2, 2), 0, numpy
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        buffer = self.buffers[self.reads % len(self.buffers)]
+        self.reads += 1
+        buffer.copy_(self.tensors[0][list(indices)])
+        return buffer.numpy() if self.numpy else buffer
+
+
+def slots(count: int) -> list[Slot]:
+    return [Slot(1, 0, n, n == count - 1, (2 * n, 2 * n + 1)) for n in range(count)]
+
+
+@pytest.mark.parametrize(("buffers", "numpy"), [(1, False), (3, False), (1, True)])
+def test_batches_in_memory_that_is_filled_again_stay_what_they_were(buffers, numpy):
+    data = Refilling(buffers, numpy=numpy)
+    samples = KeyedSamples(data, seed=1)
+
+    batches = [samples[slot].batch for slot in slots(6)]
+
+    assert np.array_equal(np.concatenate(batches), data.tensors[0])
+
+
+class Slicing(TensorDataset):
+    """Hands out views of what it has: a column less, one row for all, and constants."""
+
+    def __getitems__(self, indices: list[int]) -> Any:
+        x = self.tensors[0]
+        rows = x[indices[0] : indices[0] + 2]
+        return rows[:, 1:], rows.t(), x[0].expand(2, -1), torch.full((2,), float("nan"))
+
+
+def test_batches_in_memory_of_their_own_lie_in_it_as_they_were_given():
+    data = Slicing(torch.arange(36.0).view(12, 3))
+    samples = KeyedSamples(data, seed=1)
+
+    for slot in slots(6):
+        given, batch = data.__getitems__(list(slot.indices)), samples[slot].batch
+        assert [t.stride() for t in batch] == [t.stride() for t in given]
+        assert all(map(torch.equal, batch[:3], given[:3]))
+    assert batch[0].data_ptr() == given[0].data_ptr(), "no copy, once it is known that none is due"
+
+
+def test_batches_that_are_more_than_their_tensors_are_left_so():
+    def packed(samples: list[torch.Tensor]) -> PackedSequence:
+        return pack_sequence([torch.arange(n + 1.0) for n in samples], enforce_sorted=False)
+
+    samples = KeyedSamples(range(12), seed=1, collate=packed)
+
+    for slot in slots(6):
+        batch = samples[slot].batch
+        assert type(batch) is PackedSequence
+        assert torch.equal(batch.data, packed(list(slot.indices)).data)

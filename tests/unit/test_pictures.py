@@ -19,22 +19,25 @@ def pictures(folder: Any, draw: Any, shown: list[Any]) -> Pictures:
                     show=lambda image, step: shown.append((step, image.shape)))
 
 
-def test_a_picture_is_drawn_in_eval_mode_and_moves_no_generator(tmp_path):
+def test_a_picture_is_drawn_in_eval_mode_and_moves_no_generator_or_buffer(tmp_path):
     modes, shown = [], []
 
     def draw(model: nn.Module) -> np.ndarray:
         modes.append([m.training for m in model.modules()])
         level = int(torch.rand(()) * 0) + 40
+        model.drawn += 1
         return np.full((4, 6, 3), level, dtype=np.uint8)
 
     taken = pictures(tmp_path, draw, shown)
     taken.model[1].eval()  # a mode of its own is lost by train(), as in an evaluation
     taken.model.train()
+    taken.model.register_buffer("drawn", torch.zeros(()))
     before = torch.get_rng_state()
 
     taken.take(7)
 
     assert torch.equal(torch.get_rng_state(), before)
+    assert taken.model.drawn == 0
     assert modes == [[False] * 3]
     assert taken.model.training
     assert shown == [(7, (4, 6, 3))]

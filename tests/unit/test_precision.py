@@ -7,6 +7,8 @@ from torch import nn
 
 from trainer import precision
 from trainer.config import Precision
+from trainer.parallel import Objective
+from trainer.task import Outcome
 
 
 def test_tf32_is_switched_for_matrix_products_and_convolutions_together():
@@ -24,3 +26,36 @@ def test_the_hunt_for_a_nan_is_never_compiled():
               for eager in (False, True)]
 
     assert chosen == [True, False]
+
+
+def test_a_model_is_taken_out_of_wrappers_and_stays_compiled():
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    def compiled(module):
+        return torch.compile(module, backend=backend)
+
+    part, twice = compiled(nn.Linear(1, 1)), nn.DataParallel(nn.Linear(1, 1))
+
+    for wrapped in (nn.Sequential(part, twice, twice), nn.DataParallel(compiled(nn.Sequential(
+            *(nn.Linear(1, 1) for _ in range(3)))))):
+        model = precision.plain(wrapped)
+        graphs.clear()
+        model(torch.ones(1, 1))
+
+        assert [*model.state_dict()] == [
+            f"{place}.{name}" for place in range(3) for name in ("weight", "bias")]
+        assert graphs
+
+
+def test_gradients_of_float64_are_as_good_as_that():
+    model = nn.Linear(1, 1, dtype=torch.float64)
+    objective = Objective(model, lambda model, x: Outcome(model(x).sum(), len(x)), num_ranks=1,
+                          nominal_count=3, device=torch.device("cpu"))
+
+    objective(torch.ones(1, 1, dtype=torch.float64), 1).backward()
+
+    assert model.weight.grad == 1 / 3

@@ -15,7 +15,7 @@ from trainer.config import Batch, Config, Parallel
 from trainer.data.feed import known_length
 from trainer.errors import ConfigError
 from trainer.outcome import check_outcome
-from trainer.prepare import prepare
+from trainer.prepare import content, prepare
 from trainer.task import Outcome, uncalled
 from trainer.testing import check_task
 from trainer.world import Launch, World
@@ -297,3 +297,10 @@ def test_an_outcome_of_what_is_no_number_is_refused(wrong, told):
         check_outcome(Outcome(**{"total": torch.zeros(()), "count": 1, **wrong}))
 
     assert told in str(error.value)
+
+
+def test_a_sample_of_ragged_rows_has_a_content():
+    def rows(*lengths: int) -> torch.Tensor:
+        return torch.nested.nested_tensor([torch.ones(n) for n in lengths], layout=torch.jagged)
+
+    assert content(rows(1, 3)) == content(rows(1, 3)) != content(rows(3, 1))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import itertools
 import json
 import random
@@ -9,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import test_rng
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -145,12 +148,22 @@ class Draws(Dataset):
         return 4
 
 
+class Slotted:
+    """Has no dictionary of attributes."""
+
+    __slots__ = ("__generator",)
+
+    def __init__(self, generator: object) -> None:
+        self.__generator = generator
+
+
 GENERATORS = {
     "python": (random.Random, lambda g: g.random()),
     "torch": (torch.Generator, lambda g: torch.rand((), generator=g).item()),
     "PCG64": (lambda: np.random.default_rng(), lambda g: g.random()),
     "MT19937": (lambda: np.random.Generator(np.random.MT19937()), lambda g: g.random()),
     "Philox": (lambda: np.random.Generator(np.random.Philox()), lambda g: g.random()),
+    "bits": (np.random.PCG64, lambda g: g.random_raw()),
     "RandomState": (np.random.RandomState, lambda g: g.random_sample()),
 }
 
@@ -183,12 +196,51 @@ def test_an_own_generator_does_not_repeat_the_process_wide_draws():
     lambda g: Subset(Draws(g), [0]),
     lambda g: ConcatDataset([Draws(None), Subset(Draws(g), [0, 1])]),
     lambda g: Draws([None, {"flip": SimpleNamespace(deep=(g,))}]),
+    lambda g: Draws(functools.partial(max, 1, key=g)),
+    lambda g: Draws(collections.deque([Slotted(g)])),
+    lambda g: Draws((lambda own: (yield from iter(own.random, None)))(g)),
+    lambda g: Draws(lambda: g),
+    lambda g: Draws(functools.cache(lambda x=g: x)),
+    lambda g: Draws(Draws(g).__len__),
+    lambda g: type("Owner", (), {"shared": g})(),
+    lambda g: type("Owner", (), {"drawn": property(lambda self: g)})(),
 ])
 @pytest.mark.parametrize("kind", GENERATORS)
 def test_own_generators_are_found_wherever_they_are_nested(kind, nest):
     generator = GENERATORS[kind][0]()
 
     assert [id(found) for found in rng.own_generators(nest(generator))] == [id(generator)]
+
+
+WIDE = random.Random()
+
+
+def draw_widely() -> float:
+    return WIDE.random()
+
+
+class Widely(Draws):
+    def __getitem__(self, index: int) -> float:
+        return draw_widely()
+
+
+class Elsewhere(Draws):
+    def __getitem__(self, index: int) -> float:
+        return test_rng.draw_widely()
+
+
+@pytest.mark.parametrize("owner", [Widely(None), Draws(WIDE.random), Draws(draw_widely),
+                                   Elsewhere(None)])
+def test_a_generator_of_the_module_is_found_by_what_draws_from_it(owner):
+    assert rng.own_generators(owner) == [WIDE]
+
+
+def test_generators_of_one_owner_draw_apart():
+    one, other = random.Random(), random.Random()
+
+    rng.key_object(rng.own_generators(Draws([one, other])), 1, 2)
+
+    assert one.random() != other.random()
 
 
 def test_an_object_that_holds_itself_and_its_generator_twice_is_walked_once():

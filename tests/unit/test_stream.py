@@ -13,7 +13,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer.data.bad import SampleError
 from trainer.data.batch import collate
-from trainer.data.feed import Cut
+from trainer.data.feed import Cut, first_samples
 from trainer.data.stream import Stream
 from trainer.errors import ConfigError
 
@@ -42,6 +42,22 @@ class Shuffled(IterableDataset):
                 yield buffer.pop(random.randrange(10))
         while buffer:
             yield buffer.pop(random.randrange(len(buffer)))
+
+
+class Ordered(IterableDataset):
+    """Draws its order when it is told the epoch, and has none before."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.order = random.sample(range(8), 8)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.order)
+
+
+def test_a_streams_first_samples_are_those_of_an_order_that_is_keyed():
+    read = [first_samples(Ordered(), lanes=2, count=8, seed=1) for _ in "12"]
+
+    assert read[0] == read[1]
 
 
 class DividedByWorker(Counted):

@@ -16,6 +16,7 @@ SMALL = 128 << 10
 """Bytes of a tensor's memory up to which a loader process sends them through its pipe. For shared
 memory, which larger ones are put in, a connection to that process is made each time: 1 ms."""
 
+_FIRST = 4
 _OWN_COLLATE = "make them alike in the data set, or give the task a collate(samples) that pads them"
 
 
@@ -29,16 +30,67 @@ def copy_of(batch: Any) -> Any:
     return map_tensors(Tensor.clone, batch)
 
 
+class OwnMemory:
+    """Gives batches memory of their own, where what makes them fills the same memory each time:
+    several are in use at once. The first few, which tell, are copies in any case."""
+
+    def __init__(self) -> None:
+        self._first: list[tuple[Any, Any]] = []
+        self._needed: bool | None = None
+
+    def __call__(self, batch: Any) -> Any:
+        if self._needed is False:
+            return batch
+        own = _map(_twin, batch)
+        if self._needed is None:
+            if not all(_alike(given, copied) for given, copied in self._first):
+                self._needed = True
+            elif len(self._first) == _FIRST:
+                self._needed = False
+            self._first = [*self._first, (batch, own)] if self._needed is None else []
+        return own
+
+
+def _twin(leaf: Any) -> Any:
+    """The same in memory of its own, in which it lies alike: how it lies may decide bits."""
+    if isinstance(leaf, np.ndarray):
+        return leaf.copy(order="K")
+    if not isinstance(leaf, Tensor):
+        return leaf
+    if not _is_plain(leaf) or not leaf.numel():
+        return leaf.clone()
+    reach = 1 + sum((n - 1) * by for n, by in zip(leaf.shape, leaf.stride(), strict=True))
+    return leaf.as_strided((reach,), (1,)).clone().as_strided(leaf.shape, leaf.stride())
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) is Tensor and tensor.layout == torch.strided and not (
+        tensor.is_nested or tensor.is_conj() or tensor.is_neg())
+
+
+def _alike(batch: Any, other: Any) -> bool:
+    """Whether the tensors and arrays of two batches of one form are equal."""
+    pairs = zip(_leaves(batch), _leaves(other), strict=True)
+    return all(one.tobytes() == two.tobytes() if isinstance(one, np.ndarray) else
+               not (isinstance(one, Tensor) and _is_plain(one)) or torch.equal(one, two) or (
+                   one.is_floating_point() and torch.allclose(one, two, 0, 0, equal_nan=True))
+               for one, two in pairs)
+
+
+def _leaves(batch: Any) -> list[Any]:
+    found: list[Any] = []
+
+    def note(leaf: Any) -> Any:
+        found.append(leaf)
+        return leaf
+
+    _map(note, batch)
+    return found
+
+
 def tensors(batch: Any) -> Iterator[Tensor]:
     """Each tensor in a batch."""
-    found: list[Tensor] = []
-
-    def note(tensor: Tensor) -> Tensor:
-        found.append(tensor)
-        return tensor
-
-    map_tensors(note, batch)
-    yield from found
+    yield from (leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
 def collate(samples: Sequence[Any]) -> Any:

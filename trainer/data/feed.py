@@ -24,6 +24,7 @@ from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.data.bad import named
+from trainer.data.reading import begin_epoch
 from trainer.errors import ConfigError
 
 _OPEN = -1
@@ -105,7 +106,7 @@ class Feed:
             self._generators = rng.own_generators(dataset)
             self._key(_OPEN)
             source = dataset.lane(number, cut.lanes) if cut.own else dataset
-            self._generators = rng.own_generators([dataset, source])
+            self._generators = rng.own_generators(dataset, source)
             self._iterator = iter(source)
             holders = (h for h in (self._iterator, source) if _is_stateful(h))
             self._holder = next(holders, None)
@@ -182,6 +183,7 @@ def known_length(dataset: Any) -> int | None:
 
 def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[Any]:
     """Up to `count` samples from the beginning of lane 0 of a fresh data set, in epoch 0."""
+    begin_epoch(dataset, 0, seed=seed)
     own = hasattr(dataset, "lane")
     cut = Cut(lanes=lanes if own else 1, micro_size=count, own=own)
     return [s for _, s in Feed(dataset, cut, number=0, seed=seed, epoch=0).take()]

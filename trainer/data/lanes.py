@@ -14,7 +14,7 @@ from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.bad import handing_over, named, this_worker
 from trainer.data.feed import Cut, Feed, Mark
-from trainer.data.reading import Micro
+from trainer.data.reading import Micro, begin_epoch
 from trainer.data.sampler import Slot, block
 from trainer.errors import ConfigError
 
@@ -58,6 +58,7 @@ class LaneReader(IterableDataset[Part]):
         self._rank = rank
         self._worker: int | None = None
         self._form: Any = None
+        self._own_memory = batches.OwnMemory()
 
     def __iter__(self) -> Iterator[Part]:
         info = get_worker_info()
@@ -76,8 +77,7 @@ class LaneReader(IterableDataset[Part]):
         return handing_over(parts, rank=self._rank, worker=self._worker)
 
     def _parts(self, epoch: int, windows: int, marks: dict[int, Mark]) -> Iterator[Part]:
-        if hasattr(self._dataset, "set_epoch"):
-            self._dataset.set_epoch(epoch)
+        begin_epoch(self._dataset, epoch, seed=self._seed)
         feeds = [
             Feed(self._dataset, self._cut, number=number, seed=self._seed, epoch=epoch,
                  mark=marks.get(number, Mark()), windows=windows)
@@ -106,7 +106,7 @@ class LaneReader(IterableDataset[Part]):
             self._seed, rng.SAMPLE, epoch, lane, slot.indices[0], _COLLATE, devices=False
         )
         with named(f"collating samples {list(slot.indices)} of lane {lane} of epoch {epoch}"):
-            return Micro(slot, self._collate([sample for _, sample in taken]))
+            return Micro(slot, self._own_memory(self._collate([sample for _, sample in taken])))
 
     def _some_sample(self, epoch: int) -> Any:
         """A sample, for the form of an empty micro-batch: from another lane if need be."""
@@ -142,6 +142,7 @@ class StreamBatches(IterableDataset[Micro]):
 
     def _share(self) -> Iterator[Micro]:
         torch.utils.data._utils.worker._worker_info = None  # as in LaneReader
+        begin_epoch(self._dataset, 0, seed=self._seed)
         feed = Feed(self._dataset, self._cut, number=0, seed=self._seed, epoch=0)
         number = 0
         while taken := feed.take():

@@ -10,7 +10,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset, Subset, TensorDataset
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)  # fmt: skip
 
 from trainer import rng
 from trainer.data import batch as batches
@@ -88,22 +95,21 @@ class KeyedSamples(Dataset[Micro]):
         self._collate = collate
         self._augment = augment
         self._skip, self._rank, self._advice = skip, rank, advice
+        self._own_memory = batches.OwnMemory()
         self._epoch: int | None = None
+        self._listeners: list[int] = []
         self._generators: list[Any] | None = None
 
     def __len__(self) -> int:
         return len(self._dataset)
 
     def __getitem__(self, slot: Slot) -> Micro:
-        if slot.epoch != self._epoch:
-            self._epoch = slot.epoch
-            for dataset in _nested(self._dataset):
-                if hasattr(dataset, "set_epoch"):
-                    dataset.set_epoch(slot.epoch)
+        self._begin(slot.epoch)
         why: dict[int, str] = {}
         worker = this_worker()
         try:
             batch, chosen = self._read(slot.indices or (0,), slot.epoch, why)
+            batch = self._own_memory(batch)
         except SampleError as error:
             return hand_over(error, rank=self._rank, worker=worker,  # type: ignore[return-value]
                              advice=self._advice)
@@ -118,10 +124,17 @@ class KeyedSamples(Dataset[Micro]):
 
     def sample(self, index: int) -> Any:
         """One sample of epoch 0, as the data set gives it."""
+        self._begin(0)
         try:
             return self._choose(index, 0, lambda i: self._one(i, 0), {})[1]
         except SampleError as error:
             return hand_over(error, rank=self._rank, worker=None, advice=self._advice)
+
+    def _begin(self, epoch: int) -> None:
+        if epoch != self._epoch or any(_TOLD[i] != epoch for i in self._listeners):
+            self._epoch = epoch
+            self._listeners = begin_epoch(self._dataset, epoch, seed=self._seed)
+            self._generators = None  # it may have made others
 
     def _read(
         self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
@@ -221,7 +234,7 @@ class KeyedSamples(Dataset[Micro]):
 
     def _key(self, epoch: int, index: int) -> None:
         if self._generators is None:
-            self._generators = rng.own_generators(self._dataset)
+            self._generators = rng.own_generators(self._dataset, self._collate)
         rng.key_generators(self._seed, rng.SAMPLE, epoch, index, devices=False)
         if self._generators:
             rng.key_object(self._generators, self._seed, rng.SAMPLE, epoch, index)
@@ -236,6 +249,37 @@ class KeyedSamples(Dataset[Micro]):
             return f"{doing} {which} of epoch {epoch}"
 
         return named(what)
+
+
+_TOLD: dict[int, int] = {}
+"""The id of a data set → the epoch that this process has told it last. Several readers may share
+it: of training and validation samples, into which one was divided."""
+
+
+def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
+    """`set_epoch` of a data set, and of those that torch's own classes put together in it. What it
+    draws then, an order perhaps, is keyed: the same on all ranks, and after a restart.
+
+    Returns:
+        The ids of those that have such a method.
+    """
+    queue, listeners = [dataset], []
+    for one in queue:
+        if hasattr(one, "set_epoch"):
+            listeners.append(one)
+        if isinstance(one, Subset):
+            queue.append(one.dataset)
+        elif isinstance(one, ConcatDataset | ChainDataset):
+            queue += one.datasets
+        elif isinstance(one, StackDataset):
+            queue += one.datasets.values() if isinstance(one.datasets, dict) else one.datasets
+    if listeners:
+        rng.key_generators(seed, rng.DATA, epoch, devices=False)
+        rng.key_object(rng.own_generators(dataset), seed, rng.DATA, epoch)
+    for one in listeners:
+        one.set_epoch(epoch)
+        _TOLD[id(one)] = epoch
+    return [id(one) for one in listeners]
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
