@@ -113,7 +113,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         by_hand = Hand(build(dataclasses.replace(config, run=folder / "by-hand"), world, log,
                              StopRequest(), watchdog.pulse), watch)
         parts.loader._source = Timed(parts.loader._source, watch)
-        parts.step.objective._loss = watch.around(parts.step.objective._loss)
+        parts.step.objective.loss = watch.around(parts.step.objective.loss)
         time_updates(parts.step.optimizer, parts.step.schedule, watch)
         before = torch.Tensor.backward, trainer.step.clip, trainer.step.zero_grad
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
@@ -162,7 +162,7 @@ class Hand:
 
         self._parts, self._watch, self._clip = parts, watch, watch.around(clip_grad_norm_)
         self._source = Timed(parts.loader._source, watch)
-        self._loss = watch.around(parts.step.objective._loss)
+        self._loss = watch.around(parts.step.objective.loss)
         self._micro_batches = parts.config.batch.global_size // parts.config.batch.micro_size
         groups = [{name: group[name] for name in ("params", "lr", "weight_decay")}
                   for group in parts.step.optimizer.param_groups]
