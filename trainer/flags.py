@@ -200,5 +200,9 @@ def plain(text: str) -> str:
             wanted = re.sub(r"[{}]", "", kind).strip().replace("|", " or ").replace(",", ", ")
             wanted += ", or several with blanks between them," if several else ""
             return f"{flag} {_as_typed(value[1])}: {wanted} is wanted. {about}"
+        if "key-value pairs" in why:
+            return (f"{flag}: keys and values in turns are wanted, with blanks between them: "
+                    f"{flag} KEY VALUE. {about}")
         return f"{flag}: {why}. {about}"
-    return re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", told)
+    told = re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", told)
+    return re.sub(r"^Error parsing (task[\w.]*): ", r"--\1: ", told)  # its __post_init__ says so
