@@ -45,6 +45,44 @@ def test_named_losses_and_metrics_stand_side_by_side():
     assert list(metrics) == ["box", "mask", "losses"]
 
 
+def evaluator(loss: Any, **more: Any) -> Evaluator:
+    given = {"rank": 0, "num_ranks": 1, "all_sum": lambda table: table, **more}
+    return Evaluator(
+        model=nn.Linear(1, 1), loss=loss, dataset=[torch.full((1,), float(n)) for n in range(4)],
+        collate=collate, batch_size=2, workers=0, seed=0, device=torch.device("cpu"),
+        autocast=contextlib.nullcontext, step=lambda: 9, faults=Faults(), **given,
+    )  # fmt: skip
+
+
+def by_content(model: nn.Module, batch: Any) -> Outcome:
+    return Outcome(model(batch).sum(), len(batch), {"high" if batch[0] > 1 else "low": (1, 2)})
+
+
+def test_metrics_that_differ_from_batch_to_batch_are_refused():
+    with pytest.raises(ConfigError, match=r"metrics \['low'\] for a batch of the evaluation and "
+                                          r"\['high'\] for another; return the same for each"):
+        evaluator(by_content)()
+
+
+def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
+    votes, told = [], []
+
+    def gather(vote: torch.Tensor) -> torch.Tensor:
+        votes.append(vote)
+        raise InterruptedError
+
+    for rank in range(2):
+        with pytest.raises(InterruptedError):
+            evaluator(by_content, rank=rank, num_ranks=2, all_sum=gather)()
+    for rank in range(2):
+        with pytest.raises(ConfigError, match=r"on rank . and others elsewhere") as error:
+            evaluator(by_content, rank=rank, num_ranks=2, all_sum=lambda _: sum(votes))()
+        told.append(str(error.value))
+
+    assert "['low'] on rank 0" in told[0]
+    assert "['high'] on rank 1" in told[1]
+
+
 @pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
 def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
     def loss(model: nn.Module, batch: Any) -> Outcome:
