@@ -30,7 +30,7 @@ from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import Plan
 from trainer.errors import ConfigError
 from trainer.length import Length
-from trainer.task import SPLITS, load_object, refuse_calls
+from trainer.task import SPLITS, figures_of, load_object, refuse_calls
 from trainer.world import World
 
 REMEDY = ("mend it, or go on with others in the place of such samples: --data.on-error skip")
@@ -62,6 +62,8 @@ class Work:
     fingerprint: str
     sinks: dict[str, Any]
     """The user's own, by name: what makes each."""
+    figures: dict[str, Any]
+    """The task's, by name: functions of an evaluation's means and table."""
     card: dict[str, Any]
 
 
@@ -76,6 +78,7 @@ def prepare(config: Config[Any], world: World) -> Work:
     wandb_sink.check_installed(config.log.wandb)
     task = bind_seed(config.task, config.seed)
     refuse_calls(task)
+    figures = figures_of(task)
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "
@@ -109,10 +112,11 @@ def prepare(config: Config[Any], world: World) -> Work:
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,
         "frozen_parameters": frozen,
+        "untrained": optim.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
     }
     return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
-                 intervals=intervals, card=card, sinks=sinks,
+                 intervals=intervals, card=card, sinks=sinks, figures=figures,
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 

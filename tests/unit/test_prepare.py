@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from trainer import card
 from trainer.config import Batch, Config, Parallel
 from trainer.data.feed import known_length
 from trainer.errors import ConfigError
@@ -83,6 +84,40 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
 
     with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
         prepared(Forgetful())
+
+
+def test_a_module_in_place_of_the_method_that_makes_one_is_refused():
+    class Ready(Made):
+        model = nn.Linear(2, 1)  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match="--task: model of Ready is a Linear itself; let it be a"):
+        prepared(Ready())
+
+
+@pytest.mark.parametrize(("figures", "told"), [
+    (None, "returned None; return a dict of name: function"), (["f1"], r"returned \['f1'\]"),
+    ({"f1": 0.5}, "returned {'f1': 0.5}"), ({"f1": lambda means: 0.5}, "returned {'f1': <function"),
+    ({"loss": lambda means, table: 0.5}, "has 'loss'; the validation has a val_loss of its own"),
+])  # fmt: skip
+def test_figures_that_are_none_are_refused_before_anything_starts(figures, told):
+    class Judged(Made):
+        def figures(self) -> Any:
+            return figures
+
+    with pytest.raises(ConfigError, match=rf"--task: figures\(\) {told}"):
+        prepared(Judged())
+
+
+def test_parameters_that_no_group_of_the_task_has_are_told():
+    class Grouped(Made):
+        def parameter_groups(self, model: Any) -> Any:
+            return [{"params": [next(model.parameters())]}]
+
+    work = prepared(Grouped())
+
+    names = [name for name, _ in work.model.named_parameters()][1:]
+    assert work.card["untrained"] == names
+    assert names[0] in card.doubts(Config(task=Grouped()), work.card, epoch=9, total=99)[0]
 
 
 SAMPLES: dict[str, tuple[Any, Any]] = {
@@ -282,6 +317,11 @@ def test_a_synchronised_batch_norm_is_refused_where_ranks_may_come_and_go():
 @pytest.mark.parametrize(("wrong", "told"), [
     ({"count": None}, "Outcome.count is a NoneType"),
     ({"count": -2}, "Outcome.count is -2"),
+    ({"count": float("nan")}, "Outcome.count is nan"),
+    ({"metrics": None}, "Outcome.metrics is a NoneType; a dict is wanted"),
+    ({"metrics": [("a", (1, 1))]}, "Outcome.metrics is a list; a dict is wanted"),
+    ({"table": [[1, 0], [0, 1]]}, "Outcome.table is a list; a tensor of counts is wanted"),
+    ({"total": torch.ones((), dtype=torch.complex64)}, "Outcome.total is () torch.complex64"),
     ({"metrics": {"a": torch.ones(())}}, r"the metric 'a' is a Tensor; it has to be (sum, count)"),
     ({"metrics": {"a": (None, 1)}}, "the sum of the metric 'a' is a NoneType"),
     ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32"),
