@@ -18,6 +18,7 @@ from typing import Any
 
 from trainer.diagnosis import is_foreign
 from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
+from trainer.flags import refuse_empty
 from trainer.limits import allow_files, check_cache_folder, check_current_folder
 from trainer.orders import Orders
 from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe
@@ -53,24 +54,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:  # a rank of `python -m launch` may outlive that folder
             check_current_folder()
+        if arguments and arguments[0] in COMMANDS:
+            from importlib import import_module
+
+            refuse_empty(arguments)
+            name = arguments[0].replace("-", "_")
+            if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack letters
+                sys.stdout.reconfigure(errors="backslashreplace")
+            with quiet_pipe():
+                return int(import_module(f"trainer.commands.{name}").main(arguments[1:]))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if arguments and arguments[0] in COMMANDS:
-        from importlib import import_module
-
-        name = arguments[0].replace("-", "_")
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack letters that are printed
-            sys.stdout.reconfigure(errors="backslashreplace")
-        try:
-            with quiet_pipe():
-                code = import_module(f"trainer.commands.{name}").main(arguments[1:])
-        except OSError as error:
-            if error.errno not in UNFIT or is_foreign(error):
-                raise
-            print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
-            return EXIT_CONFIG
-        return int(code)
+    except OSError as error:
+        if error.errno not in UNFIT or is_foreign(error):
+            raise
+        print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
+        return EXIT_CONFIG
     stop = StopRequest()
     stop.install()  # before anything heavy is imported
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:

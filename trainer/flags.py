@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections.abc
 import contextlib
@@ -44,6 +45,23 @@ def spelt(arguments: Sequence[str]) -> list[str]:
     known = [re.sub(r"^--run-dir(?==|$)", "--run", argument) for argument in arguments]
     # Short for a level of the log, and no key of its own.
     return ["--log.level=warning" if a == "--quiet" else a for a in known]
+
+
+def split(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """What a command's own parser takes, and the rest, which are flags of a training.
+
+    Raises:
+        ConfigError: one of these is rather a misspelt flag of the command.
+    """
+    options, rest = parser.parse_known_args(argv)
+    own = [flag for action in parser._actions for flag in action.option_strings]
+    for argument in rest:
+        flag = argument.partition("=")[0]
+        if "." not in flag and (near := difflib.get_close_matches(flag, own, n=1, cutoff=0.8)):
+            raise ConfigError(f"{flag}: there is no such flag; did you mean {near[0]}?")
+    return options, rest
 
 
 def many(cls: Any, prefix: str) -> Iterator[str]:
