@@ -184,11 +184,13 @@ def _plan(
         raise ConfigError('--task: dataset("train") returned None; a run needs training samples.')
     batch, samples = config.batch, known_length(data["train"])
     if world.size > batch.micro_batches:
+        size, most = batch.global_size, max(1, batch.global_size // world.size)
+        fits = next(n for n in range(most, 0, -1) if size % n == 0)
         raise ConfigError(
-            f"--nproc_per_node: {world.size} ranks, but --batch.global-size {batch.global_size} "
+            f"--nproc_per_node: {world.size} ranks, but --batch.global-size {size} "
             f"is only {batch.micro_batches} micro-batches of --batch.micro-size "
             f"{batch.micro_size}: use at most {batch.micro_batches} ranks, or a micro-size of "
-            f"{max(1, batch.global_size // world.size)} or less.")
+            f"{fits} or less.")
     if samples is None:
         # Where an epoch ends is seen when it does: the plan has one that lasts for the whole run.
         samples = _steps_of_unknown(config, data) * batch.global_size

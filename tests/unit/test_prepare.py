@@ -86,6 +86,14 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
         prepared(Forgetful())
 
 
+def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
+    world = World(Launch(size=20), torch.device("cpu"), threads=torch.get_num_threads())
+    config: Any = Config(task=Made(), batch=Batch(global_size=128, micro_size=32))
+
+    with pytest.raises(ConfigError, match="use at most 4 ranks, or a micro-size of 4 or less"):
+        prepare(config, world)
+
+
 def test_a_module_in_place_of_the_method_that_makes_one_is_refused():
     class Ready(Made):
         model = nn.Linear(2, 1)  # type: ignore[assignment]
