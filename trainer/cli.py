@@ -132,7 +132,8 @@ def load(path: Path, *, task_name: str | None = None, unchecked: bool = False) -
         raise ConfigError(f"{path}: task = {task_table!r}: it is a table [task], and its name is "
                           f"the key {_TASK_KEY} in it.")
     task_table = dict(task_table)
-    named = task_table.pop(_TASK_KEY, "images")
+    named = _value(str, found := task_table.pop(_TASK_KEY, "images"),
+                   f"{path}: task.{_TASK_KEY} = {found!r}")
     source = str(path)
     if task_name is not None and task_name != named:
         named, task_table, source = task_name, {}, f"--task {task_name}"
@@ -310,9 +311,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return hint[value]
     elif origin is dict and isinstance(value, dict):
         return {k: _value(typing.get_args(hint)[1], v, where) for k, v in value.items()}
-    name = getattr(hint, "__name__", str(hint)).replace("NoneType", "nothing")
-    name = "list" if name == "tuple" else name
-    raise ConfigError(f"{where}: a value of type {name} is wanted.")
+    raise ConfigError(f"{where}: a value of type {flags.kind(hint)} is wanted.")
 
 
 def _to_table(part: Any, prefix: str = "") -> dict[str, Any]:

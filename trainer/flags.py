@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import difflib
 import re
+import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -77,6 +78,17 @@ def many(cls: Any, prefix: str) -> Iterator[str]:
                     typing.get_origin(hint) is tuple and Ellipsis in typing.get_args(hint)):
                 yield flag
                 break
+
+
+def kind(hint: Any) -> str:
+    """A type in words."""
+    of = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join(map(kind, of))
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(str, of))
+    name = getattr(hint, "__name__", str(hint))
+    return {"tuple": "list", "NoneType": "None"}.get(name, name)
 
 
 def gathered(arguments: Sequence[str], flags: Iterable[str]) -> list[str]:
