@@ -175,6 +175,7 @@ def uncalled(task: Any) -> str:
 
 def refuse_calls(task: Any) -> None:
     """Raises: ConfigError: a method of the task can't be called as it is going to be."""
+    task = getattr(task, "given", task)  # of one that is given as an object, its own methods
     if isinstance(model := getattr(task, "model", None), nn.Module):
         raise ConfigError(f"--task: model of {type(task).__name__} is a {type(model).__name__} "
                           "itself; let it be a method that makes one anew: def model(self).")

@@ -15,6 +15,7 @@ from trainer import card
 from trainer.config import Batch, Config, Parallel
 from trainer.data.feed import known_length
 from trainer.errors import ConfigError
+from trainer.given import Given
 from trainer.outcome import check_outcome
 from trainer.prepare import prepare
 from trainer.task import Outcome, uncalled
@@ -82,8 +83,9 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
         def loss(self, batch: Any) -> Any:  # type: ignore[override]
             raise AssertionError("nothing is trained here")
 
-    with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
-        prepared(Forgetful())
+    for task in (Forgetful(), Given.of(Forgetful())):
+        with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
+            prepared(task)
 
 
 def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
@@ -100,6 +102,8 @@ def test_a_module_in_place_of_the_method_that_makes_one_is_refused():
 
     with pytest.raises(ConfigError, match="--task: model of Ready is a Linear itself; let it be a"):
         prepared(Ready())
+    with pytest.raises(ConfigError, match="--task: model of Ready is a Linear itself; let it be a"):
+        prepared(Given.of(Ready()))
 
 
 @pytest.mark.parametrize(("figures", "told"), [
