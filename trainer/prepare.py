@@ -198,12 +198,14 @@ def _plan(
                 drop_last=config.data.drop_last == "on",
                 in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
-        kind = type(data["train"]).__name__  # a tuple of two tensors has two samples
+        # A tuple of two tensors, or of two parts of a data set, has two samples.
+        kind = type(data["train"]).__name__ if isinstance(
+            data["train"], tuple | list | dict | str) else ""
         remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
-                  f"--batch.global-size {batch.global_size}: the training data ({kind}) have only "
-                  f"{samples} samples and --data.drop-last is on, so there is no whole global batch and no "
+                  f"--batch.global-size {batch.global_size}: the training data have only {samples} "
+                  "samples and --data.drop-last is on, so there is no whole global batch and no "
                   f"optimizer step; use a global size of {samples} or less, or --data.drop-last "
-                  "off.")
+                  "off." + (f" (dataset(\"train\") returned a {kind}.)" if kind else ""))
         raise ConfigError(remedy)
     epoch = plan.steps_per_epoch
     total = config.total_steps(epoch)

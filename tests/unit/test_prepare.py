@@ -88,6 +88,15 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
             prepared(task)
 
 
+def test_a_tuple_of_tensors_is_named_where_it_is_too_short():
+    class Pair(Made):
+        def dataset(self, split: str) -> Any:
+            return torch.zeros(200, 2), torch.zeros(200, 1)
+
+    with pytest.raises(ConfigError, match=r'only 2 samples .*"train"\) returned a tuple'):
+        prepared(Pair())
+
+
 def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
     world = World(Launch(size=20), torch.device("cpu"), threads=torch.get_num_threads())
     config: Any = Config(task=Made(), batch=Batch(global_size=128, micro_size=32))
