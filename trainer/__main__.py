@@ -19,7 +19,7 @@ from typing import Any
 from trainer.diagnosis import is_foreign
 from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
 from trainer.flags import refuse_empty
-from trainer.limits import allow_files, check_cache_folder, check_current_folder
+from trainer.limits import allow_files, check_current_folder, check_environment
 from trainer.orders import Orders
 from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe
 from trainer.stop import StopRequest, process_descriptor
@@ -155,7 +155,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
     try:
         launch = Launch.from_environment()
         allow_files(launch.local_size, launch.size - launch.local_size)
-        check_cache_folder()
+        check_environment()
         log = Log(launch.rank)
         failure = Failure(log)
         _watch_launcher(stop, launch, orders)

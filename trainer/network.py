@@ -11,8 +11,6 @@ import struct
 import sys
 from collections.abc import Collection, Iterator
 
-from trainer.errors import ConfigError
-
 SIOCGIFCONF = 0x8912  # linux/sockios.h: the IPv4 addresses of all interfaces
 IFREQ_BYTES = 40  # struct ifreq of a 64-bit Linux: 16 bytes of name, then a sockaddr
 
@@ -71,15 +69,7 @@ def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
     the user chose one; its name, None: left to torch.
 
     Between hosts, gloo would announce the address of the host's name, often 127.0.0.1.
-
-    Raises:
-        ConfigError: the user chose one for gloo that isn't here.
     """
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    here = [name for _, name in socket.if_nameindex()]
-    if not set(filter(None, chosen.split(","))) <= set(here):
-        raise ConfigError(f"environment variable GLOO_SOCKET_IFNAME is {chosen!r}; unset it, or "
-                          f"use an interface of this host: {', '.join(here)}.")
     name = loopback() if on_one_host else interface_towards(host, port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
