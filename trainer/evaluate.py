@@ -22,6 +22,7 @@ from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
 from trainer.errors import ConfigError
 from trainer.faults import Faults
+from trainer.inference import inference
 from trainer.outcome import check_outcome
 from trainer.task import Outcome
 
@@ -134,7 +135,7 @@ class Evaluator:
             number = micro.slot.number
             self.faults.at("evaluate", step=self.step(), epoch=self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
-            with torch.inference_mode(), self.autocast():
+            with inference(self.model), self.autocast():
                 outcome = self.loss(self.model, to_device(micro.batch, self.device))
             total, metrics = check_outcome(outcome)
             if names and names != ["loss", *metrics]:

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from trainer import rng
 from trainer.folder import replace_bytes
+from trainer.inference import inference
 from trainer.log import Log
 
 FOLDER, FILM = "pictures", "training.gif"
@@ -51,7 +51,7 @@ class Pictures:
         training = self.model.training
         self.model.eval()
         try:
-            with rng.preserved(), torch.inference_mode():
+            with rng.preserved(), inference(self.model):
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             if image.shape[2:] != (3,):
                 raise ValueError(f"picture(model) gave the shape {image.shape}; H×W×3 is wanted")

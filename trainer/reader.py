@@ -21,6 +21,7 @@ from trainer.data import batch as batches
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.evaluate import Evaluator
 from trainer.faults import Faults
+from trainer.inference import inference
 from trainer.prepare import bind_seed, make_data, make_model
 from trainer.source import STATE
 from trainer.state import EMA, MODEL
@@ -78,7 +79,7 @@ class Reader:
     def evaluating(self, number: int) -> Iterator[None]:
         """Where a batch of an evaluation is computed with."""
         rng.key_generators(self.config.seed, rng.EVALUATE, number)
-        with torch.inference_mode(), precision.autocast(self.choice, self.world.device)():
+        with inference(self.model), precision.autocast(self.choice, self.world.device)():
             yield
 
 

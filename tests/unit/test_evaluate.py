@@ -83,6 +83,19 @@ def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
     assert "['high'] on rank 1" in told[1]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_model_in_torchscript_is_evaluated_after_a_training_step():
+    evaluate = evaluator(lambda model, batch: Outcome(model(batch).sum(), len(batch)))
+    plain = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+    losses = []
+    for model in (plain, torch.jit.script(plain)):
+        model(torch.ones(2, 1)).sum().backward()
+        evaluate.model = model
+        losses.append(evaluate().loss)
+
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
 def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
     def loss(model: nn.Module, batch: Any) -> Outcome:
