@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 LAYERS = {
     # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
     0: "errors adamw allocator append communication confusion diagnosis drawing durable handles "
-       "handshake hang length network packing pipe processes rng snapshot stop progress tensorfile "
-       "data tasks commands recipes",
+       "handshake hang length network packing pipe processes rng snapshot stop progress "
+       "tensorfile data tasks commands recipes",
     # One thing each on top of that.
     1: "anomaly attempts attributes buffers device ema flags given graph groups heartbeats leaf "
        "job limits lock log manifest memory orders pairing pretrained pulse recompute stacks "

@@ -27,7 +27,8 @@ from trainer.errors import (
     StopRequested,
     TrainerError,
 )
-from trainer.limits import allow_files, check_cache_folder, check_current_folder
+from trainer.flags import refuse_empty
+from trainer.limits import allow_files, check_current_folder, check_environment
 from trainer.orders import Orders
 from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe
 from trainer.stop import StopRequest, process_descriptor
@@ -62,24 +63,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         if argv is None:  # a rank of `python -m launch` may outlive that folder
             check_current_folder()
+        if arguments and arguments[0] in COMMANDS:
+            from importlib import import_module
+
+            refuse_empty(arguments)
+            name = arguments[0].replace("-", "_")
+            if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack letters
+                sys.stdout.reconfigure(errors="backslashreplace")
+            with quiet_pipe():
+                return int(import_module(f"trainer.commands.{name}").main(arguments[1:]))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
-    if arguments and arguments[0] in COMMANDS:
-        from importlib import import_module
-
-        name = arguments[0].replace("-", "_")
-        if isinstance(sys.stdout, io.TextIOWrapper):  # a locale may lack letters that are printed
-            sys.stdout.reconfigure(errors="backslashreplace")
-        try:
-            with quiet_pipe():
-                code = import_module(f"trainer.commands.{name}").main(arguments[1:])
-        except OSError as error:
-            if error.errno not in UNFIT or is_foreign(error):
-                raise
-            print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
-            return EXIT_CONFIG
-        return int(code)
+    except OSError as error:
+        if error.errno not in UNFIT or is_foreign(error):
+            raise
+        print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
+        return EXIT_CONFIG
     stop = StopRequest()
     stop.install()  # before anything heavy is imported
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
@@ -157,7 +157,7 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
     try:
         launch = Launch.from_environment()
         allow_files(launch.local_size, launch.size - launch.local_size)
-        check_cache_folder()
+        check_environment()
         log = Log(launch.rank)
         failure = Failure(log)
         _watch_launcher(stop, launch, orders)

@@ -58,8 +58,12 @@ def bad_parameters(step: Step) -> list[str]:
 
 
 def told(fault: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
-         trainable: int) -> str:
-    """A sentence for people: what it was, and what to try."""
+         trainable: int, *, count: float = 1.0) -> str:
+    """A sentence for people: what it was, and what to try.
+
+    Args:
+        count: what the loss of the whole step was divided by.
+    """
     if fault != NONFINITE:
         return "the loss is far above the recent ones (--nonfinite.spike-z)"
     parts = []
@@ -76,7 +80,10 @@ def told(fault: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str]
             parts.append(("values without a finite square" if cause["buffers"] else
                           "the input was already non-finite")
                          + f": samples {_listed(cause['input'])}")
-    if not causes:
+    if not causes and not 0 < count < math.inf:
+        parts.append(f"Outcome.count came to {count:g} over all its micro-batches, and the loss is "
+                     "divided by that; let the task's loss return what it has summed over")
+    elif not causes:
         parts.append("the same computation is finite now, so neither data nor weights are to blame")
     which = "all" if len(parameters) == trainable else str(len(parameters))
     some = "" if len(parameters) == trainable else f": {_listed(parameters)}"

@@ -200,8 +200,7 @@ def build(
             all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
             weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
-            stopped=lambda: stop.requested, announce=log.announce,
-            figures=work.task.figures() if hasattr(work.task, "figures") else {},
+            stopped=lambda: stop.requested, announce=log.announce, figures=work.figures,
         )
         for split in ("validation", "test")
     }  # fmt: skip
@@ -216,7 +215,7 @@ def build(
         folder.replace_json(path / folder.ENVIRONMENT,
                             folder.environment(world, card, label=label, why=why))
         checkpoint.store.clean()
-        announce(log, about, doubts(config, card.get("init", ()), epoch=work.plan.steps_per_epoch,
+        announce(log, about, doubts(config, card, epoch=work.plan.steps_per_epoch,
                                     total=work.intervals.total), found, verdict, path)
         open_metrics(metrics, path, log, lines, world, work, position, config,
                      run_id=identity.run, guard=lock.committing, about=about, leak=leak)

@@ -56,10 +56,16 @@ def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) 
     return config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
 
 
-def doubts(config: Config[Any], init: Sequence[str], *, epoch: int, total: int) -> list[str]:
-    """What is said of a start: what doesn't fit of the weights to begin with, and a warm-up that
-    outlasts a run of `total` steps, `epoch` of them an epoch."""
-    told, warmup = [f"--init {config.init}: {line}" for line in init], config.schedule.warmup
+def doubts(
+    config: Config[Any], card: Mapping[str, Any], *, epoch: int, total: int
+) -> list[str]:
+    """What is said of a start: what doesn't fit of the weights to begin with, what isn't trained,
+    and a warm-up that outlasts a run of `total` steps, `epoch` of them an epoch."""
+    told = [f"--init {config.init}: {line}" for line in card.get("init", ())]
+    warmup, names = config.schedule.warmup, card.get("untrained", ())
+    if names:
+        told.append(f"nothing trains {', '.join(names[:5])}{', …' * (len(names) > 5)}: no group of "
+                    "the task's parameter_groups() has it; give it one, or freeze it")
     if (steps := warmup.steps(epoch=epoch, total=total)) > total:
         told.append(f"--schedule.warmup {warmup}: the run has {total} steps and the warm-up "
                     f"{steps}, so the rate ends at {total / steps:.0%} of --optim.lr; shorten it, "

@@ -64,7 +64,8 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     task_name, arguments = take_task(flags.spelt(arguments))
     flags.refuse_empty(arguments)
     path = find_recipe(recipe, commands.split(", "))
-    default = _without_rest(load(path, task_name=task_name), arguments)
+    given = any(argument.startswith(("--task.", "--task_")) for argument in arguments)
+    default = _without_rest(load(path, task_name=task_name, unchecked=given), arguments)
     arguments = flags.gathered(arguments, flags.many(type(default.task), "task."))
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_length_rule)
@@ -112,11 +113,12 @@ def _without_rest(default: Config[Any], arguments: Sequence[str]) -> Config[Any]
     return dataclasses.replace(default, schedule=Schedule(warmup=default.schedule.warmup))
 
 
-def load(path: Path, *, task_name: str | None = None) -> Config[Any]:
+def load(path: Path, *, task_name: str | None = None, unchecked: bool = False) -> Config[Any]:
     """The configuration that a TOML file holds.
 
     Args:
         task_name: replaces the file's task; the file's `[task]` fields go with the file's task.
+        unchecked: flags are still to change the task, which needn't be fit without them.
 
     Raises:
         ConfigError: names the file and the key.
@@ -130,11 +132,12 @@ def load(path: Path, *, task_name: str | None = None) -> Config[Any]:
         raise ConfigError(f"{path}: task = {task_table!r}: it is a table [task], and its name is "
                           f"the key {_TASK_KEY} in it.")
     task_table = dict(task_table)
-    named = task_table.pop(_TASK_KEY, "images")
+    named = _value(str, found := task_table.pop(_TASK_KEY, "images"),
+                   f"{path}: task.{_TASK_KEY} = {found!r}")
+    source = str(path)
     if task_name is not None and task_name != named:
-        named, task_table = task_name, {}
-    task_class = find_task(named)
-    task = _instance(task_class, task_table, "task.", str(path))
+        named, task_table, source = task_name, {}, f"--task {task_name}"
+    task = _instance(find_task(named), task_table, source, unchecked=unchecked)
     try:
         return _from_table(Config, table, "", str(path), task=task)
     except ConfigError as error:
@@ -203,10 +206,10 @@ def _length_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
     )
 
 
-def _instance(cls: type, table: dict[str, Any], prefix: str, source: str) -> Any:
+def _instance(cls: type, table: dict[str, Any], source: str, *, unchecked: bool) -> Any:
     """An instance of a task; fields that neither have a default nor stand in the file are left
-    for the flags to give."""
-    given = _fields_from_table(cls, table, prefix, source)
+    for the flags to give, and so is an instance that isn't fit, where it may be `unchecked`."""
+    given = _fields_from_table(cls, table, "task.", source)
     required = [
         f.name for f in dataclasses.fields(cls)
         if f.init and f.name not in given and f.default is dataclasses.MISSING
@@ -216,7 +219,9 @@ def _instance(cls: type, table: dict[str, Any], prefix: str, source: str) -> Any
         if not required:
             return cls(**given)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{source}: [task]: {error}") from error
+        if not unchecked:
+            where = source if source.startswith("--") else f"{source}: [task]"
+            raise ConfigError(f"{where}: {error}") from error
     blank: Any = object.__new__(cls)
     for field in dataclasses.fields(cls):
         if field.name in given:
@@ -306,9 +311,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return hint[value]
     elif origin is dict and isinstance(value, dict):
         return {k: _value(typing.get_args(hint)[1], v, where) for k, v in value.items()}
-    name = getattr(hint, "__name__", str(hint)).replace("NoneType", "nothing")
-    name = "list" if name == "tuple" else name
-    raise ConfigError(f"{where}: a value of type {name} is wanted.")
+    raise ConfigError(f"{where}: a value of type {flags.kind(hint)} is wanted.")
 
 
 def _to_table(part: Any, prefix: str = "") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, SupportsFloat
@@ -94,9 +95,17 @@ class Evaluator:
                 sums = self._sums()
         finally:
             self.model.train(training)
-        if self.all_sum(torch.tensor([float(sums is None)])).item() or sums is None:
+        # Alike on all ranks where the mean of the squares is the square of the mean.
+        mark = float(zlib.crc32(repr(sums and sums[0]).encode()) >> 16)
+        stopped, total, squares = self.all_sum(torch.tensor(
+            [float(sums is None), mark, mark * mark], dtype=torch.float64)).tolist()
+        if stopped or sums is None:
             return None
         names, rows, table = sums
+        if squares * self.num_ranks != total * total:
+            raise ConfigError(f"the task's loss returns the metrics {names[1:]} on rank {self.rank}"
+                              " and others elsewhere; return the same for each batch, (0, 0) "
+                              "for one that has nothing to count.")
         # Each row belongs to one rank and the others add zeros: the same bits for any split. The
         # table holds whole numbers, which add up exactly in any order.
         shared = rows if table is None else torch.cat([rows.flatten(), table.flatten()])
@@ -136,6 +145,10 @@ class Evaluator:
             with buffers.untouched(moved), torch.no_grad(), self.autocast():
                 outcome = self.loss(self.model, to_device(micro.batch, self.device))
             total, metrics = check_outcome(outcome)
+            if names and names != ["loss", *metrics]:
+                raise ConfigError(f"the task's loss returned the metrics {names[1:]} for a batch of"
+                                  f" the evaluation and {[*metrics]} for another; return the same "
+                                  "for each, (0, 0) where one has nothing to count.")
             names = ["loss", *metrics]
             pairs = [(total, outcome.count), *metrics.values()]
             row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]

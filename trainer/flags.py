@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import collections.abc
 import contextlib
 import dataclasses
 import difflib
 import re
+import types
 import typing
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -46,6 +48,23 @@ def spelt(arguments: Sequence[str]) -> list[str]:
     return ["--log.level=warning" if a == "--quiet" else a for a in known]
 
 
+def split(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """What a command's own parser takes, and the rest, which are flags of a training.
+
+    Raises:
+        ConfigError: one of these is rather a misspelt flag of the command.
+    """
+    options, rest = parser.parse_known_args(argv)
+    own = [flag for action in parser._actions for flag in action.option_strings]
+    for argument in rest:
+        flag = argument.partition("=")[0]
+        if "." not in flag and (near := difflib.get_close_matches(flag, own, n=1, cutoff=0.8)):
+            raise ConfigError(f"{flag}: there is no such flag; did you mean {near[0]}?")
+    return options, rest
+
+
 def many(cls: Any, prefix: str) -> Iterator[str]:
     """The flags of a task's fields that take any number of values."""
     hints = typing.get_type_hints(cls)
@@ -59,6 +78,17 @@ def many(cls: Any, prefix: str) -> Iterator[str]:
                     typing.get_origin(hint) is tuple and Ellipsis in typing.get_args(hint)):
                 yield flag
                 break
+
+
+def kind(hint: Any) -> str:
+    """A type in words."""
+    of = typing.get_args(hint)
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join(map(kind, of))
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(str, of))
+    name = getattr(hint, "__name__", str(hint))
+    return {"tuple": "list", "NoneType": "None"}.get(name, name)
 
 
 def gathered(arguments: Sequence[str], flags: Iterable[str]) -> list[str]:
@@ -200,5 +230,9 @@ def plain(text: str) -> str:
             wanted = re.sub(r"[{}]", "", kind).strip().replace("|", " or ").replace(",", ", ")
             wanted += ", or several with blanks between them," if several else ""
             return f"{flag} {_as_typed(value[1])}: {wanted} is wanted. {about}"
+        if "key-value pairs" in why:
+            return (f"{flag}: keys and values in turns are wanted, with blanks between them: "
+                    f"{flag} KEY VALUE. {about}")
         return f"{flag}: {why}. {about}"
-    return re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", told)
+    told = re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", told)
+    return re.sub(r"^Error parsing (task[\w.]*): ", r"--\1: ", told)  # its __post_init__ says so

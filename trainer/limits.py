@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import os
 import resource
+import socket
 
 from trainer.errors import ConfigError
 
@@ -55,6 +56,12 @@ def check_current_folder() -> None:
                           "to the same path once more") from error
 
 
+def check_environment() -> None:
+    """Raises: ConfigError: a variable names what isn't there."""
+    check_cache_folder()
+    check_interface()
+
+
 def check_cache_folder() -> None:
     """To be called before torch compiles, or makes an optimizer: for both it makes the folder of
     its cache, where the user has named one.
@@ -74,3 +81,17 @@ def check_cache_folder() -> None:
         raise ConfigError(f"environment variable {name} is {place!r}, where torch keeps compiled "
                           f"code: {error.strerror}; name a folder that can be written, or unset "
                           "it") from error
+
+
+def check_interface() -> None:
+    """Before ranks meet: gloo talks through the network interface that the user has named.
+
+    Raises:
+        ConfigError: there is none of this name.
+    """
+    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    here = [name for _, name in socket.if_nameindex()]
+    if os.environ.get("WORLD_SIZE", "1") != "1" and not (
+            set(filter(None, chosen.split(","))) <= set(here)):
+        raise ConfigError(f"environment variable GLOO_SOCKET_IFNAME is {chosen!r}; unset it, or "
+                          f"use an interface of this host: {', '.join(here)}.")

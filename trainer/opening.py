@@ -32,7 +32,7 @@ from trainer.level import Lines
 from trainer.log import Log, read_events
 from trainer.metrics import Metrics, Sink, order_of
 from trainer.prepare import REMEDY, Work
-from trainer.sinks import Own, TensorBoard
+from trainer.sinks import Own, TensorBoard, grid
 from trainer.source import Found
 from trainer.state import TrainState
 from trainer.timing import Timing, resident_mb
@@ -100,8 +100,8 @@ def open_metrics(
     scalars_every = config.log.tensorboard_every.steps(**lengths) or total
     board = TensorBoard(
         path / folder.TENSORBOARD, every=scalars_every, first=first if position else 0,
-        images=_preview(work.task, position), card=about, restarts=log.attempt,
-        class_names=names, norms=_norms_before(kept, first),
+        images=preview(work.task, log) if position == 0 else None, card=about,
+        restarts=log.attempt, class_names=names, norms=_norms_before(kept, first),
         histograms=config.log.histograms.steps(**lengths), tensors=partial(_tensors, work.model),
     )  # fmt: skip
     sinks: list[Sink] = [board]
@@ -236,5 +236,11 @@ def _show_graph(
         log.warning(f"no graph of the model: {type(error).__name__}: {error}")
 
 
-def _preview(task: Any, position: int) -> Any:
-    return task.preview(32) if position == 0 and hasattr(task, "preview") else None
+def preview(task: Any, log: Log) -> Any:
+    """Some of the task's samples as one image; one that fails costs a warning and not the run."""
+    try:
+        return grid(task.preview(32)) if hasattr(task, "preview") else None
+    except Exception as error:
+        log.warning(f"no picture of samples: the task's preview(32), uint8 N×C×H×W: "
+                    f"{type(error).__name__}: {error}")
+        return None

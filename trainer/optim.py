@@ -124,6 +124,8 @@ def build(
         model, config.weight_decay, config.rates, config.lr)
     if groups is not None:
         made = _checked(made, model)
+    if groups is not None and not made:
+        raise ConfigError("--task: parameter_groups(model) returned no parameter.")
     if not any(g["params"] for g in made):
         frozen = any(not p.requires_grad for p in model.parameters())
         raise ConfigError("--freeze, --task: no parameter is left to be trained." if frozen else
@@ -170,6 +172,12 @@ def build(
     return optimizer
 
 
+def untrained(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
+    """The names of the parameters that aren't frozen, and that no group of the optimizer has."""
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    return [n for n, p in model.named_parameters() if p.requires_grad and p not in held]
+
+
 def _is_whole(tensor: Tensor) -> bool:
     """Whether its memory has no gaps, as that of a slice (`weight[:, :1]`) has. A fused kernel
     wants it so: on a CPU it goes over memory from end to end, and updates what is in the gaps."""
@@ -191,7 +199,13 @@ def _checked(made: Any, model: nn.Module) -> list[dict[str, Any]]:
     for group in made:
         params = group["params"]
         params = [params] if isinstance(params, Tensor) else list(params)
+        for key in ("lr", "weight_decay"):
+            if isinstance(group.get(key, 0.0), str):
+                raise ConfigError(f"{what} has {key!r}: {group[key]!r}, a text; write a number.")
         for parameter in (p[1] if isinstance(p, tuple) else p for p in params):
+            if not isinstance(parameter, Tensor):
+                raise ConfigError(f"{what} has {parameter!r} among its params; parameters of the "
+                                  "model are wanted.")
             if parameter not in own:
                 raise ConfigError(f"{what} has a tensor of shape {tuple(parameter.shape)} that is "
                                   "no parameter of the model, so no checkpoint would hold it.")

@@ -45,7 +45,8 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
                           "choose another name for one of them.")
     metrics.update(outcome.metrics)
     if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
-        form = tuple(total.shape) if isinstance(total, Tensor) else type(total).__name__
+        form = (f"{tuple(total.shape)} {total.dtype}" if isinstance(total, Tensor)
+                else type(total).__name__)
         raise ConfigError(f"Outcome.total is {form}; a scalar tensor is wanted: the loss summed "
                           "over the micro-batch.")
     return total, metrics

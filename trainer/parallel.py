@@ -82,7 +82,7 @@ class Tally:
         Raises:
             ConfigError: the task's loss breaks the protocol.
         """
-        if type(outcome) is Outcome and tuple(outcome.metrics) == self.names and (
+        if type(outcome) is Outcome and tuple(outcome.metrics or ()) == self.names and (
                 type(outcome.total) is Tensor and not outcome.total.dim()):
             total, metrics = outcome.total, outcome.metrics  # like one that has been checked
         else:

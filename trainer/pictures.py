@@ -55,6 +55,8 @@ class Pictures:
         try:
             with rng.preserved(), Buffers(self.model).untouched(set()), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
+            if image.shape[2:] != (3,):
+                raise ValueError(f"picture(model) gave the shape {image.shape}; H×W×3 is wanted")
             self.folder.mkdir(exist_ok=True)
             replace_bytes(path, [_encoded(_open(image), "PNG")])
         except Exception as error:

@@ -30,7 +30,7 @@ from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import Plan
 from trainer.errors import ConfigError
 from trainer.length import Length
-from trainer.task import SPLITS, load_object, refuse_calls
+from trainer.task import SPLITS, figures_of, load_object, refuse_calls
 from trainer.world import World
 
 REMEDY = ("mend it, or go on with others in the place of such samples: --data.on-error skip")
@@ -62,6 +62,8 @@ class Work:
     fingerprint: str
     sinks: dict[str, Any]
     """The user's own, by name: what makes each."""
+    figures: dict[str, Any]
+    """The task's, by name: functions of an evaluation's means and table."""
     card: dict[str, Any]
 
 
@@ -80,6 +82,7 @@ def prepare(config: Config[Any], world: World) -> Work:
                           "have; use --parallel.reduction ddp, or --device cpu.")
     task = bind_seed(config.task, config.seed)
     refuse_calls(task)
+    figures = figures_of(task)
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "
@@ -112,10 +115,11 @@ def prepare(config: Config[Any], world: World) -> Work:
             ", summed by their numbers; batch norms see one at a time" if canonical else ""),
         "synchronised_batch_norms": synced,
         "frozen_parameters": frozen,
+        "untrained": optim.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
     }
     return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
-                 intervals=intervals, card=card, sinks=sinks,
+                 intervals=intervals, card=card, sinks=sinks, figures=figures,
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 
@@ -184,11 +188,13 @@ def _plan(
         raise ConfigError('--task: dataset("train") returned None; a run needs training samples.')
     batch, samples = config.batch, known_length(data["train"])
     if world.size > batch.micro_batches:
+        size, most = batch.global_size, max(1, batch.global_size // world.size)
+        fits = next(n for n in range(most, 0, -1) if size % n == 0)
         raise ConfigError(
-            f"--nproc_per_node: {world.size} ranks, but --batch.global-size {batch.global_size} "
+            f"--nproc_per_node: {world.size} ranks, but --batch.global-size {size} "
             f"is only {batch.micro_batches} micro-batches of --batch.micro-size "
             f"{batch.micro_size}: use at most {batch.micro_batches} ranks, or a micro-size of "
-            f"{max(1, batch.global_size // world.size)} or less.")
+            f"{fits} or less.")
     if samples is None:
         # Where an epoch ends is seen when it does: the plan has one that lasts for the whole run.
         samples = _steps_of_unknown(config, data) * batch.global_size
@@ -196,11 +202,14 @@ def _plan(
                 drop_last=config.data.drop_last == "on",
                 in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
+        # A tuple of two tensors, or of two parts of a data set, has two samples.
+        kind = type(data["train"]).__name__ if isinstance(
+            data["train"], tuple | list | dict | str) else ""
         remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
                   f"--batch.global-size {batch.global_size}: the training data have only {samples} "
                   "samples and --data.drop-last is on, so there is no whole global batch and no "
                   f"optimizer step; use a global size of {samples} or less, or --data.drop-last "
-                  "off.")
+                  "off." + (f" (dataset(\"train\") returned a {kind}.)" if kind else ""))
         raise ConfigError(remedy)
     epoch = plan.steps_per_epoch
     total = config.total_steps(epoch)

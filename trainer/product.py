@@ -11,7 +11,7 @@ from torch import Tensor
 from trainer import folder, tensorfile
 from trainer.confusion import per_class
 from trainer.diagnosis import near
-from trainer.errors import ConfigError, StopRequested
+from trainer.errors import ConfigError, NonFinite, StopRequested
 from trainer.parts import Parts
 from trainer.progress import Best
 from trainer.resume import settings
@@ -62,6 +62,10 @@ def finish(run: Parts) -> dict[str, Any]:
     run.checkpoint.settle()  # while survivors would still save this step
     run.log.phase = "finish"
     best, last = run.state.best, run.progress.step
+    if run.progress.bad and not run.progress.updates:
+        raise NonFinite(f"not one of the {last} steps has given an update, since each had a loss "
+                        "or gradient that can't be used: nothing has been learnt. Mend the cause, "
+                        "and begin anew in another --run")
     chosen = best.step or last
     is_best = best.value is not None
     if chosen != last and not run.checkpoint.load_model(chosen):

@@ -25,6 +25,7 @@ from trainer.prepare import bind_seed, make_data, make_model
 from trainer.source import STATE
 from trainer.state import EMA, MODEL
 from trainer.store import Store
+from trainer.task import figures_of
 from trainer.world import Launch, World
 
 TRIES = 5
@@ -66,7 +67,7 @@ class Reader:
             rank=0, num_ranks=1, device=self.world.device,
             autocast=precision.autocast(self.choice, self.world.device),
             all_sum=self.world.all_sum, faults=Faults(), step=lambda: self.weights.step,
-            figures=self.task.figures() if hasattr(self.task, "figures") else {},
+            figures=figures_of(self.task),
         )  # fmt: skip
 
     def fresh_model(self) -> nn.Module:

@@ -29,7 +29,8 @@ def face_skipped(run: Parts, result: StepResult) -> None:
     causes = (blame.find_causes(run.step, run.loader.read, run.world)
               if result.fault == NONFINITE else [])
     run.state.key_rng(run.world.rank)
-    why = blame.told(result.fault, causes, parameters, len(run.step.parameters))
+    why = blame.told(result.fault, causes, parameters, len(run.step.parameters),
+                     count=result.sums.count)
     run.log.event("skipped", at_step=result.step, why=result.fault, causes=causes,
                   parameters=parameters, loss=str(result.sums.loss))
     run.log.announce(f"step {result.step} gives no update: {why}. In a row: "

@@ -48,6 +48,7 @@ class TensorBoard:
         every: steps between scalars.
         first: the first step that is shown from now on; what an earlier attempt showed from there
             is dropped. 0 at the beginning of a run.
+        images: some samples as one uint8 image, C×H×W.
         card: lines about the run, shown at its beginning.
         restarts: how often the run has been started again.
         class_names: of the confusion matrix.
@@ -80,7 +81,7 @@ class TensorBoard:
             self._event(summary=summary.custom_scalars(LAYOUT))
             self._event(summary=summary.text("run", "    " + "\n    ".join(card)), step=0)
         if images is not None:
-            self._event(summary=summary.image("samples", _grid(images), dataformats="CHW"), step=0)
+            self._event(summary=summary.image("samples", images, dataformats="CHW"), step=0)
         if restarts:
             self._scalars({"run/restarts": restarts}, first)
 
@@ -221,7 +222,7 @@ class Own:
             return None
 
 
-def _grid(images: Any, columns: int = 8) -> Any:
+def grid(images: Any, columns: int = 8) -> Any:
     """uint8 images N×C×H×W as one C×(rows·H)×(columns·W) array."""
     array = np.asarray(images)
     count, channels, height, width = array.shape

@@ -7,8 +7,10 @@ import dataclasses
 import difflib
 import importlib
 import inspect
+import math
 import os
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
@@ -72,6 +74,11 @@ class Outcome:
 def misused(outcome: Outcome) -> str:
     """What is no number in an `Outcome`; empty where all is."""
     named = {"Outcome.count": outcome.count}
+    if not isinstance(outcome.metrics, Mapping):
+        return (f"Outcome.metrics is a {type(outcome.metrics).__name__}; a dict is wanted, of "
+                "name: (sum, count)")
+    if outcome.table is not None and not isinstance(outcome.table, Tensor):
+        return f"Outcome.table is a {type(outcome.table).__name__}; a tensor of counts is wanted"
     for name, pair in outcome.metrics.items():
         if not isinstance(name, str) or not name:
             return f"a metric's name is {name!r}; use a text"
@@ -85,8 +92,9 @@ def misused(outcome: Outcome) -> str:
                 return f"{what} is {tuple(value.shape)} {value.dtype}; a scalar is wanted: the sum"
         elif not isinstance(value, SupportsFloat) or isinstance(value, str):
             return f"{what} is a {type(value).__name__}; a number or a scalar tensor is wanted"
-    if not isinstance(outcome.count, Tensor) and outcome.count < 0:
-        return f"Outcome.count is {outcome.count}; what the mean is taken over is 0 or more"
+    if not isinstance(outcome.count, Tensor) and not 0 <= outcome.count < math.inf:
+        return (f"Outcome.count is {outcome.count}; what the mean is taken over is 0 or more, and "
+                "finite")
     return ""
 
 
@@ -139,7 +147,7 @@ def find_task(name: str) -> type:
     if ":" not in path:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "your own task is given as module:Class."
-        raise ConfigError(f"--task {name}: no built-in task of this name; {hint} "
+        raise ConfigError(f"--task {name or repr(name)}: no built-in task of this name; {hint} "
                           f"Built in: {', '.join(sorted(BUILT_IN))}.")
     found = load_object(path, flag="--task")
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
@@ -149,6 +157,11 @@ def find_task(name: str) -> type:
     if missing:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
                           "defines model(), dataset(split) and loss(model, batch).")
+    try:
+        typing.get_type_hints(found)
+    except Exception as error:
+        raise ConfigError(f"--task {name}: the types of its fields can't be looked up: {error}; "
+                          "import what they name, not under TYPE_CHECKING alone.") from error
     return found
 
 
@@ -162,17 +175,48 @@ def uncalled(task: Any) -> str:
 
 def refuse_calls(task: Any) -> None:
     """Raises: ConfigError: a method of the task can't be called as it is going to be."""
+    task = getattr(task, "given", task)  # of one that is given as an object, its own methods
+    if isinstance(model := getattr(task, "model", None), nn.Module):
+        raise ConfigError(f"--task: model of {type(task).__name__} is a {type(model).__name__} "
+                          "itself; let it be a method that makes one anew: def model(self).")
     for name, given in CALLS.items():
-        try:
+        if error := _unfit(getattr(task, name, None), *given):
             signature = inspect.signature(getattr(task, name))
-        except (AttributeError, TypeError, ValueError):  # it has none, or one in C
-            continue
-        try:
-            signature.bind(*given)
-        except TypeError as error:
             raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
                               f"{name}({', '.join(given)}), and that can't be: {error}; mend its "
-                              "parameters (self is the first one).") from None
+                              "parameters (self is the first one).")
+
+
+def _unfit(function: Any, *given: str) -> str:
+    """Why the function can't be called with these; empty: it can, as far as is known."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # there is none, or one in C
+        return ""
+    try:
+        signature.bind(*given)
+    except TypeError as error:
+        return str(error)
+    return ""
+
+
+def figures_of(task: Any) -> dict[str, Any]:
+    """The task's figures of an evaluation, by name; none where it has no such method.
+
+    Raises:
+        ConfigError: what it returns are none.
+    """
+    figures = task.figures() if hasattr(task, "figures") else {}
+    if not isinstance(figures, Mapping) or not all(
+            callable(figure) and not _unfit(figure, "means", "table")
+            for figure in figures.values()):
+        raise ConfigError(f"--task: figures() returned {figures!r}; return a dict of name: "
+                          "function of the means and the table, such as {'perplexity': lambda "
+                          "means, table: math.exp(means['loss'])}.")
+    if taken := sorted(figures.keys() & {"loss", "samples", "table"}):
+        raise ConfigError(f"--task: figures() has {taken[0]!r}; the validation has a val_"
+                          f"{taken[0]} of its own: choose another name.")
+    return dict(figures)
 
 
 def take_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
@@ -213,12 +257,10 @@ def load_object(path: str, flag: str) -> Any:
     except (Exception, SystemExit) as error:  # a script without a guard ends itself
         absent = isinstance(error, ModuleNotFoundError) and error.name is not None and (
             module_name == error.name or module_name.startswith(error.name + "."))
-        plain = module_name.removesuffix(".py").rpartition("/")[2]
-        spelt = "" if plain == module_name else (
-            f"; a module has a name and no path: write {plain}:{name or 'Name'}")
+        spelt = _spelt(module_name, name)
         why = ("there is no such module on the import path; run from its folder or install it"
-               f"{spelt}"
-               if absent else f"importing {module_name} raised {type(error).__name__}: {error}")
+               f"{spelt}" if absent or (spelt and isinstance(error, TypeError)) else
+               f"importing {module_name} raised {type(error).__name__}: {error}")
         raise ConfigError(f"{flag} {path}: {why}.") from (None if absent else error)
     if not name or not hasattr(module, name):
         public = [n for n in vars(module) if not n.startswith("_")]
@@ -226,3 +268,14 @@ def load_object(path: str, flag: str) -> Any:
         hint = f"did you mean {module_name}:{near[0]}?" if near else "write module:Name."
         raise ConfigError(f"{flag} {path}: {module_name} has no {name!r}; {hint}")
     return getattr(module, name)
+
+
+def _spelt(file: str, name: str) -> str:
+    """How an object in a file (`FOLDER/FILE.py`) is written as one in a module; empty: it's one."""
+    if not (file.startswith(".") or file.endswith(".py") or "/" in file):
+        return ""
+    folder, _, stem = file.removesuffix(".py").removeprefix("./").rpartition("/")
+    away = folder.startswith(("/", ".", "~"))  # not below the current folder
+    module = ".".join([stem] if away else [*folder.split("/"), stem]).strip(".")
+    return (f"; a module has a name and no path: write {module}:{name or 'Name'}"
+            + (f", and run in {folder}" if away else ""))

@@ -31,7 +31,7 @@ from trainer.progress import Progress
 from trainer.rereading import SEED, check_items, dataset_of, raised, read
 from trainer.step import Step
 from trainer.sync_batchnorm import guard_plain
-from trainer.task import SPLITS, Outcome, uncalled
+from trainer.task import SPLITS, Outcome, figures_of, refuse_calls, uncalled
 
 TOLERANCE = 1e-5
 """By how much a sum over a batch may differ from the sums over its halves, relative to 1 or more:
@@ -95,9 +95,12 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     unlike = bool(problems)
     problems += [unused] if (unused := uncalled(task)) else []
     try:
+        refuse_calls(task)
+        figures_of(task)
         case = _case(task, batch_size)
     except Exception as error:
-        return problems or [raised("reading the first samples", error)]
+        return problems or [str(error).removeprefix("--task: ") if isinstance(error, ConfigError)
+                            else raised("reading the first samples", error)]
     for checks in ((_check_model,), (_check_loss,),
                    (_check_gradients, _check_empty, _check_sums, _check_step)):
         before = len(problems)
@@ -254,6 +257,9 @@ def _check_step(case: _Case) -> Iterator[str]:
     """One step of the trainer itself: a full micro-batch and an empty one."""
     model = case.model()
     optimizer = optim.build(Optim(), model, getattr(case.task, "parameter_groups", None))
+    if names := optim.untrained(optimizer, model):
+        yield (f"no group of parameter_groups() has {_listed(names)}, so nothing trains it; give "
+               "it one, or freeze it (requires_grad_(False)).")
     objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
                           device=torch.device("cpu"))
     step = Step(

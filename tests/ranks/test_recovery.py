@@ -70,6 +70,21 @@ def test_one_sick_sample_is_skipped_alike_whatever_the_number_of_ranks(ranks, tm
                        for n, t in weights(folder, 8).items())
 
 
+def test_a_run_without_a_single_update_is_no_complete_one(ranks, tmp_path, capfd):
+    arguments = ["--task.first=0", "--task.end=160", "--steps=2", "--task.norm=group"]
+
+    assert run(ranks, 2, tmp_path, *arguments) == [77, 77]
+
+    assert "not one of the 2 steps has given an update" in "".join(capfd.readouterr())
+    assert not (tmp_path / "summary.json").exists()
+    assert run(ranks, 2, tmp_path, *arguments, "--task.end=8", "--steps=4",
+               "--accept=task.end") == [0, 0]
+
+
+def test_a_count_of_nothing_is_named_where_nothing_else_is_wrong():
+    assert "Outcome.count came to 0 over all " in told(NONFINITE, [], [], 2, count=0)
+
+
 @pytest.mark.parametrize("reduction", ["ddp", "canonical"])
 def test_a_buffer_that_0_samples_spoil_makes_no_step_bad_since_another_ranks_is_taken(
     ranks, tmp_path, reduction

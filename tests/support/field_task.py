@@ -45,8 +45,27 @@ class Kinds(Tape):
 
     widths: tuple[int, ...] = (64, 64)
     names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
+    shares: dict[str, float] = dataclasses.field(default_factory=dict)
     wide: bool = False
     deep: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Rooted(Tape):
+    """A field that has to be given, though it has a default."""
+
+    root: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.root:
+            raise ValueError("root is empty; name a folder")
+
+
+@dataclasses.dataclass(frozen=True)
+class Unknown(Tape):
+    """A field of a type that only a type checker sees."""
+
+    width: Nowhere = 3  # type: ignore[name-defined]  # noqa: F821
 
 
 @dataclasses.dataclass(frozen=True)

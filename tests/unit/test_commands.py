@@ -136,6 +136,10 @@ BAD = {
     "out is a folder": (["predict", "{run}", "--out={folder}"], "this is a folder"),
     "an impossible tolerance": (["export", "{run}", "--to={out}", "--tolerance=nan"],
                                 "--tolerance nan: use 0 or more"),
+    "an empty folder": (["export", "{run}", "--to", ""], "--to '': the value is empty; give one"),
+    "an empty name": (["report", "{run}", "--out="], "--out '': the value is empty; give one"),
+    "a misspelt flag": (["evaluate", "{run}", "--chekpoint=last"], "--chekpoint: there is no such "
+                        "flag; did you mean --checkpoint?"),
     "plot in no folder": (["lr-find", "--plot={out}/p.png"], "there is no folder {out}"),
     "plot of no kind": (["lr-find", "--plot={out}.txt"], "the name ends with one of ."),
     "plot is a folder": (["lr-find", "--plot={folder}.png"], "this is a folder"),

@@ -342,6 +342,22 @@ def test_a_value_that_does_not_fit_is_refused_with_flag_value_and_remedy(flag, v
     (["--task=tape_task.py:Tape"], "--task tape_task.py:Tape: there is no such module on the "
      "import path; run from its folder or install it; a module has a name and no path: write "
      "tape_task:Tape."),
+    (["--task=./tape_task.py:Tape"], "--task ./tape_task.py:Tape: there is no such module on the "
+     "import path; run from its folder or install it; a module has a name and no path: write "
+     "tape_task:Tape."),
+    (["--task=tests/support/tape.py:Tape"], "--task tests/support/tape.py:Tape: there is no such "
+     "module on the import path; run from its folder or install it; a module has a name and no "
+     "path: write tests.support.tape:Tape."),
+    (["--task=/a/b/tape.py:Tape"], "--task /a/b/tape.py:Tape: there is no such module on the "
+     "import path; run from its folder or install it; a module has a name and no path: write "
+     "tape:Tape, and run in /a/b."),
+    (["--task=.tape:Tape"], "--task .tape:Tape: there is no such module on the import path; run "
+     "from its folder or install it; a module has a name and no path: write tape:Tape."),
+    (["--task="], "--task '': no built-in task of this name; "),
+    (["--task=field_task:Unknown"], "--task field_task:Unknown: the types of its fields can't be "
+     "looked up: name 'Nowhere' is not defined; import what they name, not"),
+    ([KINDS, "--task.shares", "a=1"], "--task.shares: keys and values in turns are wanted, with "
+     "blanks between them: --task.shares KEY VALUE."),
     (["--task=:Tape"], "--task :Tape: the module is missing; write module:Name."),
     ([KINDS, "--task.wide", "True"], "--task.wide True: it is a switch and takes no value; write "
      "--task.wide or --task.no-wide."),
@@ -351,6 +367,17 @@ def test_a_value_that_does_not_fit_is_refused_with_flag_value_and_remedy(flag, v
 ])  # fmt: skip
 def test_a_line_that_cannot_be_taken_apart_is_refused_with_how_it_is_written(argv, told):
     assert refusal(*argv).startswith(told), refusal(*argv)
+
+
+def test_a_task_whose_defaults_are_not_fit_is_used_with_flags_that_are(tmp_path):
+    rooted = "--task=field_task:Rooted"
+
+    assert cli.parse([rooted, "--task.root=here"]).task.root == "here"
+    assert refusal(rooted) == "--task field_task:Rooted: root is empty; name a folder"
+    assert refusal(rooted, "--task.root=") == "--task: root is empty; name a folder"
+    path = recipe(tmp_path, '[task]\nclass = "field_task:Rooted"\nroot = ""\n')
+    assert refusal(path) == f"{path}: [task]: root is empty; name a folder"
+    assert cli.parse([path, "--task.root=here"]).task.root == "here"
 
 
 @pytest.mark.parametrize(("argv", "widths", "names"), [
@@ -438,6 +465,9 @@ def test_a_word_that_cannot_be_read_is_refused_with_its_flag(argv, parts):
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
     ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
     ("task = 'spiral'", "{path}: task = 'spiral': it is a table [task], and its name is the key"),
+    ("[task]\nclass = 3", "{path}: task.class = 3: a value of type str is wanted."),
+    ("steps = 2.5", "{path}: steps = 2.5: a value of type int | None is wanted."),
+    ("[data]\nworkers = 'x'", "{path}: data.workers = 'x': a value of type int | auto is wanted."),
     ("inject = 'kill'", "{path}: inject = 'kill': a value of type list is wanted."),
     ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: batch.micro-size: the key is given"),
     ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use 1 or more"),
@@ -626,6 +656,6 @@ def test_numbers_paths_and_lists_that_serve_are_taken():
 def test_a_warm_up_that_outlasts_the_run_is_told():
     config = cli.parse(["--schedule.warmup", "3ep"])
 
-    assert doubts(config, (), epoch=4, total=12) == []
-    (told,) = doubts(config, (), epoch=4, total=6)
+    assert doubts(config, {}, epoch=4, total=12) == []
+    (told,) = doubts(config, {}, epoch=4, total=6)
     assert "the run has 6 steps and the warm-up 12, so the rate ends at 50% of --optim.lr" in told

@@ -45,6 +45,57 @@ def test_named_losses_and_metrics_stand_side_by_side():
     assert list(metrics) == ["box", "mask", "losses"]
 
 
+def evaluator_of(loss: Any, **more: Any) -> Evaluator:
+    given = {"rank": 0, "num_ranks": 1, "all_sum": lambda table: table, **more}
+    return Evaluator(
+        model=nn.Linear(1, 1), loss=loss, dataset=[torch.full((1,), float(n)) for n in range(4)],
+        collate=collate, batch_size=2, workers=0, seed=0, device=torch.device("cpu"),
+        autocast=contextlib.nullcontext, step=lambda: 9, faults=Faults(), **given,
+    )  # fmt: skip
+
+
+def by_content(model: nn.Module, batch: Any) -> Outcome:
+    return Outcome(model(batch).sum(), len(batch), {"high" if batch[0] > 1 else "low": (1, 2)})
+
+
+def test_metrics_that_differ_from_batch_to_batch_are_refused():
+    with pytest.raises(ConfigError, match=r"metrics \['low'\] for a batch of the evaluation and "
+                                          r"\['high'\] for another; return the same for each"):
+        evaluator_of(by_content)()
+
+
+def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
+    votes, told = [], []
+
+    def gather(vote: torch.Tensor) -> torch.Tensor:
+        votes.append(vote)
+        raise InterruptedError
+
+    for rank in range(2):
+        with pytest.raises(InterruptedError):
+            evaluator_of(by_content, rank=rank, num_ranks=2, all_sum=gather)()
+    for rank in range(2):
+        with pytest.raises(ConfigError, match=r"on rank . and others elsewhere") as error:
+            evaluator_of(by_content, rank=rank, num_ranks=2, all_sum=lambda _: sum(votes))()
+        told.append(str(error.value))
+
+    assert "['low'] on rank 0" in told[0]
+    assert "['high'] on rank 1" in told[1]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+def test_a_model_in_torchscript_is_evaluated_after_a_training_step():
+    evaluate = evaluator_of(lambda model, batch: Outcome(model(batch).sum(), len(batch)))
+    plain = nn.Sequential(nn.Linear(1, 3), nn.Tanh(), nn.Linear(3, 1))
+    losses = []
+    for model in (plain, torch.jit.script(plain)):
+        model(torch.ones(2, 1)).sum().backward()
+        evaluate.model = model
+        losses.append(evaluate().loss)
+
+    assert losses[0] == losses[1]
+
+
 def evaluator(model: nn.Module, **others: Any) -> Evaluator:
     """Of three samples, two at once; the loss is the sum of what the model gives."""
     def loss(model: nn.Module, batch: Any) -> Outcome:

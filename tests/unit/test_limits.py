@@ -20,7 +20,7 @@ from trainer.config import Config
 from trainer.diagnosis import diagnose, remedy
 from trainer.errors import ConfigError
 from trainer.folder import Identity, enter
-from trainer.limits import allow_files
+from trainer.limits import allow_files, check_interface
 from trainer.lock import RunLock
 from trainer.log import Log, writable
 from trainer.sinks import TensorBoard
@@ -179,3 +179,14 @@ def test_a_run_of_another_user_is_refused_before_it_starts(name: str) -> None:
                 enter(path, mine, RunLock(path / "lock", nonce=world.nonce), world, Log())
         finally:
             os.seteuid(user)
+
+
+def test_an_interface_that_is_not_here_is_refused_where_ranks_are_to_meet(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nic7")
+    check_interface()
+    monkeypatch.setenv("WORLD_SIZE", "2")
+
+    with pytest.raises(ConfigError, match="GLOO_SOCKET_IFNAME is 'nic7'; unset it, or use an int"):
+        check_interface()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    check_interface()

@@ -256,6 +256,9 @@ def test_what_torch_says_of_sparse_gradients_in_the_first_update_is_known_before
     (lambda m: list(m.parameters()), "has to return a list of dicts"),
     (lambda m: [{"params": [nn.Parameter(torch.zeros(3))]}], "shape (3,) that is no parameter"),
     (lambda m: [{"params": m[2].parameters()}, {"params": m.parameters()}], "(3, 144) twice"),
+    (lambda m: [{"params": ["weight"]}], "has 'weight' among its params"),
+    (lambda m: [{"params": m.parameters(), "lr": "1e-3"}], "has 'lr': '1e-3', a text"),
+    (lambda m: [], "returned no parameter"),
 ])  # fmt: skip
 def test_groups_that_are_none_of_the_model_are_refused(groups, told):
     with pytest.raises(ConfigError, match=r"--task: parameter_groups\(model\) ") as error:

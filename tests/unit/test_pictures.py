@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from PIL import Image
 from torch import nn
 
 from trainer.log import Log
+from trainer.opening import preview
 from trainer.pictures import FILM, Pictures
 
 
@@ -69,6 +71,28 @@ def test_a_picture_that_fails_is_a_warning(tmp_path, capfd):
     assert "no picture of step 3: RuntimeError: no pen" in "".join(capfd.readouterr())
     assert not (tmp_path / "pictures").exists()
     assert taken.model.training
+
+
+@pytest.mark.parametrize("image", [np.zeros((3, 3)), np.zeros((3, 4, 4)), np.zeros(()),
+                                   np.zeros((4, 4, 1))])
+def test_a_picture_of_another_form_is_a_warning_and_shown_nowhere(tmp_path, capfd, image):
+    shown = []
+    taken = pictures(tmp_path, lambda model: image, shown)
+
+    taken.take(3)
+
+    assert "no picture of step 3: ValueError: picture(model) gave " in "".join(capfd.readouterr())
+    assert not shown
+    assert not (tmp_path / "pictures").exists()
+
+
+def test_a_picture_of_samples_that_fails_is_a_warning(capfd):
+    class Flat:
+        def preview(self, number: int) -> np.ndarray:
+            return np.zeros((number, 8, 8), np.uint8)
+
+    assert preview(Flat(), Log()) is None
+    assert "no picture of samples: the task's preview(32)" in "".join(capfd.readouterr())
 
 
 def test_the_film_has_the_pictures_up_to_the_last_step_in_order(tmp_path):

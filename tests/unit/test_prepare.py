@@ -11,9 +11,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
+from trainer import card
 from trainer.config import Batch, Config, Parallel
 from trainer.data.feed import known_length
 from trainer.errors import ConfigError
+from trainer.given import Given
 from trainer.outcome import check_outcome
 from trainer.prepare import content, prepare
 from trainer.task import Outcome, uncalled
@@ -81,8 +83,62 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
         def loss(self, batch: Any) -> Any:  # type: ignore[override]
             raise AssertionError("nothing is trained here")
 
-    with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
-        prepared(Forgetful())
+    for task in (Forgetful(), Given.of(Forgetful())):
+        with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
+            prepared(task)
+
+
+def test_a_tuple_of_tensors_is_named_where_it_is_too_short():
+    class Pair(Made):
+        def dataset(self, split: str) -> Any:
+            return torch.zeros(200, 2), torch.zeros(200, 1)
+
+    with pytest.raises(ConfigError, match=r'only 2 samples .*"train"\) returned a tuple'):
+        prepared(Pair())
+
+
+def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
+    world = World(Launch(size=20), torch.device("cpu"), threads=torch.get_num_threads())
+    config: Any = Config(task=Made(), batch=Batch(global_size=128, micro_size=32))
+
+    with pytest.raises(ConfigError, match="use at most 4 ranks, or a micro-size of 4 or less"):
+        prepare(config, world)
+
+
+def test_a_module_in_place_of_the_method_that_makes_one_is_refused():
+    class Ready(Made):
+        model = nn.Linear(2, 1)  # type: ignore[assignment]
+
+    with pytest.raises(ConfigError, match="--task: model of Ready is a Linear itself; let it be a"):
+        prepared(Ready())
+    with pytest.raises(ConfigError, match="--task: model of Ready is a Linear itself; let it be a"):
+        prepared(Given.of(Ready()))
+
+
+@pytest.mark.parametrize(("figures", "told"), [
+    (None, "returned None; return a dict of name: function"), (["f1"], r"returned \['f1'\]"),
+    ({"f1": 0.5}, "returned {'f1': 0.5}"), ({"f1": lambda means: 0.5}, "returned {'f1': <function"),
+    ({"loss": lambda means, table: 0.5}, "has 'loss'; the validation has a val_loss of its own"),
+])  # fmt: skip
+def test_figures_that_are_none_are_refused_before_anything_starts(figures, told):
+    class Judged(Made):
+        def figures(self) -> Any:
+            return figures
+
+    with pytest.raises(ConfigError, match=rf"--task: figures\(\) {told}"):
+        prepared(Judged())
+
+
+def test_parameters_that_no_group_of_the_task_has_are_told():
+    class Grouped(Made):
+        def parameter_groups(self, model: Any) -> Any:
+            return [{"params": [next(model.parameters())]}]
+
+    work = prepared(Grouped())
+
+    names = [name for name, _ in work.model.named_parameters()][1:]
+    assert work.card["untrained"] == names
+    assert names[0] in card.doubts(Config(task=Grouped()), work.card, epoch=9, total=99)[0]
 
 
 SAMPLES: dict[str, tuple[Any, Any]] = {
@@ -287,6 +343,11 @@ def test_sums_that_are_the_same_for_any_number_of_ranks_are_refused_on_mps():
 @pytest.mark.parametrize(("wrong", "told"), [
     ({"count": None}, "Outcome.count is a NoneType"),
     ({"count": -2}, "Outcome.count is -2"),
+    ({"count": float("nan")}, "Outcome.count is nan"),
+    ({"metrics": None}, "Outcome.metrics is a NoneType; a dict is wanted"),
+    ({"metrics": [("a", (1, 1))]}, "Outcome.metrics is a list; a dict is wanted"),
+    ({"table": [[1, 0], [0, 1]]}, "Outcome.table is a list; a tensor of counts is wanted"),
+    ({"total": torch.ones((), dtype=torch.complex64)}, "Outcome.total is () torch.complex64"),
     ({"metrics": {"a": torch.ones(())}}, r"the metric 'a' is a Tensor; it has to be (sum, count)"),
     ({"metrics": {"a": (None, 1)}}, "the sum of the metric 'a' is a NoneType"),
     ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32"),

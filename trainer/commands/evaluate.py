@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer import flags
 from trainer.errors import ConfigError
 from trainer.log import Log
 from trainer.reader import Reader, read
@@ -27,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = flags.split(parser, argv)
     try:
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
         if reader.choice.compile:

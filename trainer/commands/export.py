@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer import folder, rng, tensorfile
+from trainer import flags, folder, rng, tensorfile
 from trainer.cli import task_path
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
@@ -48,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
                         help="may repeat; default: safetensors")
     parser.add_argument("--tolerance", type=float, help="largest difference, relative to the "
                         "largest output and 1; default: 0 for safetensors, 1e-4 for a program")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = flags.split(parser, argv)
     log, exact = Log(), True
     try:
         if options.tolerance is not None and not options.tolerance >= 0:

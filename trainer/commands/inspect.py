@@ -25,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         "and how the next start would go on.",
     )
     parser.add_argument("run", type=Path)
-    parser.add_argument("others", type=Path, nargs="*", metavar="other",
+    parser.add_argument("others", type=Path, nargs="*", default=[], metavar="other",
                         help="folders of the same run on other nodes: their events count too")
     parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
     options = parser.parse_args(argv)

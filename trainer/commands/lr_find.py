@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer import flags
 from trainer.errors import ConfigError
 
 SMOOTHING = 0.9
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", dest="high", type=float, default=10.0, help="last rate (10)")
     parser.add_argument("--points", type=int, default=100, help="steps (100)")
     parser.add_argument("--plot", type=Path, default=Path("lr-find.png"), help="(lr-find.png)")
-    options, rest = parser.parse_known_args(argv)
+    options, rest = flags.split(parser, argv)
     try:
         if not 0 < options.low < options.high < math.inf:
             raise ConfigError(f"--from {options.low:g} --to {options.high:g}: use two rates above "

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from trainer import folder
+from trainer import flags, folder
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.log import Log, writable
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
                         "task's dataset() knows, such as predict")
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
                         help="default: RUN/predictions/SPLIT-step-N.safetensors")
-    options, overrides = parser.parse_known_args(argv)
+    options, overrides = flags.split(parser, argv)
     log = Log()
     try:
         if options.out is not None and options.out.suffix not in KINDS:

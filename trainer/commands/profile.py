@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer import flags
 from trainer.errors import ConfigError
 from trainer.pulse import Pulse
 
@@ -66,7 +67,7 @@ def main(argv: Sequence[str]) -> int:
         "other arguments are those of a training.")
     parser.add_argument("--active", type=int, default=10, help="steps to look at (10)")
     parser.add_argument("--to", type=Path, default=Path("profile"), help="folder (profile)")
-    options, rest = parser.parse_known_args(argv)
+    options, rest = flags.split(parser, argv)
     try:
         if options.active < 1:
             raise ConfigError(f"--active {options.active}: use 1 or more.")
