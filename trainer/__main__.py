@@ -20,7 +20,7 @@ from trainer.diagnosis import is_foreign
 from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
 from trainer.limits import allow_files, check_cache_folder, check_current_folder
 from trainer.orders import Orders
-from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe
+from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe, say
 from trainer.stop import StopRequest, process_descriptor
 
 COMMANDS = {
@@ -335,13 +335,13 @@ def _show_cause(error: BaseException) -> None:
 
     cause = error.__cause__
     if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
-        sys.stderr.write(writable("".join(traceback.format_exception(cause))))
+        say(writable("".join(traceback.format_exception(cause))))
 
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    say("", sys.stdout)
+    say("", sys.stderr)
     if code:  # all is on disk, the interpreter's own end takes seconds, and a thread of the task's
         os._exit(code)  # may never let it come
     sys.exit(code)

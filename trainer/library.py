@@ -36,6 +36,7 @@ from trainer.failure import Failure
 from trainer.given import Given
 from trainer.lock import let_go
 from trainer.log import Log
+from trainer.pipe import say
 from trainer.prepare import bind_seed
 from trainer.stop import SIGNALS, StopRequest
 from trainer.task import find_task
@@ -147,8 +148,8 @@ def _as_rank(config: Config[Any]) -> None:
         stop.shield()
     code = run((), stop, config)
     if code != EXIT_COMPLETE:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        say("", sys.stdout)
+        say("", sys.stderr)
         os._exit(code)
     # A thread of gloo may still let go of the last tensors, for which it needs the interpreter:
     # one that meets the interpreter's end instead aborts the process.
