@@ -21,7 +21,7 @@ from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
 from trainer.limits import allow_files, check_cache_folder, check_current_folder
 from trainer.orders import Orders
 from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe, say
-from trainer.stop import StopRequest, process_descriptor
+from trainer.stop import StopRequest, attend
 
 COMMANDS = {
     "inspect": "what is in a run folder",
@@ -71,11 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
             return EXIT_CONFIG
         return int(code)
-    stop = StopRequest()
-    stop.install()  # before anything heavy is imported
-    if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
-        stop.shield()  # torchrun signals whole process groups, and for more reasons than to stop
-    return run(arguments, stop)
+    return run(arguments, attend())
 
 
 def preload(argv: Sequence[str]) -> int:
@@ -158,7 +154,8 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
         check_cache_folder()
         log = Log(launch.rank)
         failure = Failure(log)
-        _watch_launcher(stop, launch, orders)
+        if (descriptor := os.environ.get("TRAINER_LAUNCHER_FD")) is not None:
+            stop.watch(orders.follow(int(descriptor)), "the launcher")
         stop.leave_when(lambda: log.phase in PREPARING, leave)
         commands = ", ".join(COMMANDS)
         config = given or _PRELOADED.get(tuple(arguments)) or cli.parse(
@@ -318,15 +315,6 @@ def _end_workers() -> None:
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()
-
-
-def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type: ignore[no-untyped-def]
-    """Under an elastic agent: its death is a request to stop, and soon the end."""
-    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
-    if descriptor is not None:
-        stop.watch(orders.follow(int(descriptor)), "the launcher")
-    elif launch.run_id is not None:
-        stop.watch(process_descriptor(os.getppid()), "the launcher")
 
 
 def _show_cause(error: BaseException) -> None:
