@@ -14,7 +14,8 @@ environment and five more variables:
   `failure {…}`, the event with which it fails (see `launch.verdict`); `returned`, before it ends
   with an exit code that the launcher is to take for the trainer's own. The launcher may write words
   to it: `lost` where a node is gone (the rank leaves as if a peer had died), `stale` where a newer
-  attempt has begun without this node (it leaves without saving).
+  attempt has begun without this node (it leaves without saving), `absent` where a rank has failed
+  (one that has not met all others yet leaves).
 - `TRAINER_GRACE_S`: after a rank has died, what the others have to save and leave (`--grace-s`).
 - `TRAINER_LAUNCH_PHASES`: of a restart, what the launcher did and when it began, as JSON: `stop`
   (the first end was noticed, or a node's coming or going), `rendezvous` (all ranks had ended) and

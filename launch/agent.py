@@ -190,6 +190,9 @@ class HotAgent(SimpleElasticAgent):
             # restart it: that takes a new server.
             self._hurry_at = [(now_s, signal.SIGTERM), (now_s + self._grace_s, signal.SIGKILL)]
         elif not self._hurry_at and any(end.failed for end in self._exits):
+            # Else each rank has its own words for the end, or its own answer to the stop.
+            if self._stop.signal is None and not any(end.final for end in self._exits):
+                self._ranks.tell("absent")
             late_s = now_s + self._grace_s
             self._hurry_at = [(late_s, signal.SIGTERM), (late_s + TERM_S, signal.SIGKILL)]
         for at_s, number in self._hurry_at[self._num_hurried :]:

@@ -78,7 +78,8 @@ def serve(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
         _Server(control, entry, argv).run()
     except BaseException:
         traceback.print_exc()
-    os._exit(1)
+    finally:
+        os._exit(1)
 
 
 class _Server:

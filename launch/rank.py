@@ -17,6 +17,7 @@ from typing import NoReturn
 from launch.signals import STOP_SIGNALS
 from trainer import handles
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
+from trainer.pipe import say
 
 Entry = Callable[[list[str]], int]
 
@@ -68,7 +69,8 @@ def be_rank(
         os._exit(code)
     except BaseException:
         traceback.print_exc()
-    os._exit(EXIT_FAILURE)
+    finally:  # also where there is nothing to print to: this is a copy of the fork server
+        os._exit(EXIT_FAILURE)
 
 
 def _set_streams(output_fds: Sequence[int]) -> None:
@@ -104,7 +106,7 @@ def _finish(code: int) -> None:
         threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that aren't daemons
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        say("", stream)
 
 
 def _end_orphan(launcher_fd: int) -> None:

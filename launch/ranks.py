@@ -160,7 +160,7 @@ class Ranks:
                 signal.pidfd_send_signal(rank.pidfd, number)
 
     def tell(self, word: str) -> None:
-        """Say a word to each living rank, over its channel; `lost` or `stale`."""
+        """Say a word to each living rank, over its channel; `lost`, `stale` or `absent`."""
         for rank in self._living.values():
             with contextlib.suppress(OSError):  # it is just leaving
                 rank.channel.send(f"{word}\n".encode())

@@ -30,8 +30,8 @@ from trainer.errors import (
 from trainer.flags import refuse_empty
 from trainer.limits import allow_files, check_current_folder, check_environment
 from trainer.orders import Orders
-from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe
-from trainer.stop import StopRequest, process_descriptor
+from trainer.pipe import fill_descriptors, outlive_console, quiet_pipe, say
+from trainer.stop import StopRequest, attend
 
 COMMANDS = {
     "inspect": "what is in a run folder",
@@ -80,11 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
         return EXIT_CONFIG
-    stop = StopRequest()
-    stop.install()  # before anything heavy is imported
-    if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
-        stop.shield()  # torchrun signals whole process groups, and for more reasons than to stop
-    return run(arguments, stop)
+    return run(arguments, attend())
 
 
 def preload(argv: Sequence[str]) -> int:
@@ -160,7 +156,8 @@ def run(arguments: Sequence[str], stop: StopRequest, given: Any = None) -> int:
         check_environment()
         log = Log(launch.rank)
         failure = Failure(log)
-        _watch_launcher(stop, launch, orders)
+        if (descriptor := os.environ.get("TRAINER_LAUNCHER_FD")) is not None:
+            stop.watch(orders.follow(int(descriptor)), "the launcher")
         stop.leave_when(lambda: log.phase in PREPARING, leave)
         commands = ", ".join(COMMANDS)
         config = given or _PRELOADED.get(tuple(arguments)) or cli.parse(
@@ -317,28 +314,19 @@ def _end_workers() -> None:
             process.kill()
 
 
-def _watch_launcher(stop: StopRequest, launch, orders: Orders) -> None:  # type: ignore[no-untyped-def]
-    """Under an elastic agent: its death is a request to stop, and soon the end."""
-    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
-    if descriptor is not None:
-        stop.watch(orders.follow(int(descriptor)), "the launcher")
-    elif launch.run_id is not None:
-        stop.watch(process_descriptor(os.getppid()), "the launcher")
-
-
 def _show_cause(error: BaseException) -> None:
     """The traceback of what the user's own code raised, where that is behind the error."""
     from trainer.log import writable
 
     cause = error.__cause__
     if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
-        sys.stderr.write(writable("".join(traceback.format_exception(cause))))
+        say(writable("".join(traceback.format_exception(cause))))
 
 
 if __name__ == "__main__":
     code = main()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    say("", sys.stdout)
+    say("", sys.stderr)
     if code:  # all is on disk, the interpreter's own end takes seconds, and a thread of the task's
         os._exit(code)  # may never let it come
     sys.exit(code)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import os
-import sys
 import threading
 import time
 import traceback
@@ -19,6 +17,7 @@ from trainer.errors import EXIT_FAILURE
 from trainer.hang import Report, Verdict, shown
 from trainer.heartbeats import Heartbeats, Identity
 from trainer.log import Log
+from trainer.pipe import say
 from trainer.pulse import Place, Pulse, read
 from trainer.world import World
 
@@ -215,8 +214,7 @@ class Alarm:
                 return
         except OSError as error:
             text = f"(stacks could not be written to the run folder: {error})\n{text}"
-        with contextlib.suppress(OSError):
-            sys.stderr.write(text)
+        say(text)
 
     def leave(self, *, late: bool) -> None:
         """A peer is gone, or must be, and the main thread is still there: save and leave."""
@@ -247,7 +245,7 @@ class Alarm:
         return not tried or tried[0]
 
     def _exit(self) -> None:
-        sys.stderr.flush()
+        say("")
         os._exit(EXIT_FAILURE)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import sys
 import threading
 import traceback
 from typing import Any
@@ -13,6 +12,7 @@ from trainer.diagnosis import Diagnosis, diagnose, lost_peer, remedies
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
 from trainer.launcher import record_failure, tell
 from trainer.log import Log, writable
+from trainer.pipe import say
 
 
 def forget_workers() -> None:
@@ -82,7 +82,7 @@ class Failure:
             log.warning(f"{told}; leaving")
             self._error = None
             return EXIT_FAILURE, ""
-        sys.stderr.write(_stack(self._error))
+        say(_stack(self._error))
         self._error = None
         if found.memory and self.config is not None:
             log.error("\n".join(self._memory_lines(found.memory)))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -49,6 +51,8 @@ class Groups:
             for inode, found in network.connections().items()
             if inode not in before and store_port not in (found.local_port, found.peer_port)
         )
+        # What a task forks (a pool, a manager) may outlive this rank, and would hide its death.
+        os.register_at_fork(after_in_child=partial(network.let_go, self._made))
 
     def connections(self) -> list[int]:
         """Descriptors of the groups' connections, duplicated: to see the end of a peer."""

@@ -36,8 +36,9 @@ from trainer.failure import Failure
 from trainer.given import Given
 from trainer.lock import let_go
 from trainer.log import Log
+from trainer.pipe import say
 from trainer.prepare import bind_seed
-from trainer.stop import SIGNALS, StopRequest
+from trainer.stop import SIGNALS, StopRequest, attend
 from trainer.task import find_task
 from trainer.world import Launch, World
 
@@ -141,14 +142,11 @@ def _can_be_made_again(config: Config[Any], task: Any) -> bool:
 
 def _as_rank(config: Config[Any]) -> None:
     """As one of a launcher's ranks; returns if the run is complete."""
-    stop = StopRequest()
-    stop.install()
-    if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
-        stop.shield()
+    stop = attend()
     code = run((), stop, config)
     if code != EXIT_COMPLETE:
-        sys.stdout.flush()
-        sys.stderr.flush()
+        say("", sys.stdout)
+        say("", sys.stderr)
         os._exit(code)
     # A thread of gloo may still let go of the last tensors, for which it needs the interpreter:
     # one that meets the interpreter's end instead aborts the process.

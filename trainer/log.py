@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainer.append import AppendFile, read_records
+from trainer.pipe import say
 
 LEVELS = ("debug", "info", "warning", "error")
 COLOURS = {"warning": 33, "error": 31}
@@ -153,14 +154,15 @@ class Log:
             self.echo(f"{tag}{mark}{text}")
         else:
             # One write a line, so that the lines of several ranks don't mix.
-            stream.write(f"{tag}{mark}{text}\n")
-            stream.flush()
+            say(f"{tag}{mark}{text}\n", stream)
 
 
 def _has_colours(stream: TextIO) -> bool:
     """Whether it is a terminal, and colours are welcome (https://no-color.org)."""
-    return (not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
-            and stream.isatty())
+    with contextlib.suppress(AttributeError, ValueError):  # there is none, or it is closed
+        return (not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+                and stream.isatty())
+    return False
 
 
 def writable(value: Any) -> Any:

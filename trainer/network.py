@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import contextlib
 import dataclasses
 import os
 import socket
@@ -56,6 +57,22 @@ def duplicates(inodes: Collection[int]) -> list[int]:
     No socket objects: those would make the connections blocking ones for their owners too.
     """
     return [os.dup(found.fileno()) for made, found in _open_connections() if made.inode in inodes]
+
+
+def let_go(inodes: Collection[int]) -> None:
+    """In a fork: give up its copies of these connections. A copy keeps a connection open when the
+    process dies that uses it, so that its peer would wait on.
+
+    The numbers stay taken: whatever thinks of them as its own can't close another file by them.
+    """
+    with contextlib.suppress(OSError):  # a limit of open files
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for name in os.listdir("/dev/fd"):
+            with contextlib.suppress(OSError):  # the listing's own is closed by now
+                status = os.fstat(int(name))
+                if stat.S_ISSOCK(status.st_mode) and status.st_ino in inodes:
+                    os.dup2(nowhere, int(name), inheritable=False)
+        os.close(nowhere)
 
 
 def loopback() -> str | None:

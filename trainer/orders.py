@@ -1,4 +1,5 @@
-"""What `python -m launch` tells a rank that runs: a node is lost, or a newer attempt has begun."""
+"""What `python -m launch` tells a rank that runs: a rank or a node is lost, or a newer attempt has
+begun."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ class Orders:
     """Reads the launcher's words in a thread of its own.
 
     `lost`: this rank may wait for one that is gone for ever: the connections with all of them are
-    ended, and what waits finds its peer dead. `stale`: the same, and nothing is saved.
+    ended, and what waits finds its peer dead. `stale`: the same, and nothing is saved. `absent`: a
+    rank has ended, which one that still waits for all to come can't see; the others can.
     """
 
     def __init__(self) -> None:
@@ -47,10 +49,12 @@ class Orders:
         os.write(tell, b"!")  # closing it wouldn't do: loader processes have inherited it
 
     def _obey(self, word: str) -> None:
-        if word not in ("lost", "stale"):
+        if word not in ("lost", "stale", "absent"):
             return
         if self._group is None:
             os._exit(EXIT_FAILURE)
+        if word == "absent":
+            return
         self._group.stale = word == "stale"
         self._group.abandon()
 

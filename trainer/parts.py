@@ -218,7 +218,10 @@ class Parts:
                 self.log.warning(why)
                 self.log.event("save-left-out", at_step=step, why=why)
                 return False
-            saved = self.checkpoint.save_alone(kept)
+            try:
+                saved = self.checkpoint.save_alone(kept)
+            except OSError:  # once more, as that of a stop: there may be room again
+                saved = self.checkpoint.save_alone(kept)
         except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first one
             self.log.warning(f"step {step} could not be saved: {error}")
             return False

@@ -66,7 +66,23 @@ def outlive_console() -> None:
         with contextlib.suppress(OSError):
             old.flush()
         binary = io.BufferedWriter(_Console(number, "w", closefd=False))
-        setattr(sys, name, io.TextIOWrapper(binary, old.encoding, old.errors, line_buffering=True))
+        setattr(sys, name, _Stream(binary, old.encoding, old.errors, line_buffering=True))
+
+
+def say(text: str, stream: TextIO | None = None) -> None:
+    """Write to a stream, by default stderr, in whose place a task may have put one that is closed,
+    or none."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):
+        stream = stream or sys.stderr
+        stream.write(text)
+        stream.flush()
+
+
+class _Stream(io.TextIOWrapper):
+    """Stays open where a task, or a library, closes it."""
+
+    def close(self) -> None:
+        self.flush()
 
 
 class _Console(io.FileIO):

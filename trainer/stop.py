@@ -139,18 +139,20 @@ class StopRequest:
         if self.requested and self._idle():
             self._end(self._leave)
 
-    def watch(self, descriptor: int, who: str) -> None:
-        """Take it as a request when `descriptor` (a pidfd, a pipe) tells that `who` is gone, and
-        leave for good `ORPHAN_LIMIT_S` later, so that an orphan never lives on."""
+    def watch(self, descriptor: int, who: str, *, gone: bool = False) -> None:
+        """Take it as a request when `descriptor` (a pidfd, a pipe) tells that `who` is gone, or at
+        once if it is known to be `gone`, and leave for good `ORPHAN_LIMIT_S` later, so that an
+        orphan never lives on."""
         thread = threading.Thread(
-            target=self._watch, args=(descriptor, who), name="launcher-watch", daemon=True
+            target=self._watch, args=(descriptor, who, gone), name="launcher-watch", daemon=True
         )
         thread.start()
 
-    def _watch(self, descriptor: int, who: str) -> None:
+    def _watch(self, descriptor: int, who: str, gone: bool) -> None:
         poll = select.poll()
         poll.register(descriptor, select.POLLIN | select.POLLHUP)
-        poll.poll()
+        if not gone:
+            poll.poll()
         self.request(f"{who} is gone")
         time.sleep(ORPHAN_LIMIT_S)
         os._exit(1)
@@ -204,6 +206,29 @@ class StopRequest:
                     if self._interrupts > 1:
                         os._exit(128 + signal.SIGINT)
             os._exit(codes[0] if codes else 1)
+
+
+def attend() -> StopRequest:
+    """A rank's request, which signals set from now on, and under torchrun the end of torchrun.
+
+    To be called before anything heavy is imported: that takes seconds, in which torchrun may be
+    killed, and an orphan that doesn't notice meets the ranks of the next start in their store.
+    """
+    stop = StopRequest()
+    stop.install()
+    if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
+        stop.shield()  # torchrun signals whole process groups, and for more reasons than to stop
+        parent = os.getppid()
+        stop.watch(process_descriptor(parent), "the launcher", gone=parent == 1 and _is_init())
+    return stop
+
+
+def _is_init() -> bool:
+    """Whether process 1, which orphans are given to, is certainly no torchrun."""
+    with contextlib.suppress(OSError), open("/proc/1/cmdline", "rb") as file:
+        words = file.read()
+        return b"python" not in words and b"torch" not in words
+    return False
 
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:

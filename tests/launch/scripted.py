@@ -6,10 +6,12 @@ attempt. Each rank appends what happens to it to `notes.jsonl` in the folder, on
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
 import signal
+import socket
 import sys
 import threading
 import time
@@ -38,7 +40,7 @@ def preload(argv: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     rank = Rank(Path(argv[0]))
-    signal.signal(signal.SIGTERM, lambda number, frame: rank.note("asked"))
+    signal.signal(signal.SIGTERM, lambda number, frame: rank.note("asked", heard=rank.hear()))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     rank.note("started", sid=os.getsid(0), server=os.getppid(), env=dict(os.environ), argv=argv)
     if os.environ["WORLD_SIZE"] != str(len(rank.wait("started"))):
@@ -74,6 +76,13 @@ class Rank:
             ],
             num or self.num_ranks,
         )
+
+    def hear(self) -> str:
+        """What the launcher has said so far."""
+        channel = socket.socket(fileno=os.dup(int(os.environ["TRAINER_LAUNCHER_FD"])))
+        with contextlib.suppress(BlockingIOError), channel:
+            return channel.recv(4096, socket.MSG_DONTWAIT).decode()
+        return ""
 
     def complete(self, _: str) -> None:
         print(f"rank {self.rank} is done")

@@ -55,6 +55,11 @@ def test_survivors_are_asked_to_leave_only_after_the_grace_time(restarted: Launc
         assert note["time_s"] - began_s >= GRACE_S
 
 
+def test_those_who_still_wait_for_all_to_come_are_told_of_an_end(restarted: Launched) -> None:
+    asked = restarted.notes("asked", attempt=1)
+    assert {(note["rank"], note["heard"]) for note in asked} == {(0, "absent\n"), (1, "absent\n")}
+
+
 def test_output_is_tagged_but_that_of_rank_0_and_no_word_is_lost(restarted: Launched) -> None:
     assert sorted(restarted.out.splitlines()) == [
         "[rank 1] rank 1 is done",

@@ -84,6 +84,14 @@ def test_the_save_of_a_stop_or_of_the_end_is_tried_once_more(ranks, tmp_path):
     assert not list(differences(tmp_path / "straight", tmp_path / "run"))
 
 
+def test_a_survivors_save_is_tried_once_more(ranks, tmp_path):
+    codes = die(ranks, 2, tmp_path / "run", "--steps=9", "--inject=kill:step=6:rank=1",
+                "--inject=enospc:phase=save-mid")
+
+    assert codes == [1, None]
+    assert inspect(tmp_path / "run")["step"] == 5
+
+
 def test_a_validation_that_is_done_again_stands_once(ranks, tmp_path):
     arguments = ["--steps=12", "--eval.every=5", "--log.every=1"]
     stops = ["--inject=term:step=5", "--inject=kill:step=8"]

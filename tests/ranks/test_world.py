@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 
+from launch.forkserver import fork
 from trainer.errors import ConfigError, StopRequested
 from trainer.world import World
 
@@ -270,6 +271,26 @@ def _stuck() -> str:
     waker.join()
     world.store.set("rank 0 is awake", "")  # the store's connection is spared
     return "woken"
+
+
+def test_a_death_is_noticed_though_what_the_rank_has_forked_lives_on(ranks: Ranks) -> None:
+    survivor, dead = ranks.outcomes(2, _fork_and_die, group=False)
+    assert survivor.error is None
+    assert dead.signal == signal.SIGKILL
+    assert "Timed out" not in survivor.value
+
+
+def _fork_and_die() -> str:
+    world = World.form(patience_s=5.0)
+    if not world.is_main:
+        if fork() == 0:
+            time.sleep(8.0)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(RuntimeError) as lost:
+        world.barrier()
+    world.abandon()
+    return str(lost.value)
 
 
 def test_an_error_in_one_rank_ends_the_others_at_once(ranks: Ranks) -> None:

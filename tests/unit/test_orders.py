@@ -6,10 +6,12 @@ import os
 import select
 import socket
 import threading
+import time
 from pathlib import Path
 
 import pytest
 
+from launch.forkserver import fork
 from trainer.errors import StaleAttempt
 from trainer.lock import RunLock
 from trainer.orders import Orders
@@ -41,6 +43,26 @@ def test_a_word_of_the_launcher_ends_the_group_and_its_death_is_noticed(word, st
     ours.close()
     assert select.select([gone], [], [], 100)[0] == [gone]
     os.close(gone)
+    theirs.close()
+
+
+def test_the_end_of_a_rank_ends_those_that_wait_for_it_to_come_and_no_others():
+    ours, theirs = socket.socketpair()
+    if (pid := fork()) == 0:
+        try:
+            Orders().follow(theirs.fileno())
+            time.sleep(100)
+        finally:
+            os._exit(99)
+    orders, group = Orders(), Group()
+    orders.attach(group)
+    orders._obey("absent")
+
+    ours.send(b"absent\n")
+
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert not group.abandoned.is_set()
+    ours.close()
     theirs.close()
 
 

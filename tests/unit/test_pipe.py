@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+import io
+import os
+import sys
+
 import pytest
 from unread import ended
 
-from trainer.pipe import EXIT_PIPE, quiet_pipe
+from launch.forkserver import fork
+from launch.rank import be_rank
+from trainer.log import Log
+from trainer.pipe import EXIT_PIPE, quiet_pipe, say
 
 
 @pytest.mark.parametrize(("arguments", "unbuffered", "code"), [
@@ -32,3 +39,41 @@ def test_what_is_cut_off_amid_it_ends_as_a_program_that_sigpipe_has_ended():
 def test_another_broken_pipe_is_a_failure_like_any_other():
     with pytest.raises(BrokenPipeError), quiet_pipe():
         raise BrokenPipeError
+
+
+def test_a_task_that_closes_stdout_closes_nothing():
+    text = ("import os, sys; from trainer.pipe import outlive_console; outlive_console(); "
+            "sys.stdout.close(); sys.stderr.close(); print('there', file=sys.stderr); print('too')")
+
+    assert ended("-c", text) == (0, "there\n")
+
+
+@pytest.mark.parametrize("stream", [None, "closed"])
+def test_a_line_for_which_there_is_no_stream_is_dropped(monkeypatch, stream):
+    if stream:
+        stream = io.StringIO()
+        stream.close()
+    monkeypatch.setattr(sys, "stderr", stream)
+
+    say("a word")
+    Log().error("a line")
+
+
+def test_a_rank_that_can_tell_nobody_of_its_end_ends_all_the_same():
+    def main(argv):
+        sys.stdout, sys.stderr = io.StringIO(), io.StringIO()
+        sys.stdout.close()
+        sys.stderr.close()
+        raise ValueError("in a task")
+
+    ours, theirs = os.pipe()
+    if (pid := fork()) == 0:
+        try:
+            be_rank(main, [], {"RANK": "0"}, launcher_fd=theirs, output_fds=(), close_fds=())
+        finally:
+            os._exit(99)  # a copy of what had forked it
+
+    _, status = os.waitpid(pid, 0)
+    os.close(ours)
+    os.close(theirs)
+    assert os.waitstatus_to_exitcode(status) == 1

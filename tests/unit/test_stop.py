@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
@@ -80,3 +81,34 @@ def test_what_a_shielded_process_starts_outlives_a_signal_to_its_group(before, t
                           capture_output=True, text=True, check=True)
 
     assert done.stdout == told
+
+
+ORPHAN = """\
+import os, signal, subprocess, sys, time
+from trainer import stop
+if sys.argv[1:]:
+    stop.ORPHAN_LIMIT_S, parent = 0, int(sys.argv[1])
+    {first}
+    {second}
+    time.sleep(20)  # an import
+    print("still there", flush=True)
+else:
+    subprocess.Popen([sys.executable, "-c", sys.orig_argv[2], str(os.getpid())]).wait()
+"""
+KILLED = "os.kill(parent, signal.SIGKILL)"
+ADOPTED = f"""\
+{KILLED}
+    while os.getppid() == parent: pass
+    if os.getppid() != 1 or not stop._is_init(): os._exit(0)  # nobody can tell
+"""
+
+
+@pytest.mark.parametrize(("first", "second"), [
+    ("stop.attend()", KILLED), (ADOPTED, "stop.attend()"),
+], ids=["while-it-imports", "before-its-first-line"])  # fmt: skip
+def test_a_rank_of_torchruns_notices_that_torchrun_is_killed(first, second):
+    started = subprocess.Popen([sys.executable, "-c", ORPHAN.format(first=first, second=second)],
+                               env={**os.environ, "TORCHELASTIC_RUN_ID": "none"},
+                               stdout=subprocess.PIPE, text=True)
+
+    assert started.communicate(timeout=100)[0] == ""
