@@ -27,9 +27,9 @@ LAYERS = {
        "handshake hang length network packing pipe processes rng snapshot stop progress "
        "tensorfile data tasks commands recipes",
     # One thing each on top of that.
-    1: "anomaly attempts attributes buffers device ema flags given graph groups heartbeats leaf "
-       "job limits lock log manifest memory orders pairing pretrained pulse recompute stacks "
-       "timing data.augment data.bad data.batch data.sampler",
+    1: "anomaly attempts attributes buffers device ema flags generators given graph groups "
+       "heartbeats leaf job limits lock log manifest memory orders pairing pretrained pulse "
+       "recompute stacks timing data.augment data.bad data.batch data.sampler",
     2: "config_run config_training data.reading faults hints losses pace reduced sinks state store "
        "task tasks.gpt tree waiting world",
     3: "agreement alarm config data.loader folder launcher leaks outcome source sync_batchnorm "

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer import rng
+from trainer import generators, rng
 from trainer.buffers import Buffers
 from trainer.confusion import Figure
 from trainer.data.bad import received
@@ -132,7 +132,7 @@ class Evaluator:
         names: list[str] = []
         table: Tensor | None = None
         buffers, moved = Buffers(self.model), set[str]()
-        generators = rng.own_generators(*self.model.modules(), self.loss)
+        own = generators.kept_by(*self.model.modules(), self.loss)
         # A rank without a batch evaluates the first one too, for the form of the table.
         for micro in self.batches(mine or range(1)):
             if self.stopped():
@@ -140,7 +140,7 @@ class Evaluator:
             number = micro.slot.number
             self.faults.at("evaluate", step=self.step(), epoch=self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
-            rng.key_object(generators, self.seed, rng.EVALUATE, number)
+            generators.key(own, self.seed, rng.EVALUATE, number)
             # A restart may evaluate again, and another number of ranks in another order.
             with buffers.untouched(moved), torch.no_grad(), self.autocast():
                 outcome = self.loss(self.model, to_device(micro.batch, self.device))

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from trainer import rng
+from trainer import generators, rng
 from trainer.attributes import same
 from trainer.data import batch as batches
 from trainer.data.reading import KeyedSamples, begin_epoch
@@ -62,7 +62,7 @@ def read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> 
     if isinstance(dataset, IterableDataset):
         begin_epoch(dataset, epoch, seed=SEED)
         rng.key_generators(SEED, rng.SAMPLE, epoch)
-        rng.key_object(rng.own_generators(dataset), SEED, rng.SAMPLE, epoch)
+        generators.key(generators.kept_by(dataset), SEED, rng.SAMPLE, epoch)
         items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]
         return collate(items)
     indices = tuple(range(first, min(first + count, len(dataset))))

@@ -6,15 +6,9 @@ neither ranks, loader workers, prefetching nor restarts can move it.
 
 from __future__ import annotations
 
-import collections
-import contextlib
-import functools
 import hashlib
 import random
-import sys
-import sysconfig
-import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -71,104 +65,6 @@ def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
     if devices:
         for generator in _device_generators():
             generator.manual_seed(key)
-
-
-def key_object(generators: Iterable[Any], *parts: int) -> None:
-    """Key generators that an object keeps for itself (see `own_generators`), each by its place."""
-    base = mix(VECTOR, *parts)
-    for place, generator in enumerate(generators):
-        key = mix(place, state=base)
-        if isinstance(generator, random.Random):
-            generator.seed(key)
-        elif isinstance(generator, torch.Generator):
-            generator.manual_seed(key)
-        elif isinstance(generator, np.random.RandomState):
-            generator.seed(key & 0xFFFFFFFF)
-        else:
-            bits = getattr(generator, "bit_generator", generator)
-            bits.state = type(bits)(key).state
-
-
-_KINDS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState,
-          torch.Generator)
-_FOREIGN = ("builtins", "torch", "typing", "collections", "abc")
-_LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
-_MANY = 64
-"""More entries than that are samples, not transforms."""
-
-
-def own_generators(*owners: Any) -> list[Any]:
-    """The `random.Random`, `torch.Generator` and generators of numpy that objects keep: among
-    their attributes and those of their classes, in what they wrap (Subset, ConcatDataset,
-    transforms, functools.partial, …), and in what their functions refer to."""
-    found: list[Any] = []
-    seen = {id(_PYTHON), id(np.random.mtrand._rand), id(torch.default_generator)}
-    queue = list(owners)
-    for item in queue:  # which grows, and keeps what is in it: an id is one object's
-        if id(item) in seen:
-            continue
-        seen.add(id(item))
-        if isinstance(item, _KINDS):
-            found.append(item)
-        elif not isinstance(item, torch.Tensor | np.ndarray | type | types.ModuleType):
-            queue.extend(_parts(item))
-    return found
-
-
-def _parts(item: Any) -> Iterable[Any]:
-    """What an object of the user's may have a generator in."""
-    if isinstance(item, list | tuple | dict | collections.deque):
-        entries = item.values() if isinstance(item, dict) else item
-        return entries if len(item) <= _MANY else ()
-    if isinstance(item, types.FunctionType):
-        return _referred(item)
-    if isinstance(item, types.MethodType | types.BuiltinMethodType | staticmethod | classmethod):
-        return (getattr(item, "__func__", None), getattr(item, "__self__", None))
-    if isinstance(item, types.GeneratorType):
-        return item.gi_frame.f_locals.values() if item.gi_frame else ()
-    if isinstance(item, property):
-        return (item.fget,)
-    if isinstance(item, functools.partial):
-        return (item.func, *item.args, *item.keywords.values())
-    parts = list(getattr(item, "__dict__", {}).values())
-    for kind in type(item).__mro__:
-        if str(kind.__module__).partition(".")[0] not in _FOREIGN:
-            slots = vars(kind).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else slots:
-                mangled = f"_{kind.__name__.lstrip('_')}{name}"
-                parts.append(getattr(item, name, getattr(item, mangled, None)))
-            parts += vars(kind).values()
-    return parts
-
-
-def _referred(function: types.FunctionType) -> Iterator[Any]:
-    """What a function refers to: defaults, variables of the functions around it, and of what is
-    global to it generators, objects, and functions, those of libraries left out."""
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield from vars(function).values()
-    for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty yet
-            yield cell.cell_contents
-    codes = [function.__code__]
-    for code in codes:
-        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
-        found = [function.__globals__.get(name) for name in code.co_names]
-        for module in [m for m in found if isinstance(m, types.ModuleType)]:
-            if not _is_library(module.__name__):
-                found += [vars(module).get(name) for name in code.co_names]
-        for value in found:
-            if not isinstance(value, types.FunctionType) or (
-                    value.__globals__ is function.__globals__ or
-                    not _is_library(value.__module__)):
-                yield value
-
-
-@functools.cache
-def _is_library(module: str) -> bool:
-    """Whether a module is Python's own, or of an installed package."""
-    file = getattr(sys.modules.get(module), "__file__", None)
-    return module != "__main__" and (file is None or any(part in file for part in _LIBRARIES))
 
 
 def snapshot() -> dict[str, Any]:

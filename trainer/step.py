@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import rng
+from trainer import generators, rng
 from trainer.adamw import AdamW
 from trainer.buffers import Buffers
 from trainer.communication import Communication
@@ -162,7 +162,7 @@ class Step:
         """DDP's context around forward *and* backward of a micro-batch whose gradients wait."""
         self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
-        self.generators = rng.own_generators(*self.model.modules(), self.objective.loss)
+        self.generators = generators.kept_by(*self.model.modules(), self.objective.loss)
         """Those that the model and the loss keep for themselves."""
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
@@ -288,7 +288,7 @@ class Step:
         at("forward", step=slot.step, epoch=slot.epoch)
         rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
         if self.generators:
-            rng.key_object(self.generators, self.seed, rng.MICRO, slot.step, slot.number)
+            generators.key(self.generators, self.seed, rng.MICRO, slot.step, slot.number)
         accumulating = NOTHING if slot.last or self.no_sync is None else self.no_sync()
         hunt = NOTHING if rehearsal or self.hunt is None else self.hunt(slot)
         with accumulating, hunt:

@@ -15,7 +15,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer import optim, rng, storable
+from trainer import generators, optim, rng, storable
 from trainer.attributes import differing, same, values
 from trainer.config import Clip, Nonfinite, Optim
 from trainer.data import batch as batches
@@ -85,7 +85,7 @@ class _Case:
     def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
         loss = (task or self.task).loss
         rng.key_generators(SEED, rng.MICRO, key)
-        rng.key_object(rng.own_generators(*model.modules(), loss), SEED, rng.MICRO, key)
+        generators.key(generators.kept_by(*model.modules(), loss), SEED, rng.MICRO, key)
         return loss(model, batch)
 
 

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import collections
-import functools
 import itertools
 import json
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import test_rng
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import ConcatDataset, Dataset, Subset
 
 from trainer import rng
 
@@ -134,121 +129,3 @@ def test_a_damaged_snapshot_is_refused(damage):
 
     with pytest.raises(ValueError, match="the saved RNG state is damaged or incomplete"):
         rng.restore(state)
-
-
-# --- generators that a data set keeps
-
-class Draws(Dataset):
-    """A data set with one generator of its own."""
-
-    def __init__(self, generator: object) -> None:
-        self.generator = generator
-
-    def __len__(self) -> int:
-        return 4
-
-
-class Slotted:
-    """Has no dictionary of attributes."""
-
-    __slots__ = ("__generator",)
-
-    def __init__(self, generator: object) -> None:
-        self.__generator = generator
-
-
-GENERATORS = {
-    "python": (random.Random, lambda g: g.random()),
-    "torch": (torch.Generator, lambda g: torch.rand((), generator=g).item()),
-    "PCG64": (lambda: np.random.default_rng(), lambda g: g.random()),
-    "MT19937": (lambda: np.random.Generator(np.random.MT19937()), lambda g: g.random()),
-    "Philox": (lambda: np.random.Generator(np.random.Philox()), lambda g: g.random()),
-    "bits": (np.random.PCG64, lambda g: g.random_raw()),
-    "RandomState": (np.random.RandomState, lambda g: g.random_sample()),
-}
-
-
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_an_own_generator_is_keyed(kind):
-    make, draw = GENERATORS[kind]
-    one, other = make(), make()
-    draw(other)
-
-    rng.key_object([one], 1, 2)
-    rng.key_object([other], 1, 2)
-    first = draw(one)
-
-    assert draw(other) == first
-    rng.key_object([one], 1, 3)
-    assert draw(one) != first
-
-
-def test_an_own_generator_does_not_repeat_the_process_wide_draws():
-    own = random.Random()
-    rng.key_generators(1, 2)
-    rng.key_object([own], 1, 2)
-
-    assert own.random() != random.random()
-
-
-@pytest.mark.parametrize("nest", [
-    lambda g: Draws(g),
-    lambda g: Subset(Draws(g), [0]),
-    lambda g: ConcatDataset([Draws(None), Subset(Draws(g), [0, 1])]),
-    lambda g: Draws([None, {"flip": SimpleNamespace(deep=(g,))}]),
-    lambda g: Draws(functools.partial(max, 1, key=g)),
-    lambda g: Draws(collections.deque([Slotted(g)])),
-    lambda g: Draws((lambda own: (yield from iter(own.random, None)))(g)),
-    lambda g: Draws(lambda: g),
-    lambda g: Draws(functools.cache(lambda x=g: x)),
-    lambda g: Draws(Draws(g).__len__),
-    lambda g: type("Owner", (), {"shared": g})(),
-    lambda g: type("Owner", (), {"drawn": property(lambda self: g)})(),
-])
-@pytest.mark.parametrize("kind", GENERATORS)
-def test_own_generators_are_found_wherever_they_are_nested(kind, nest):
-    generator = GENERATORS[kind][0]()
-
-    assert [id(found) for found in rng.own_generators(nest(generator))] == [id(generator)]
-
-
-WIDE = random.Random()
-
-
-def draw_widely() -> float:
-    return WIDE.random()
-
-
-class Widely(Draws):
-    def __getitem__(self, index: int) -> float:
-        return draw_widely()
-
-
-class Elsewhere(Draws):
-    def __getitem__(self, index: int) -> float:
-        return test_rng.draw_widely()
-
-
-@pytest.mark.parametrize("owner", [Widely(None), Draws(WIDE.random), Draws(draw_widely),
-                                   Elsewhere(None)])
-def test_a_generator_of_the_module_is_found_by_what_draws_from_it(owner):
-    assert rng.own_generators(owner) == [WIDE]
-
-
-def test_generators_of_one_owner_draw_apart():
-    one, other = random.Random(), random.Random()
-
-    rng.key_object(rng.own_generators(Draws([one, other])), 1, 2)
-
-    assert one.random() != other.random()
-
-
-def test_an_object_that_holds_itself_and_its_generator_twice_is_walked_once():
-    owner = Draws(random.Random())
-    owner.again, owner.self = owner.generator, owner
-
-    assert rng.own_generators(owner) == [owner.generator]
-
-
-def test_a_data_set_without_generators_has_none():
-    assert rng.own_generators(Draws([1, "a", torch.ones(3), np.ones(3), {"x": None}])) == []

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
-from trainer import rng
+from trainer import generators, rng
 from trainer.data.bad import named
 from trainer.data.reading import begin_epoch
 from trainer.errors import ConfigError
@@ -103,10 +103,10 @@ class Feed:
         if mark.ended:
             return
         with self._named("opening"):
-            self._generators = rng.own_generators(dataset)
+            self._generators = generators.kept_by(dataset)
             self._key(_OPEN)
             source = dataset.lane(number, cut.lanes) if cut.own else dataset
-            self._generators = rng.own_generators(dataset, source)
+            self._generators = generators.kept_by(dataset, source)
             self._iterator = iter(source)
             holders = (h for h in (self._iterator, source) if _is_stateful(h))
             self._holder = next(holders, None)
@@ -151,7 +151,7 @@ class Feed:
     def _key(self, *place: int) -> None:
         rng.key_generators(*self._keys, *place, devices=False)
         if self._generators:
-            rng.key_object(self._generators, *self._keys, *place)
+            generators.key(self._generators, *self._keys, *place)
 
     def _named(self, doing: str) -> named:
         lane = f" of lane {self.number}" if self._cut.own else ""

@@ -19,7 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )  # fmt: skip
 
-from trainer import rng
+from trainer import generators, rng
 from trainer.data import batch as batches
 from trainer.data.bad import Replaced, SampleError, brief, hand_over, named, this_worker
 from trainer.data.sampler import Slot
@@ -234,10 +234,10 @@ class KeyedSamples(Dataset[Micro]):
 
     def _key(self, epoch: int, index: int) -> None:
         if self._generators is None:
-            self._generators = rng.own_generators(self._dataset, self._collate)
+            self._generators = generators.kept_by(self._dataset, self._collate)
         rng.key_generators(self._seed, rng.SAMPLE, epoch, index, devices=False)
         if self._generators:
-            rng.key_object(self._generators, self._seed, rng.SAMPLE, epoch, index)
+            generators.key(self._generators, self._seed, rng.SAMPLE, epoch, index)
 
     def _named(self, indices: tuple[int, ...], epoch: int, doing: str = "reading") -> named:
         def what() -> str:
@@ -275,7 +275,7 @@ def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
             queue += one.datasets.values() if isinstance(one.datasets, dict) else one.datasets
     if listeners:
         rng.key_generators(seed, rng.DATA, epoch, devices=False)
-        rng.key_object(rng.own_generators(dataset), seed, rng.DATA, epoch)
+        generators.key(generators.kept_by(dataset), seed, rng.DATA, epoch)
     for one in listeners:
         one.set_epoch(epoch)
         _TOLD[id(one)] = epoch
