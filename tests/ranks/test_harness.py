@@ -57,9 +57,10 @@ def stop_self() -> None:
 
 
 def survive(rank: int) -> str:
-    if dist.get_rank() == rank:
-        os._exit(7)
     try:
+        dist.barrier()  # else the others may still be joining the group
+        if dist.get_rank() == rank:
+            os._exit(7)
         dist.barrier()
     except RuntimeError as error:
         return type(error).__name__
