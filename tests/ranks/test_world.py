@@ -292,7 +292,7 @@ def _meet_twice(world: World) -> None:
     world.barrier()  # else rank 0 may still be forming it
     if not world.is_main:
         if fork() == 0:
-            time.sleep(8.0)
+            time.sleep(8.0)  # longer than the world's patience
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     world.barrier()

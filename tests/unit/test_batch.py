@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainer.data import batch
 
@@ -143,3 +143,17 @@ def test_a_scalar_that_belongs_to_the_whole_batch_stays_in_an_empty_one():
 def test_the_size_is_the_first_dimension_of_the_first_tensor_that_has_one():
     assert batch.size({"scale": torch.tensor(1.0), "x": torch.ones(5, 2)}) == 5
     assert batch.size({"scale": torch.tensor(1.0)}) == 0
+
+
+def test_a_copy_in_memory_of_its_own_can_be_differentiated_as_what_it_is_a_copy_of():
+    leaf = torch.ones(2, requires_grad=True)
+    given = (leaf, nn.Parameter(torch.ones(2)), leaf * 2, torch.ones(1).expand(3))
+
+    own = batch.OwnMemory()(given)
+
+    for one, other in zip(own, given, strict=True):
+        assert (type(one), one.is_leaf, one.requires_grad, one.stride()) == (
+            type(other), other.is_leaf, other.requires_grad, other.stride())
+    assert own[0] is not leaf
+    assert own[0].data_ptr() != leaf.data_ptr()
+    assert own[2] is given[2]

@@ -51,7 +51,7 @@ def test_the_end_of_a_rank_ends_those_that_wait_for_it_to_come_and_no_others():
     if (pid := fork()) == 0:
         try:
             Orders().follow(theirs.fileno())
-            time.sleep(100)
+            time.sleep(100)  # until the word ends it
         finally:
             os._exit(99)
     orders, group = Orders(), Group()

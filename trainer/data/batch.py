@@ -55,8 +55,10 @@ def _twin(leaf: Any) -> Any:
     """The same in memory of its own, in which it lies alike: how it lies may decide bits."""
     if isinstance(leaf, np.ndarray):
         return leaf.copy(order="K")
-    if not isinstance(leaf, Tensor):
-        return leaf
+    if not isinstance(leaf, Tensor) or not leaf.is_leaf:
+        return leaf  # what leads to other tensors stays what they see
+    if leaf.requires_grad:
+        return copy.deepcopy(leaf)  # a leaf too
     if not _is_plain(leaf) or not leaf.numel():
         return leaf.clone()
     reach = 1 + sum((n - 1) * by for n, by in zip(leaf.shape, leaf.stride(), strict=True))
