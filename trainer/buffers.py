@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator
+from operator import is_
 from typing import Any, TypeGuard
 
 import torch
@@ -31,6 +32,7 @@ class Buffers:
                 self._names.append(f"{path}.{name}" if path else name)
                 self._persistent.append(name not in module._non_persistent_buffers_set)
         self._watched: list[tuple[str, dict[str, Any], str, Tensor]] = []
+        self._rows: list[Tensor] = []
         self._strayed = False
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
@@ -70,10 +72,13 @@ class Buffers:
         Raises:
             ConfigError: one has another form now, in which no restart could take it up.
         """
-        for place, home in enumerate(self._homes):
-            owner, name = self._places[place]
-            if (found := owner.get(name)) is home:
+        standing = [owner.get(name) for owner, name in self._places]
+        if all(map(is_, standing, self._homes)):
+            return
+        for place, (home, found) in enumerate(zip(self._homes, standing, strict=True)):
+            if found is home:
                 continue
+            owner, name = self._places[place]
             self._strayed = True
             if home is not None and _fits(found, home):
                 home.detach().copy_(found.detach())
@@ -118,13 +123,19 @@ class Buffers:
             if home is not None and home in moved and home.is_floating_point()
             and bool(torch.isfinite(kept[id(home)]).all())
         ]  # fmt: skip
+        homes = [home for *_, home in self._watched]
+        self._rows = homes if all(home.dim() == 1 for home in homes) else []
 
     def spoilt(self, among: Container[Tensor] | None = None) -> Tensor | None:
         """NaN if one of those (that are `among` these) isn't finite any more, which no loss in
         training tells, otherwise 0: on their device. None where there are none."""
-        found = [t.detach().flatten() if t.dim() != 1 else t
-                 for t, (*_, home) in zip(self._standing(), self._watched, strict=True)
-                 if among is None or home in among]
+        standing = [owner.get(key) for _, owner, key, _ in self._watched]
+        if among is None and self._rows and all(map(is_, standing, self._rows)):
+            found = self._rows
+        else:
+            found = [t.detach().flatten()
+                     for t, (*_, home) in zip(self._standing(), self._watched, strict=True)
+                     if among is None or home in among]
         return (torch.cat(found) * 0).sum() if found else None
 
     def spoilt_names(self) -> list[str]:

@@ -13,6 +13,30 @@ SAMPLED, LONG_S = 8, 0.02
 eighth, which then stands for eight."""
 
 
+class Marks:
+    """Two points of the device's time line, so that timing waits for nothing. Nothing off CUDA."""
+
+    def __init__(self, *, on_cuda: bool) -> None:
+        make = torch.cuda.Event
+        self._events = (make(enable_timing=True), make(enable_timing=True)) if on_cuda else None
+
+    def first(self) -> None:
+        """Mark the first point."""
+        if self._events is not None:
+            self._events[0].record()
+
+    def second(self) -> None:
+        """Mark the second point."""
+        if self._events is not None:
+            self._events[1].record()
+
+    def between_s(self) -> float | None:
+        """Seconds between the points, which the device has passed."""
+        if self._events is None:
+            return None
+        return self._events[0].elapsed_time(self._events[1]) / 1000
+
+
 class Communication:
     """What this rank waits in collectives that its own computation doesn't hide.
 
@@ -29,8 +53,7 @@ class Communication:
         self, *, ranks: int = 1, on_cuda: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        make = torch.cuda.Event
-        self._marks = (make(enable_timing=True), make(enable_timing=True)) if on_cuda else None
+        self._marks = Marks(on_cuda=on_cuda)
         self._on, self._clock = ranks > 1, clock
         self._gathered_s = 0.0
         self._computed_s: float | None = None
@@ -59,17 +82,17 @@ class Communication:
         """The backward is over."""
         if not self._weight:
             return
-        if self._marks is not None:
-            self._marks[1].record()
-        elif self._computed_s is not None:
+        self._marks.second()
+        if self._computed_s is not None:
             self._waited_s = self._weight * (self._clock() - self._computed_s)
 
     def take(self, step_s: float) -> float:
         """Seconds waited in the step that took `step_s`; starts anew. The device is through it."""
         if not self._on:
             return 0.0
-        if self._weight and self._marks is not None and self._computed_s is not None:
-            self._waited_s = self._weight * self._marks[0].elapsed_time(self._marks[1]) / 1000
+        if self._weight and self._computed_s is not None and (
+                between_s := self._marks.between_s()) is not None:
+            self._waited_s = self._weight * between_s
         found = self._gathered_s + self._waited_s
         self.forget()
         self._last_s = step_s
@@ -85,5 +108,4 @@ class Communication:
 
     def _computed(self) -> None:
         self._computed_s = self._clock()
-        if self._marks is not None:
-            self._marks[0].record()
+        self._marks.first()

@@ -184,6 +184,11 @@ class Objective(nn.Module):
         self.spoilt: Callable[[], Tensor | None] = lambda: None
         """NaN where the forwards have spoilt what no loss shows; asked for after a step's last."""
         self.ride = nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
+        dtypes = (torch.float32, *([torch.float64] if device.type != "mps" else []))
+        self.grad_outputs = {} if self.ride is not None else {
+            dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
+        """What backward begins with, by the loss's type, in place of 1: so the gradients of a sum
+        are those of a mean, without a division. Empty where the sums ride: they are no mean."""
 
     def forward(
         self, batch: Any, samples: int, wishes: tuple[bool, ...] | None = None, replaced: int = 0
@@ -208,7 +213,10 @@ class Objective(nn.Module):
             self.poisoned = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         loss = self.tally.add(outcome, samples, replaced)
-        loss = (loss if loss.dtype == torch.float64 else loss.float()) * self._factor
+        if loss.dtype is not torch.float32 and loss.dtype is not torch.float64:
+            loss = loss.float()
+        if self.ride is not None:
+            loss = loss * self._factor
         if wishes is not None:
             self.tally.wish(wishes, self.spoilt())
             if self.ride is not None:
@@ -216,6 +224,8 @@ class Objective(nn.Module):
                 sums += [0.0] * (CAPACITY - len(sums))
                 loss = loss + torch.dot(self.ride, _stack(sums, self._device))
         return loss
+
+    __call__ = forward  # hooks and compilation are the model's
 
     def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
         """The sums of the step that has just been reduced; starts anew. On the device, or, where

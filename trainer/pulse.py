@@ -15,11 +15,19 @@ NAME = "trainer-pulse"
 LEAVING = frozenset(("reading", "data", "forward", "backward", "evaluate"))
 """Points at which the main thread may leave: the state is that of the last boundary."""
 
-SAVING = frozenset(("save-begin", "save-mid", "save-end"))
-"""Points of the checkpoint's writer."""
+POINTS = (
+    "", "build", "warm-up", "start", "restore", "reading", "data", "forward", "backward",
+    "optimizer", "step-end", "evaluate", "save-begin", "save-mid", "save-end",
+)  # fmt: skip
+"""All of them; in memory a point is its number among them."""
 
-_PLACE = struct.Struct("=16sqd")
-_MAIN, _WRITER, _SIZE = 0, _PLACE.size, 2 * _PLACE.size
+_NUMBERS = {point: number for number, point in enumerate(POINTS)}
+_SAVING = POINTS.index("save-begin")
+"""From this number on they are points of the checkpoint's writer."""
+_PLACE = struct.Struct("=qqd")
+_POINT, _STEP, _AT = 0, 1, 2
+"""The words of 8 bytes of the main thread's place; the writer's comes behind it."""
+_SIZE = 2 * _PLACE.size
 
 
 @dataclass(frozen=True)
@@ -50,7 +58,8 @@ class Pulse:
         self._memory = memoryview(mmap.mmap(descriptor, _SIZE))
         if descriptor >= 0:
             os.close(descriptor)
-        self._clock, self._step, self._put = clock, 0, _PLACE.pack_into
+        self._words, self._times = self._memory.cast("q"), self._memory.cast("d")
+        self._clock = clock
         self.lost = False
         """Set by who sees that a peer is gone: the main thread is to leave at the next point."""
         self.beat("build", 0)
@@ -61,18 +70,20 @@ class Pulse:
         Raises:
             RuntimeError: a peer is gone, and the main thread may leave here.
         """
-        if point in SAVING:
-            self._put(self._memory, _WRITER, point.encode(), step, self._clock())
+        number, words = _NUMBERS[point], self._words
+        if number >= _SAVING:
+            _PLACE.pack_into(self._memory, _PLACE.size, number, step, self._clock())
             return
+        words[_POINT] = number
         if step is not None:
-            self._step = step
-        self._put(self._memory, _MAIN, point.encode(), self._step, self._clock())
+            words[_STEP] = step
+        self._times[_AT] = self._clock()
         if self.lost and point in LEAVING:
-            raise RuntimeError(f"connection closed by peer, seen at {point} of step {self._step}")
+            raise RuntimeError(f"connection closed by peer, seen at {point} of step {words[_STEP]}")
 
     def rest(self) -> None:
         """The checkpoint's writer has nothing more to do."""
-        self._put(self._memory, _WRITER, b"", 0, 0.0)
+        _PLACE.pack_into(self._memory, _PLACE.size, 0, 0, 0.0)
 
     @property
     def main(self) -> Place:
@@ -92,7 +103,7 @@ def read(pid: int) -> tuple[Place, Place] | None:
 
 
 def _places(memory: bytes | memoryview) -> tuple[Place, Place]:
-    point, step, at_s = _PLACE.unpack_from(memory, _MAIN)
-    writer_point, writer_step, writer_at_s = _PLACE.unpack_from(memory, _WRITER)
-    return (Place(point.rstrip(b"\0").decode(), step, at_s),
-            Place(writer_point.rstrip(b"\0").decode(), writer_step, writer_at_s))
+    point, step, at_s = _PLACE.unpack_from(memory)
+    writer_point, writer_step, writer_at_s = _PLACE.unpack_from(memory, _PLACE.size)
+    return (Place(POINTS[point], step, at_s),
+            Place(POINTS[writer_point], writer_step, writer_at_s))

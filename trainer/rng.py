@@ -51,6 +51,7 @@ def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
 _PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _PYTHON).seed
 """What `random.seed` comes to for a number, after it has looked for texts and bytes."""
+_seed_numpy, _seed_torch = np.random.seed, torch.default_generator.manual_seed
 
 
 def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
@@ -59,9 +60,9 @@ def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
     key = mix(*parts, state=state)
     _seed_python(key)
     _PYTHON.gauss_next = None
-    np.random.seed(key & 0xFFFFFFFF)
+    _seed_numpy(key & 0xFFFFFFFF)
     # torch.manual_seed takes 0.3 ms, mostly for devices that aren't there.
-    torch.default_generator.manual_seed(key)
+    _seed_torch(key)
     if devices:
         for generator in _device_generators():
             generator.manual_seed(key)

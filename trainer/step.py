@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer import generators, rng
 from trainer.adamw import AdamW
 from trainer.buffers import Buffers
-from trainer.communication import Communication
+from trainer.communication import Communication, Marks
 from trainer.config import Clip
 from trainer.data import batch as batches
 from trainer.data.reading import Micro
@@ -68,30 +68,6 @@ class StepResult(NamedTuple):
 NOTHING = contextlib.nullcontext()
 UPDATE = -2
 """The update's number among those of the micro-batches, as a key of randomness."""
-
-
-class Marks:
-    """Two points of the device's time line, so that timing waits for nothing. Nothing off CUDA."""
-
-    def __init__(self, *, on_cuda: bool) -> None:
-        make = torch.cuda.Event
-        self._events = (make(enable_timing=True), make(enable_timing=True)) if on_cuda else None
-
-    def first(self) -> None:
-        """Mark the first point."""
-        if self._events is not None:
-            self._events[0].record()
-
-    def second(self) -> None:
-        """Mark the second point."""
-        if self._events is not None:
-            self._events[1].record()
-
-    def between_s(self) -> float | None:
-        """Seconds between the points, which the device has passed."""
-        if self._events is None:
-            return None
-        return self._events[0].elapsed_time(self._events[1]) / 1000
 
 
 class Wishes(Protocol):
@@ -220,7 +196,11 @@ class Step:
         zero_grad(self.optimizer, self.parameters)
         for micro in self.reduction(micro_batches):
             epoch = micro.slot.epoch
-            self.forward_backward(micro, wishes=wishes)
+            if self.hunt is None:
+                self.forward_backward(micro, wishes=wishes)
+            else:
+                with self.hunt(micro.slot):
+                    self.forward_backward(micro, wishes=wishes)
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
         self.scaler.unscale_(self.optimizer)
@@ -290,15 +270,14 @@ class Step:
         if self.generators:
             generators.key(self.generators, self.seed, rng.MICRO, slot.step, slot.number)
         accumulating = NOTHING if slot.last or self.no_sync is None else self.no_sync()
-        hunt = NOTHING if rehearsal or self.hunt is None else self.hunt(slot)
-        with accumulating, hunt:
+        with accumulating:
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples,
                                     wishes() if slot.last else None, len(micro.replaced))
             at("backward", step=slot.step, epoch=slot.epoch)
             if slot.last and self.num_ranks > 1:
                 self.communication.watch(loss)
-            self.scaler.scale(loss).backward()
+            self.scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
         if slot.last and self.num_ranks > 1:
             check_reduced(self.wrapped, slot, self.trained)
             self.communication.reduced()

@@ -14,11 +14,12 @@ import torch
 from trainer import cli
 from trainer.build import build
 from trainer.commands.compare import differences
+from trainer.communication import Marks
 from trainer.data.reading import Micro
 from trainer.data.sampler import block
 from trainer.log import Log
 from trainer.start import start
-from trainer.step import Marks, Step
+from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.tree import Fold
 from trainer.watchdog import Watchdog

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from trainer import processes, pulse, stacks, waiting
 from trainer.hang import Report
+from trainer.faults import PHASES
 from trainer.heartbeats import Heartbeats, own_identity
 from trainer.log import Log
 from trainer.pulse import Pulse
@@ -38,6 +39,15 @@ def test_main_thread_and_writer_are_told_apart():
     assert (seen.writer.point, seen.writer.step, seen.writer.at_s) == ("save-mid", 5, 3.0)
     seen.rest()
     assert seen.writer.point == ""
+
+
+def test_each_phase_of_a_drill_is_a_point_that_can_be_told():
+    seen = Pulse()
+
+    for phase in PHASES:
+        seen.beat(phase, 3)
+        place = seen.writer if phase.startswith("save") else seen.main
+        assert (place.point, place.step) == (phase, 3)
 
 
 @pytest.mark.parametrize("point", ["reading", "data", "forward", "backward", "evaluate"])
