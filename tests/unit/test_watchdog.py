@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 
 from trainer import processes, pulse, stacks, waiting
-from trainer.hang import Report
 from trainer.faults import PHASES
+from trainer.hang import Report
 from trainer.heartbeats import Heartbeats, own_identity
 from trainer.log import Log
 from trainer.pulse import Pulse
