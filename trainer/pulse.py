@@ -19,15 +19,15 @@ POINTS = (
     "", "build", "warm-up", "start", "restore", "reading", "data", "forward", "backward",
     "optimizer", "step-end", "evaluate", "save-begin", "save-mid", "save-end",
 )  # fmt: skip
-"""All of them; in memory a point is its number among them."""
+"""All of them. A point and its step are one word in memory, which nobody reads half written: the
+step times their count, plus the point's number among them."""
 
 _NUMBERS = {point: number for number, point in enumerate(POINTS)}
-_SAVING = POINTS.index("save-begin")
-"""From this number on they are points of the checkpoint's writer."""
-_PLACE = struct.Struct("=qqd")
-_POINT, _STEP, _AT = 0, 1, 2
-"""The words of 8 bytes of the main thread's place; the writer's comes behind it."""
-_SIZE = 2 * _PLACE.size
+_COUNT, _SAVING = len(POINTS), POINTS.index("save-begin")
+"""How many; and the number from which on they are points of the checkpoint's writer."""
+_PLACES = struct.Struct("=qdqd")
+_MAIN, _WRITER = 0, 2
+"""Where a place begins, in words of 8 bytes: point and step, then when it was passed."""
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,13 @@ class Pulse:
         descriptor = -1
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create(NAME)
-            os.ftruncate(descriptor, _SIZE)
+            os.ftruncate(descriptor, _PLACES.size)
         # Its own copy of the descriptor is found in /proc/PID/fd by its name, while it lives.
-        self._memory = memoryview(mmap.mmap(descriptor, _SIZE))
+        self._memory = memoryview(mmap.mmap(descriptor, _PLACES.size))
         if descriptor >= 0:
             os.close(descriptor)
         self._words, self._times = self._memory.cast("q"), self._memory.cast("d")
-        self._clock = clock
+        self._clock, self._step = clock, 0
         self.lost = False
         """Set by who sees that a peer is gone: the main thread is to leave at the next point."""
         self.beat("build", 0)
@@ -70,20 +70,21 @@ class Pulse:
         Raises:
             RuntimeError: a peer is gone, and the main thread may leave here.
         """
-        number, words = _NUMBERS[point], self._words
+        number = _NUMBERS[point]
         if number >= _SAVING:
-            _PLACE.pack_into(self._memory, _PLACE.size, number, step, self._clock())
+            self._words[_WRITER] = (step or 0) * _COUNT + number
+            self._times[_WRITER + 1] = self._clock()
             return
-        words[_POINT] = number
         if step is not None:
-            words[_STEP] = step
-        self._times[_AT] = self._clock()
+            self._step = step
+        self._words[_MAIN] = self._step * _COUNT + number
+        self._times[_MAIN + 1] = self._clock()
         if self.lost and point in LEAVING:
-            raise RuntimeError(f"connection closed by peer, seen at {point} of step {words[_STEP]}")
+            raise RuntimeError(f"connection closed by peer, seen at {point} of step {self._step}")
 
     def rest(self) -> None:
         """The checkpoint's writer has nothing more to do."""
-        _PLACE.pack_into(self._memory, _PLACE.size, 0, 0, 0.0)
+        self._words[_WRITER] = 0
 
     @property
     def main(self) -> Place:
@@ -99,11 +100,14 @@ class Pulse:
 def read(pid: int) -> tuple[Place, Place] | None:
     """Main thread's and writer's places of another process of this host, also of a stopped one."""
     data = processes.read_memory(pid, NAME)
-    return None if data is None or len(data) < _SIZE else _places(data)
+    return None if data is None or len(data) < _PLACES.size else _places(data)
 
 
 def _places(memory: bytes | memoryview) -> tuple[Place, Place]:
-    point, step, at_s = _PLACE.unpack_from(memory)
-    writer_point, writer_step, writer_at_s = _PLACE.unpack_from(memory, _PLACE.size)
-    return (Place(POINTS[point], step, at_s),
-            Place(POINTS[writer_point], writer_step, writer_at_s))
+    main, main_s, writer, writer_s = _PLACES.unpack_from(memory)
+    return _place(main, main_s), _place(writer, writer_s)
+
+
+def _place(word: int, at_s: float) -> Place:
+    step, number = divmod(word, _COUNT)
+    return Place(POINTS[number], step, at_s)
