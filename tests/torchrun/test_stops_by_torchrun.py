@@ -124,6 +124,7 @@ def test_stops_while_torchrun_and_its_ranks_start_or_train(tmp_path: Path, every
 def test_a_signal_to_every_process_amid_a_compile_leaves_no_doubtful_cache(tmp_path: Path) -> None:
     run, arguments = tmp_path / "run", ["--steps=12", "--precision.compile=on"]
     cache = run / "compile-cache"
+    doubtful = []
 
     for after_s in (0.5, 3.0, 6.0):
         with torchrun(run, *arguments) as started:
@@ -134,8 +135,9 @@ def test_a_signal_to_every_process_amid_a_compile_leaves_no_doubtful_cache(tmp_p
             for pid in tree(started.pid):
                 os.kill(pid, signal.SIGTERM)
             assert started.wait(200) != 0
-        assert list(cache.glob("*.compiling-*"))
+        doubtful.append(bool(list(cache.glob("*.compiling-*"))))
     finish(run, *arguments)
 
+    assert doubtful[0]  # a later signal may find it compiled
     assert [path.suffix for path in cache.iterdir() if "compiling" in path.name] == []
     assert events(run, "failure") == []
