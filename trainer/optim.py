@@ -130,6 +130,15 @@ def build(
         frozen = any(not p.requires_grad for p in model.parameters())
         raise ConfigError("--freeze, --task: no parameter is left to be trained." if frozen else
                           "--task: the model has no trainable parameter; nothing can be learnt.")
+    optimizer = _make(config, model, made)
+    if groups is not None:
+        _refuse_misspelt(optimizer)
+    return optimizer
+
+
+def _make(
+    config: Optim, model: nn.Module, made: list[dict[str, Any]]
+) -> torch.optim.Optimizer:  # fmt: skip
     whole = all(_is_whole(p) for p in model.parameters() if p.requires_grad)
     if config.name == "adamw":
         devices = {p.device.type for p in model.parameters()}
@@ -170,6 +179,16 @@ def build(
         raise ConfigError(f"--optim.name {config.name}: it is no torch.optim.Optimizer, and what "
                           "it keeps couldn't be saved; derive it from that class.")
     return optimizer
+
+
+def _refuse_misspelt(optimizer: torch.optim.Optimizer) -> None:
+    """torch takes any key of a group, and one that no optimizer reads does nothing."""
+    for key in {key: None for group in optimizer.param_groups for key in group}:
+        near = difflib.get_close_matches(key, optimizer.defaults, n=1, cutoff=0.85)
+        if near and key not in optimizer.defaults:
+            raise ConfigError(f"--task: parameter_groups(model) has {key!r}, which "
+                              f"{type(optimizer).__name__} doesn't read; did you mean "
+                              f"{near[0]!r}?")
 
 
 def untrained(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:

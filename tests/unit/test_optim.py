@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import math
 import re
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -265,6 +267,17 @@ def test_groups_that_are_none_of_the_model_are_refused(groups, told):
         optim.build(Optim(), net(), groups)
 
     assert told in str(error.value)
+
+
+def test_a_misspelt_key_of_a_group_is_refused_and_a_note_of_the_users_is_not():
+    def groups(model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
+        return [{"params": list(model.parameters()), **keys}]
+
+    with pytest.raises(ConfigError, match="'weigth_decay', which AdamW doesn't read; did you mean "
+                                          "'weight_decay'"):
+        optim.build(Optim(), net(), partial(groups, weigth_decay=0.0))
+    kept = optim.build(Optim(), net(), partial(groups, name="all", lr_scale=0.1))
+    assert (kept.param_groups[0]["name"], kept.param_groups[0]["lr_scale"]) == ("all", 0.1)
 
 
 def test_an_empty_group_and_a_single_tensor_are_taken_as_meant():
