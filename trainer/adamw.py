@@ -25,6 +25,8 @@ class AdamW(torch.optim.AdamW):
 
     _alike = False
     """Whether the parameters of each group are of one device and one dtype."""
+    _one: float | Tensor = 1.0
+    """What is added to the counts of updates: on a CPU a tensor, or each count would make one."""
 
     def __init__(self, groups: Any, **options: Any) -> None:
         super().__init__(groups, fused=True, **options)
@@ -34,18 +36,23 @@ class AdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
         self._alike = all(len({(p.device, p.dtype) for p in group["params"]}) == 1
                           and not group["params"][0].is_complex() for group in self.param_groups)
+        on_cpu = all(p.is_cpu for group in self.param_groups for p in group["params"])
+        self._one = torch.tensor(1.0, device="cpu") if on_cpu else 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update the parameters that have a gradient."""
         groups = self._tensors() if closure is None and self._is_unwatched() else None
         if groups is None:
             return _torchs_step(self, closure)
+        counts = [tensors[-1] for group in groups for tensors in group]
+        if not counts:
+            return None
         with torch.no_grad():
+            torch._foreach_add_(counts, self._one)  # type: ignore[call-overload]
             for group, tensors in zip(self.param_groups, groups, strict=True):
                 if not tensors:
                     continue
                 parameters, gradients, averages, squares, steps = zip(*tensors, strict=True)
-                torch._foreach_add_(steps, 1)
                 torch._fused_adamw_(
                     parameters, gradients, averages, squares, (), steps, lr=group["lr"],
                     beta1=group["betas"][0], beta2=group["betas"][1], eps=group["eps"],
