@@ -72,13 +72,14 @@ class Pulse:
         """
         number = _NUMBERS[point]
         if number >= _SAVING:
-            self._words[_WRITER] = (step or 0) * _COUNT + number
             self._times[_WRITER + 1] = self._clock()
+            self._words[_WRITER] = (step or 0) * _COUNT + number
             return
         if step is not None:
             self._step = step
-        self._words[_MAIN] = self._step * _COUNT + number
+        # The time first: who looks in between may see a point as newer than it is, never as older.
         self._times[_MAIN + 1] = self._clock()
+        self._words[_MAIN] = self._step * _COUNT + number
         if self.lost and point in LEAVING:
             raise RuntimeError(f"connection closed by peer, seen at {point} of step {self._step}")
 
