@@ -33,6 +33,7 @@ class Buffers:
                 self._persistent.append(name not in module._non_persistent_buffers_set)
         self._watched: list[tuple[str, dict[str, Any], str, Tensor]] = []
         self._rows: list[Tensor] = []
+        """The watched ones where each has one dimension, so that they are joined as they are."""
         self._strayed = False
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
