@@ -20,6 +20,7 @@ from trainer.console import Console
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.data.feed import Cut
+from trainer.data.lanes import StreamSpec
 from trainer.data.loader import SampledSource, Source
 from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler, Slot
@@ -53,8 +54,9 @@ def open_source(
     if isinstance(data, IterableDataset):
         batch = config.batch
         stream = Stream(
-            data, Cut.of(data, lanes=batch.micro_batches, micro_size=batch.micro_size),
-            seed=config.seed, collate=collate, rank=world.rank, num_ranks=world.size,
+            StreamSpec(dataset=data, seed=config.seed, collate=collate,
+                       layout=Cut.of(data, lanes=batch.micro_batches, micro_size=batch.micro_size)),
+            rank=world.rank, num_ranks=world.size,
             workers=workers, prefetch=config.data.prefetch, device=world.device,
             step=lambda: progress.step, gather=world.gather_json,
         )  # fmt: skip

@@ -91,7 +91,7 @@ def test_numbers_become_tensors_and_strings_a_list():
     ([(torch.ones(3), 0), (torch.ones(2), 1)], r"shapes, such as \(2,\) and \(3,\), .* collate"),
     ([{"x": np.ones((2, 2))}, {"x": np.ones((2, 1))}], r"\(2, 1\) and \(2, 2\), can't be stacked"),
     ([{"x": 1}, {"y": 1}], "not all samples have the key 'x'; .* collate"),
-    ([(1, None), (1, None)], "^NoneType can't be stacked; let the sample have a tensor"),
+    ([(1, None), (1, None)], "^NoneType can't be stacked; return a tensor"),
     ([Path("a"), Path("b")], "PosixPath can't be stacked; .* collate"),
     ([np.array([1, "a"], object)] * 2, "numpy.ndarray of object can't be stacked"),
 ])  # fmt: skip

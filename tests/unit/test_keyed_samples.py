@@ -120,7 +120,7 @@ def test_samples_that_are_left_out_by_getitems_are_an_error():
         def __getitems__(self, indices: Any) -> list[int]:
             return [index for index in indices if index != 4]
 
-    with pytest.raises(SampleError, match=r"sample 4 .* asked for 1 samples and gave 0"):
+    with pytest.raises(SampleError, match=r"sample 4 .* called with 1 indices and returned 0"):
         KeyedSamples(Fewer(), seed=1)[Slot(1, 0, 0, True, (3, 4, 5))]
 
 

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from trainer.data.bad import SampleError
 from trainer.data.batch import collate
 from trainer.data.feed import Cut, first_samples
+from trainer.data.lanes import StreamSpec
 from trainer.data.stream import Stream
 from trainer.errors import ConfigError
 
@@ -126,8 +127,9 @@ class Rank:
     ) -> None:  # fmt: skip
         self.step = step
         self.stream = Stream(
-            dataset, Cut.of(dataset, lanes=4, micro_size=2), seed=3, collate=collate, rank=rank,
-            num_ranks=size, workers=workers, prefetch=2, device=torch.device("cpu"),
+            StreamSpec(dataset=dataset, layout=Cut.of(dataset, lanes=4, micro_size=2), seed=3,
+                       collate=collate),
+            rank=rank, num_ranks=size, workers=workers, prefetch=2, device=torch.device("cpu"),
             step=lambda: self.step, gather=gather or (lambda mine: [mine]),
         )  # fmt: skip
 
@@ -243,13 +245,13 @@ def test_the_next_epoch_drops_what_was_read_ahead_of_the_last_one(workers):
 def test_a_place_in_other_lanes_is_refused():
     state = {"epoch": 0, "start": 0, "lanes": 2, "micro_size": 4, "feeds": [{}, {}]}
 
-    with pytest.raises(ConfigError, match=r"2 lanes of 4 samples .* 4 of 2"):
+    with pytest.raises(ConfigError, match=r"2 lanes of 4 samples .* 4 lanes of 2 samples"):
         Rank(Counted()).resumed(state)
 
 
 @pytest.mark.parametrize(("dataset", "message"), [
     (Broken(), r"reading sample 5 of lane 0 of epoch 0 .* OSError: no such shard"),
-    (Broken(state={"a": [{1: 2}]}), r"the state_dict of .* it has the key 1, and JSON"),
+    (Broken(state={"a": [{1: 2}]}), r"the state_dict of .* the key 1, which is not a string"),
     (Broken(state={"a": {1}}), r"the state_dict of .* lane 0 .* TypeError: .*not JSON"),
 ])  # fmt: skip
 def test_an_error_names_the_sample_and_the_lane(dataset, message):

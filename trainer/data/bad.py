@@ -1,4 +1,5 @@
-"""Bad samples: how their errors are named and leave a loader worker; how many may be replaced."""
+"""Errors of samples: their messages, their transfer out of a loader worker, and the limit on
+replaced samples."""
 
 from __future__ import annotations
 
@@ -15,32 +16,33 @@ from trainer.errors import TooManyBadSamples
 T = TypeVar("T")
 
 BAD_COUNT, BAD_SHARE = 100, 0.1
-"""More replaced samples than this number, and than this part of those consumed, end the run."""
+"""The run ends when the replaced samples exceed both this number and this share of all samples."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Replaced:
-    """A bad sample, and the one that took its place: their indices in the user's data set."""
+    """A bad sample and its replacement, as indices into the user's data set."""
 
     index: Any
     by: Any
     epoch: int
     why: str
     worker: int | None
-    """The loader worker that read it; None: the rank itself."""
+    """The loader worker that read it; None: the rank's own process."""
 
 
 class SampleError(RuntimeError):
-    """A data set raised while one of its samples was read; says which, where, and how to go on."""
+    """A data set raised while a sample was read. The message names the sample, the process and a
+    remedy."""
 
     single = False
-    """Whether it is the error of one sample alone, and not of a whole micro-batch."""
+    """Whether the error belongs to a single sample rather than to a whole micro-batch."""
     trace = ""
-    """The traceback of what was raised, where that was in a loader worker."""
+    """Traceback of the original exception, if it was raised in a loader worker."""
 
 
 class named:
-    """Errors inside say what was being done."""
+    """Context manager that turns an exception into a `SampleError` naming the current operation."""
 
     def __init__(self, doing: str | Callable[[], str]) -> None:
         self._doing = doing
@@ -49,7 +51,8 @@ class named:
         pass
 
     def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        # In a worker, whose end tells nothing, SystemExit and the like too: Ctrl-C isn't theirs.
+        # In a worker also SystemExit and the like: its exit would hide the reason, and Ctrl-C is
+        # ignored there.
         if isinstance(error, Exception) or (
                 this_worker() is not None and error is not None
                 and not isinstance(error, GeneratorExit)):
@@ -58,7 +61,7 @@ class named:
 
 
 def handing_over(items: Iterator[T], *, rank: int, worker: int | None) -> Iterator[Any]:
-    """The items, and the error that ends them as `hand_over` has it."""
+    """Yield the items, and a final `SampleError` in the form that `hand_over` returns."""
     try:
         yield from items
     except SampleError as error:
@@ -68,48 +71,53 @@ def handing_over(items: Iterator[T], *, rank: int, worker: int | None) -> Iterat
 def hand_over(
     error: SampleError, *, rank: int, worker: int | None, advice: str = ""
 ) -> SampleError:
-    """Tell an error where it happened, and raise it; in a loader worker, from which no exception
-    comes whole, return it instead as something to be `received`."""
+    """Add the process to an error's message and raise it.
+
+    In a loader worker the error is returned instead, for `received` to raise in the rank's process:
+    an exception that leaves a worker loses its cause and attributes.
+    """
     place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")
-    told = SampleError(f"{error} ({place})" + (f"; {advice}" if advice and error.single else ""))
+    located = SampleError(f"{error} ({place})" + (f"; {advice}" if advice and error.single else ""))
     if worker is None:
-        raise told from error.__cause__
-    told.trace = "".join(traceback.format_exception(error.__cause__))
-    return told
+        raise located from error.__cause__
+    located.trace = "".join(traceback.format_exception(error.__cause__))
+    return located
 
 
 class WorkerTraceback(Exception):
-    """The traceback of an exception in another process, for people."""
+    """Shows the traceback of another process as the cause of an exception."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def received(item: T | SampleError) -> T:
-    """What a loader worker has read; raises the `SampleError` if it is one."""
+    """Return an item from a loader worker, or raise it if it is a `SampleError`."""
     if isinstance(item, SampleError):
         raise item from WorkerTraceback(item.trace)
     return item
 
 
 def refuse_copies(replaced: int, consumed: int) -> None:
-    """Raises `TooManyBadSamples` where so many samples were replaced, of those consumed, that the
-    run trains on copies of the others. Equal on all ranks where the numbers are."""
+    """Raise `TooManyBadSamples` if the replaced samples exceed `BAD_COUNT` and `BAD_SHARE`.
+
+    The decision is equal on all ranks because the arguments are.
+    """
     if replaced > max(BAD_COUNT, BAD_SHARE * consumed):
         raise TooManyBadSamples(
             f"--data.on-error skip: {replaced:,} of {consumed:,} samples were bad and have been "
-            f"replaced, more than {BAD_SHARE:.0%}: the run would train on copies of the others; "
-            "mend the data, or leave those samples out in dataset(). events.jsonl names them "
-            "(bad-sample).")
+            f"replaced, more than {BAD_SHARE:.0%}: the run would train on duplicates of the other "
+            "samples; repair the data, or exclude the bad samples in dataset(). events.jsonl lists "
+            "them (bad-sample).")
 
 
 def brief(error: BaseException | None) -> str:
-    """An exception in one line."""
+    """An exception's type and the first line of its message."""
     lines = [] if error is None else text_of(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def this_worker() -> int | None:
-    """The loader worker that this process is; None in a rank's own."""
+    """The number of this loader worker; None in the rank's own process."""
     info = get_worker_info()
     return None if info is None else info.id

@@ -1,4 +1,4 @@
-"""Batches of any nesting: tuples, dicts, named tuples and dataclasses of tensors."""
+"""Operations on nested batches: tuples, dicts, named tuples and dataclasses of tensors."""
 
 from __future__ import annotations
 
@@ -13,26 +13,31 @@ from torch import Tensor
 from torch.utils.data._utils import collate as torchs
 
 SMALL = 128 << 10
-"""Bytes of a tensor's memory up to which a loader process sends them through its pipe. For shared
-memory, which larger ones are put in, a connection to that process is made each time: 1 ms."""
+"""Size limit in bytes for sending a tensor through a loader worker's pipe. Larger tensors go
+through shared memory, which needs a new connection to the worker for each tensor (1 ms)."""
 
 _FIRST = 4
-_OWN_COLLATE = "make them alike in the data set, or give the task a collate(samples) that pads them"
+_OWN_COLLATE = ("give them equal shapes in the data set, or define collate(samples) in the task to "
+                "pad them")
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], batch: Any) -> Any:
-    """The same nesting with `function` applied to each tensor; other leaves stay as they are."""
+    """Apply `function` to each tensor of a nested batch; other leaves are unchanged."""
     return _map(lambda leaf: function(leaf) if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def copy_of(batch: Any) -> Any:
-    """The same with tensors of its own."""
+    """A copy of the batch with cloned tensors."""
     return map_tensors(Tensor.clone, batch)
 
 
 class OwnMemory:
-    """Gives batches memory of their own, where what makes them fills the same memory each time:
-    several are in use at once. The first few, which tell, are copies in any case."""
+    """Copies batches if the data set reuses one buffer for all of them.
+
+    Several batches are in use at once, so a reused buffer would overwrite earlier ones. The first
+    four batches are always copied; comparing them with their copies shows whether the memory is
+    reused, and decides about all later batches.
+    """
 
     def __init__(self) -> None:
         self._first: list[tuple[Any, Any]] = []
@@ -43,7 +48,7 @@ class OwnMemory:
             return batch
         own = _map(_twin, batch)
         if self._needed is None:
-            if not all(_alike(given, copied) for given, copied in self._first):
+            if not all(_equal(given, copied) for given, copied in self._first):
                 self._needed = True
             elif len(self._first) == _FIRST:
                 self._needed = False
@@ -52,13 +57,13 @@ class OwnMemory:
 
 
 def _twin(leaf: Any) -> Any:
-    """The same in memory of its own, in which it lies alike: how it lies may decide bits."""
+    """A copy with the same strides: the memory layout may change the bits of a result."""
     if isinstance(leaf, np.ndarray):
         return leaf.copy(order="K")
     if not isinstance(leaf, Tensor) or not leaf.is_leaf:
-        return leaf  # what leads to other tensors stays what they see
+        return leaf  # part of a graph: a copy would be detached from its users
     if leaf.requires_grad:
-        return copy.deepcopy(leaf)  # a leaf too
+        return copy.deepcopy(leaf)  # remains a leaf of the graph
     if not _is_plain(leaf) or not leaf.numel():
         return leaf.clone()
     reach = 1 + sum((n - 1) * by for n, by in zip(leaf.shape, leaf.stride(), strict=True))
@@ -70,8 +75,8 @@ def _is_plain(tensor: Tensor) -> bool:
         tensor.is_nested or tensor.is_conj() or tensor.is_neg())
 
 
-def _alike(batch: Any, other: Any) -> bool:
-    """Whether the tensors and arrays of two batches of one form are equal."""
+def _equal(batch: Any, other: Any) -> bool:
+    """Whether the tensors and arrays of two batches of the same structure are equal."""
     pairs = zip(_leaves(batch), _leaves(other), strict=True)
     return all(one.tobytes() == two.tobytes() if isinstance(one, np.ndarray) else
                not (isinstance(one, Tensor) and _is_plain(one)) or torch.equal(one, two) or (
@@ -91,15 +96,15 @@ def _leaves(batch: Any) -> list[Any]:
 
 
 def tensors(batch: Any) -> Iterator[Tensor]:
-    """Each tensor in a batch."""
+    """Iterate over the tensors in a batch."""
     yield from (leaf for leaf in _leaves(batch) if isinstance(leaf, Tensor))
 
 
 def collate(samples: Sequence[Any]) -> Any:
-    """Stack samples to a batch, as torch's default_collate does, through dataclasses too.
+    """Stack samples into a batch as torch's `default_collate` does; also supports dataclasses.
 
     Raises:
-        TypeError, ValueError: they can't be stacked; says why, and what can be done.
+        TypeError, ValueError: the samples can't be stacked; the message gives reason and remedy.
     """
     first = samples[0]
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
@@ -125,19 +130,22 @@ def collate(samples: Sequence[Any]) -> Any:
         if len(shapes) > 1:
             raise ValueError(f"tensors of different shapes, such as {_and(shapes)}, can't be "
                              f"stacked; {_OWN_COLLATE}") from error
-        if "default_collate" in str(error):  # its words for a type that it doesn't know
+        if "default_collate" in str(error):  # torch's message for an unsupported type
             kind = f"{type(first).__module__}.{type(first).__qualname__}"
             of = f" of {first.dtype}" if isinstance(first, np.ndarray) else ""
             raise TypeError(
-                f"{kind.removeprefix('builtins.')}{of} can't be stacked; let the sample have a "
-                "tensor, an array, a number or a text in its place, or give the task a "
-                "collate(samples)") from error
+                f"{kind.removeprefix('builtins.')}{of} can't be stacked; return a tensor, an "
+                "array, a number or a string in its place, or define collate(samples) in the "
+                "task") from error
         raise
 
 
 def _stack(tensors: Sequence[Tensor], *, collate_fn_map: Any) -> Tensor:
-    """A column of tensors stacked. In a loader process torch's own stacks into shared memory, which
-    is slow for small ones, and gives a column of several types the first one's type."""
+    """Stack tensors without shared memory where possible.
+
+    In a loader worker torch's function stacks into shared memory, which is slow for small tensors,
+    and casts tensors of mixed dtypes to the dtype of the first.
+    """
     first = tensors[0]
     plain = first.layout is torch.strided and not first.is_nested
     if plain and (len(tensors) * first.nbytes <= SMALL or len({t.dtype for t in tensors}) > 1):
@@ -153,18 +161,20 @@ def _and(differing: Iterable[Any]) -> str:
 
 
 def empty(batch: Any) -> Any:
-    """A batch of the same form with 0 samples: each tensor's first dimension cut to nothing."""
-    return _map(_cut, batch)
+    """A batch of the same structure with 0 samples: the first dimension of each tensor is 0."""
+    return _map(_without_samples, batch)
 
 
 def size(batch: Any) -> int:
-    """Samples in a batch: the first dimension of its first tensor that has one."""
+    """Number of samples: the first dimension of the first tensor that is not a scalar."""
     return next((len(t) for t in tensors(batch) if t.dim()), 0)
 
 
 def _map(function: Callable[[Any], Any], batch: Any) -> Any:
-    """The same nesting with `function` applied to each leaf; a list of strings (one a sample, as
-    torch's default_collate makes it) is a leaf."""
+    """Apply `function` to each leaf of a nested batch.
+
+    A list of strings is a leaf: `default_collate` returns one string per sample.
+    """
     if isinstance(batch, Mapping):
         return _like(batch, {k: _map(function, v) for k, v in batch.items()})
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
@@ -179,8 +189,7 @@ def _map(function: Callable[[Any], Any], batch: Any) -> Any:
     return function(batch)
 
 
-def _cut(leaf: Any) -> Any:
-    """A leaf of a batch with 0 samples."""
+def _without_samples(leaf: Any) -> Any:
     return leaf[:0] if _is_strings(leaf) or (isinstance(leaf, Tensor) and leaf.dim()) else leaf
 
 
@@ -192,13 +201,13 @@ def _is_strings(value: Any) -> bool:
 def _like(mapping: Mapping[Any, Any], entries: dict[Any, Any]) -> Any:
     if type(mapping) is dict:
         return entries
-    if isinstance(mapping, MutableMapping):  # a defaultdict's constructor wants something else
-        made = copy.copy(mapping)
-        made.update(entries)
-        return made
+    if isinstance(mapping, MutableMapping):  # a defaultdict's constructor takes other arguments
+        result = copy.copy(mapping)
+        result.update(entries)
+        return result
     return type(mapping)(entries)  # type: ignore[call-arg]
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """The batch on a device, copied asynchronously where its tensors are pinned."""
+    """Copy the batch to a device; asynchronous for pinned tensors."""
     return map_tensors(lambda t: t.to(device, non_blocking=True), batch)

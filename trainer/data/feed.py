@@ -1,16 +1,20 @@
-"""Feeds: a stream cut into numbered lanes and read in order, each random draw keyed by its place.
+"""Reading streams (`IterableDataset`) in numbered lanes, with keyed random draws.
 
-A stream is an `IterableDataset`: it has no random access. It is cut into M lanes, one for each
-micro-batch of a global batch, so that neither ranks nor loader workers move a sample. With a method
-`lane(number, lanes)` a data set reads single lanes itself (lane 2 of 4 might be each fourth file);
-without, sample i of the stream belongs to lane i mod M, and each process that reads reads all of
-it, to keep its part.
+A stream has no random access. It is split into M lanes, one per micro-batch of a global batch, so
+that a sample's micro-batch depends neither on the number of ranks nor on that of loader workers.
+If the data set has a method `lane(number, lanes)`, each lane is read separately (lane 2 of 4 could
+be every fourth file). Otherwise sample i of the stream belongs to lane i mod M, and each reading
+process reads the whole stream and keeps its own lanes.
 
-What a data set has to bear: iterating anew starts anew; it divides itself neither by rank nor by
-worker; what decides the order follows from the seed that it was made with and `set_epoch(epoch)`,
-since a draw inside a lane is keyed by that lane. Where an iterator or what it iterates over has
-`state_dict` and `load_state_dict` (as torchdata has it; in JSON), a resumed run jumps to the place;
-otherwise it reads through the samples before it, which is as exact and takes as long as reading.
+Requirements on a data set:
+- Each new iteration starts from the beginning.
+- It does not split itself by rank or worker.
+- Its order depends only on the seed of its construction and on `set_epoch(epoch)`; draws inside a
+  lane are keyed by that lane.
+
+If the iterator, or the object it iterates over, has `state_dict` and `load_state_dict` (torchdata's
+protocol, with values that JSON can hold), a resumed run restores the position directly. Otherwise
+it reads and drops the earlier samples: equally exact, but as slow as reading them.
 """
 
 from __future__ import annotations
@@ -32,71 +36,72 @@ _OPEN = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """How a stream becomes numbered micro-batches.
+    """How a stream is split into numbered micro-batches.
 
-    It is read through feeds: iterators that go their way alone. There is one for each lane where
-    the data set reads lanes itself (`own`), otherwise one for all of them.
+    The stream is read by independent iterators: one per lane if the data set has `lane()`,
+    otherwise a single one for all lanes.
     """
 
     lanes: int
-    """M, the micro-batches of a global batch."""
+    """M, the number of micro-batches in a global batch."""
     micro_size: int
-    own: bool
+    per_lane: bool
+    """Whether the data set has `lane()`."""
 
     @classmethod
     def of(cls, dataset: Any, *, lanes: int, micro_size: int) -> Cut:
-        """The cut that suits a data set."""
-        return cls(lanes=lanes, micro_size=micro_size, own=hasattr(dataset, "lane"))
+        """The layout for a data set."""
+        return cls(lanes=lanes, micro_size=micro_size, per_lane=hasattr(dataset, "lane"))
 
     @property
-    def feeds(self) -> int:
-        """How many iterators there are."""
-        return self.lanes if self.own else 1
+    def iterators(self) -> int:
+        """Number of iterators."""
+        return self.lanes if self.per_lane else 1
 
     @property
-    def take(self) -> int:
-        """Samples that a feed gives for one window."""
-        return self.lanes * self.micro_size // self.feeds
+    def samples_per_window(self) -> int:
+        """Samples that one iterator contributes to a window."""
+        return self.lanes * self.micro_size // self.iterators
 
-    def feeds_of(self, lanes: Sequence[int]) -> list[int]:
-        """The feeds that these lanes come from."""
-        return list(lanes) if self.own else [0]
+    def iterators_of(self, lanes: Sequence[int]) -> list[int]:
+        """Numbers of the iterators that read these lanes."""
+        return list(lanes) if self.per_lane else [0]
 
-    def lane_of(self, feed: int, place: int) -> int:
-        """The lane of a feed's sample."""
-        return feed if self.own else place % self.lanes
+    def lane_of(self, iterator: int, place: int) -> int:
+        """The lane of the sample at a position of an iterator."""
+        return iterator if self.per_lane else place % self.lanes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """Where a feed stands: after `windows` windows of its epoch."""
+    """Position of a lane iterator: after `windows` windows of its epoch."""
 
     windows: int = 0
     state: Any = None
-    """What its iterator's `state_dict` gave, as JSON; None where it has none."""
+    """The `state_dict` of the data set's iterator, as JSON; None if it has none."""
     ended: bool = False
 
 
 class Feed:
-    """An iterator of a data set, read window by window with each draw keyed.
+    """Reads an iterator of a data set window by window, with keyed random draws.
 
     Args:
-        mark: where it goes on; with no state in it the samples before are read through.
-        windows: windows of the epoch that are done, `mark.windows` or more.
+        mark: the position to resume from; without a state, earlier samples are read and dropped.
+        windows: completed windows of the epoch, at least `mark.windows`.
 
     Raises:
-        SampleError: from each method: what the data set raised, with the sample's place.
+        SampleError: by any method, if the data set raises; names the position of the sample.
     """
 
     def __init__(
-        self, dataset: Any, cut: Cut, *, number: int, seed: int, epoch: int, mark: Mark = Mark(),
+        self, dataset: Any, layout: Cut, *, number: int, seed: int, epoch: int, mark: Mark = Mark(),
         windows: int = 0,
     ) -> None:  # fmt: skip
         self.number = number
         self.first: Any = None
-        """The first sample that it gave; None if it has given none."""
-        self._cut, self._epoch = cut, epoch
-        self._keys = (seed, rng.SAMPLE, epoch, *((number,) if cut.own else ()))
+        """The first sample read; None before that."""
+        self._layout, self._epoch = layout, epoch
+        self._keys = (seed, rng.SAMPLE, epoch, *((number,) if layout.per_lane else ()))
         self._place, self._ended = 0, mark.ended
         self._generators: list[Any] = []
         self._holder: Any = None
@@ -105,7 +110,7 @@ class Feed:
         with self._named("opening"):
             self._generators = generators.kept_by(dataset)
             self._key(_OPEN)
-            source = dataset.lane(number, cut.lanes) if cut.own else dataset
+            source = dataset.lane(number, layout.lanes) if layout.per_lane else dataset
             self._generators = generators.kept_by(dataset, source)
             self._iterator = iter(source)
             holders = (h for h in (self._iterator, source) if _is_stateful(h))
@@ -113,16 +118,18 @@ class Feed:
             if mark.state is not None and self._holder is not None:
                 self._holder.load_state_dict(mark.state)
                 if self._holder is not self._iterator:
-                    self._iterator = iter(source)  # an object's state shows in its next iterator
-                self._place = mark.windows * cut.take
-        while self._place < windows * cut.take and not self._ended:
+                    self._iterator = iter(source)  # a loaded state applies to the next iterator
+                self._place = mark.windows * layout.samples_per_window
+        while self._place < windows * layout.samples_per_window and not self._ended:
             self.take()
 
     def take(self) -> list[tuple[int, Any]]:
-        """The next window's samples, each with its place in the feed: fewer where the feed ends,
-        none after that."""
+        """Read the samples of the next window, each with its position in this iterator.
+
+        Returns fewer samples at the end of the stream, and none after it.
+        """
         taken: list[tuple[int, Any]] = []
-        while len(taken) < self._cut.take and not self._ended:
+        while len(taken) < self._layout.samples_per_window and not self._ended:
             self._key(self._place)
             with self._named("reading"):
                 try:
@@ -136,16 +143,17 @@ class Feed:
         return taken
 
     def mark(self, windows: int) -> Mark:
-        """Where it stands now, after `windows` windows of the epoch."""
+        """The current position, after `windows` windows of the epoch."""
         state = None
         if self._holder is not None and not self._ended:
             with self._named("the state_dict of"):
-                # Through JSON: as it will come back, and apart from what goes on changing.
-                told = self._holder.state_dict()
-                if windows <= 1 and (key := _odd_key(told)) is not None:
-                    raise TypeError(f"it has the key {key!r}, and JSON, as which it is kept, has "
-                                    "texts only: it would come back as one")
-                state = json.loads(json.dumps(told))
+                # Converted through JSON: the form in which it is restored, and a copy that later
+                # reads don't change.
+                live = self._holder.state_dict()
+                if windows <= 1 and (key := _odd_key(live)) is not None:
+                    raise TypeError(f"it has the key {key!r}, which is not a string; the state is "
+                                    "saved as JSON, which would restore the key as a string")
+                state = json.loads(json.dumps(live))
         return Mark(windows=windows, state=state, ended=self._ended)
 
     def _key(self, *place: int) -> None:
@@ -154,15 +162,15 @@ class Feed:
             generators.key(self._generators, *self._keys, *place)
 
     def _named(self, doing: str) -> named:
-        lane = f" of lane {self.number}" if self._cut.own else ""
+        lane = f" of lane {self.number}" if self._layout.per_lane else ""
         return named(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the stream")
 
 
 def known_length(dataset: Any) -> int | None:
-    """Samples in a data set; None for a stream without `__len__`, or whose own raises a TypeError.
+    """Number of samples; None for a stream without `__len__`, or whose `__len__` raises TypeError.
 
     Raises:
-        ConfigError: `__len__` gives something else than a number of samples.
+        ConfigError: `__len__` doesn't return a number of samples.
     """
     stream = isinstance(dataset, IterableDataset)
     try:
@@ -176,17 +184,17 @@ def known_length(dataset: Any) -> int | None:
             if stream:
                 return None
             raise
-    raise ConfigError(f"--task: __len__ of the data set {type(dataset).__name__} gives {length!r} "
-                      f"({type(length).__name__}); let it give the number of samples, a whole "
-                      "number (int) of 0 or more.")
+    raise ConfigError(f"--task: __len__ of the data set {type(dataset).__name__} returned "
+                      f"{length!r} ({type(length).__name__}); return the number of samples, an "
+                      "int of 0 or more.")
 
 
 def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[Any]:
-    """Up to `count` samples from the beginning of lane 0 of a fresh data set, in epoch 0."""
+    """Up to `count` samples from the start of lane 0 of a new data set, in epoch 0."""
     begin_epoch(dataset, 0, seed=seed)
-    own = hasattr(dataset, "lane")
-    cut = Cut(lanes=lanes if own else 1, micro_size=count, own=own)
-    return [s for _, s in Feed(dataset, cut, number=0, seed=seed, epoch=0).take()]
+    per_lane = hasattr(dataset, "lane")
+    layout = Cut(lanes=lanes if per_lane else 1, micro_size=count, per_lane=per_lane)
+    return [s for _, s in Feed(dataset, layout, number=0, seed=seed, epoch=0).take()]
 
 
 def _is_stateful(thing: Any) -> bool:
@@ -194,7 +202,7 @@ def _is_stateful(thing: Any) -> bool:
 
 
 def _odd_key(value: Any) -> Any:
-    """A key in it that is no text; None if there is none."""
+    """A dict key inside `value` that is not a string; None if there is none."""
     if isinstance(value, dict):
         odd = next((key for key in value if not isinstance(key, str)), None)
         return odd if odd is not None else _odd_key(list(value.values()))

@@ -1,4 +1,4 @@
-"""The micro-batches of some lanes of a stream, made where it is read: a loader worker, or here."""
+"""Collate the lanes of a stream into micro-batches, in a loader worker or the rank's process."""
 
 from __future__ import annotations
 
@@ -22,42 +22,55 @@ Collate = Callable[[list[Any]], Any]
 _COLLATE = 1
 
 
+@dataclass(frozen=True, kw_only=True)
+class StreamSpec:
+    """A stream data set and how it is read."""
+
+    dataset: Any
+    layout: Cut
+    seed: int
+    collate: Collate
+
+
 @dataclass(frozen=True)
 class Part:
-    """What one process has read for a window: micro-batches, and where its feeds then stand."""
+    """What one process has read for a window: its micro-batches, and its iterators' positions
+    after the window."""
 
     micros: list[Micro]
     marks: dict[int, Mark]
 
     def pin_memory(self) -> Part:
-        """Called by the DataLoader's pinning."""
+        """Called by the DataLoader."""
         return Part([micro.pin_memory() for micro in self.micros], self.marks)
 
 
 class LaneReader(IterableDataset[Part]):
-    """The micro-batches of some lanes, one `Part` a window; in a loader worker: its share of them.
+    """Yields the micro-batches of some lanes, one `Part` per window.
 
-    Each iteration is the next epoch and has no end: whether an epoch is over is seen only where all
-    lanes come together, and until then a lane that has ended gives empty micro-batches.
+    In a loader worker it yields only the worker's share of the lanes. Each iteration is the next
+    epoch and never ends: only the ranks together know whether an epoch is over, so a lane that has
+    ended yields empty micro-batches.
 
     Args:
-        lanes: this rank's.
-        empty_slots: empty micro-batches at the end of each window.
-        epoch, windows, marks: where the first iteration begins.
-        rank: told in errors.
+        lanes: the lanes of this rank.
+        empty_slots: empty micro-batches to append to each window.
+        epoch, windows, marks: the position where the first iteration begins.
+        rank: named in error messages.
     """
 
     def __init__(
-        self, dataset: Any, cut: Cut, *, lanes: Sequence[int], empty_slots: int, seed: int,
-        collate: Collate, epoch: int, windows: int, marks: Mapping[int, Mark], rank: int = 0,
+        self, spec: StreamSpec, *, lanes: Sequence[int], empty_slots: int, epoch: int,
+        windows: int, marks: Mapping[int, Mark], rank: int = 0,
     ) -> None:  # fmt: skip
-        self._dataset, self._cut, self._seed, self._collate = dataset, cut, seed, collate
+        self._dataset, self._layout = spec.dataset, spec.layout
+        self._seed, self._collate = spec.seed, spec.collate
         self._lanes, self._empty_slots = lanes, empty_slots
         self._first = (epoch, windows, dict(marks))
         self._iterations = 0
         self._rank = rank
         self._worker: int | None = None
-        self._form: Any = None
+        self._example: Any = None
         self._own_memory = batches.OwnMemory()
 
     def __iter__(self) -> Iterator[Part]:
@@ -66,8 +79,9 @@ class LaneReader(IterableDataset[Part]):
             count, self._worker = len(self._lanes), info.id
             self._lanes = [self._lanes[i] for i in block(count, info.id, info.num_workers)]
             self._empty_slots *= info.id == info.num_workers - 1
-            # A data set that divides itself by worker would leave out what is not its part, and a
-            # worker's later epochs are to find the division done.
+            # The lanes are already divided among the workers: a data set that divides itself again
+            # by get_worker_info() would drop samples. In a worker's later epochs `info` is None, so
+            # the division above is done once.
             torch.utils.data._utils.worker._worker_info = None
         epoch, windows, marks = self._first
         if self._iterations:
@@ -78,27 +92,27 @@ class LaneReader(IterableDataset[Part]):
 
     def _parts(self, epoch: int, windows: int, marks: dict[int, Mark]) -> Iterator[Part]:
         begin_epoch(self._dataset, epoch, seed=self._seed)
-        feeds = [
-            Feed(self._dataset, self._cut, number=number, seed=self._seed, epoch=epoch,
+        iterators = [
+            Feed(self._dataset, self._layout, number=number, seed=self._seed, epoch=epoch,
                  mark=marks.get(number, Mark()), windows=windows)
-            for number in self._cut.feeds_of(self._lanes)
+            for number in self._layout.iterators_of(self._lanes)
         ]  # fmt: skip
         while True:
             windows += 1
             taken: dict[int, list[tuple[int, Any]]] = {lane: [] for lane in self._lanes}
-            for feed in feeds:
-                for place, sample in feed.take():
-                    lane = self._cut.lane_of(feed.number, place)
+            for iterator in iterators:
+                for place, sample in iterator.take():
+                    lane = self._layout.lane_of(iterator.number, place)
                     if lane in taken:
                         taken[lane].append((place, sample))
-                if self._form is None:
-                    self._form = feed.first
+                if self._example is None:
+                    self._example = iterator.first
             micros = [self._micro(epoch, lane, samples) for lane, samples in taken.items()]
             micros += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]
-            yield Part(micros, {feed.number: feed.mark(windows) for feed in feeds})
+            yield Part(micros, {iterator.number: iterator.mark(windows) for iterator in iterators})
 
     def _micro(self, epoch: int, lane: int, taken: list[tuple[int, Any]]) -> Micro:
-        """A micro-batch without its step, which only the rank's own process knows."""
+        """A micro-batch with step 0; the rank's own process sets the real step."""
         slot = Slot(0, epoch, lane, False, tuple(place for place, _ in taken))
         if not taken:
             return Micro(slot, batches.empty(self._collate([self._some_sample(epoch)])))
@@ -109,24 +123,24 @@ class LaneReader(IterableDataset[Part]):
             return Micro(slot, self._own_memory(self._collate([sample for _, sample in taken])))
 
     def _some_sample(self, epoch: int) -> Any:
-        """A sample, for the form of an empty micro-batch: from another lane if need be."""
-        cut = dataclasses.replace(self._cut, micro_size=1)
-        for number in range(cut.feeds):
-            if self._form is not None:
+        """Any sample, as the template of an empty micro-batch; read from another lane if needed."""
+        layout = dataclasses.replace(self._layout, micro_size=1)
+        for number in range(layout.iterators):
+            if self._example is not None:
                 break
-            feed = Feed(self._dataset, cut, number=number, seed=self._seed, epoch=epoch)
-            feed.take()
-            self._form = feed.first
-        if self._form is None:
-            raise ConfigError(f'--task: dataset("train") gives no sample in epoch {epoch}.')
-        return self._form
+            iterator = Feed(self._dataset, layout, number=number, seed=self._seed, epoch=epoch)
+            iterator.take()
+            self._example = iterator.first
+        if self._example is None:
+            raise ConfigError(f'--task: dataset("train") has no sample in epoch {epoch}.')
+        return self._example
 
 
 class StreamBatches(IterableDataset[Micro]):
-    """The batches of a stream that are a rank's share: number n is for rank n mod W.
+    """Yields one rank's share of a stream's batches: batch n belongs to rank n mod W.
 
-    Each rank reads the whole stream, so that all know how many batches there are. One that is empty
-    comes last and bears that number.
+    Each rank reads the whole stream, so every rank knows the number of batches. It is the number of
+    the last batch that is yielded, which is empty.
     """
 
     def __init__(
@@ -134,7 +148,7 @@ class StreamBatches(IterableDataset[Micro]):
         num_ranks: int,
     ) -> None:  # fmt: skip
         self._dataset, self._seed, self._collate = dataset, seed, collate
-        self._cut = Cut(lanes=1, micro_size=batch_size, own=False)
+        self._layout = Cut(lanes=1, micro_size=batch_size, per_lane=False)
         self._rank, self._num_ranks = rank, num_ranks
 
     def __iter__(self) -> Iterator[Micro]:
@@ -143,9 +157,9 @@ class StreamBatches(IterableDataset[Micro]):
     def _share(self) -> Iterator[Micro]:
         torch.utils.data._utils.worker._worker_info = None  # as in LaneReader
         begin_epoch(self._dataset, 0, seed=self._seed)
-        feed = Feed(self._dataset, self._cut, number=0, seed=self._seed, epoch=0)
+        iterator = Feed(self._dataset, self._layout, number=0, seed=self._seed, epoch=0)
         number = 0
-        while taken := feed.take():
+        while taken := iterator.take():
             if number % self._num_ranks == self._rank:
                 slot = Slot(0, 0, number, True, tuple(place for place, _ in taken))
                 with named(f"collating batch {number} of the stream"):
@@ -154,4 +168,4 @@ class StreamBatches(IterableDataset[Micro]):
             number += 1
         if number:
             slot = Slot(0, 0, number, True, ())
-            yield Micro(slot, batches.empty(self._collate([feed.first])))
+            yield Micro(slot, batches.empty(self._collate([iterator.first])))

@@ -1,4 +1,4 @@
-"""Reading a map-style data set: the samples of a slot, each under its own random keys, collated."""
+"""Reading and collating samples of a map-style data set, with random draws keyed per sample."""
 
 from __future__ import annotations
 
@@ -28,31 +28,31 @@ from trainer.diagnosis import is_shortage
 T = TypeVar("T")
 
 TRIES = 10
-"""How many samples are tried in the place of a bad one."""
+"""Number of replacement candidates tried for a bad sample."""
 
 
 @dataclass(frozen=True)
 class Micro:
-    """A micro-batch, ready: its slot, its batch, and the samples in it."""
+    """A micro-batch: its specification, the collated batch, and its replaced samples."""
 
     slot: Slot
     batch: Any
     replaced: tuple[Replaced, ...] = ()
-    """Which of the slot's samples gave way to others."""
+    """The bad samples that were replaced."""
 
     @property
     def samples(self) -> int:
-        """How many samples it holds; 0 for an empty one."""
+        """Number of samples; 0 for an empty micro-batch."""
         return len(self.slot.indices)
 
     def pin_memory(self) -> Micro:
-        """Called by the DataLoader's pinning."""
+        """Called by the DataLoader."""
         pinned = batches.map_tensors(lambda t: t.pin_memory(), self.batch)
         return dataclasses.replace(self, batch=pinned)
 
 
 class SampleIndices(list[int]):
-    """What a data set's `__getitems__` gets: indices that know their epoch and random keys."""
+    """The argument of a data set's `__getitems__`: a list of indices with epoch and random keys."""
 
     def __init__(self, indices: Iterable[int], samples: Sequence[int], *, seed: int, epoch: int
                  ) -> None:
@@ -62,26 +62,27 @@ class SampleIndices(list[int]):
 
     @functools.cached_property
     def keys(self) -> np.ndarray:
-        """One a sample, uint64; made when they are asked for."""
+        """One uint64 key per sample, computed on first use."""
         base = rng.mix(self._seed, rng.SAMPLE, self.epoch)
         return rng.mix_array(base, np.asarray(self._samples, dtype=np.int64))
 
 
 class KeyedSamples(Dataset[Micro]):
-    """A map-style data set, read slot by slot with every random draw keyed by its sample.
+    """Reads a map-style data set by micro-batch, with every random draw keyed by its sample.
 
-    Through a `Subset` the data set inside is read itself: the subset would ask it for many samples
-    at once, without their keys. They stay those of the samples' places in the subset.
+    The data set inside a `Subset` is read directly, because the subset would call its
+    `__getitems__` without keys. The keys are those of the samples' positions in the subset.
 
-    A sample is bad if reading it raises, or collating it alone where its micro-batch can't be
-    collated. What is read in its place is a function of (seed, epoch, sample), and is read as it
-    would be in its own place: the batch is the one of a sampler that had chosen so.
+    A sample is bad if reading it raises, or if its micro-batch can't be collated and collating the
+    sample alone raises too. Its replacement is a function of (seed, epoch, sample) and is read with
+    its own key, so the batch equals that of a sampler that had chosen the replacement.
 
     Args:
-        augment: whether `__getitems__` is given keys; without them it augments nothing.
-        skip: replace bad samples; otherwise they raise a `SampleError` (in a loader worker: are
-            one, see `received`).
-        rank: told in errors, and after them `advice`.
+        augment: whether `__getitems__` receives keys; without keys it does not augment.
+        skip: replace bad samples; otherwise they raise a `SampleError` (in a loader worker the
+            error is returned, see `received`).
+        rank: named in error messages.
+        advice: appended to the error message of a single bad sample.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class KeyedSamples(Dataset[Micro]):
             for index, by in zip(slot.indices, chosen, strict=True) if index != by))
 
     def sample(self, index: int) -> Any:
-        """One sample of epoch 0, as the data set gives it."""
+        """One sample of epoch 0, as returned by the data set."""
         self._begin(0)
         try:
             return self._choose(index, 0, lambda i: self._one(i, 0), {})[1]
@@ -131,19 +132,21 @@ class KeyedSamples(Dataset[Micro]):
             return hand_over(error, rank=self._rank, worker=None, advice=self._advice)
 
     def _begin(self, epoch: int) -> None:
-        if epoch != self._epoch or any(_TOLD[i] != epoch for i in self._listeners):
+        if epoch != self._epoch or any(_EPOCHS[i] != epoch for i in self._listeners):
             self._epoch = epoch
             self._listeners = begin_epoch(self._dataset, epoch, seed=self._seed)
-            self._generators = None  # it may have made others
+            self._generators = None  # set_epoch may have created others
 
     def _read(
         self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
     ) -> tuple[Any, tuple[int, ...]]:
-        """The batch of these samples, and the samples that it really holds; `why` is told what
-        the others raised."""
+        """The batch of these samples, and the indices it really contains.
+
+        The errors of replaced samples are added to `why`.
+        """
         chosen, samples = self._samples(indices, epoch, why)
         if not isinstance(samples, list):
-            return samples, chosen  # `__getitems__` made the batch
+            return samples, chosen  # `__getitems__` returned a complete batch
         try:
             return self._collated(samples, chosen, epoch), chosen
         except SampleError:
@@ -158,7 +161,7 @@ class KeyedSamples(Dataset[Micro]):
     def _samples(
         self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
     ) -> tuple[tuple[int, ...], Any]:
-        """The samples that can be read, and what the data set gives for them."""
+        """The indices that can be read, and what the data set returns for them."""
         if not self._batched:
             read = [self._choose(i, epoch, lambda i: self._one(i, epoch), why) for i in indices]
             return tuple(index for index, _ in read), [sample for _, sample in read]
@@ -178,8 +181,8 @@ class KeyedSamples(Dataset[Micro]):
     def _choose(
         self, index: int, epoch: int, use: Callable[[int], T], why: dict[int, str]
     ) -> tuple[int, T]:
-        """A sample and what `use` makes of it; where that raises, the first other one that can be
-        used."""
+        """The first usable index and the result of `use` for it: `index` itself, or a replacement
+        if `use` raises."""
         first: SampleError | None = None
         for attempt in range(1 + TRIES if self._skip else 1):
             candidate = index
@@ -190,7 +193,7 @@ class KeyedSamples(Dataset[Micro]):
                 return candidate, use(candidate)
             except SampleError as error:
                 if is_shortage(error.__cause__) or not isinstance(error.__cause__, Exception):
-                    raise  # it says nothing of the sample
+                    raise  # not the sample's fault
                 if first is None:
                     first = error
                     why[index] = brief(error.__cause__)
@@ -207,7 +210,7 @@ class KeyedSamples(Dataset[Micro]):
             return self._inner[self._place(index)]
 
     def _exactly(self, indices: tuple[int, ...], epoch: int) -> Any:
-        """What the data set gives for these samples and no others."""
+        """Read exactly these samples, without replacement."""
         if not self._batched:
             return [self._one(index, epoch) for index in indices]
         self._key(epoch, indices[0])
@@ -217,12 +220,13 @@ class KeyedSamples(Dataset[Micro]):
                 wanted = SampleIndices(wanted, indices, seed=self._seed, epoch=epoch)
             read = self._inner.__getitems__(wanted)
             if isinstance(read, list) and len(read) != len(indices):
-                raise ValueError(f"__getitems__ was asked for {len(indices)} samples and gave "
-                                 f"{len(read)}; it has to give one for each index, in their order")
+                raise ValueError(f"__getitems__ was called with {len(indices)} indices and "
+                                 f"returned {len(read)} samples; it must return one sample per "
+                                 "index, in the same order")
             return read
 
     def _place(self, index: int) -> Any:
-        """Of a sample of the whole, its index in the data set that is read."""
+        """Map an index through the subsets to the index in the data set that is read."""
         place: Any = index
         for indices in self._maps:
             place = indices[place]
@@ -251,17 +255,19 @@ class KeyedSamples(Dataset[Micro]):
         return named(what)
 
 
-_TOLD: dict[int, int] = {}
-"""The id of a data set → the epoch that this process has told it last. Several readers may share
-it: of training and validation samples, into which one was divided."""
+_EPOCHS: dict[int, int] = {}
+"""The id of a data set → the last epoch this process passed to its `set_epoch`. Several readers may
+share a data set, such as those of a training and a validation subset."""
 
 
 def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
-    """`set_epoch` of a data set, and of those that torch's own classes put together in it. What it
-    draws then, an order perhaps, is keyed: the same on all ranks, and after a restart.
+    """Call `set_epoch` on a data set, and on those combined in it by torch's own classes.
+
+    Random draws in `set_epoch` (such as an order) are keyed: equal on all ranks and after a
+    restart.
 
     Returns:
-        The ids of those that have such a method.
+        The ids of the data sets that have the method.
     """
     queue, listeners = [dataset], []
     for one in queue:
@@ -278,12 +284,12 @@ def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
         generators.key(generators.kept_by(dataset), seed, rng.DATA, epoch)
     for one in listeners:
         one.set_epoch(epoch)
-        _TOLD[id(one)] = epoch
+        _EPOCHS[id(one)] = epoch
     return [id(one) for one in listeners]
 
 
 def _nested(dataset: Any) -> Iterator[Any]:
-    """A data set, and those inside of it where it is a `Subset`."""
+    """A data set, and the data sets inside it as long as they are `Subset`s."""
     yield dataset
     while isinstance(dataset, Subset):
         dataset = dataset.dataset
@@ -291,12 +297,12 @@ def _nested(dataset: Any) -> Iterator[Any]:
 
 
 def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
-    """The data set within plain `Subset`s, and the indices of each, the outermost first."""
+    """The data set inside plain `Subset`s, and the indices of each subset, outermost first."""
     maps = []
     for layer in _nested(dataset):
         kind = type(layer)
         if not isinstance(layer, Subset) or (kind.__getitem__, kind.__getitems__) != (
-                Subset.__getitem__, Subset.__getitems__):  # it does more than to choose
+                Subset.__getitem__, Subset.__getitems__):  # it does more than select samples
             break
         maps.append(layer.indices)
         dataset = layer.dataset
@@ -304,6 +310,6 @@ def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
 
 
 def in_memory(dataset: Any) -> bool:
-    """Whether reading is so cheap that loader processes only add the cost of handing over."""
+    """Whether reading is so cheap that loader processes would only add transfer cost."""
     *_, dataset = _nested(dataset)
     return hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset)

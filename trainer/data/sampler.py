@@ -1,7 +1,7 @@
-"""From a position in the run to the numbered micro-batches of this rank.
+"""Sampler of numbered micro-batches for map-style data sets.
 
-An optimizer step always consumes one global batch, cut into M numbered micro-batches; rank r of W
-takes the contiguous block [r·M/W, (r+1)·M/W). A change of W changes nobody's batch.
+An optimizer step always consumes one global batch, split into M numbered micro-batches. Rank r of W
+takes the contiguous block [r·M/W, (r+1)·M/W), so a change of W changes no micro-batch.
 """
 
 from __future__ import annotations
@@ -18,32 +18,36 @@ from trainer import rng
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """The windows (global batches) of an epoch of `samples` samples. Steps count from 1."""
+    """How an epoch of `samples` samples is split into windows (global batches) and micro-batches.
+
+    Steps count from 1, epochs from 0.
+    """
 
     samples: int
     global_size: int
     micro_size: int
     drop_last: bool
     in_lanes: bool = False
-    """Whether they come as a stream: each lane has a micro-batch in each window, however short."""
+    """Whether the data are a stream: then each window has one micro-batch per lane, possibly short
+    or empty."""
 
     @property
     def steps_per_epoch(self) -> int:
-        """Optimizer steps in one epoch."""
+        """Optimizer steps per epoch."""
         whole, rest = divmod(self.samples, self.global_size)
         return whole + (1 if rest and not self.drop_last else 0)
 
     def epoch_of(self, step: int) -> int:
-        """The epoch (from 0) that the step-th global batch belongs to."""
+        """The epoch (from 0) of a step."""
         return (step - 1) // self.steps_per_epoch
 
     def window(self, step: int) -> tuple[int, int]:
-        """Place of the step-th global batch in its epoch's order: (first, end)."""
+        """The range (first, end) of a step's samples in the order of its epoch."""
         first = (step - 1) % self.steps_per_epoch * self.global_size
         return first, min(first + self.global_size, self.samples)
 
     def micro_batches(self, step: int) -> int:
-        """M of the step: full windows have global_size / micro_size."""
+        """M, the number of micro-batches in a step; global_size / micro_size for a full window."""
         if self.in_lanes:
             return self.global_size // self.micro_size
         first, end = self.window(step)
@@ -51,36 +55,41 @@ class Plan:
 
 
 def block(micro_batches: int, rank: int, num_ranks: int) -> range:
-    """The numbers of the micro-batches that a rank computes, of M for W ranks."""
+    """The numbers of the micro-batches that a rank computes."""
     return range(rank * micro_batches // num_ranks, (rank + 1) * micro_batches // num_ranks)
 
 
 def slots(micro_batches: int, num_ranks: int) -> int:
-    """Forwards that each rank runs in a step: the largest block. Ranks with a smaller block run
-    an empty micro-batch in the missing slot, so that collectives inside a forward pair up."""
+    """Forward passes per rank and step: the size of the largest block.
+
+    A rank with a smaller block runs an empty micro-batch instead, so that all ranks call the same
+    collectives in their forward passes.
+    """
     return -(-micro_batches // num_ranks)
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One micro-batch to be read: which samples, and where in the run it stands."""
+    """Specification of one micro-batch: its sample indices and its position in the run."""
 
     step: int
     epoch: int
     number: int
     """Number of the micro-batch in its global batch; -1 for an empty one."""
     last: bool
-    """Whether it is the rank's last of the step: the one whose backward is synchronised."""
+    """Whether it is the rank's last micro-batch of the step, whose backward pass synchronises
+    gradients."""
     indices: tuple[int, ...]
 
 
 class MicroBatchSampler(DistributedSampler[Slot]):
-    """One rank's slots from `position` to the end of the run, epoch after epoch.
+    """Yields the micro-batches of one rank, from `position` to the end of the run.
 
-    A single pass over it is the whole run, so loader workers live through all epochs.
+    One iteration covers all remaining epochs, so loader workers are started only once.
 
     Args:
-        position: global batches consumed already; the first slot belongs to `position` + 1.
+        position: global batches already consumed; the first micro-batch belongs to step
+            `position` + 1.
         total_steps: the last step of the run.
     """
 
@@ -98,7 +107,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         self.total_steps = total_steps
 
     def order(self, epoch: int) -> torch.Tensor:
-        """The samples of an epoch in their order: int64 tensor of shape (samples,)."""
+        """Sample indices of an epoch in training order: int64 tensor of shape (samples,)."""
         if not self.shuffle:
             return torch.arange(self.plan.samples)
         generator = torch.Generator()
