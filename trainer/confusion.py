@@ -1,4 +1,4 @@
-"""Tables of counts, added over a whole evaluation, and what follows from them for each class."""
+"""Confusion matrices summed over an evaluation, and per-class metrics computed from them."""
 
 from __future__ import annotations
 
@@ -11,8 +11,10 @@ Figure = Callable[[Mapping[str, float], Tensor | None], float]
 
 
 def confusion(predicted: Tensor, target: Tensor, classes: int) -> Tensor:
-    """How often a class (row) was taken for a class (column): CxC int64; targets outside of 0 to
-    C - 1 aren't counted."""
+    """Confusion matrix CxC int64: rows are true classes, columns predicted ones.
+
+    Targets outside 0 to C - 1 are ignored.
+    """
     predicted, target = predicted.flatten(), target.flatten()
     counted = (target >= 0) & (target < classes)
     place = torch.where(counted, target * classes + predicted, classes * classes)
@@ -20,8 +22,8 @@ def confusion(predicted: Tensor, target: Tensor, classes: int) -> Tensor:
 
 
 def hits(predicted: Tensor, target: Tensor) -> Tensor:
-    """Of yes or no for each of C labels, NxCx…: Cx2x2 int64, where [c, t, p] counts how often
-    label c was t and was predicted as p."""
+    """Multi-label confusion matrices Cx2x2 int64 of binary tensors NxCx…: [c, t, p] counts the
+    cases where label c is t and the prediction is p."""
     by_label = predicted.bool().transpose(0, 1).flatten(1), target.bool().transpose(0, 1).flatten(1)
     return torch.stack([
         torch.stack([(by_label[1] == t) & (by_label[0] == p) for p in (False, True)])
@@ -30,8 +32,13 @@ def hits(predicted: Tensor, target: Tensor) -> Tensor:
 
 
 def per_class(table: Tensor) -> dict[str, Tensor]:
-    """Precision, recall, F1 and intersection over union of each class, of either table: C float64;
-    0 where nothing was predicted, or there was nothing to find."""
+    """Precision, recall, F1 and intersection over union of each class: C float64.
+
+    Args:
+        table: CxC from `confusion` or Cx2x2 from `hits`.
+
+    A metric is 0 if its denominator is 0.
+    """
     table = table.double()
     if table.dim() == 3:
         right, missed, wrong = table[:, 1, 1], table[:, 1, 0], table[:, 0, 1]
@@ -44,10 +51,10 @@ def per_class(table: Tensor) -> dict[str, Tensor]:
 
 
 def macro(name: str) -> Figure:
-    """The mean over classes of one of `per_class`, as a task's figure."""
+    """A function for `Task.figures`: the mean over classes of a metric of `per_class`."""
 
     def figure(means: Mapping[str, float], table: Tensor | None) -> float:
-        assert table is not None, "the loss gives a table in evaluation"
+        assert table is not None, "the loss returns a table in evaluation"
         return float(per_class(table)[name].mean())
 
     return figure

@@ -1,4 +1,4 @@
-"""Pictures with words: images with captions, and a table of counts."""
+"""Draw images with captions, and confusion matrices."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import numpy as np
 RIGHT, WRONG, INK = (30, 120, 60), (190, 40, 40), (40, 40, 40)
 CAPTION, GAP = 12, 4
 _MOST_NUMBERED = 20
-"""Classes up to which a table has its counts written into it."""
+"""Number of classes up to which the counts are written into a confusion matrix."""
 
 
 def captioned(
     images: np.ndarray, captions: Sequence[str], right: Sequence[bool], *, columns: int = 6,
     least_side: int = 112,
 ) -> np.ndarray:  # fmt: skip
-    """Images with a line of text below each, green or red.
+    """A grid of images with a green (right) or red (wrong) caption below each.
 
     Args:
         images: NxCxHxW uint8, C 1 or 3.
-        least_side: small images are enlarged, by a whole factor, to at least these pixels.
+        least_side: smaller images are enlarged to at least this many pixels, by an integer factor.
 
     Returns:
         HxWx3 uint8.
@@ -45,13 +45,13 @@ def captioned(
 def predictions(
     images: Any, logits: Any, labels: Any, names: Sequence[str]
 ) -> np.ndarray:
-    """Images with what a classifier takes them for, and what they are where that is wrong.
+    """Images captioned with the predicted class, and the true class if the prediction is wrong.
 
     Args:
-        images: NxCxHxW float tensor, as the model sees them; shown from the darkest to the
-            brightest value of each.
+        images: NxCxHxW float tensor, as passed to the model; the value range of each image is
+            scaled to 0..255.
         logits: NxK tensor.
-        labels: N whole numbers.
+        labels: N integers.
     """
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     pixels = ((images - low) / (high - low).clamp(min=1e-12) * 255).byte().cpu().numpy()
@@ -64,14 +64,16 @@ def predictions(
 
 
 def is_matrix(table: Any) -> bool:
-    """Whether a table of counts has a row and a column for each class."""
+    """Whether a table is a confusion matrix: two-dimensional and square."""
     shape = np.shape(table)
     return len(shape) == 2 and shape[0] == shape[1]
 
 
 def matrix(table: Sequence[Sequence[float]], names: Sequence[str], *, side: int = 34) -> np.ndarray:
-    """A confusion matrix: rows are the true classes, columns what they were taken for; each row's
-    shares as shades, with the counts where there is room. HxWx3 uint8."""
+    """Draw a confusion matrix, HxWx3 uint8: rows are true classes, columns predicted ones.
+
+    The shade of a cell is its share of the row. With few classes the counts are written too.
+    """
     from PIL import Image, ImageDraw
 
     counts = np.asarray(table, dtype=np.float64)
@@ -103,7 +105,7 @@ def _name(names: Sequence[str], number: int) -> str:
 
 
 def _cut(pen: Any, text: str, width: int) -> str:
-    """As much of a text as fits into `width` pixels."""
+    """The longest prefix of a text that fits into `width` pixels."""
     while text and pen.textlength(text) > width:
         text = text[:-1]
     return text

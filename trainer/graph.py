@@ -13,8 +13,12 @@ from trainer import rng
 
 
 def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-    """The graph of a model (a GraphDef), of the inputs with which the task's loss calls it on this
-    batch. Model, mode and generators stay as they are.
+    """Trace a model with the inputs that the task's loss passes to it for this batch.
+
+    The model, its mode and the random generators are not changed.
+
+    Returns:
+        A GraphDef.
 
     Raises:
         RuntimeError: the model can't be traced, or the loss doesn't call it as a module.

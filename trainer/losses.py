@@ -1,10 +1,10 @@
-"""Losses by name: torch's own, each as a sum over the micro-batch and what its mean is taken over.
+"""Losses by name: torch's losses, as a sum over the micro-batch and the count of its mean.
 
 A loss is called with the model's output and the target and returns `(total, count)`, the first two
-members of an `Outcome`: `total / count`, summed over all ranks and micro-batches, is what torch's
-loss of the same name gives for the whole batch with `reduction="mean"`. The first batch with a
-sample in it is looked at: a pairing that torch would compute without a word, or refuse without an
-explanation, is a `ConfigError` that says what to change.
+fields of an `Outcome`. `total / count`, summed over all ranks and micro-batches, equals torch's
+loss of the same name for the whole batch with `reduction="mean"`. The first non-empty batch is
+checked: a wrong combination of output and target that torch would accept silently, or reject
+without an explanation, raises a `ConfigError` that says what to change.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ Pair = tuple[Tensor, Tensor | float]
 
 @dataclass(frozen=True)
 class Loss:
-    """What all have in common: the first batch is looked at."""
+    """Base class: records whether the first non-empty batch has been checked."""
 
-    _looked: list[None] = field(
+    _checked: list[None] = field(
         default_factory=list, init=False, repr=False, compare=False, kw_only=True)
 
     def _first(self, output: Tensor) -> bool:
-        """Whether this is the first batch that tells something."""
-        if self._looked or not output.numel():
+        """Whether this is the first non-empty batch."""
+        if self._checked or not output.numel():
             return False
-        self._looked.append(None)
+        self._checked.append(None)
         return True
 
 
@@ -44,10 +44,10 @@ class CrossEntropy(Loss):
     """`nn.CrossEntropyLoss`: logits NxCx… with class numbers Nx… (or probabilities NxCx…).
 
     Args:
-        weight: one a class (see `balanced`); the mean is over the weights of the targets, as
-            torch's is.
+        weight: one weight per class (see `balanced`); as in torch, the mean is taken over the
+            weights of the targets.
         label_smoothing: share of the target that is spread over all classes.
-        ignore_index: targets of this number aren't counted; None: there are none.
+        ignore_index: targets of this number are ignored; None: no target is ignored.
     """
 
     weight: tuple[float, ...] | None = None
@@ -56,7 +56,7 @@ class CrossEntropy(Loss):
 
     def __post_init__(self) -> None:
         if not 0 <= self.label_smoothing <= 1:
-            raise ConfigError(f"label_smoothing is {self.label_smoothing}; it lies from 0 to 1.")
+            raise ConfigError(f"label_smoothing is {self.label_smoothing}; use 0 to 1.")
 
     def __call__(self, output: Tensor, target: Tensor) -> Pair:
         if self._first(output):
@@ -77,11 +77,11 @@ class CrossEntropy(Loss):
 
 @dataclass(frozen=True)
 class BCE(Loss):
-    """`nn.BCEWithLogitsLoss`: logits with targets 0 to 1 of the same shape; one logit is one yes
-    or no, so labels don't exclude each other.
+    """`nn.BCEWithLogitsLoss`: logits with targets from 0 to 1 of the same shape. Each logit is an
+    independent binary label.
 
     Args:
-        pos_weight: one a label (see `balanced_positive`), how much more a yes weighs.
+        pos_weight: one weight of positive targets per label (see `balanced_positive`).
     """
 
     pos_weight: tuple[float, ...] | None = None
@@ -98,7 +98,7 @@ class BCE(Loss):
 
 @dataclass(frozen=True)
 class MSE(Loss):
-    """`nn.MSELoss`: numbers of any, but the same shape."""
+    """`nn.MSELoss`: output and target of the same shape."""
 
     def __call__(self, output: Tensor, target: Tensor) -> Pair:
         if self._first(output):
@@ -108,7 +108,7 @@ class MSE(Loss):
 
 @dataclass(frozen=True)
 class Huber(Loss):
-    """`nn.HuberLoss`: squared up to `delta`, linear beyond.
+    """`nn.HuberLoss`: quadratic up to `delta`, linear beyond.
 
     Args:
         delta: in units of the target.
@@ -129,11 +129,11 @@ class Huber(Loss):
 
 @dataclass(frozen=True)
 class MarginRanking(Loss):
-    """`nn.MarginRankingLoss`: called with two scores and their order, 1 where the first is to be
-    the higher one and -1 where the second.
+    """`nn.MarginRankingLoss`: called with two scores and their order: 1 if the first should be
+    higher, -1 if the second should.
 
     Args:
-        margin: by how much.
+        margin: required difference of the scores.
     """
 
     margin: float = 0.0
@@ -143,19 +143,21 @@ class MarginRanking(Loss):
             for other in (second, order):
                 pairing.same_shape("margin-ranking", first, other)
             if not bool((order.abs() == 1).all()):
-                raise ConfigError("margin-ranking: the order has other values than 1 (the first is "
-                                  "to be higher) and -1; from 0 and 1 make 2 * order - 1.")
+                raise ConfigError("margin-ranking: the order has values other than 1 (the first "
+                                  "should be higher) and -1; convert 0 and 1 by 2 * order - 1.")
         total = nn.MarginRankingLoss(margin=self.margin, reduction="sum")(first, second, order)
         return total, first.numel()
 
 
 @dataclass(frozen=True)
 class KL(Loss):
-    """`nn.KLDivLoss` from a teacher's logits to a student's, both NxC, softened by a temperature
-    and multiplied by its square, so that gradients keep their size (Hinton, Vinyals, Dean 2015).
+    """`nn.KLDivLoss` from a teacher's logits to a student's, both NxC, for distillation.
+
+    Logits are divided by the temperature; the loss is multiplied by its square, so that the size of
+    the gradients doesn't depend on it (Hinton, Vinyals, Dean 2015).
 
     Args:
-        temperature: what both logits are divided by; 1 leaves them.
+        temperature: divisor of both logits.
     """
 
     temperature: float = 1.0
@@ -170,8 +172,8 @@ class KL(Loss):
             for logits in (output, teacher):
                 pairing.refuse_activated("kl", logits, ("Softmax", "Sigmoid"), softmax_dim=1)
             if teacher.requires_grad:
-                raise ConfigError("kl: the teacher's logits have a graph, so it would be trained "
-                                  "too; compute them under torch.no_grad().")
+                raise ConfigError("kl: the teacher's logits require gradients, so the teacher "
+                                  "would be trained too; compute them under torch.no_grad().")
         student = (output / self.temperature).log_softmax(1)
         wanted = (teacher / self.temperature).log_softmax(1)
         total = nn.KLDivLoss(reduction="sum", log_target=True)(student, wanted)
@@ -180,14 +182,15 @@ class KL(Loss):
 
 @dataclass(frozen=True)
 class DiceBCE(Loss):
-    """1 - Dice of each mask, plus its mean `nn.BCEWithLogitsLoss`: logits and masks NxCxHxW.
+    """Weighted sum of 1 - Dice and mean `nn.BCEWithLogitsLoss` per mask: logits and masks NxCxHxW.
 
-    Dice is taken of each sample's mask alone, so that it is a sum over samples: 2·|P∩T| / (|P|+|T|)
-    with probabilities for P, each sum raised by `smooth` (Milletari, Navab, Ahmadi 2016).
+    Dice is computed separately for each sample's mask, so the loss is a sum over samples:
+    2·|P∩T| / (|P|+|T|) with probabilities for P; `smooth` is added to numerator and denominator
+    (Milletari, Navab, Ahmadi 2016).
 
     Args:
         smooth: pixels; makes the Dice of two empty masks 1.
-        dice: share of Dice in the loss; the rest is BCE's.
+        dice: weight of Dice in the loss; BCE has the rest.
     """
 
     smooth: float = 1.0
@@ -195,16 +198,16 @@ class DiceBCE(Loss):
 
     def __post_init__(self) -> None:
         if not 0 <= self.dice <= 1:
-            raise ConfigError(f"dice is {self.dice}; it lies from 0 to 1.")
+            raise ConfigError(f"dice is {self.dice}; use 0 to 1.")
 
     def __call__(self, output: Tensor, target: Tensor) -> Pair:
         if self._first(output):
             pairing.look_binary("dice+bce", output, target)
         pixels = tuple(range(2, output.dim()))
-        found = output.sigmoid()
-        both = (found * target).sum(pixels)
-        sizes = found.sum(pixels) + target.sum(pixels)
-        missed = 1 - (2 * both + self.smooth) / (sizes + self.smooth)
+        predicted = output.sigmoid()
+        intersection = (predicted * target).sum(pixels)
+        sizes = predicted.sum(pixels) + target.sum(pixels)
+        missed = 1 - (2 * intersection + self.smooth) / (sizes + self.smooth)
         cross = nn.BCEWithLogitsLoss(reduction="none")(output, target).mean(pixels)
         masks = self.dice * missed + (1 - self.dice) * cross
         return masks.sum() / output.shape[1], len(output)
@@ -214,43 +217,46 @@ LOSSES: dict[str, type[Loss]] = {
     "cross-entropy": CrossEntropy, "bce": BCE, "mse": MSE, "huber": Huber,
     "margin-ranking": MarginRanking, "kl": KL, "dice+bce": DiceBCE,
 }  # fmt: skip
-"""Name → loss; its fields are its options."""
+"""Name → loss class; its fields are the options."""
 
 
-@functools.cache  # so that the first batch is looked at once
+@functools.cache  # so that the first batch is checked only once
 def named(name: str, **options: Any) -> Any:
-    """A loss by its name, with its options; the same object for the same ones.
+    """The loss of a name and its options; the same object for the same arguments.
 
     Raises:
-        ConfigError: no such loss, no such option, or a value that doesn't fit.
+        ConfigError: unknown loss, unknown option, or invalid value.
     """
     if name not in LOSSES:
         near = difflib.get_close_matches(name, LOSSES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are {', '.join(LOSSES)}."
-        raise ConfigError(f"loss {name!r}: there is none of this name; {hint}")
+        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(LOSSES)}."
+        raise ConfigError(f"loss {name!r}: there is no loss of this name; {hint}")
     known = [f.name for f in fields(LOSSES[name]) if f.init]
     for option in options:
         if option not in known:
             raise ConfigError(f"loss {name}: it has no option {option!r}; "
-                              f"{', '.join(known) or 'it has none'}.")
+                              + (f"its options are {', '.join(known)}." if known else
+                                 "it has no options."))
     return LOSSES[name](**options)
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:
-    """Class weights by which each class that occurs weighs the same: n / (classes · n of it); 0
-    for a class without samples."""
+    """Class weights inversely proportional to the class counts: n / (classes · n of the class).
+
+    All classes that occur then have the same total weight; a class without samples has weight 0.
+    """
     total = sum(counts)
     present = sum(count > 0 for count in counts)
     return tuple(total / (present * count) if count else 0.0 for count in counts)
 
 
 def balanced_positive(positives: Sequence[int], samples: int) -> tuple[float, ...]:
-    """BCE's pos_weight by which the yeses of each label weigh as much as its noes; 1 where there
-    is no yes."""
+    """`pos_weight` of BCE that gives positives and negatives of each label the same total weight;
+    1 for a label without positives."""
     return tuple((samples - count) / count if count else 1.0 for count in positives)
 
 
-@functools.lru_cache(maxsize=64)  # a copy to a device would wait for it in each step
+@functools.lru_cache(maxsize=64)  # a copy to the device would synchronise with it in each step
 def _on_device(values: tuple[float, ...], device: torch.device, dtype: torch.dtype) -> Tensor:
     with torch.inference_mode(False):
         return torch.tensor(values, device=device, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Pictures of what the model does, drawn by rank 0 after each validation, and a film of them."""
+"""A task's pictures of the model, drawn by rank 0 after each validation, and their animation."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ _FRAME_MS = 250
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Draws a task's pictures into the run's folder and to TensorBoard.
+    """Draws a task's pictures, saves them in the run folder and shows them in TensorBoard.
 
-    A picture that fails costs a warning and not the run: nothing else depends on it.
+    An error while drawing is logged as a warning and doesn't end the run.
 
     Args:
         draw: the task's `picture(model)`, HxWx3 uint8.
-        folder: the run's folder of pictures.
-        show: given each picture and its step.
+        folder: the folder of pictures in the run folder.
+        show: called with each picture and its step.
     """
 
     draw: Callable[[nn.Module], Any]
@@ -41,11 +41,11 @@ class Pictures:
     log: Log
 
     def take(self, step: int, *, again: bool = True) -> None:
-        """Draw the picture of a step; the model's mode and buffers and the generators stay
-        as they are.
+        """Draw the picture of a step. The model's mode, its buffers and the random generators are
+        restored.
 
         Args:
-            again: whether one that is there already is drawn once more.
+            again: draw even if the file of this step exists.
         """
         path = self._path(step)
         if path.exists() and not again:
@@ -56,7 +56,7 @@ class Pictures:
             with rng.preserved(), Buffers(self.model).untouched(set()), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             if image.shape[2:] != (3,):
-                raise ValueError(f"picture(model) gave the shape {image.shape}; H×W×3 is wanted")
+                raise ValueError(f"picture(model) returned shape {image.shape}; return H×W×3")
             self.folder.mkdir(exist_ok=True)
             replace_bytes(path, [_encoded(_open(image), "PNG")])
         except Exception as error:
@@ -67,7 +67,7 @@ class Pictures:
         self.show(image, step)
 
     def film(self, last: int) -> None:
-        """The pictures up to a step, in order, as an animated GIF."""
+        """Save the pictures up to a step as an animated GIF."""
         paths = [p for p in sorted(self.folder.glob("step-*.png")) if p <= self._path(last)]
         if not paths:
             return
@@ -83,7 +83,7 @@ class Pictures:
                             duration=[_FRAME_MS] * len(others) + [8 * _FRAME_MS])
             replace_bytes(self.folder / FILM, [data])
         except Exception as error:
-            self.log.warning(f"no film of the pictures: {type(error).__name__}: {error}")
+            self.log.warning(f"no animation of the pictures: {type(error).__name__}: {error}")
 
     def _path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}.png"

@@ -1,4 +1,4 @@
-"""Tables of counts and the figures of each class, against plain counting."""
+"""Confusion matrices and per-class metrics, compared with plain counting."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ class Rule(nn.Module):
 
 
 def evaluate(rank: int, num_ranks: int, others: list[Tensor]) -> tuple[Any, Tensor]:
-    """What a rank adds, and its scores if the others add `others`."""
+    """A rank's scores if the other ranks contribute `others` to the sum, and its contribution."""
     own: list[Tensor] = []
 
     def all_sum(shared: Tensor) -> Tensor:
-        if shared.numel() == 3:  # whether a rank stops, and its metrics' names: alike on all
+        if shared.numel() == 3:  # the stop flag and the metrics' names: equal on all ranks
             return shared.mul_(num_ranks)
         own.append(shared.clone())
         for other in others:

@@ -1,4 +1,4 @@
-"""Pictures with words, and the model's graph."""
+"""Captioned images, confusion matrices, and the model's graph."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.tasks.spiral import Spiral
 
 
 def greener(picture: np.ndarray) -> int:
-    """How much more green than red there is in it; the images themselves are grey."""
+    """Sum of green minus sum of red; the images themselves are grey."""
     return int(picture[..., 1].sum(dtype=int)) - int(picture[..., 0].sum(dtype=int))
 
 
@@ -29,7 +29,7 @@ def test_predictions_have_a_caption_green_where_right_and_red_where_wrong():
 def test_a_confusion_matrix_is_dark_where_the_counts_are():
     table = [[8, 2], [0, 5]]
 
-    picture = drawing.matrix(table, ("cat",))  # a class without a name has its number
+    picture = drawing.matrix(table, ("cat",))  # the class without a name is labelled by its number
 
     left, top, side = 84, drawing.CAPTION + drawing.GAP, 34
     assert picture.shape == (top + 2 * side, left + 2 * side, 3)

@@ -1,4 +1,4 @@
-"""Each loss is torch's own, for any split of the samples, and wrong pairings are explained."""
+"""Losses: equal to torch's for any split of the samples; wrong combinations are explained."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_no_sample_gives_zero_with_a_graph(case):
 @pytest.mark.parametrize("sizes", [(8,), (4, 4), (2, 2, 2, 2), (5, 3), (1, 7)], ids=str)
 @pytest.mark.parametrize("name", CASES)
 def test_micro_batches_of_any_size_give_the_gradient_of_the_whole_batch(name, sizes):
-    """Through the trainer's own step: the count is corrected there, not in the loss."""
+    """Runs the trainer's step, because it corrects for the count, not the loss."""
     _, plain, (output, *others) = CASES[name]
     expected = output.clone().requires_grad_()
     plain(expected, *others).backward()
@@ -71,7 +71,7 @@ def test_balanced_classes_weigh_the_same_and_the_mean_weight_is_one():
         [100 / 3, 100 / 3, 0, 100 / 3])
 
 
-def test_balanced_labels_weigh_their_yeses_like_their_noes():
+def test_balanced_labels_give_positives_and_negatives_equal_weight():
     assert losses.balanced_positive([25, 100, 0], 100) == (3.0, 0.0, 1.0)
 
 
@@ -91,7 +91,7 @@ WRONG: dict[str, tuple[str, tuple[Tensor, ...], str]] = {
     "int32 targets": ("cross-entropy", (LOGITS, LABELS.int()), r"target.long\(\)"),
     "one-hot targets": ("cross-entropy", (LOGITS, functional.one_hot(LABELS, 3)), "one-hot"),
     "column of targets": ("cross-entropy", (LOGITS, LABELS[:, None]), r"squeeze\(1\)"),
-    "label too high": ("cross-entropy", (LOGITS, LABELS + 1), "from 1 to 3, and 3 logits"),
+    "label too high": ("cross-entropy", (LOGITS, LABELS + 1), "from 1 to 3, but 3 logits"),
     "label below 0": ("cross-entropy", (LOGITS, LABELS - 1), "from -1 to 1.*ignore_index"),
     "one logit": ("cross-entropy", (LOGITS[:, :1], LABELS), "loss bce"),
     "sigmoid": ("bce", (LOGITS.sigmoid(), YES), "went through a sigmoid.*logits"),
@@ -101,7 +101,7 @@ WRONG: dict[str, tuple[str, tuple[Tensor, ...], str]] = {
     "class numbers": ("bce", (LOGITS[:, 0], LABELS.float()), "from 0 to 2.*cross-entropy"),
     "broadcast": ("bce", (LOGITS[:, :1], YES[:, 0]), r"unsqueeze\(1\)"),
     "broadcast numbers": ("mse", (LOGITS[:, 0], YES[:, :1]), r"output.unsqueeze\(1\)"),
-    "huber": ("huber", (LOGITS[:, :1], YES[:, 0]), "the output is .40, 1. and the target .40,."),
+    "huber": ("huber", (LOGITS[:, :1], YES[:, 0]), "output has shape .40, 1. and the target .40,."),
     "order of 0 and 1": ("margin-ranking", (LOGITS[:, 0], LOGITS[:, 1], YES[:, 0]),
                          r"2 \* order - 1"),
     "teacher's probabilities": ("kl", (LOGITS, LOGITS.detach().softmax(1)), "softmax"),
@@ -112,13 +112,13 @@ WRONG: dict[str, tuple[str, tuple[Tensor, ...], str]] = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_pairing_is_explained_on_the_first_batch(name):
-    loss, arguments, told = WRONG[name]
+    loss, arguments, message = WRONG[name]
 
-    with pytest.raises(ConfigError, match=f"(?s)^{loss.replace('+', '.')}: .*{told}"):
+    with pytest.raises(ConfigError, match=f"(?s)^{loss.replace('+', '.')}: .*{message}"):
         losses.LOSSES[loss]()(*arguments)
 
 
-def test_an_empty_first_batch_tells_nothing_and_the_next_one_is_looked_at():
+def test_an_empty_first_batch_is_not_checked_but_the_next_one_is():
     loss = losses.CrossEntropy()
     loss(LOGITS[:0], LABELS[:0])
 
@@ -154,7 +154,7 @@ def test_log_probabilities_are_fine_for_cross_entropy():
 def test_names_and_options_are_checked():
     with pytest.raises(ConfigError, match="did you mean 'cross-entropy'"):
         losses.named("crossentropy")
-    with pytest.raises(ConfigError, match=r"no option 'smoothing'; weight, label_smoothing"):
+    with pytest.raises(ConfigError, match=r"no option 'smoothing'; .* weight, label_smoothing"):
         losses.named("cross-entropy", smoothing=0.1)
     with pytest.raises(ConfigError, match="temperature is 0"):
         losses.named("kl", temperature=0)

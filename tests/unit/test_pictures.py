@@ -1,4 +1,4 @@
-"""Pictures of validations: where they lie, what they leave alone, and what a failure costs."""
+"""Pictures of a validation: their files, restored state, and failures as warnings."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_a_picture_is_drawn_in_eval_mode_and_moves_no_generator_or_buffer(tmp_pa
         return np.full((4, 6, 3), level, dtype=np.uint8)
 
     taken = pictures(tmp_path, draw, shown)
-    taken.model[1].eval()  # a mode of its own is lost by train(), as in an evaluation
+    taken.model[1].eval()  # train() resets a submodule's mode, as in an evaluation
     taken.model.train()
     taken.model.register_buffer("drawn", torch.zeros(()))
     before = torch.get_rng_state()
@@ -81,7 +81,8 @@ def test_a_picture_of_another_form_is_a_warning_and_shown_nowhere(tmp_path, capf
 
     taken.take(3)
 
-    assert "no picture of step 3: ValueError: picture(model) gave " in "".join(capfd.readouterr())
+    output = "".join(capfd.readouterr())
+    assert "no picture of step 3: ValueError: picture(model) returned " in output
     assert not shown
     assert not (tmp_path / "pictures").exists()
 
