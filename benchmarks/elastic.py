@@ -156,7 +156,7 @@ def measure(model: str, steps: int, folder: Path) -> None:
                 *COST[model], f"--steps={steps + 3}", "--device=cpu", "--data.workers=0",
                 f"--run={folder / name}", "--log.level=warning", "--parallel.sync-bn=off",
                 f"--parallel.reduction={name}"])  # fmt: skip
-            built[name] = build(config, world, log, StopRequest(), watchdog.pulse)
+            built[name] = build(config, world, log, StopRequest(), watchdog.marks)
             start(built[name])
         for number in range(steps + 2):
             for name in REDUCTIONS if number % 2 else reversed(REDUCTIONS):

@@ -53,8 +53,8 @@ def ours(workers: int) -> Contestant:
     from trainer.data.loader import Loader, SampledSource
     from trainer.data.reading import KeyedSamples
     from trainer.data.sampler import MicroBatchSampler, Plan
-    from trainer.faults import Faults
     from trainer.log import Log
+    from trainer.pulse import ProgressMarks
     from trainer.tasks.images import Images
 
     data = Images().dataset("train")
@@ -66,7 +66,7 @@ def ours(workers: int) -> Contestant:
     cpu = torch.device("cpu")
     source = SampledSource(KeyedSamples(data, seed=0), sampler, workers=workers, prefetch=AHEAD,
                            device=cpu)
-    loader = Loader(source, device=cpu, faults=Faults(), log=Log(level="warning"),
+    loader = Loader(source, device=cpu, marks=ProgressMarks(), log=Log(level="warning"),
                     at_once=not workers)
 
     def batches() -> Iterator[Any]:

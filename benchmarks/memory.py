@@ -53,15 +53,13 @@ def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, 
     found: list[tuple[int, float]] = []
     with (World.form(device="cpu", threads=1, launch=launch) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopRequest(), watchdog.pulse)
-        stepped = parts.log.stepped
+        parts = build(config, world, log, StopRequest(), watchdog.marks)
 
         def look(step: int) -> None:
-            stepped(step)
             if step % EVERY == 0:
                 found.append((step, resident_bytes() / 1e6))
 
-        parts.log.stepped = look  # type: ignore[method-assign]
+        parts.status.on_step(look)
         train(parts)
         parts.close()
     return found

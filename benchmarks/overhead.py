@@ -109,9 +109,9 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in (*NAMES, MORE)}
     with (World.form(device="cpu", threads=1, launch=Launch()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopRequest(), watchdog.pulse)
+        parts = build(config, world, log, StopRequest(), watchdog.marks)
         by_hand = Hand(build(dataclasses.replace(config, run=folder / "by-hand"), world, log,
-                             StopRequest(), watchdog.pulse), watch)
+                             StopRequest(), watchdog.marks), watch)
         parts.loader._source = Timed(parts.loader._source, watch)
         parts.step.objective.loss = watch.around(parts.step.objective.loss)
         time_updates(parts.step.optimizer, parts.step.schedule, watch)
@@ -119,7 +119,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
         trainer.step.zero_grad = watch.around(before[2])
-        stepped, last = parts.log.stepped, [(0.0, 0.0)]
+        last = [(0.0, 0.0)]
 
         def mark(step: int) -> None:
             now = time.perf_counter(), watch.spent_s
@@ -136,10 +136,9 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
                 if step > WARM_UP + BLOCK:
                     ours, hand = (statistics.median(found[name][1 - BLOCK:]) for name in NAMES[:2])
                     found[MORE].append(ours / hand - 1)
-            stepped(step)
             last[0] = time.perf_counter(), watch.spent_s
 
-        parts.log.stepped = mark  # type: ignore[method-assign]
+        parts.status.on_step(mark)
         try:
             train(parts)
         finally:

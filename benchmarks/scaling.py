@@ -85,10 +85,10 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
     found: dict[str, list[float]] = {name: [] for name in NAMES}
     with (World.form(device="cpu", threads=threads, launch=launch) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopRequest(), watchdog.pulse)
+        parts = build(config, world, log, StopRequest(), watchdog.marks)
         others = {"bare DDP": Bare(world.rank, world.size, ddp=True),
                   "independent": Bare(world.rank, world.size, ddp=False)}
-        stepped, clock = parts.log.stepped, time.perf_counter
+        clock = time.perf_counter
         began = [clock()]
 
         def mark(step: int) -> None:
@@ -104,9 +104,8 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
                         found[name].append(clock() - start)
                 world.barrier()
                 began[0] = clock()
-            stepped(step)
 
-        parts.log.stepped = mark  # type: ignore[method-assign]
+        parts.status.on_step(mark)
         train(parts)
         parts.close()
     return found

@@ -18,7 +18,8 @@ from trainer.hang import Report, Verdict, shown
 from trainer.heartbeats import Heartbeats, Identity
 from trainer.log import Log
 from trainer.pipe import say
-from trainer.pulse import Place, Pulse, read
+from trainer.pulse import Place, ProgressMarks, read
+from trainer.status import Phase
 from trainer.world import World
 
 LATE_S = 5.0
@@ -44,7 +45,7 @@ class Alarm:
     """
 
     def __init__(
-        self, world: World, log: Log, pulse: Pulse, *, identity: Identity, tick_s: float,
+        self, world: World, log: Log, marks: ProgressMarks, *, identity: Identity, tick_s: float,
         clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
         self._launcher_hears = tell
@@ -53,7 +54,7 @@ class Alarm:
         self.stopped = False
         self.at_s = math.inf
         self._given_up = False
-        self._world, self._log, self._pulse, self._clock = world, log, pulse, clock
+        self._world, self._log, self._marks, self._clock = world, log, marks, clock
         self._identity, self._tick_s = identity, tick_s
         self.late_s = max(0.0, world.launch.grace_s - LATE_S)
         self._leaving = threading.Lock()
@@ -110,9 +111,10 @@ class Alarm:
             return last
         main, writer = places
         idle_s = round(self._clock() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
-        return dataclasses.replace(
-            last, phase=last.phase if main.point == "warm-up" else shown("train", main.point),
-            step=main.step, idle_s=idle_s, saving=_told(writer))
+        warming_up = main.point is Phase.WARM_UP
+        phase = last.phase if warming_up else shown(Phase.TRAIN, main.point)
+        return dataclasses.replace(last, phase=phase, step=main.step, idle_s=idle_s,
+                                   saving=_told(writer))
 
     def _tell(self, alarm: dict[str, Any]) -> None:
         where = "stderr" if self._log.folder is None else near(
@@ -224,7 +226,7 @@ class Alarm:
             self._world.abandon()
             if self._rescue() or late:
                 self._log.warning(f"lost a peer; left in the place of the main thread, which is at "
-                                  f"{self._pulse.main.point} of step {self._pulse.main.step}")
+                                  f"{self._marks.main.point} of step {self._marks.main.step}")
                 self._exit()
 
     def _rescue(self) -> bool:

@@ -9,18 +9,19 @@ from trainer.metrics import validation_line
 from trainer.parts import Parts
 from trainer.product import choose_best
 from trainer.recovery import ranks_agree
+from trainer.status import Phase
 
 
 def validate(run: Parts) -> None:
     """Collective. Validate, and save where the weights are the best so far."""
     if run.validate is None:
         return
-    run.log.phase = "evaluate"
+    run.status.enter(Phase.EVALUATE)
     with run.world.patient():
         scores = run.validate()
     if scores is None:
         stop(run)  # it is done first when the run goes on
-    run.log.phase = "train"  # from here an error leaves a state between two
+    run.status.enter(Phase.TRAIN)  # from here an error leaves a state between two
     step = run.progress.step
     line = validation_line(step, scores, run.state.meter.take_mean())
     run.metrics.validation(line)
@@ -34,11 +35,11 @@ def validate(run: Parts) -> None:
 def stop(run: Parts) -> NoReturn:
     """Collective. Save this step boundary, and end."""
     ranks_agree(run)
-    run.log.phase = "stop"
+    run.status.enter(Phase.STOP)
     run.checkpoint.save("stop")
     run.checkpoint.settle()
     raise StopRequested(f"stopped on request after step {run.progress.step}; "
-                        "the same command goes on from there")
+                        "run the same command to continue")
 
 
 def is_due(step: int, interval: int, last: int) -> bool:

@@ -51,9 +51,10 @@ from trainer.parts import Parts
 from trainer.pictures import FOLDER, Pictures
 from trainer.prepare import Work, prepare, refuse_unreachable
 from trainer.progress import Best, Horizon, LossMeter, Progress
-from trainer.pulse import Pulse
+from trainer.pulse import ProgressMarks
 from trainer.source import Found, find, find_at
 from trainer.state import EMA, MODEL, OPTIMIZER, TrainState
+from trainer.status import Phase
 from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.store import Store
@@ -61,7 +62,7 @@ from trainer.world import World
 
 
 def build(
-    config: Config[Any], world: World, log: Log, stop: StopRequest, pulse: Pulse
+    config: Config[Any], world: World, log: Log, stop: StopRequest, marks: ProgressMarks
 ) -> Parts:
     """Collective. Construct the run, on every rank the same.
 
@@ -69,7 +70,7 @@ def build(
         ConfigError: the configuration doesn't fit the data, the model, the ranks or the run that
             is resumed, on any rank: all raise, before anything is changed.
     """
-    log.phase = "build"
+    log.status.enter(Phase.BUILD)
     path, named, init = (Path(p or "").absolute() for p in (  # a task may call chdir
         config.run or f"runs/{cli.DEFAULT_RECIPE}", config.resume, config.init))
     work = _agreed(world, partial(prepare, config, world))
@@ -78,10 +79,11 @@ def build(
     lock = RunLock(path / folder.LOCK, world.nonce, revoked=lambda: world.stale)
     drills = [faults.parse(text) for text in config.inject]
     refuse_unreachable(drills, config, work, world, first=identity.attempt == 0)
-    armed = faults.Faults(
+    injector = faults.FaultInjector(
         drills, rank=world.rank, attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
-        pulse=pulse,
     )  # fmt: skip
+    if injector:
+        marks.subscribe(injector)
 
     horizon = Horizon(epoch=work.plan.steps_per_epoch, total=work.intervals.total)
     health = Health(config.nonfinite)
@@ -113,13 +115,13 @@ def build(
         store=Store(
             path / folder.CHECKPOINTS, run=identity.run, keep=config.checkpoint.keep,
             keep_every=keep_every or None, guard=lock.committing,
-            fault=lambda point: armed.at(point, step=checkpoint.saved_step),
+            mark=lambda point: marks.mark(point, checkpoint.saved_step),
         ),
         state=state, world=world, log=log, run_id=identity.run, recent=metrics.recent,
         describe={"settings": resume.settings(config), "circumstances": circumstances,
                   "inexact": inexact},
         on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
-        sync=metrics.sync, rest=pulse.rest,
+        sync=metrics.sync, marks=marks,
     )  # fmt: skip
     found = _find(config, named, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()
@@ -139,8 +141,9 @@ def build(
     if found is None:
         alike.check_weights(work, world, log)
         alike.check_reading(work, log, config.seed)
-    position = log.step = state.progress.step
-    _arm(armed, checkpoint, state)
+    position = state.progress.step
+    log.status.move_to(position)
+    _arm(injector, checkpoint, state)
     waited = found is not None and found.facts["best"]["waited"]
     if position >= work.intervals.total or 0 < config.eval.patience <= waited:
         folder.refuse_finished(path, world, position)
@@ -148,7 +151,7 @@ def build(
     folder.begin(path, identity, world, log, position=position, version=_version(config),
                  max_same_step=config.restart.max_same_step)
     lines = level(found, checkpoint.store, path / folder.METRICS, identity.run, world, log)
-    armed.at("start", step=position)
+    marks.mark(Phase.START, position)
 
     if work.choice.compile:
         stop.shield()  # compilers outlive a signal to the whole process group
@@ -156,14 +159,14 @@ def build(
     wrapped, objective = _wrap(config, work, world)
     if config.optim.ema:
         state.ema = Ema(work.model, config.optim.ema, before=checkpoint.finish_copy)
-    armed.actions["nan"] = partial(setattr, objective, "poisoned", True)
+    injector.actions["nan"] = partial(setattr, objective, "poisoned", True)
     step = Step(
         objective=objective, wrapped=wrapped, model=work.model, optimizer=work.optimizer,
         schedule=state.schedule, scaler=state.scaler,
         autocast=precision.autocast(work.choice, world.device), clip=config.clip,
         progress=state.progress, seed=config.seed, num_ranks=world.size,
-        nominal_count=config.batch.global_size, faults=armed, broadcast=world.broadcast,
-        health=health, ema=state.ema, all_sum=world.all_sum,
+        nominal_count=config.batch.global_size, status=log.status, marks=marks,
+        broadcast=world.broadcast, health=health, ema=state.ema, all_sum=world.all_sum,
         before_update=checkpoint.finish_copy,
     )  # fmt: skip
     if config.parallel.reduction == "canonical":
@@ -180,7 +183,7 @@ def build(
         # No sampler knows where its epochs end: the first window that isn't whole tells.
         whole = config.data.drop_last == "on"
         step.least_samples = config.batch.global_size if whole else 1
-    loader = Loader(at_place(found), device=world.device, faults=armed, log=log,
+    loader = Loader(at_place(found), device=world.device, marks=marks, log=log,
                     at_once=not workers)
 
     def reopen(found: Found) -> None:
@@ -197,7 +200,7 @@ def build(
             model=work.model, loss=work.task.loss, dataset=work.data[split], collate=collate,
             batch_size=evaluation_batch(config), workers=workers, seed=config.seed,
             rank=world.rank, num_ranks=world.size, device=world.device, autocast=step.autocast,
-            all_sum=world.all_sum, faults=armed, step=lambda: state.progress.step,
+            all_sum=world.all_sum, marks=marks, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
             weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
             stopped=lambda: stop.requested, announce=log.announce, figures=work.figures,
@@ -225,7 +228,7 @@ def build(
                             show=metrics.picture, log=log)
     return Parts(
         config=config, path=path, identity=identity, world=world, log=log, stop=stop,
-        faults=armed, lock=lock, state=state, step=step, loader=loader,
+        faults=injector, marks=marks, lock=lock, state=state, step=step, loader=loader,
         validate=evaluators["validation"], test=evaluators["test"], checkpoint=checkpoint,
         metrics=metrics, intervals=work.intervals, found=found, card=card, reopen=reopen,
         pictures=pictures,
@@ -301,7 +304,7 @@ def _find(
     return found
 
 
-def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> None:
+def _arm(injector: faults.FaultInjector, checkpoint: Checkpointer, state: TrainState) -> None:
     """Give the injected faults the hands that they need."""
 
     def flip() -> None:
@@ -324,7 +327,7 @@ def _arm(armed: faults.Faults, checkpoint: Checkpointer, state: TrainState) -> N
     def no_space() -> None:
         raise faults.no_space(checkpoint.store.folder)
 
-    armed.actions |= {"flip": flip, "corrupt": corrupt, "enospc": no_space}
+    injector.actions |= {"flip": flip, "corrupt": corrupt, "enospc": no_space}
 
 
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:

@@ -19,6 +19,7 @@ from trainer.leaf import OnOff
 from trainer.parallel import WISHED
 from trainer.step import Step
 from trainer.tree import ALIGN, Fold, Plan, Span, cut
+from trainer.waits import WaitsFor, waiting_for
 from trainer.world import World
 
 SMALL = 1 << 18
@@ -267,8 +268,9 @@ class Reduction:
         Raises:
             RuntimeError: a peer is gone, or was too slow.
         """
-        for work in self._works:
-            work.wait()
+        with waiting_for(WaitsFor.PEERS):
+            for work in self._works:
+                work.wait()
         self._works.clear()
 
     def _finish(self) -> None:

@@ -16,11 +16,14 @@ from trainer.errors import CheckpointDamaged, NonFinite, TrainerError
 from trainer.job import Job
 from trainer.log import Log
 from trainer.manifest import Stage
+from trainer.pulse import ProgressMarks
 from trainer.restore import abandon_newer, restore, restore_model
 from trainer.snapshot import Snapshot
 from trainer.source import STATE, Found
 from trainer.state import MODEL, TrainState
+from trainer.status import Phase
 from trainer.store import Store
+from trainer.waits import WaitsFor, waiting_for
 from trainer.world import World
 
 SURVIVORS_WAIT = 2 / 3
@@ -35,7 +38,7 @@ class Checkpointer:
         describe: what else a checkpoint remembers of this attempt (settings, circumstances).
         recent: the metric lines since the last committed checkpoint; travel in each save.
         sync: makes the lines written so far durable; called before a commit.
-        rest: called when the writer has nothing more to do.
+        marks: progress marks of this rank; learn when a save begins and when the writer is idle.
         clock: seconds, monotonic.
     """
 
@@ -43,7 +46,7 @@ class Checkpointer:
         self, *, store: Store, state: TrainState, world: World, log: Log, run_id: str,
         describe: Mapping[str, Any], recent: list[Any], on_error: str,
         every_s: float = 0.0, sync: Callable[[], None] = lambda: None,
-        rest: Callable[[], None] = lambda: None,
+        marks: ProgressMarks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.store = store
@@ -70,7 +73,7 @@ class Checkpointer:
         self._known = self._saved  # the save that all ranks know to be whole
         self._healthy = -1  # the newest save that no bad step came directly before
         self._held: Job | None = None  # the best weights, on every rank, until they are on disk
-        self._sync, self._rest = sync, rest
+        self._sync, self._marks = sync, marks or ProgressMarks()
 
     @property
     def overdue(self) -> bool:
@@ -117,6 +120,7 @@ class Checkpointer:
             OSError: with --checkpoint.on-error stop: the one before couldn't be written.
         """
         self._last_s = self._clock()
+        self._marks.mark(Phase.SAVE, self._state.progress.step)
         self._save(kind)
         self.held_s += self._clock() - self._last_s
 
@@ -177,7 +181,8 @@ class Checkpointer:
     def finish_copy(self) -> None:
         """Wait until the copy of the last save is complete: before an update."""
         if self._job is not None and not self._job.copied.is_set():
-            self._job.copied.wait()
+            with waiting_for(WaitsFor.WRITER):
+                self._job.copied.wait()
 
     def finish_pending(self, *, must: bool = False) -> None:
         """Wait for the save in flight, if any, and report a failure.
@@ -191,7 +196,8 @@ class Checkpointer:
             return
         if not self._writing.done() and not must:
             self.waits += 1
-        self._writing.result()
+        with waiting_for(WaitsFor.WRITER):
+            self._writing.result()
         job, self._job, self._writing = self._job, None, None
         if job.error is None:
             if job is self._held:
@@ -262,7 +268,7 @@ class Checkpointer:
     def _submit(self, job: Job) -> None:
         job.error, self._job = None, job
         self._writing = self._writer.submit(self._write, job)
-        self._writing.add_done_callback(lambda _: self._rest())
+        self._writing.add_done_callback(lambda _: self._marks.writer_is_idle())
 
     def _write(self, job: Job) -> None:
         began = time.perf_counter()
@@ -344,4 +350,5 @@ class Checkpointer:
     def abandon(self) -> None:
         """After a failure: let the save in flight come to its end; it may be whole."""
         if self._writing is not None:
-            self._writing.result()
+            with waiting_for(WaitsFor.WRITER):
+                self._writing.result()

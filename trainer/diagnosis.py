@@ -7,32 +7,22 @@ import dis
 import errno
 import os
 import re
+import sys
 import sysconfig
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
+import trainer
+
 MOST_CHARS = 400
 """Of a message: it has to fit a line; the traceback has all of it."""
 
-_OURS = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_OURS = os.path.dirname(os.path.abspath(str(trainer.__file__))) + os.sep
 _LAUNCH = os.path.join(os.path.dirname(_OURS[:-1]), "launch") + os.sep
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^[ |]*File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 _WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
-_DATALOADER = os.path.join("torch", "utils", "data", "dataloader.py")
-_PLACES = (
-    (os.path.join("trainer", "evaluate.py"), "", "evaluate"),
-    (os.path.join("trainer", "checkpoint.py"), "", "save"),
-    (os.path.join("trainer", "data", ""), "", "data"),
-    (os.path.join("torch", "utils", "data", ""), "", "data"),
-    (os.path.join("torch", "_tensor.py"), "backward", "backward"),
-    (os.path.join("trainer", "parallel.py"), "forward", "forward"),
-    (os.path.join("torch", "optim", ""), "", "optimizer"),
-    (os.path.join("trainer", "adamw.py"), "", "optimizer"),
-)
-"""Part of a file's path, function ("": any), and the phase that a frame there tells."""
-
 _Frame = tuple[str, int, str]
 
 _SHORT = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
@@ -81,8 +71,6 @@ class Diagnosis:
     where: str | None
     """`file:line in function`: the innermost of the user's own lines that the trainer has called,
     or else the innermost of all."""
-    phase: str | None
-    """What was being done, where the traceback tells."""
     is_import: bool
     """Whether code could not be imported: another attempt would find the same."""
     memory: str | None
@@ -93,7 +81,6 @@ def diagnose(error: BaseException) -> Diagnosis:
     """Understand an exception, also one that a loader worker has sent as text."""
     text = text_of(error)
     kind, message, frames = type(error).__name__, text, _frames(error)
-    phase = next(filter(None, map(_phase, frames)), None)
     kinds = {c.__name__ for e in _chain(error) for c in type(e).__mro__}
     if "Original Traceback (most recent call last)" in text:  # as DataLoader passes it on
         first = text.partition("\n\nThe above exception was")[0]
@@ -107,7 +94,7 @@ def diagnose(error: BaseException) -> Diagnosis:
             cause) or frames
     kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
     handing_over = isinstance(error, ConnectionError | EOFError) and any(
-        _DATALOADER in path for path, _, _ in frames)  # what a data set raises is a SampleError
+        path == _file_of("torch.utils.data.dataloader") for path, _, _ in frames)
     if worker := handing_over or bool(_WORKER_DIED.search(text)):
         frames = []  # torch raises it wherever the rank is just then
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
@@ -120,7 +107,7 @@ def diagnose(error: BaseException) -> Diagnosis:
     helps = remedy(error)
     return Diagnosis(
         kind=kind, message=_one_line(message) + (f"; {helps}" if helps else ""),
-        where=_where(frames), phase=phase,
+        where=_where(frames),
         is_import=not is_shortage(error) and bool(
             kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"}),
         memory=memory,
@@ -260,10 +247,9 @@ def _frames(error: BaseException) -> list[_Frame]:
     return frames[begin:]
 
 
-def _phase(frame: _Frame) -> str | None:
-    path, _, function = frame
-    return next((phase for part, name, phase in _PLACES
-                 if part in path and name in ("", function)), None)
+def _file_of(module: str) -> str | None:
+    """Path of a module that is imported; None of another."""
+    return getattr(sys.modules.get(module), "__file__", None)
 
 
 def _where(frames: list[_Frame]) -> str | None:

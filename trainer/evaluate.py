@@ -22,8 +22,9 @@ from trainer.data.loader import reading
 from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
 from trainer.errors import ConfigError
-from trainer.faults import Faults
 from trainer.outcome import check_outcome
+from trainer.pulse import ProgressMarks
+from trainer.status import Phase
 from trainer.task import Outcome
 
 REMEDY = ("mend it, or leave it out in dataset(): --data.on-error skip is for training samples "
@@ -66,7 +67,7 @@ class Evaluator:
     device: torch.device
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     all_sum: Callable[[Tensor], Tensor]
-    faults: Faults
+    marks: ProgressMarks
     step: Callable[[], int]
     epoch: Callable[[], int] = lambda: 0
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
@@ -138,7 +139,7 @@ class Evaluator:
             if self.stopped():
                 return None
             number = micro.slot.number
-            self.faults.at("evaluate", step=self.step(), epoch=self.epoch())
+            self.marks.mark(Phase.EVALUATE, self.step(), self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
             generators.key(own, self.seed, rng.EVALUATE, number)
             # A restart may evaluate again, and another number of ranks in another order.

@@ -49,14 +49,11 @@ class Failure:
             return
         self._error, self._echo = error, lost_peer(error) or isinstance(error, PeerFailed)
         self._found = found = diagnose(error)
-        phases = dict.fromkeys(filter(None, (self._log.phase, found.phase)))
-        if found.phase:
-            phases.pop("train", None)  # says less
         self._event = self._log.event(
             "failure", why=": ".join(filter(None, (found.kind, found.message))),
             where=found.where, echo=self._echo,
-            failed_step=self._log.step if step is None else step,
-            failed_phase=", ".join(phases), memory=found.memory,
+            failed_step=self._log.status.step if step is None else step,
+            failed_phase=self._log.status.place, memory=found.memory,
         )  # fmt: skip
         tell("failure", self._event)
         record_failure(sentence(self._event), _stack(error), echo=self._echo)
@@ -78,7 +75,7 @@ class Failure:
         log, found = self._log, self._found
         if self._echo:  # the cause is another rank's, which tells it
             told = (str(self._error) if isinstance(self._error, PeerFailed)
-                    else f"lost a peer after step {log.step} ({log.phase})")
+                    else f"lost a peer after step {log.status.step} ({log.status.phase})")
             log.warning(f"{told}; leaving")
             self._error = None
             return EXIT_FAILURE, ""

@@ -14,20 +14,20 @@ from pathlib import Path
 
 from trainer.errors import ConfigError
 from trainer.log import Log
-from trainer.pulse import Pulse
+from trainer.status import Phase
 
 KINDS = (
     "kill", "exit", "raise", "hang", "stop", "term", "nan", "flip", "corrupt", "enospc", "slow",
 )  # fmt: skip
 PHASES = (
-    "start", "restore", "data", "forward", "backward", "optimizer", "step-end",
-    "save-begin", "save-mid", "save-end", "evaluate",
+    Phase.START, Phase.RESTORE, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER,
+    Phase.STEP_END, Phase.SAVE_BEGIN, Phase.SAVE_MID, Phase.SAVE_END, Phase.EVALUATE,
 )  # fmt: skip
+"""Progress marks at which a fault can be injected."""
 
-
-STEPPING = ("data", "forward", "backward", "optimizer", "step-end")
-"""Phases of each step, which count from 1."""
-WITH_EPOCH = (*STEPPING, "evaluate")
+STEPPING = (Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP_END)
+"""Marks of each step, which count from 1."""
+WITH_EPOCH = (*STEPPING, Phase.EVALUATE)
 
 
 class InjectedFault(RuntimeError):
@@ -147,21 +147,25 @@ def refuse_unreachable(
                               "name a place that the run comes to.")
 
 
-class Faults:
-    """The faults of a run, armed. Each fires once, also across restarts: a mark in `marks` is
-    durable before the fault happens.
+class FaultInjector:
+    """The armed faults of one rank; subscribes to the rank's progress marks.
 
-    Kinds that need the run's own hands (`nan`, `flip`, `corrupt`, `enospc`) are looked up in
-    `actions`, which later parts of the run fill.
+    Each fault fires once, also across restarts: a file in `marks` is durable before the fault
+    happens.
+
+    Args:
+        marks: folder of those files.
+
+    Attributes:
+        actions: what the kinds `nan`, `flip`, `corrupt` and `enospc` do, by kind; filled by the
+            parts of the run that can do it.
     """
 
     def __init__(
         self, faults: Sequence[Fault] = (), *, rank: int = 0, attempt: int = 0,
-        marks: Path | None = None, log: Log | None = None, pulse: Pulse | None = None,
+        marks: Path | None = None, log: Log | None = None,
     ) -> None:
         self.actions: dict[str, Callable[[], None]] = {}
-        self.pulse = pulse or Pulse()
-        """Told of each point, also when no fault is armed."""
         self._faults = [
             fault for number, fault in enumerate(faults) if fault.rank == rank
             and not (marks is not None and _mark(marks, number, fault).exists())
@@ -170,29 +174,20 @@ class Faults:
         self._rank, self._attempt, self._marks = rank, attempt, marks
         self._log = log
         self._lock = threading.Lock()
-        if not self._faults:
-            self.at = self.pulse.beat  # type: ignore[method-assign, assignment]
 
-    def at(self, phase: str, *, step: int, epoch: int = 0) -> None:
-        """Called at each named point: notes it, and fails if a fault is armed for it.
-
-        Raises:
-            RuntimeError: a peer is gone, and this rank may leave here.
-        """
-        self.pulse.beat(phase, step)
-        if not self._faults:
-            return
+    def __call__(self, point: Phase, step: int, epoch: int = 0) -> None:
+        """Fail if a fault is armed for this mark."""
         for fault in list(self._faults):
-            if fault.fits(rank=self._rank, step=step, epoch=epoch, phase=phase,
+            if fault.fits(rank=self._rank, step=step, epoch=epoch, phase=point,
                           attempt=self._attempt):
-                self._fire(fault, phase, step)
+                self._fire(fault, point, step)
 
-    def rehearse(self, phase: str, *, step: int, epoch: int = 0) -> None:
-        """A point that is passed to warm up: no fault fires."""
-        self.pulse.beat("warm-up", step)
+    def __bool__(self) -> bool:
+        """Whether any fault is left that may fire."""
+        return bool(self._faults)
 
     def unfired(self) -> list[str]:
-        """Those that haven't happened, of this rank; some are to happen again and again."""
+        """Faults of this rank that have not happened; those marked `always` apart."""
         return [fault.text for fault in self._faults if not fault.always]
 
     def _fire(self, fault: Fault, phase: str, step: int) -> None:
@@ -250,4 +245,4 @@ def _write_mark(path: Path) -> None:
 
 def _nearest(name: str, known: Sequence[str]) -> str:
     near = difflib.get_close_matches(name, known, n=1)
-    return f" (did you mean {near[0]!r}?)" if near else ""
+    return f" (did you mean '{near[0]}'?)" if near else ""

@@ -6,6 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.status import PREPARING, Phase
+
 LEAST_S = 30.0
 """The shortest limit that is learnt; a shorter one has to be asked for."""
 
@@ -40,24 +42,26 @@ def learnt_limit(longest_pause_s: float) -> float:
     return max(LEAST_S, TIMES_LONGEST * longest_pause_s)
 
 
-def patience(phase: str, point: str, limit_s: float, start_s: float | None = None) -> Patience:
+def patience(
+    phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None
+) -> Patience:
     """What is allowed to a main thread.
 
     Args:
-        phase: of the log: what the rank is doing.
-        point: the last one that was passed; in a phase of the start it tells where in it.
+        phase: stage of the attempt.
+        point: last progress mark; it says where in the stage the rank is.
         limit_s: inside of steps.
         start_s: while it builds and warms up; None: long.
     """
-    told = f"--watchdog.limit-s {limit_s:g}"
-    if phase == "train":
-        return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=told)
-    starting = phase in ("start", "join", "build", "warm-up")
-    own_code = (phase, point) in (("build", "start"), ("warm-up", "data"))
+    flag = f"--watchdog.limit-s {limit_s:g}"
+    if phase is Phase.TRAIN:
+        return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
+    starting = phase in PREPARING - {Phase.RESTORE}
+    own_code = (phase, point) in ((Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA))
     if starting and not own_code:
         quiet_s = max(START_S, 2 * limit_s) if start_s is None else start_s
         return Patience(quiet_s=quiet_s, idle_s=math.inf, flag=f"--watchdog.start-s {quiet_s:g}")
-    return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=told)
+    return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)
 
 
 def saving_patience(limit_s: float) -> Patience:
@@ -65,13 +69,13 @@ def saving_patience(limit_s: float) -> Patience:
     return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s))
 
 
-def shown(phase: str, point: str) -> str:
-    """What to call the place of a main thread: by its point, in the phases that points tell apart.
-    """
-    if phase == "train" or (phase, point) in (("build", "start"), ("warm-up", "data"),
-                                              ("warm-up", "reading")):
-        return "data" if point == "reading" else point
-    return phase
+def shown(phase: Phase, point: Phase | None) -> str:
+    """Name of a main thread's place: the mark where the stage has several, else the stage."""
+    precise = phase is Phase.TRAIN or (phase, point) in (
+        (Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA), (Phase.WARM_UP, Phase.READING))
+    if point is None or not precise:
+        return phase.value
+    return (Phase.DATA if point is Phase.READING else point).value
 
 
 @dataclass(frozen=True, kw_only=True)

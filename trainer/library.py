@@ -21,7 +21,6 @@ import torch
 from torch import nn
 
 from trainer import allocator, cli, compile_cache, folder, rng, tensorfile
-from trainer.__main__ import PREPARING, attempt, run
 from trainer.config import Config
 from trainer.device import choose_device
 from trainer.errors import (
@@ -38,6 +37,8 @@ from trainer.lock import let_go
 from trainer.log import Log
 from trainer.pipe import say
 from trainer.prepare import bind_seed
+from trainer.rank_process import CurrentRun, RankProcess, train_attempt
+from trainer.status import Phase
 from trainer.stop import SIGNALS, StopRequest, attend
 from trainer.task import find_task
 from trainer.world import Launch, World
@@ -143,7 +144,7 @@ def _can_be_made_again(config: Config[Any], task: Any) -> bool:
 def _as_rank(config: Config[Any]) -> None:
     """As one of a launcher's ranks; returns if the run is complete."""
     stop = attend()
-    code = run((), stop, config)
+    code = RankProcess(stop).run((), config, is_program=False)
     if code != EXIT_COMPLETE:
         say("", sys.stdout)
         say("", sys.stderr)
@@ -157,14 +158,14 @@ def _as_rank(config: Config[Any]) -> None:
 def _alone(config: Config[Any]) -> None:
     """In a process that isn't the trainer's own: errors are raised, and nothing ends it."""
     stop, log = StopRequest(), Log(level=config.log.level)
-    failure, watched = Failure(log), dict[str, Any]()
+    failure, current = Failure(log), CurrentRun()
     threads = None if config.world.threads == "auto" else config.world.threads
     try:
-        log.phase = "join"
+        log.status.enter(Phase.JOIN)
         with _signals(stop, log), World.form(
             device=config.device, timeout_s=config.world.timeout_s, threads=threads, launch=Launch()
         ) as world:
-            attempt(config, world, log, stop, os.getppid(), failure, watched, unwatched=True)
+            train_attempt(config, world, log, stop, os.getppid(), failure, current, watched=False)
     except AlreadyFinished as done:
         log.info(str(done))
     except TrainerError as error:
@@ -180,8 +181,8 @@ def _alone(config: Config[Any]) -> None:
         failure.note(error)
         raise
     finally:
-        if "parts" in watched:
-            parts = watched.pop("parts")
+        parts, current.parts = current.parts, None
+        if parts is not None:
             parts.loader.close()
             parts.lock.close()
             parts.checkpoint.store.close()
@@ -202,7 +203,7 @@ def _signals(stop: StopRequest, log: Log) -> Iterator[None]:
     def handle(number: int, _: FrameType | None) -> None:
         again = stop.requested and number == signal.SIGINT
         stop.request(signal.Signals(number).name)
-        if again or log.phase in PREPARING:  # impatience; nothing to save
+        if again or log.status.has_nothing_at_stake:  # impatience; nothing to save
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_STOPPED)
 
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}

@@ -14,6 +14,7 @@ from typing import Any, TextIO
 
 from trainer.append import AppendFile, read_records
 from trainer.pipe import say
+from trainer.status import Phase, Status
 
 LEVELS = ("debug", "info", "warning", "error")
 COLOURS = {"warning": 33, "error": 31}
@@ -30,6 +31,7 @@ class Log:
 
     Args:
         rank: written before each line of ranks other than 0, whose info lines are dropped.
+        status: phase and step of this rank, written into each event; default: a new one.
         level: the least level that is shown.
         clock: seconds since the epoch.
     """
@@ -38,41 +40,36 @@ class Log:
         self,
         rank: int = 0,
         *,
+        status: Status | None = None,
         level: str = "info",
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self.rank = rank
+        self.status = status or Status()
         self.attempt = 0
         self.nonce = ""
         self.folder: Path | None = None  # the run's, once it is entered
-        self.step = 0
         self.echo: Callable[[str], None] | None = None  # set while a progress bar owns the line
         self._stream = stream
         self._clock = clock
         self._events: AppendFile | None = None
         self._early: list[dict[str, Any]] = []
         self._entered: dict[str, float] | None = _launch_phases()  # until the first step
-        self.phase = "start"
+        self._note_phase(self.status.phase)
+        self.status.on_phase(self._note_phase)
+        self.status.on_step(self._note_step)
         self.set_level(level)
 
-    @property
-    def phase(self) -> str:
-        """What this rank is doing."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._phase = phase
+    def _note_phase(self, phase: Phase) -> None:
         if self._entered is not None:
             self._entered.setdefault(phase, round(self._clock(), 6))
 
-    def stepped(self, step: int) -> None:
-        """A step has been made. An attempt's first one is an event, which tells when each phase on
-        the way there began, those in the launcher too (`entered`, phase → seconds since the epoch),
-        and the processor time that this process has used.
+    def _note_step(self, _: int) -> None:
+        """At an attempt's first step, record the event `first-step`: when each phase before it
+        began, the launcher's too (`entered`: phase → seconds since the epoch), and the processor
+        time that this process has used (`cpu_s`).
         """
-        self.step = step
         entered, self._entered = self._entered, None
         if entered is not None:
             self.event("first-step", entered=entered, cpu_s=round(time.process_time(), 3))
@@ -116,8 +113,8 @@ class Log:
             "nonce": self.nonce,
             "node": socket.gethostname(),
             "rank": self.rank,
-            "step": self.step,
-            "phase": self.phase,
+            "step": self.status.step,
+            "phase": self.status.phase,
             "event": event,
             **{name: writable(value) for name, value in fields.items()},
         }

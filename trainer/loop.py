@@ -8,6 +8,7 @@ from trainer.parts import Parts
 from trainer.product import finish
 from trainer.recovery import face_row, face_skipped, ranks_agree
 from trainer.start import start
+from trainer.status import Phase
 
 
 def train(run: Parts) -> dict[str, object]:
@@ -34,12 +35,12 @@ def train(run: Parts) -> dict[str, object]:
         if step >= last:
             return finish(run)
 
-        run.log.phase = "train"
+        run.status.enter(Phase.TRAIN)
         result = run.step(run.loader.window(), wishes=run.wishes)
         if result is None:
             run.loader.next_epoch()
             continue
-        run.log.stepped(progress.step)
+        run.status.complete_step(progress.step)
         if not result.skipped:
             run.state.meter.add(result.sums.loss, result.sums.count)
         times = run.metrics.step(result, waited_s=run.loader.waited_s)

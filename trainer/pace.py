@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from trainer.hang import learnt_limit
 from trainer.pulse import Place
+from trainer.status import Phase
 
 RECENT_STEPS = 64
+_BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
 
 
 class Pace:
@@ -28,14 +30,14 @@ class Pace:
             return self._fixed_s
         return learnt_limit(max(self._longest_s, self._before_s))
 
-    def see(self, place: Place, phase: str, now: float) -> float:
+    def see(self, place: Place, phase: Phase, now: float) -> float:
         """The main thread is at this place; the limit. Pauses shorter than the time between two
         calls don't count, and need not: the least limit covers them."""
         began_s, length_s = self._pause
         if place.at_s != began_s:  # a pause counts when it is over
             self._longest_s = max(self._longest_s, length_s)
             self._pause = (place.at_s, 0.0)
-        if phase == "train" and place.point not in ("step-end", "evaluate"):
+        if phase is Phase.TRAIN and place.point not in _BETWEEN_STEPS:
             self._pause = (place.at_s, now - place.at_s)
         if place.step - self._stretch >= RECENT_STEPS or place.step < self._stretch:
             self._stretch = place.step

@@ -20,6 +20,7 @@ from trainer.diagnosis import EMPTY, lost_peer
 from trainer.errors import ConfigError
 from trainer.outcome import check_outcome
 from trainer.task import Outcome
+from trainer.waits import WaitsFor, waiting_for
 
 CAPACITY = 64
 """Numbers that ride in one gradient all-reduce."""
@@ -263,7 +264,8 @@ class Objective(nn.Module):
         if isinstance(vector, list):
             values, norm = vector, float(grad_norm)
         else:
-            *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
+            with waiting_for(WaitsFor.PEERS):
+                *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
             values = [_snap(v) for v in numbers]
         loss, count, samples, replaced = values[:4]
         wishes = ([w for w, v in zip(WISHES, values[WISHED], strict=True) if v > 0]

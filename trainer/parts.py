@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer import budget, faults
+from trainer import budget
 from trainer.agreement import Agreement
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
 from trainer.data.loader import Loader
 from trainer.errors import SaveFailed, TrainerError
 from trainer.evaluate import Evaluator
+from trainer.faults import FaultInjector
 from trainer.folder import EVENTS, Identity
 from trainer.lock import RunLock
 from trainer.log import Log
@@ -29,15 +30,14 @@ from trainer.metrics import Metrics
 from trainer.pictures import Pictures
 from trainer.prepare import Intervals
 from trainer.progress import Progress
+from trainer.pulse import ProgressMarks
 from trainer.source import Found
 from trainer.state import TrainState
+from trainer.status import Phase, Rescue, Status, decide_rescue
 from trainer.step import Step
 from trainer.stop import StopRequest
 from trainer.timing import Timing
 from trainer.world import World
-
-AT_STAKE = ("train", "evaluate", "stop")
-"""Phases in which the weights are those of the run, and may not be on disk yet."""
 
 
 @dataclass(kw_only=True)
@@ -50,7 +50,8 @@ class Parts:
     world: World
     log: Log
     stop: StopRequest
-    faults: faults.Faults
+    faults: FaultInjector
+    marks: ProgressMarks
     lock: RunLock
     state: TrainState
     step: Step
@@ -79,9 +80,14 @@ class Parts:
         return self.state.progress
 
     @property
+    def status(self) -> Status:
+        """What this rank is doing."""
+        return self.log.status
+
+    @property
     def current_step(self) -> int:
-        """The step in the making, or else the last one made. The warm-up is the next one's."""
-        return self.progress.step + (self.step.in_progress or self.log.phase == "warm-up")
+        """The step that has begun, or else the last complete one. The warm-up is the next one's."""
+        return self.progress.step + (self.status.in_step or self.status.phase is Phase.WARM_UP)
 
     @property
     def row_is_full(self) -> bool:
@@ -125,7 +131,7 @@ class Parts:
         strike = signal.getsignal(signal.SIGCHLD)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if callable(strike) and (self.log.phase not in AT_STAKE or self._at_boundary()):
+            if callable(strike) and self._rescue(own_error=True) is not Rescue.LOST:
                 strike(number, frame)
 
         if callable(strike) and threading.current_thread() is threading.main_thread():
@@ -146,13 +152,10 @@ class Parts:
         """A rank has failed: let the others know at once, then save the boundary that this one
         holds.
 
-        Before the update of a step nothing but buffers has moved; after it no collective follows.
-        While the weights are not those of the run (warm-up, restore, the test of the best ones),
-        there is nothing to save that isn't on disk.
+        `decide_rescue` says what can be saved.
 
         Args:
-            own: this rank itself has failed, by an exception; otherwise a peer is dead. What an
-                exception in the update, or in what follows it, leaves behind is not saved.
+            own: this rank itself has failed, by an exception; otherwise a peer is dead.
 
         Returns:
             Whether nothing is lost: the state is on disk.
@@ -161,15 +164,14 @@ class Parts:
         self.world.abandon()
         if not own:
             self.log.event("lost-peer", failed_step=self.current_step)
-        if self.log.phase not in AT_STAKE:
+        rescue = self._rescue(own_error=own)
+        if rescue is Rescue.NOTHING_LOST:
             return True
-        if self.world.stale:
-            return False
-        if own and not self._at_boundary():
+        if rescue is Rescue.LOST or self.world.stale:
             return False
         if self.row_is_full and self.progress.step >= self.intervals.total:
-            return False  # a start that has to go back from the last step had nothing to warm up by
-        if self.step.in_progress and not self.step.updating:
+            return False  # a start that has to go back from the last step has no step to warm up by
+        if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
             if self.step.moves_parameters:
                 self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
                                  "moves parameters, and one had begun")
@@ -230,11 +232,10 @@ class Parts:
                            seconds=round(time.perf_counter() - began_s, 6))
         return True
 
-    def _at_boundary(self) -> bool:
-        """Whether an error of any kind has left the state of the last step whole."""
-        if self.state.ema is not None and self.state.ema.exchanging:
-            return False
-        return self.log.phase == "evaluate" or (self.step.in_progress and not self.step.updating)
+    def _rescue(self, *, own_error: bool) -> Rescue:
+        ema = self.state.ema
+        return decide_rescue(self.status, own_error=own_error,
+                             exchanging_weights=ema is not None and ema.exchanging)
 
     def abandon(self) -> None:
         """The end after a failure, which it must not hide: keep what can be kept.

@@ -16,6 +16,7 @@ from trainer.parts import Parts
 from trainer.progress import Best
 from trainer.resume import settings
 from trainer.state import MODEL
+from trainer.status import Phase
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
@@ -60,7 +61,7 @@ def choose_best(
 def finish(run: Parts) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set once, and write what the run made."""
     run.checkpoint.settle()  # while survivors would still save this step
-    run.log.phase = "finish"
+    run.status.enter(Phase.FINISH)
     best, last = run.state.best, run.progress.step
     if run.progress.bad and not run.progress.updates:
         raise NonFinite(f"not one of the {last} steps has given an update, since each had a loss "

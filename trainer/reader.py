@@ -20,8 +20,8 @@ from trainer.config import Config
 from trainer.data import batch as batches
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.evaluate import Evaluator
-from trainer.faults import Faults
 from trainer.prepare import bind_seed, make_data, make_model
+from trainer.pulse import ProgressMarks
 from trainer.source import STATE
 from trainer.state import EMA, MODEL
 from trainer.store import Store
@@ -66,7 +66,7 @@ class Reader:
             workers=loader_workers(self.config, dataset, self.world), seed=self.config.seed,
             rank=0, num_ranks=1, device=self.world.device,
             autocast=precision.autocast(self.choice, self.world.device),
-            all_sum=self.world.all_sum, faults=Faults(), step=lambda: self.weights.step,
+            all_sum=self.world.all_sum, marks=ProgressMarks(), step=lambda: self.weights.step,
             figures=figures_of(self.task),
         )  # fmt: skip
 

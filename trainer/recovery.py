@@ -9,6 +9,7 @@ from trainer.errors import NonFinite, RanksDiffer
 from trainer.health import BAD, NONFINITE
 from trainer.parts import Parts
 from trainer.source import find
+from trainer.status import Phase
 from trainer.step import StepResult
 
 MOST_ROUNDS = 4
@@ -120,14 +121,14 @@ def _go_back(run: Parts, *, left_out: Sequence[int] = (), newest: int | None = N
     """
     progress, at = run.progress, run.progress.step
     if not left_out:  # ranks differ: nothing that a survivor holds is worth keeping
-        run.log.phase = "roll-back"
+        run.status.enter(Phase.ROLL_BACK)
     run.checkpoint.finish_pending()
     run.checkpoint.forget()
     with run.world.patient():
         found = find(run.checkpoint.store, run.world, run.identity.run, newest=newest)
         if found is None:
             return False
-        run.log.phase = "roll-back"
+        run.status.enter(Phase.ROLL_BACK)
         bad, left_out = list(progress.bad), sorted({*progress.left_out, *left_out})
         run.reopen(found)
         run.checkpoint.go_back(found)
@@ -136,7 +137,7 @@ def _go_back(run: Parts, *, left_out: Sequence[int] = (), newest: int | None = N
         run.checkpoint.save("periodic")
         run.checkpoint.finish_pending()
     run.agreement.step = found.step
-    run.log.step = found.step
+    run.status.move_to(found.step)
     run.log.event("rollback", at_step=at, to_step=found.step, left_out=left_out,
                   generation=run.checkpoint.generation)
     return True

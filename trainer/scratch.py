@@ -16,15 +16,16 @@ from trainer.errors import ConfigError
 from trainer.length import Length
 from trainer.log import Log
 from trainer.parts import Parts
-from trainer.pulse import Pulse
+from trainer.pulse import ProgressMarks, Subscriber
 from trainer.start import start
+from trainer.status import Phase
 from trainer.stop import StopRequest
 from trainer.world import Launch, World
 
 
 @contextlib.contextmanager
 def scratch_run(
-    argv: Sequence[str], *, steps: int, command: str, pulse: Pulse | None = None
+    argv: Sequence[str], *, steps: int, command: str, clock: Subscriber | None = None
 ) -> Iterator[Parts]:
     """The parts of a fresh run of the task, warmed up, with weights of its own, in this process
     alone; the run folder of the configuration isn't looked at.
@@ -52,10 +53,13 @@ def scratch_run(
         )  # fmt: skip
         threads = None if config.world.threads == "auto" else config.world.threads
         with World.form(device=config.device, threads=threads, launch=Launch()) as world:
-            parts = build(own, world, log, StopRequest(), pulse or Pulse())
+            marks = ProgressMarks(log.status)
+            if clock is not None:
+                marks.subscribe(clock)
+            parts = build(own, world, log, StopRequest(), marks)
             try:
                 start(parts)
-                parts.log.phase = "train"
+                parts.status.enter(Phase.TRAIN)
                 yield parts
             finally:
                 parts.loader.close()

@@ -51,6 +51,8 @@ def workers() -> dict[int, str]:
 
 def worker_stacks() -> tuple[str, list[str]]:
     """(the stacks of this process's loader workers, what to say of those that hold it up)."""
+    from torch.utils.data._utils import fetch
+
     told, blamed = [], []
     for pid, name in workers().items():
         if processes.is_stopped(pid):
@@ -61,7 +63,7 @@ def worker_stacks() -> tuple[str, list[str]]:
             blamed.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
             continue
         text = _ask(pid)
-        if f"{os.sep}fetch.py" in text:  # of torch's loader: inside the data set, not waiting
+        if fetch.__file__ in text:  # inside the data set, not waiting for work
             blamed.append(f"its {name} (pid {pid}) is still reading")
         told.append(f"{name} (pid {pid}):\n{text or processes.describe(pid)}")
     return "\n".join(told), blamed

@@ -20,6 +20,7 @@ from trainer.log import Log
 from trainer.optim import unfit_for_sparse
 from trainer.parts import Parts
 from trainer.product import best_rule
+from trainer.status import Phase
 from trainer.step import Step
 from trainer.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm
 from trainer.world import World
@@ -28,7 +29,7 @@ from trainer.world import World
 def start(run: Parts) -> None:
     """Collective. Warm up, then put the state of the found checkpoint in place."""
     if run.progress.step < run.intervals.total:
-        run.log.phase = "warm-up"
+        run.status.enter(Phase.WARM_UP)
         with run.world.patient():
             run.memory.activations_mb = warm_up(
                 run.step, run.loader, run.world, run.log, run.state.check_form,
@@ -40,8 +41,8 @@ def start(run: Parts) -> None:
         best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
         run.state.schedule.check_metric(["val_loss", *metrics])
     if run.found is not None:
-        run.log.phase = "restore"
-        run.faults.at("restore", step=run.found.step)
+        run.status.enter(Phase.RESTORE)
+        run.marks.mark(Phase.RESTORE, run.found.step)
         run.checkpoint.load(run.found)
         if run.progress.validated == run.progress.step:
             run.draw(again=False)  # where it was lost with rank 0

@@ -23,13 +23,15 @@ from trainer.data import batch as batches
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
 from trainer.ema import Ema
-from trainer.faults import Faults
 from trainer.health import BAD, LEFT_OUT, Health
 from trainer.optim import clip, zero_grad
 from trainer.parallel import COUNT, Objective, Sums
 from trainer.progress import Progress
+from trainer.pulse import ProgressMarks
 from trainer.reduced import check_reduced
+from trainer.status import Phase, Status
 from trainer.sync_batchnorm import SyncBatchNorm
+from trainer.waits import WaitsFor, waiting_for
 
 
 class StepResult(NamedTuple):
@@ -106,7 +108,7 @@ class Step:
     seed: int
     num_ranks: int
     nominal_count: float
-    faults: Faults
+    marks: ProgressMarks
     broadcast: Callable[[Sequence[Tensor], int], None]
     health: Health
     moving: list[Tensor] = field(default_factory=list)
@@ -127,6 +129,8 @@ class Step:
     """Samples that a window must have to count; it hasn't where the epoch of a stream ends."""
     all_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor
     """Adds a tensor over the ranks, in place."""
+    status: Status = field(default_factory=Status)
+    """Learns when a step and its update begin and end."""
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
@@ -142,19 +146,15 @@ class Step:
         """Those that the model and the loss keep for themselves."""
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
-        self.marks = Marks(on_cuda=self.parameters[0].is_cuda)
+        self.waiting = waiting_for(WaitsFor.PEERS)
+        self.device_span = Marks(on_cuda=self.parameters[0].is_cuda)
         self.communication = Communication(ranks=self.num_ranks,
                                            on_cuda=self.parameters[0].is_cuda)
         for module in self.model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.communication = self.communication
-        self.in_progress = False
-        """Whether buffers may be ahead of the parameters, and their copies are the boundary's: a
-        step has begun and isn't made."""
         self.in_place = False
         """Whether the loss changes its batch, which the data set may have handed out of its own."""
-        self.updating = False
-        """Whether parameters and optimizer state may be in the middle of an update."""
         self.moves_parameters = False
         """Whether the forward of some rank moves parameters: then only at a boundary are they the
         boundary's."""
@@ -182,12 +182,12 @@ class Step:
         Returns:
             None, on all ranks, if the window had fewer than `least_samples`: no step was made.
         """
-        start, step, at = self.clock(), self.progress.step + 1, self.faults.at
+        start, step, mark = self.clock(), self.progress.step + 1, self.marks.mark
         if step in self.progress.left_out:
             return self.leave_out(micro_batches, step)
-        self.marks.first()
+        self.device_span.first()
         self.buffers.keep()
-        self.in_progress = True  # not before: an error would bring back the last step's buffers
+        self.status.begin_step()  # not before: an error would bring back the last step's buffers
         if self.boundary is not None:
             self.boundary.record()
         if self.shut:
@@ -206,7 +206,7 @@ class Step:
         self.scaler.unscale_(self.optimizer)
         self.to_mean(vector[COUNT])
         grad_norm = clip(self.parameters, self.clip)
-        self.marks.second()
+        self.device_span.second()
         sums, norm = self.objective.read_sums(vector, grad_norm)  # waits for the device
         if sums.samples < self.least_samples:
             self.shut = self.gate.acquire()
@@ -222,7 +222,7 @@ class Step:
             # nothing of it.
             self.broadcast(self.moving, self.num_ranks - 1)
         self.shut = self.gate.acquire()
-        at("optimizer", step=step, epoch=epoch)
+        mark(Phase.OPTIMIZER, step, epoch)
         held_s = 0.0
         if not fault:
             held_s = -self.clock()
@@ -230,7 +230,7 @@ class Step:
             held_s += self.clock()
             if self.own_update:  # the same on all ranks
                 rng.key_generators(step, UPDATE, state=self.key, devices=self.on_device)
-            self.updating = True
+            self.status.begin_update()
             self.scaler.step(self.optimizer)
             self.schedule.step()
             if self.ema is not None:
@@ -238,16 +238,17 @@ class Step:
             self.health.remember(loss=sums.loss, count=sums.count)
         else:
             self.buffers.put_back()
-            self.updating = True
+            self.status.begin_update()
             self.progress.note_skipped(step, bad=fault in BAD)
         self.scaler.update()
         self.progress.replaced += sums.replaced
-        self.progress.step, self.in_progress, self.updating = step, False, False
-        at("step-end", step=step, epoch=epoch)
+        self.progress.step = step
+        self.status.end_step()
+        mark(Phase.STEP_END, step, epoch)
         seconds = self.clock() - start
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
-            fault=fault, seconds=seconds, device_s=self.marks.between_s(), held_s=held_s,
+            fault=fault, seconds=seconds, device_s=self.device_span.between_s(), held_s=held_s,
             communication_s=self.communication.take(seconds),
         )  # fmt: skip
 
@@ -264,8 +265,8 @@ class Step:
         slot = micro.slot
         if self.in_place:
             micro = replace(micro, batch=batches.copy_of(micro.batch))
-        at = self.faults.at if not rehearsal else self.faults.rehearse
-        at("forward", step=slot.step, epoch=slot.epoch)
+        mark = self.marks.mark if not rehearsal else self.marks.rehearse
+        mark(Phase.FORWARD, slot.step, slot.epoch)
         rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
         if self.generators:
             generators.key(self.generators, self.seed, rng.MICRO, slot.step, slot.number)
@@ -274,10 +275,12 @@ class Step:
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples,
                                     wishes() if slot.last else None, len(micro.replaced))
-            at("backward", step=slot.step, epoch=slot.epoch)
-            if slot.last and self.num_ranks > 1:
+            mark(Phase.BACKWARD, slot.step, slot.epoch)
+            reduced = slot.last and self.num_ranks > 1
+            if reduced:
                 self.communication.watch(loss)
-            self.scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
+            with self.waiting if reduced else NOTHING:
+                self.scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
         if slot.last and self.num_ranks > 1:
             check_reduced(self.wrapped, slot, self.trained)
             self.communication.reduced()

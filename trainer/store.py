@@ -27,6 +27,7 @@ from trainer.durable import free_bytes, fsync_folder, make_folder, remove_folder
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.lock import ByteLocks
 from trainer.manifest import CheckpointInfo, Stage, look, verify
+from trainer.status import Phase
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
 FULL = (errno.ENOSPC, errno.EDQUOT)
@@ -46,8 +47,8 @@ class Store:
         keep_every: checkpoints whose step is a multiple of it are kept too.
         guard: entered around every change of what can be seen; refuses by an exception
             (`RunLock.committing`).
-        fault: called with "save-begin", "save-mid" (after the first buffer) and "save-end" (after
-            the new checkpoint can be seen, before it is verified): a place to fail, for tests.
+        mark: called with the progress marks "save-begin", "save-mid" (after the first buffer) and
+            "save-end" (the new checkpoint is visible, but not verified yet).
 
     Attributes:
         in_use: step of the checkpoint that was opened and mustn't be pruned; whoever opened it
@@ -58,13 +59,13 @@ class Store:
         self, folder: Path, *, run: str | None = None, keep: int = 3,
         keep_every: int | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-        fault: Callable[[str], None] = lambda point: None,
+        mark: Callable[[Phase], None] = lambda point: None,
     ) -> None:
         assert keep >= 1, "the newest checkpoint is what a restart continues from"
         self.folder = Path(folder)
         self.in_use: int | None = None
         self._run, self._keep, self._keep_every = run, keep, keep_every
-        self._guard, self._fault = guard, fault
+        self._guard, self._mark = guard, mark
         self._locks = ByteLocks(self.folder / ".lock")
         self._verified: set[str] = set()  # checksums of manifests whose checkpoints were whole
 
@@ -89,14 +90,15 @@ class Store:
         """
         stage = Stage(
             self._aside(_name(step), f"tmp-{os.getpid()}"), step=step, generation=generation,
-            midway=lambda: self._fault("save-mid"), publish=lambda: self._publish(step, stage.path),
+            midway=lambda: self._mark(Phase.SAVE_MID),
+            publish=lambda: self._publish(step, stage.path),
         )  # fmt: skip
         try:
             with self._claimed(step, wait_s):
                 try:
                     self._settle(step)
                     stage.path.mkdir()
-                    self._fault("save-begin")
+                    self._mark(Phase.SAVE_BEGIN)
                     yield stage
                 finally:
                     remove_folder(stage.path)
@@ -231,7 +233,7 @@ class Store:
                     old.rename(final)
                 raise
             fsync_folder(self.folder)
-        self._fault("save-end")
+        self._mark(Phase.SAVE_END)
         try:
             info = self._verify(final, step)
         except CheckpointDamaged:

@@ -1,4 +1,4 @@
-"""Checks of a `Task` before it is trained: what would otherwise go wrong late, or in silence."""
+"""Checks of a `Task` before training: errors that would otherwise appear late or silently."""
 
 from __future__ import annotations
 
@@ -23,60 +23,63 @@ from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
 from trainer.diagnosis import EMPTY
 from trainer.errors import ConfigError
-from trainer.faults import Faults
 from trainer.health import Health
 from trainer.outcome import check_outcome
 from trainer.parallel import Objective
 from trainer.progress import Progress
+from trainer.pulse import ProgressMarks
 from trainer.rereading import SEED, check_items, dataset_of, raised, read
 from trainer.step import Step
 from trainer.sync_batchnorm import guard_plain
 from trainer.task import SPLITS, Outcome, figures_of, refuse_calls, uncalled
 
 TOLERANCE = 1e-5
-"""By how much a sum over a batch may differ from the sums over its halves, relative to 1 or more:
-rounding in float32."""
+"""Tolerance for float32 rounding between the sum over a batch and the sums over its halves,
+relative to max(1, |sum|)."""
 
 
 def check_task(task: Any, *, batch_size: int = 4) -> None:
-    """Check that a task keeps the promises on which exact restarts and any number of ranks rest.
+    """Check the requirements on a task for exact restarts and for any number of ranks.
 
-    On the CPU, with the first `batch_size` samples of each split: items come again under the same
-    key; the loss is finite, has a graph, and is a sum; metrics are detached; gradients reach every
-    trainable parameter; an empty micro-batch works and changes nothing; a step of the trainer works
-    with the task's own parameter groups; no state hides where a checkpoint doesn't look.
+    Runs on the CPU with the first `batch_size` samples of each split, and checks that
+    - samples are reproducible under the same key;
+    - the loss is finite, has a graph, and is a sum; metrics are detached;
+    - gradients reach every trainable parameter;
+    - an empty micro-batch works and changes nothing;
+    - a training step works with the task's parameter groups;
+    - the model and the task have no state that a checkpoint doesn't contain.
 
     Args:
-        task: an instance, as the flags would make it.
-        batch_size: samples in the batches tried, at least 2 where the data allow.
+        task: an instance of the task.
+        batch_size: samples per batch, at least 2 if the data set has that many.
 
     Raises:
         AssertionError: lists every problem found, one sentence each.
     """
     assert not isinstance(task, type), f"give an instance: check_task({task.__name__}())"
     with rng.preserved():
-        problems = list(dict.fromkeys(_problems(task, batch_size)))  # no sentence twice
+        problems = list(dict.fromkeys(_problems(task, batch_size)))  # without duplicates
     if problems:
         found = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
-        told = "\n".join(f"- {problem}" for problem in problems)
-        raise AssertionError(f"{type(task).__name__} has {found}:\n{told}")
+        listed = "\n".join(f"- {problem}" for problem in problems)
+        raise AssertionError(f"{type(task).__name__} has {found}:\n{listed}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Case:
-    """A task under check, and the batches to check it with."""
+    """A task under test, and the batches to test it with."""
 
     task: Any
     whole: Any
     """A batch of `size` samples."""
     other: Any
-    """Another one, of at least one sample; the same where the data set has no more."""
+    """Another batch of at least one sample; `whole` if the data set has no more samples."""
     halves: tuple[Any, Any] | None
-    """`whole` in two, where it has two samples."""
+    """`whole` split into two batches; None if it has a single sample."""
     size: int
 
     def model(self, task: Any = None) -> nn.Module:
-        """A freshly initialised model in training mode, the same one each time."""
+        """A newly initialised model in training mode, with the same weights in each call."""
         rng.key_generators(SEED, rng.MODEL)
         model = (task or self.task).model()
         guard_plain(model.train())
@@ -92,7 +95,7 @@ class _Case:
 def _problems(task: Any, batch_size: int) -> list[str]:
     pristine = _copy_of(task)
     problems = list(check_items(task, batch_size))
-    unlike = bool(problems)
+    irreproducible = bool(problems)
     problems += [unused] if (unused := uncalled(task)) else []
     try:
         refuse_calls(task)
@@ -105,16 +108,16 @@ def _problems(task: Any, batch_size: int) -> list[str]:
                    (_check_gradients, _check_empty, _check_sums, _check_step)):
         before = len(problems)
         for check in checks:
-            if unlike and check is _check_sums:
-                continue  # its batches may be of other samples
+            if irreproducible and check is _check_sums:
+                continue  # its batches may have different samples
             try:
                 problems += check(case)
             except Exception as error:
-                told = raised(check.__name__.replace("_check_", "checking the "), error)
-                if told.partition(" raised ")[2] not in " ".join(problems):
-                    problems.append(told)
+                problem = raised(check.__name__.replace("_check_", "checking the "), error)
+                if problem.partition(" raised ")[2] not in " ".join(problems):
+                    problems.append(problem)
         if len(checks) == 1 and len(problems) > before:
-            return problems  # the further checks would only find this again
+            return problems  # the later checks would fail for the same reason
     try:
         return problems + list(_check_state(case, pristine))
     except Exception as error:
@@ -146,7 +149,7 @@ def _check_model(case: _Case) -> Iterator[str]:
     if not isinstance(model, nn.Module):
         yield f"model() returned {type(model).__name__}; return a torch.nn.Module."
     elif not any(p.requires_grad for p in model.parameters()):
-        yield "the model has no trainable parameter; nothing can be learnt."
+        yield "the model has no trainable parameter, so there is nothing to train."
     else:
         try:
             storable.check(model)
@@ -164,8 +167,8 @@ def _check_loss(case: _Case) -> Iterator[str]:
     if not math.isfinite(total.item()):
         yield f"the loss of {case.size} samples is {total.item()}; it must be finite."
     if not _number(outcome.count) > 0:
-        yield (f"Outcome.count of {case.size} samples is {_number(outcome.count)}; it is what the "
-               "mean is taken over: samples, tokens or a sum of weights.")
+        yield (f"Outcome.count of {case.size} samples is {_number(outcome.count)}; return the "
+               "denominator of the mean: samples, tokens or a sum of weights.")
     if not total.requires_grad:
         yield ("Outcome.total has no graph: compute it from the model's output, without "
                ".detach(), .item() or no_grad().")
@@ -177,7 +180,7 @@ def _check_gradients(case: _Case) -> Iterator[str]:
     for name, pair in outcome.metrics.items():
         if any(isinstance(value, Tensor) and value.requires_grad for value in pair):
             yield (f"the metric {name!r} is not detached: it would keep the whole graph in memory; "
-                   "compute it from .detach()ed values.")
+                   "compute it from detached values (.detach()).")
     check_outcome(outcome)[0].backward()
     trainable = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     missing = [name for name, gradient in trainable.items() if gradient is None]
@@ -203,23 +206,26 @@ def _check_empty(case: _Case) -> Iterator[str]:
                + f"; {EMPTY}.")
         return
     if not total.requires_grad:
-        yield "the loss of 0 samples has no graph: an empty micro-batch needs its backward as well."
+        yield "the loss of 0 samples has no graph: an empty micro-batch needs a backward pass too."
     sums = {"Outcome.total": total, "Outcome.count": outcome.count,
             **{f"the metric {name!r}": pair[0] for name, pair in metrics.items()}}
     off = [f"{n} is {_number(v):g}" for n, v in sums.items() if _number(v) != 0]
     if off:
-        yield (f"of 0 samples, {' and '.join(off)}, where a sum over nothing is 0: return sums, "
-               "not means, and add nothing once a micro-batch.")
+        yield (f"for 0 samples, {' and '.join(off)}, but an empty sum is 0: return sums, not "
+               "means, and add no constant per micro-batch.")
     moved = [n for n, b in model.named_buffers() if not same(before.get(n), b)]
     moved = [n for n in moved if not _moves_by_itself(model, n)]
     if moved:
-        yield (f"a micro-batch of 0 samples changes the buffer {_listed(moved)}: let the forward "
-               "leave it alone where there is no sample.")
+        yield (f"a micro-batch of 0 samples changes the buffer {_listed(moved)}: don't change it "
+               "in a forward pass without samples.")
 
 
 def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
-    """Whether a buffer is torch's spectral norm's, which iterates at each forward, whatever comes
-    in: a run takes those of the last rank, which has no micro-batch of 0 samples alone."""
+    """Whether a buffer belongs to torch's spectral norm, which iterates in each forward pass.
+
+    It iterates independently of the input. A run takes the buffers of the last rank, which never
+    has only empty micro-batches.
+    """
     owner, _, name = buffer.rpartition(".")
     module = model.get_submodule(owner)
     return isinstance(module, _SpectralNorm) or any(
@@ -228,21 +234,21 @@ def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
 
 
 def _check_sums(case: _Case) -> Iterator[str]:
-    """In eval mode: dropout and batch statistics make other sums of other batches, rightly."""
+    """Compare sums in eval mode: with dropout or batch statistics they may depend on the split."""
     if case.halves is None:
         return
     model = case.model().eval()
     with torch.no_grad():
         one, another = (case.outcome(model, case.whole, key=key) for key in (1, 2))
         if float(check_outcome(one)[0]) != float(check_outcome(another)[0]):
-            return  # random in eval mode too (noise of a diffusion): there is nothing to compare
+            return  # random in eval mode too (such as diffusion noise): nothing to compare
         parts = [case.outcome(model, half) for half in case.halves]
     whole, *halves = (_sums(outcome) for outcome in (one, *parts))
     for name, value in whole.items():
         added = sum(half.get(name, math.nan) for half in halves)
         if not abs(value - added) <= TOLERANCE * max(1.0, abs(value)):
-            yield (f"{name} of {case.size} samples is {value:.6g}, of the same in two batches "
-                   f"{added:.6g}: return the sum over the samples, not a mean.")
+            yield (f"{name} of {case.size} samples is {value:.6g}, but {added:.6g} for the same "
+                   "samples in two batches: return the sum over the samples, not a mean.")
 
 
 def _sums(outcome: Outcome) -> dict[str, float]:
@@ -254,12 +260,12 @@ def _sums(outcome: Outcome) -> dict[str, float]:
 
 
 def _check_step(case: _Case) -> Iterator[str]:
-    """One step of the trainer itself: a full micro-batch and an empty one."""
+    """Run one training step with a full micro-batch and an empty one."""
     model = case.model()
     optimizer = optim.build(Optim(), model, getattr(case.task, "parameter_groups", None))
     if names := optim.untrained(optimizer, model):
-        yield (f"no group of parameter_groups() has {_listed(names)}, so nothing trains it; give "
-               "it one, or freeze it (requires_grad_(False)).")
+        yield (f"no group of parameter_groups() has {_listed(names)}, so it isn't trained; add it "
+               "to a group, or freeze it (requires_grad_(False)).")
     objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
                           device=torch.device("cpu"))
     step = Step(
@@ -267,30 +273,29 @@ def _check_step(case: _Case) -> Iterator[str]:
         schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
         clip=Clip(), progress=Progress(), seed=SEED, num_ranks=1, nominal_count=case.size,
-        faults=Faults(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
+        marks=ProgressMarks(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
     )  # fmt: skip
     full = Micro(Slot(1, 0, 0, False, tuple(range(case.size))), case.whole)
-    nothing = Micro(Slot(1, 0, -1, True, ()), batches.empty(case.whole))
-    result = step([full, nothing])
-    assert result is not None, "there was a micro-batch"
+    empty = Micro(Slot(1, 0, -1, True, ()), batches.empty(case.whole))
+    result = step([full, empty])
+    assert result is not None, "the step had samples"
     broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
     if result.skipped or broken:
-        yield (f"a step of the trainer gives a loss of {result.sums.loss}, a gradient norm of "
+        yield (f"a training step has a loss of {result.sums.loss}, a gradient norm of "
                f"{result.grad_norm}" + (f", and non-finite {_listed(broken)}." if broken else "."))
 
 
 # --- state
 
 def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
-    """A run that goes straight on, and one that is restarted in between from what a checkpoint
-    holds, must be the same afterwards."""
+    """An uninterrupted run and one restarted from the contents of a checkpoint must be equal."""
     straight = case.model()
     case.outcome(straight, case.whole, key=1)
     saved = _copies(straight.state_dict())
     expected = case.outcome(straight, case.other, key=2)
 
     for split in SPLITS:
-        dataset_of(pristine, split)  # what a task keeps of its data is kept here too
+        dataset_of(pristine, split)  # so that both copies of the task have created their data sets
     restarted = case.model(pristine)
     entries = {**restarted.state_dict(keep_vars=True)}
     with torch.no_grad():
@@ -301,17 +306,17 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
 
     hidden = differing(values(straight), values(restarted))
     if hidden:
-        yield (f"the training forward changes {_listed(hidden)} of the model, which no checkpoint "
-               "holds: make it a buffer (register_buffer with a tensor), or a function of the "
-               "batch.")
+        yield (f"the training forward changes {_listed(hidden)} of the model, which isn't saved in "
+               "a checkpoint: make it a buffer (register_buffer with a tensor), or a function of "
+               "the batch.")
     in_task = differing(values(case.task), values(pristine))
     if in_task:
-        yield (f"using the task changes its {_listed(in_task)}, which no checkpoint holds: a task "
-               "keeps no state; the model's buffers do.")
+        yield (f"using the task changes its {_listed(in_task)}, which isn't saved in a checkpoint: "
+               "keep state in buffers of the model, not in the task.")
     total, again = (_number(check_outcome(outcome)[0]) for outcome in (expected, found))
     if not (hidden or in_task or total == again or math.isnan(total)):
         yield (f"after a restart the same batch gives a loss of {again!r} instead of {total!r}: "
-               "something beside parameters and buffers decides it.")
+               "it depends on something other than parameters and buffers.")
 
 
 def _number(value: Tensor | float) -> float:
@@ -323,10 +328,10 @@ def _copies(tensors: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _copy_of(task: Any) -> Any:
-    """The task before it has been used, as a restarted process makes it from its flags."""
+    """A copy of the unused task, like the one that a restarted process creates from its flags."""
     try:
         return copy.deepcopy(task)
-    except TypeError:  # it holds something that can't be copied, such as a lock or a file
+    except TypeError:  # it contains something that can't be copied, such as a lock or a file
         return task
 
 

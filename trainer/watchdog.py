@@ -1,6 +1,6 @@
 """The watchdog of a rank: no progress → stacks on disk, the culprit named and ended, all leave.
 
-A thread of its own looks at where the main thread and the checkpoint's writer are (`pulse`), tells
+A thread of its own looks at where the main thread and the checkpoint's writer are (`marks`), tells
 it to the other ranks (`heartbeats`), judges (`hang`), and acts (`alarm`):
 
 1. the first rank that finds a hang raises the alarm, upon which each rank that runs writes its
@@ -21,14 +21,16 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-from trainer import processes, waiting
+from trainer import processes
 from trainer.alarm import Alarm
 from trainer.hang import Patience, Peer, Report, judge, patience, saving_patience, shown
 from trainer.heartbeats import Heartbeats, Times, own_identity
 from trainer.log import Log
 from trainer.pace import Pace
-from trainer.pulse import Pulse
+from trainer.pulse import ProgressMarks
 from trainer.stop import is_readable
+from trainer.waiting import MainThreadActivity, WriterActivity
+from trainer.waits import WaitsFor
 from trainer.world import World
 
 TICK_S = 1.0
@@ -49,7 +51,7 @@ class Watchdog:
         tell: is given the event that says who hangs.
 
     Attributes:
-        pulse: is to be told of each point that this rank passes.
+        marks: progress marks of this rank; the parts of the run pass them.
         in_flight: the step that this rank's checkpoint writer is at, or None.
     """
 
@@ -58,18 +60,18 @@ class Watchdog:
         clock: Callable[[], float] = time.monotonic,
         tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
-        self.pulse = Pulse(clock)
+        self.marks = ProgressMarks(log.status, clock)
         self.in_flight: Callable[[], int | None] = lambda: None
         self._world, self._log, self._clock = world, log, clock
         self._pace, self._start_s = Pace(limit_s), start_s
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
         self._identity = own_identity(os.getpid())
-        self._alarm = Alarm(world, log, self.pulse, identity=self._identity, tick_s=self._tick_s,
+        self._alarm = Alarm(world, log, self.marks, identity=self._identity, tick_s=self._tick_s,
                             clock=clock, tell=tell)
         self._woken, self._wake = os.pipe()
         self._resumed_s = -math.inf
-        self._doing = waiting.Doing(threading.get_ident(), clock)
-        self._writing = waiting.Writing(clock)
+        self._doing = MainThreadActivity(threading.get_ident(), clock)
+        self._writing = WriterActivity(clock)
         self._others: dict[int, processes.Activity] = {}
 
     def __enter__(self) -> Watchdog:
@@ -139,7 +141,7 @@ class Watchdog:
     def _see_out(self) -> None:
         """Peers are gone: the main thread notices, and leaves; where it doesn't, in its place."""
         lost_s = self._clock()
-        self.pulse.lost = True
+        self.marks.report_lost_peer()
         while not self._alarm.stopped:
             is_readable(self._woken, min(LEAVE_S, max(0.2, self._tick_s)))
             waited_s = self._clock() - lost_s
@@ -167,23 +169,23 @@ class Watchdog:
 
     def _look(self, now: float) -> Report:
         """What this rank does."""
-        phase, main = self._log.phase, self.pulse.main
+        phase, main = self._log.status.phase, self.marks.main
         limit_s = self._pace.see(main, phase, now)
         step = self.in_flight()
         if step is not None:
-            place, quiet_s = self._writing.look(self.pulse.writer, step, limit_s)
+            place, quiet_s = self._writing.look(self.marks.writer, step, limit_s)
             idle_s = now - max(place.at_s, self._resumed_s)
             if _is_over(saving_patience(limit_s), idle_s, min(idle_s, quiet_s)):
-                return Report(phase=place.point, step=step, idle_s=round(idle_s, 1), waits=False,
-                              over=True)  # fmt: skip
+                return Report(phase=str(place.point), step=step, idle_s=round(idle_s, 1),
+                              waits=False, over=True)
         idle_s = now - max(main.at_s, self._resumed_s)
         whom, busy_s = self._doing.look(main, idle_s > limit_s / 4)
         allowed = patience(phase, main.point, limit_s, self._start_s)
-        over = whom not in (waiting.WRITER, waiting.PERSON) and _is_over(
+        over = whom not in (WaitsFor.WRITER, WaitsFor.PERSON) and _is_over(
             allowed, idle_s, min(idle_s, now - busy_s))
         return Report(
             phase=shown(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
-            waits=whom == waiting.PEERS and self._world.size > 1, flag=allowed.flag,
+            waits=whom is WaitsFor.PEERS and self._world.size > 1, flag=allowed.flag,
         )  # fmt: skip
 
     def _listen(self, beats: Heartbeats) -> None:

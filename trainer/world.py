@@ -19,6 +19,7 @@ from trainer.device import choose_device, share_of_cores
 from trainer.errors import ConfigError, StopRequested, TrainerError
 from trainer.groups import Groups, set_timeout
 from trainer.handshake import meet
+from trainer.waits import WaitsFor, waiting_for
 
 _REMEDY = "start with torchrun or `python -m launch`, or set all of its variables"
 
@@ -338,7 +339,8 @@ class World:
             raise RuntimeError(
                 f"World.{name}: the process group of this attempt is {self._ended}{why}")
         try:
-            yield self._groups
+            with waiting_for(WaitsFor.PEERS):
+                yield self._groups
         except RuntimeError as error:
             error.add_note(f"(in World.{name}, rank {self.rank} of {self.size})")
             raise

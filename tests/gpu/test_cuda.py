@@ -101,7 +101,7 @@ def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, argument
     log = Log(level="warning")
     with (World.form(device=DEVICE, launch=Launch()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopRequest(), watchdog.pulse)
+        parts = build(config, world, log, StopRequest(), watchdog.marks)
         start(parts)
         parts.step(parts.loader.window())  # an optimizer state, and other weights
         micros = list(parts.loader.window())

@@ -147,17 +147,17 @@ def resize(folder: Path, size: int) -> None:
 
 def full_disk_run(folder: Path, size: int, *arguments: str) -> int:
     """In a rank: train on a disk of `size` bytes until step 9, then on a large one."""
-    from trainer.pulse import Pulse
+    from trainer.pulse import ProgressMarks
 
     resize(folder, size)
-    original = Pulse.beat
+    original = ProgressMarks.mark
 
-    def beat(self, point: str, step: int | None = None, epoch: int = 0) -> None:
+    def mark(self, point: str, step: int | None = None, epoch: int = 0) -> None:
         if point == "step-end" and step == 9:
             resize(folder, 64 << 20)
         original(self, point, step, epoch)
 
-    Pulse.beat = beat  # type: ignore[method-assign]
+    ProgressMarks.mark = mark  # type: ignore[method-assign]
     return train(*arguments)
 
 

@@ -16,10 +16,10 @@ from trainer import Outcome, losses
 from trainer.config import Clip, Nonfinite
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot, block
-from trainer.faults import Faults
 from trainer.health import Health
 from trainer.parallel import Objective, wrap
 from trainer.progress import Progress
+from trainer.pulse import ProgressMarks
 from trainer.step import Step
 
 WEIGHT = (0.5, 2.0, 1.0, 3.0)
@@ -115,7 +115,7 @@ def step_of(model: nn.Module, loss: Any, group: dist.ProcessGroup | None = None)
         model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
         clip=Clip(norm=0), progress=Progress(), seed=0, num_ranks=ranks, nominal_count=8,
-        faults=Faults(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
+        marks=ProgressMarks(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
     )  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""A record that somebody else removes, replaces or cuts while it grows."""
+"""Append-only files that another program removes, replaces or truncates."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def replace(path: Path) -> None:
 
 
 @pytest.mark.parametrize(("act", "word"), [(remove, "removed"), (replace, "replaced")])
-def test_metrics_that_are_taken_away_in_mid_run_are_written_again_in_full(tmp_path, act, word):
-    path, told, guarded = tmp_path / "metrics.jsonl", [], []
+def test_metrics_removed_or_replaced_in_mid_run_are_restored(tmp_path, act, word):
+    path, warnings, guarded = tmp_path / "metrics.jsonl", [], []
 
     class Guard:
         def __enter__(self):
@@ -39,10 +39,10 @@ def test_metrics_that_are_taken_away_in_mid_run_are_written_again_in_full(tmp_pa
             pass
 
     metrics = Metrics()
-    metrics.open(path, [], kept=lines(1, 3), lacking=[], guard=Guard, tell=told.append)
+    metrics.open(path, [], kept=lines(1, 3), lacking=[], guard=Guard, tell=warnings.append)
     metrics._record({"step": 4}, {})
     metrics.sync()
-    assert not told
+    assert not warnings
     act(path)
     metrics._record({"step": 5}, {})
     metrics.sync()
@@ -50,7 +50,7 @@ def test_metrics_that_are_taken_away_in_mid_run_are_written_again_in_full(tmp_pa
     metrics.close()
 
     assert read_metrics(path) == lines(1, 6)
-    [text] = told
+    [text] = warnings
     assert f"somebody has {word} metrics.jsonl" in text
     assert guarded == [act is replace]  # once, and before the folder was changed
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "last-step"}
@@ -58,34 +58,34 @@ def test_metrics_that_are_taken_away_in_mid_run_are_written_again_in_full(tmp_pa
 
 @pytest.mark.parametrize(
     "torn", [b'{"step": 4, "los', b"\0" * 40, b"\xff\xfe\x80\n", b"17\n", b"{}\n"])
-def test_what_a_crash_of_the_machine_has_left_of_a_line_stops_no_start(tmp_path, torn):
+def test_a_line_damaged_by_a_crash_of_the_machine_is_skipped(tmp_path, torn):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"".join(b'{"step": %d}\n' % n for n in (1, 2, 3)) + torn)
 
     assert read_metrics(path) == lines(1, 3)
 
 
-def test_what_a_full_disk_held_up_is_written_with_the_next_record(tmp_path):
+def test_records_delayed_by_a_full_disk_are_written_with_the_next_record(tmp_path):
     path, (soft, hard) = tmp_path / "events.jsonl", resource.getrlimit(resource.RLIMIT_FSIZE)
     file = AppendFile(path)
     file.append(b"one\n")
     resource.setrlimit(resource.RLIMIT_FSIZE, (6, hard))
     file.append(b"two\n")
     file.append(b"three\n")
-    held_up = path.read_bytes()
+    delayed = path.read_bytes()
     resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     file.append(b"four\n")
 
-    assert held_up == b"one\ntw"
+    assert delayed == b"one\ntw"
     assert path.read_bytes() == b"one\ntwo\nthree\nfour\n"
     file.close()
 
 
-def test_lines_that_are_cut_off_are_told_of_once(tmp_path):
-    path, told = tmp_path / "metrics.jsonl", []
+def test_truncated_lines_are_reported_once(tmp_path):
+    path, warnings = tmp_path / "metrics.jsonl", []
     metrics = Metrics()
-    metrics.open(path, [], kept=lines(1, 3), lacking=[], tell=told.append)
+    metrics.open(path, [], kept=lines(1, 3), lacking=[], tell=warnings.append)
     with path.open("r+b") as file:
         file.truncate(0)
     metrics._record({"step": 4}, {})
@@ -93,11 +93,11 @@ def test_lines_that_are_cut_off_are_told_of_once(tmp_path):
     metrics.close()
 
     assert read_metrics(path) == lines(4, 4)
-    [text] = told
+    [text] = warnings
     assert "cut lines of metrics.jsonl off" in text
 
 
-def test_a_folder_that_is_gone_is_an_error_at_the_end_and_none_before(tmp_path):
+def test_a_folder_that_is_gone_is_an_error_at_the_next_sync(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     metrics = Metrics()
@@ -111,7 +111,7 @@ def test_a_folder_that_is_gone_is_an_error_at_the_end_and_none_before(tmp_path):
     assert read_metrics(tmp_path / "moved" / "metrics.jsonl") == lines(1, 4)
 
 
-def test_events_of_several_processes_go_on_in_a_file_that_one_of_them_put_back(tmp_path, capsys):
+def test_events_of_several_processes_continue_in_a_file_that_one_of_them_restored(tmp_path, capsys):
     path, ranks = tmp_path / "events.jsonl", [Log(rank) for rank in range(3)]
     for log in ranks:
         log.open_events(path, attempt=0, nonce="n")
@@ -128,11 +128,11 @@ def test_events_of_several_processes_go_on_in_a_file_that_one_of_them_put_back(t
     assert [p.name for p in tmp_path.iterdir()] == ["events.jsonl"]
 
 
-def test_what_waits_for_room_is_written_to_the_file_that_is_put_back(tmp_path):
+def test_pending_records_are_written_to_the_restored_file(tmp_path):
     path = tmp_path / "record"
     file = AppendFile(path)
     file.append(b"1\n")
-    file._waiting.append(b"2\n")
+    file._pending.append(b"2\n")
     path.unlink()
 
     assert file.restore() == "removed"
@@ -152,7 +152,7 @@ def test_a_second_close_touches_no_file_that_was_opened_since(tmp_path):
     assert (tmp_path / "another").read_text() == "whole"
 
 
-def test_torn_and_foreign_lines_are_left_out(tmp_path):
+def test_truncated_and_foreign_lines_are_skipped(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1, "loss": 2.0}\n\n[3]\n\xff\xfe\n{"step": 2, "lo')
 

@@ -169,7 +169,7 @@ def test_a_data_set_that_is_another_one_after_a_restart_is_found():
             made.append(0.0)
             self.x += len(made)
 
-    assert "between two data sets made one after the other" in problems(with_data(Fresh))
+    assert "between two data sets created one after the other" in problems(with_data(Fresh))
 
 
 def test_draws_that_are_kept_for_later_epochs_are_found():
@@ -182,10 +182,10 @@ def test_draws_that_are_kept_for_later_epochs_are_found():
             self.kept.setdefault(index, self.x[index] + torch.randn(3))
             return self.kept[index], self.x[index].sum()
 
-    assert "and read in another order" in problems(with_data(Keeping))
+    assert "and read in different order" in problems(with_data(Keeping))
 
 
-def test_a_class_in_place_of_an_instance_is_said():
+def test_a_class_instead_of_an_instance_is_refused():
     assert problems(Good) == "give an instance: check_task(Good())"
 
 
@@ -206,7 +206,7 @@ def test_an_item_that_cannot_be_read_is_found_in_each_split():
     assert 'reading dataset("test") raised SampleError' in problems(Broken())
 
 
-def test_a_stream_that_keeps_its_place_in_the_data_set_is_told_so_and_nothing_else():
+def test_a_stream_that_keeps_its_position_in_the_data_set_is_the_only_problem_found():
     class Stream(IterableDataset):
         def __init__(self) -> None:
             self.at = 0
@@ -218,7 +218,7 @@ def test_a_stream_that_keeps_its_place_in_the_data_set_is_told_so_and_nothing_el
 
     found = problems(with_data(Stream))
 
-    assert "gives other samples when it is iterated over anew" in found
+    assert "returns different samples in a second iteration" in found
     assert "a problem" in found
 
 
@@ -248,8 +248,8 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     (lambda m, b: {}["no"], "loss of 4 samples raised KeyError: 'no'"),
     (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]), {"e": (squares(m, b).sum(), 1)}),
      "the metric 'e' is not detached"),
-    (lambda m, b: Outcome(squares(m, b).mean(), 1), "of 0 samples, Outcome.total is nan"),
-    (lambda m, b: Outcome(squares(m, b).sum() + 1, len(b[0])), "Outcome.total is 1, where a sum"),
+    (lambda m, b: Outcome(squares(m, b).mean(), 1), "for 0 samples, Outcome.total is nan"),
+    (lambda m, b: Outcome(squares(m, b).sum() + 1, len(b[0])), "Outcome.total is 1, but an empty"),
     (lambda m, b: Outcome(squares(m, b).sum() / max(1, len(b[0])), len(b[0])),
      "Outcome.total of 4 samples is"),
     (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]) and 1), "Outcome.count of 4 samples is 1"),
@@ -334,7 +334,7 @@ def test_parameter_groups_that_the_optimizer_refuses_are_found():
     assert "checking the step raised ConfigError" in problems(Broken())
 
 
-def test_all_problems_are_told_at_once():
+def test_all_problems_are_reported_together():
     class Partly(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 1)

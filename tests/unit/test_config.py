@@ -340,22 +340,22 @@ def test_a_value_that_does_not_fit_is_refused_with_flag_value_and_remedy(flag, v
     (["-v"], "-v: there is no such flag; --help lists them all. (A value that begins with - is"),
     (["--log.level=info", "-v"], "-v: there is no such flag; --help lists them all."),
     (["--task=tape_task.py:Tape"], "--task tape_task.py:Tape: there is no such module on the "
-     "import path; run from its folder or install it; a module has a name and no path: write "
+     "import path; run from its folder or install it; give a module name, not a path: write "
      "tape_task:Tape."),
     (["--task=./tape_task.py:Tape"], "--task ./tape_task.py:Tape: there is no such module on the "
-     "import path; run from its folder or install it; a module has a name and no path: write "
+     "import path; run from its folder or install it; give a module name, not a path: write "
      "tape_task:Tape."),
     (["--task=tests/support/tape.py:Tape"], "--task tests/support/tape.py:Tape: there is no such "
-     "module on the import path; run from its folder or install it; a module has a name and no "
+     "module on the import path; run from its folder or install it; give a module name, not a "
      "path: write tests.support.tape:Tape."),
     (["--task=/a/b/tape.py:Tape"], "--task /a/b/tape.py:Tape: there is no such module on the "
-     "import path; run from its folder or install it; a module has a name and no path: write "
+     "import path; run from its folder or install it; give a module name, not a path: write "
      "tape:Tape, and run in /a/b."),
     (["--task=.tape:Tape"], "--task .tape:Tape: there is no such module on the import path; run "
-     "from its folder or install it; a module has a name and no path: write tape:Tape."),
+     "from its folder or install it; give a module name, not a path: write tape:Tape."),
     (["--task="], "--task '': no built-in task of this name; "),
     (["--task=field_task:Unknown"], "--task field_task:Unknown: the types of its fields can't be "
-     "looked up: name 'Nowhere' is not defined; import what they name, not"),
+     "resolved: name 'Nowhere' is not defined; import them at run time too, not"),
     ([KINDS, "--task.shares", "a=1"], "--task.shares: keys and values in turns are wanted, with "
      "blanks between them: --task.shares KEY VALUE."),
     (["--task=:Tape"], "--task :Tape: the module is missing; write module:Name."),

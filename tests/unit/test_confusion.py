@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from trainer.confusion import confusion, hits, macro, per_class
 from trainer.data.batch import collate
 from trainer.evaluate import Evaluator
-from trainer.faults import Faults
 from trainer.metrics import LARGEST_TABLE, validation_line
 from trainer.product import classes
+from trainer.pulse import ProgressMarks
 from trainer.sinks import validation_scalars
 from trainer.task import Outcome
 
@@ -94,7 +94,7 @@ def evaluate(rank: int, num_ranks: int, others: list[Tensor]) -> tuple[Any, Tens
     scores = Evaluator(
         model=Rule(), loss=loss, dataset=samples, collate=collate, batch_size=4, workers=0, seed=0,
         rank=rank, num_ranks=num_ranks, device=torch.device("cpu"),
-        autocast=contextlib.nullcontext, all_sum=all_sum, faults=Faults(), step=lambda: 1,
+        autocast=contextlib.nullcontext, all_sum=all_sum, marks=ProgressMarks(), step=lambda: 1,
         figures={"f1": macro("f1"), "twice": lambda means, table: 2 * means["loss"]},
     )()  # fmt: skip
     return scores, own[0]

@@ -13,8 +13,9 @@ from trainer import faults
 from trainer.data.batch import collate
 from trainer.errors import ConfigError
 from trainer.evaluate import Evaluator
-from trainer.faults import Faults, InjectedFault
+from trainer.faults import FaultInjector, InjectedFault
 from trainer.outcome import check_outcome
+from trainer.pulse import ProgressMarks
 from trainer.task import Outcome
 
 
@@ -32,7 +33,7 @@ def test_a_metric_with_a_name_that_is_taken_is_refused(name, named_loss):
 def test_a_loss_and_a_metric_of_one_name_are_refused():
     one = torch.ones(())
 
-    with pytest.raises(ConfigError, match="'box' as a loss and as a metric"):
+    with pytest.raises(ConfigError, match="'box' both as a loss and a metric"):
         check_outcome(Outcome({"box": one, "mask": one}, 1, {"box": (1, 1)}))
 
 
@@ -50,7 +51,7 @@ def evaluator_of(loss: Any, **more: Any) -> Evaluator:
     return Evaluator(
         model=nn.Linear(1, 1), loss=loss, dataset=[torch.full((1,), float(n)) for n in range(4)],
         collate=collate, batch_size=2, workers=0, seed=0, device=torch.device("cpu"),
-        autocast=contextlib.nullcontext, step=lambda: 9, faults=Faults(), **given,
+        autocast=contextlib.nullcontext, step=lambda: 9, marks=ProgressMarks(), **given,
     )  # fmt: skip
 
 
@@ -105,7 +106,7 @@ def evaluator(model: nn.Module, **others: Any) -> Evaluator:
         model=model, loss=loss, dataset=[torch.ones(1)] * 3, collate=collate, batch_size=2,
         workers=0, seed=0, rank=0, num_ranks=1, device=torch.device("cpu"),
         autocast=contextlib.nullcontext, all_sum=lambda table: table, step=lambda: 9,
-        **{"faults": Faults(), **others},
+        **{"marks": ProgressMarks(), **others},
     )  # fmt: skip
 
 
@@ -176,8 +177,9 @@ def test_an_evaluation_leaves_nothing_in_the_models_buffers_and_tells_once():
 
 @pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
 def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
-    evaluate = evaluator(nn.Linear(1, 1), epoch=lambda: epoch,
-                         faults=Faults([faults.parse("raise:epoch=2:phase=evaluate")]))
+    marks = ProgressMarks()
+    marks.subscribe(FaultInjector([faults.parse("raise:epoch=2:phase=evaluate")]))
+    evaluate = evaluator(nn.Linear(1, 1), epoch=lambda: epoch, marks=marks)
 
     if fires:
         with pytest.raises(InjectedFault, match="at step 9, evaluate"):

@@ -15,7 +15,7 @@ import pytest
 
 from trainer import faults
 from trainer.errors import ConfigError
-from trainer.faults import Fault, Faults, InjectedFault
+from trainer.faults import Fault, FaultInjector, InjectedFault
 from trainer.log import Log, read_events
 
 ROOT = Path(__file__).parents[2]
@@ -23,10 +23,10 @@ ROOT = Path(__file__).parents[2]
 
 def fires(*texts: str, rank: int = 0, attempt: int = 0, **place: object) -> bool:
     """Whether one of the faults, all of kind raise, fires at a place."""
-    armed = Faults([faults.parse(text) for text in texts], rank=rank, attempt=attempt)
+    armed = FaultInjector([faults.parse(text) for text in texts], rank=rank, attempt=attempt)
     where = {"phase": "forward", "step": 1, "epoch": 0} | place
     try:
-        armed.at(where.pop("phase"), **where)
+        armed(where.pop("phase"), **where)
     except InjectedFault:
         return True
     return False
@@ -117,7 +117,7 @@ def test_a_fault_whose_place_is_not_in_the_run_is_refused(text, told):
 def test_what_has_not_happened_is_told_of_this_rank_only(tmp_path):
     armed = arm(tmp_path, "slow:seconds=0", "slow:attempt=3", "slow:rank=1", "slow:step=9:always")
 
-    armed.at("forward", step=1)
+    armed("forward", 1)
 
     assert armed.unfired() == ["slow:attempt=3"]
 
@@ -141,26 +141,27 @@ def test_a_fault_fires_at_its_place_only():
 
 # --- how often
 
-def arm(folder: Path, *texts: str, attempt: int = 0) -> Faults:
-    return Faults([faults.parse(text) for text in texts], marks=folder / "faults", attempt=attempt)
+def arm(folder: Path, *texts: str, attempt: int = 0) -> FaultInjector:
+    return FaultInjector([faults.parse(text) for text in texts], marks=folder / "faults",
+                         attempt=attempt)
 
 
 def test_a_fault_fires_once_also_across_restarts(tmp_path):
     armed = arm(tmp_path, "raise:step=3")
     with pytest.raises(InjectedFault):
-        armed.at("forward", step=3)
+        armed("forward", 3)
 
-    armed.at("forward", step=3)
-    arm(tmp_path, "raise:step=3", attempt=1).at("forward", step=3)
+    armed("forward", 3)
+    arm(tmp_path, "raise:step=3", attempt=1)("forward", 3)
 
 
 def test_the_same_fault_given_twice_fires_twice(tmp_path):
     for attempt in range(2):
         armed = arm(tmp_path, "raise:step=3", "raise:step=3", attempt=attempt)
         with pytest.raises(InjectedFault):
-            armed.at("forward", step=3)
+            armed("forward", 3)
 
-    arm(tmp_path, "raise:step=3", "raise:step=3", attempt=2).at("forward", step=3)
+    arm(tmp_path, "raise:step=3", "raise:step=3", attempt=2)("forward", 3)
 
 
 def test_always_fires_each_time(tmp_path):
@@ -168,7 +169,7 @@ def test_always_fires_each_time(tmp_path):
         armed = arm(tmp_path, "raise:always", attempt=attempt)
         for step in (1, 2):
             with pytest.raises(InjectedFault):
-                armed.at("forward", step=step)
+                armed("forward", step)
 
 
 def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
@@ -176,7 +177,7 @@ def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
     armed = arm(tmp_path, "nan:step=2")
     armed.actions["nan"] = lambda: seen.extend((tmp_path / "faults").iterdir())
 
-    armed.at("forward", step=2)
+    armed("forward", 2)
 
     assert [path.name for path in seen] == ["0-nan:step=2"]
 
@@ -186,7 +187,7 @@ def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
 def run(text: str) -> subprocess.CompletedProcess[str]:
     """A process of its own in which the fault fires."""
     code = ("import sys; from trainer import faults\n"
-            f"faults.Faults([faults.parse({text!r})]).at('forward', step=1)\n"
+            f"faults.FaultInjector([faults.parse({text!r})])('forward', 1)\n"
             "print('went on')")
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
                           timeout=200, check=False)
@@ -204,7 +205,7 @@ def test_an_ending_fault_ends_the_process_its_own_way(kind, code):
 
 def test_stop_stops_the_process_until_it_is_continued():
     code = ("from trainer import faults\n"
-            "faults.Faults([faults.parse('stop')]).at('forward', step=1)\nprint('went on')")
+            "faults.FaultInjector([faults.parse('stop')])('forward', 1)\nprint('went on')")
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:
@@ -220,8 +221,8 @@ def test_slow_waits_and_goes_on(monkeypatch):
     waits = []
     monkeypatch.setattr(faults.time, "sleep", waits.append)
 
-    Faults([faults.parse("slow:seconds=2.5")]).at("forward", step=1)
-    Faults([faults.parse("slow")]).at("forward", step=1)
+    FaultInjector([faults.parse("slow:seconds=2.5")])("forward", 1)
+    FaultInjector([faults.parse("slow")])("forward", 1)
 
     assert waits == [2.5, 1.0]
 
@@ -229,11 +230,11 @@ def test_slow_waits_and_goes_on(monkeypatch):
 @pytest.mark.parametrize("kind", ["nan", "flip", "enospc"])
 def test_what_needs_the_runs_own_hands_is_done_by_them(kind):
     done = []
-    armed = Faults([faults.parse(f"{kind}:step=2")])
+    armed = FaultInjector([faults.parse(f"{kind}:step=2")])
     armed.actions[kind] = lambda: done.append(kind)
 
     for step in (1, 2, 3):
-        armed.at("forward", step=step)
+        armed("forward", step)
 
     assert done == [kind]
 
@@ -263,10 +264,10 @@ def test_an_event_after_a_torn_line_is_a_line_of_its_own(tmp_path):
 def test_a_fault_is_an_event_and_a_line_before_it_happens(tmp_path):
     log = Log(level="error")
     log.open_events(tmp_path / "events.jsonl", attempt=2, nonce="n")
-    armed = Faults([faults.parse("raise:phase=step-end")], attempt=2, log=log)
+    armed = FaultInjector([faults.parse("raise:phase=step-end")], attempt=2, log=log)
 
     with pytest.raises(InjectedFault, match="--inject raise:phase=step-end: raised at step 5"):
-        armed.at("step-end", step=5)
+        armed("step-end", 5)
     log.close()
 
     event, = read_events(tmp_path / "events.jsonl")

@@ -19,6 +19,7 @@ from trainer.hang import (
 )
 from trainer.pace import RECENT_STEPS, Pace
 from trainer.pulse import Place
+from trainer.status import Phase
 
 
 def report(*, waits: bool = False, over: bool = False, idle_s: float = 5.0) -> Report:
@@ -75,7 +76,7 @@ def test_a_store_that_does_not_answer_speaks_against_its_host(host, culprits):
     ("finish", "evaluate", 2),
 ])  # fmt: skip
 def test_the_quiet_time_that_is_allowed_follows_the_limit(phase, point, times):
-    assert patience(phase, point, 2.0).quiet_s == 2.0 * times
+    assert patience(Phase(phase), Phase(point), 2.0).quiet_s == 2.0 * times
     assert saving_patience(2.0).quiet_s == 4.0
 
 
@@ -83,38 +84,38 @@ def test_the_quiet_time_that_is_allowed_follows_the_limit(phase, point, times):
     ("build", "build"), ("warm-up", "start"), ("warm-up", "reading"), ("warm-up", "warm-up"),
 ])  # fmt: skip
 def test_the_users_own_code_has_minutes_at_the_start_and_may_compute_for_ever(phase, point):
-    assert patience(phase, point, 2.0).quiet_s >= 120
-    assert patience(phase, point, 2.0).idle_s == math.inf
+    assert patience(Phase(phase), Phase(point), 2.0).quiet_s >= 120
+    assert patience(Phase(phase), Phase(point), 2.0).idle_s == math.inf
 
 
 def test_what_is_allowed_at_the_start_may_be_chosen_and_is_told_with_its_flag():
-    assert patience("build", "build", 30.0).flag == "--watchdog.start-s 300"
-    assert patience("build", "build", 30.0, 20.0).quiet_s == 20.0
-    assert patience("build", "build", 2000.0).quiet_s == 4000.0
-    assert patience("build", "start", 30.0, 20.0).flag == "--watchdog.limit-s 30"
-    assert patience("train", "forward", 2.5, 20.0).flag == "--watchdog.limit-s 2.5"
+    assert patience(Phase("build"), Phase("build"), 30.0).flag == "--watchdog.start-s 300"
+    assert patience(Phase("build"), Phase("build"), 30.0, 20.0).quiet_s == 20.0
+    assert patience(Phase("build"), Phase("build"), 2000.0).quiet_s == 4000.0
+    assert patience(Phase("build"), Phase("start"), 30.0, 20.0).flag == "--watchdog.limit-s 30"
+    assert patience(Phase("train"), Phase("forward"), 2.5, 20.0).flag == "--watchdog.limit-s 2.5"
 
 
 def test_places_have_the_names_that_faults_have():
     told = [("build", "start"), ("restore", "restore"), ("evaluate", "step-end"),
             ("train", "reading"), *(("train", p) for p in PHASES)]  # fmt: skip
 
-    assert {shown(*place) for place in told} == set(PHASES)
-    assert shown("warm-up", "reading") == "data"
-    assert shown("warm-up", "warm-up") == "warm-up"
+    assert {shown(*map(Phase, place)) for place in told} == set(PHASES)
+    assert shown(Phase.WARM_UP, Phase.READING) == "data"
+    assert shown(Phase.WARM_UP, Phase.WARM_UP) == "warm-up"
 
 
 # --- the limit that is learnt
 
-def walk(pace: Pace, pauses: list[float], *, phase: str = "train", step: int = 1) -> float:
+def walk(pace: Pace, pauses: list[float], *, phase: Phase = Phase.TRAIN, step: int = 1) -> float:
     """The limit after pauses of these lengths, one a step, each looked at when it ends."""
     now = 1000.0 * step
     for count, pause_s in enumerate(pauses):
-        place = Place("forward", step + count, now)
+        place = Place(Phase.FORWARD, step + count, now)
         pace.see(place, phase, now)
         now += pause_s
         pace.see(place, phase, now)
-    return pace.see(Place("forward", step + len(pauses), now), phase, now)
+    return pace.see(Place(Phase.FORWARD, step + len(pauses), now), phase, now)
 
 
 def test_the_limit_is_ten_times_the_longest_recent_pause_and_at_least_thirty_seconds():
@@ -127,14 +128,14 @@ def test_the_limit_is_ten_times_the_longest_recent_pause_and_at_least_thirty_sec
 def test_a_pause_that_lasts_does_not_move_its_own_limit():
     pace = Pace(None)
     walk(pace, [4.0])
-    place = Place("forward", 2, 5000.0)
+    place = Place(Phase.FORWARD, 2, 5000.0)
 
-    assert [pace.see(place, "train", 5000.0 + s) for s in (1, 50, 500)] == [40.0] * 3
+    assert [pace.see(place, Phase.TRAIN, 5000.0 + s) for s in (1, 50, 500)] == [40.0] * 3
 
 
 def test_validation_and_start_teach_nothing():
-    assert walk(Pace(None), [60.0, 60.0], phase="evaluate") == 30.0
-    assert walk(Pace(None), [60.0, 60.0], phase="warm-up") == 30.0
+    assert walk(Pace(None), [60.0, 60.0], phase=Phase.EVALUATE) == 30.0
+    assert walk(Pace(None), [60.0, 60.0], phase=Phase.WARM_UP) == 30.0
 
 
 def test_a_long_pause_is_forgotten_after_some_steps():

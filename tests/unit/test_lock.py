@@ -1,4 +1,4 @@
-"""One attempt owns a run folder: the living keep it, orphans and earlier attempts lose it."""
+"""Run lock: a living owner keeps the folder; orphans and earlier attempts lose it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PROCESS = """
 import os, sys, traceback
 from pathlib import Path
 from trainer.lock import RunLock
-lock = RunLock(Path(sys.argv[1]), sys.argv[2], moment_s=60)
+lock = RunLock(Path(sys.argv[1]), sys.argv[2], brief_lock_s=60)
 for line in sys.stdin:
     command, *arguments = line.split()
     try:
@@ -53,7 +53,7 @@ for line in sys.stdin:
 
 
 class Process:
-    """An attempt in a process of its own."""
+    """An attempt that runs in a child process."""
 
     def __init__(self, popen: subprocess.Popen[str]) -> None:
         self.popen = popen
@@ -77,7 +77,7 @@ class Process:
 
 
 class Processes:
-    """Starts attempts, and launchers that do nothing but live; ends them with the test."""
+    """Starts attempts and idle launchers; kills them at the end of the test."""
 
     def __init__(self, path: Path, stack: ExitStack) -> None:
         self.path, self._stack = path, stack
@@ -106,13 +106,14 @@ def processes(tmp_path: Path) -> Iterator[Processes]:
         yield Processes(tmp_path / "lock", stack)
 
 
-def test_a_folder_in_use_by_a_living_run_is_refused(processes: Processes) -> None:
+def test_the_folder_of_an_active_run_is_refused(processes: Processes) -> None:
     first, second = processes.attempt("first"), processes.attempt("second")
     assert first.ask("take") == "None"
 
     refusal = second.ask("take")
 
-    assert refusal.startswith(f"ConfigError: --run {processes.path.parent}: another run is at work")
+    where = f"--run-dir {processes.path.parent}"
+    assert refusal.startswith(f"ConfigError: {where}: another run is active")
     assert f"process {first.pid} " in refusal
     assert first.ask("check") == "None"
     assert second.ask("check").startswith("StaleAttempt")
@@ -129,7 +130,7 @@ def test_a_run_with_a_living_launcher_is_refused_to_another_launcher(processes: 
 
 
 @pytest.mark.parametrize("sign", [signal.SIGKILL, signal.SIGTERM])
-def test_the_folder_of_a_dead_run_is_free_at_once(processes: Processes, sign: int) -> None:
+def test_the_lock_of_a_dead_run_is_free_at_once(processes: Processes, sign: int) -> None:
     first, second = processes.attempt("first"), processes.attempt("second")
     first.ask("take")
     first.popen.send_signal(sign)
@@ -147,7 +148,7 @@ def test_forked_children_that_outlive_a_run_do_not_hold_its_folder(processes: Pr
     first.popen.kill()
 
     assert os.waitid(os.P_PID, first.pid, os.WEXITED | os.WNOWAIT) is not None
-    os.kill(child, 0)  # it lives
+    os.kill(child, 0)  # it is alive
     assert second.ask("take") == "None"
 
     os.close(writer)
@@ -167,11 +168,11 @@ def test_an_orphan_loses_the_folder(processes: Processes, reaped: bool) -> None:
 
     answer = second.ask("take")
 
-    assert answer.endswith("an orphan, its launcher is gone")
+    assert answer.endswith("an orphan whose launcher is gone")
     assert f"process {orphan.pid} of attempt orphan" in answer
     assert orphan.ask("check").startswith("StaleAttempt")
     assert second.ask("check") == "None"
-    # The orphan's life or death changes nothing about the second, which lives.
+    # The second owner is alive; whether the orphan is makes no difference.
     assert third.ask("take").startswith("ConfigError")
     orphan.kill()
     assert third.ask("take").startswith("ConfigError")
@@ -210,7 +211,7 @@ def test_every_process_of_the_attempt_may_write(processes: Processes) -> None:
 
 
 def test_a_new_attempt_waits_for_a_commit_under_way(processes: Processes, tmp_path: Path) -> None:
-    first, lock = processes.attempt("first"), RunLock(processes.path, "second", moment_s=60)
+    first, lock = processes.attempt("first"), RunLock(processes.path, "second", brief_lock_s=60)
     first.ask("take launch_id=a")
     assert first.ask(f"commit {tmp_path / 'done'}") == "committing"
 
@@ -228,7 +229,7 @@ def test_a_new_attempt_waits_for_a_commit_under_way(processes: Processes, tmp_pa
 def test_a_new_attempt_does_not_wait_for_a_stopped_process(
     processes: Processes, tmp_path: Path
 ) -> None:
-    first, lock = processes.attempt("first"), RunLock(processes.path, "second", moment_s=0.1)
+    first, lock = processes.attempt("first"), RunLock(processes.path, "second", brief_lock_s=0.1)
     first.ask("take launch_id=a")
     first.ask(f"commit {tmp_path / 'never'}")
     first.popen.send_signal(signal.SIGSTOP)
@@ -239,7 +240,7 @@ def test_a_new_attempt_does_not_wait_for_a_stopped_process(
     lock.close()
 
 
-def test_a_run_that_is_about_to_leave_is_waited_for(processes: Processes) -> None:
+def test_take_waits_for_an_owner_that_exits(processes: Processes) -> None:
     first, lock = processes.attempt("first"), RunLock(processes.path, "second")
     first.ask("take")
 
@@ -251,15 +252,15 @@ def test_a_run_that_is_about_to_leave_is_waited_for(processes: Processes) -> Non
     lock.close()
 
 
-def test_who_removes_the_lock_file_ends_the_ownership(processes: Processes) -> None:
+def test_removing_the_lock_file_ends_the_ownership(processes: Processes) -> None:
     first, second = processes.attempt("first"), processes.attempt("second")
     first.ask("take")
 
     processes.path.unlink()
 
-    told = first.ask("check")
-    assert told.startswith("StaleAttempt")
-    assert "is gone: somebody has removed or renamed" in told
+    answer = first.ask("check")
+    assert answer.startswith("StaleAttempt")
+    assert "is gone: the run folder or this file in it was removed" in answer
     assert second.ask("take") == "None"
     assert first.ask("check").startswith("StaleAttempt")
 
@@ -268,7 +269,7 @@ def test_who_removes_the_lock_file_ends_the_ownership(processes: Processes) -> N
 def test_a_lock_file_without_an_owner_is_free(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "lock").write_bytes(content)
     lock = RunLock(tmp_path / "lock", "one")
-    with pytest.raises(StaleAttempt, match="nobody"):
+    with pytest.raises(StaleAttempt, match="no attempt does"):
         lock.check()
 
     assert lock.take() is None
@@ -276,7 +277,7 @@ def test_a_lock_file_without_an_owner_is_free(tmp_path: Path, content: bytes) ->
     lock.close()
 
 
-def test_an_orphan_that_saves_late_changes_nothing(processes: Processes, tmp_path: Path) -> None:
+def test_a_late_save_of_an_orphan_changes_nothing(processes: Processes, tmp_path: Path) -> None:
     lock = RunLock(processes.path, "orphan")
     lock.take(launch_id="a")
     store = Store(tmp_path / "checkpoints", guard=lock.committing)
@@ -292,7 +293,7 @@ def test_an_orphan_that_saves_late_changes_nothing(processes: Processes, tmp_pat
     lock.close()
 
 
-def test_a_file_system_without_locks_refuses_nobody_but_still_tells_who_owns(
+def test_without_file_locks_every_take_succeeds_and_the_nonce_still_names_the_owner(
     processes: Processes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, lock = processes.attempt("first"), RunLock(processes.path, "second")
@@ -309,7 +310,7 @@ def test_a_file_system_without_locks_refuses_nobody_but_still_tells_who_owns(
     lock.close()
 
 
-def test_a_byte_is_given_once_within_a_process_and_again_after_it_came_back(
+def test_a_byte_is_locked_once_within_a_process_and_again_after_unlock(
     tmp_path: Path,
 ) -> None:
     locks = ByteLocks(tmp_path / "lock")
@@ -334,7 +335,7 @@ def test_errors_of_the_disk_are_not_taken_for_missing_locks(
         RunLock(tmp_path / "lock", "one").take()
 
 
-def test_who_takes_no_lock_sees_whether_the_owner_lives(processes):
+def test_owner_is_seen_alive_without_taking_a_lock(processes):
     path = processes.path
     assert not is_at_work(path)
     owner = processes.attempt("a")
@@ -347,7 +348,7 @@ def test_who_takes_no_lock_sees_whether_the_owner_lives(processes):
     assert not is_at_work(path)
 
 
-def test_a_lock_in_no_folder_is_not_held(tmp_path):
+def test_releasing_a_lock_file_that_does_not_exist_does_nothing(tmp_path):
     (tmp_path / "file").touch()
 
     let_go(tmp_path / "file" / "lock")

@@ -109,16 +109,16 @@ def test_a_module_in_place_of_the_method_that_makes_one_is_refused():
     class Ready(Made):
         model = nn.Linear(2, 1)  # type: ignore[assignment]
 
-    with pytest.raises(ConfigError, match="--task: model of Ready is a Linear itself; let it be a"):
+    with pytest.raises(ConfigError, match="--task: model of Ready is a Linear; make it a method"):
         prepared(Ready())
-    with pytest.raises(ConfigError, match="--task: model of Ready is a Linear itself; let it be a"):
+    with pytest.raises(ConfigError, match="--task: model of Ready is a Linear; make it a method"):
         prepared(Given.of(Ready()))
 
 
 @pytest.mark.parametrize(("figures", "told"), [
     (None, "returned None; return a dict of name: function"), (["f1"], r"returned \['f1'\]"),
     ({"f1": 0.5}, "returned {'f1': 0.5}"), ({"f1": lambda means: 0.5}, "returned {'f1': <function"),
-    ({"loss": lambda means, table: 0.5}, "has 'loss'; the validation has a val_loss of its own"),
+    ({"loss": lambda means, table: 0.5}, "has 'loss', but val_loss is reserved"),
 ])  # fmt: skip
 def test_figures_that_are_none_are_refused_before_anything_starts(figures, told):
     class Judged(Made):
@@ -230,10 +230,10 @@ class Both(Made):
 def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
     told = uncalled(Foreign())
 
-    assert told.startswith("Foreign: collate_fn() isn't called; what is called is collate(samples)")
-    assert "training_step() isn't called; what is called is loss(model, batch)" in told
+    assert told.startswith("Foreign: collate_fn() isn't called; instead define collate(samples)")
+    assert "training_step() isn't called; instead define loss(model, batch)" in told
     assert "configure_optimizers() isn't called; " in told
-    assert "two in turns, as of a GAN, aren't supported" in told
+    assert "alternating optimizers, as in a GAN, aren't supported" in told
     assert uncalled(Both()) == uncalled(Made()) == ""
     with pytest.raises(AssertionError, match=r"collate_fn\(\) isn't called"):
         check_task(Foreign())
@@ -267,7 +267,7 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize("kind", [Long, LongStream])
 @pytest.mark.parametrize("length", [20.0, np.float64(20), "20", None, -1])
 def test_a_length_that_is_no_number_of_samples_is_refused(kind, length):
-    with pytest.raises(ConfigError, match=r"--task: __len__ of the data set Long.* gives") as error:
+    with pytest.raises(ConfigError, match=r"--task: __len__ of the data set Long.* returned") as error:
         known_length(kind(length))
 
     assert repr(length) in str(error.value)
@@ -344,11 +344,11 @@ def test_sums_that_are_the_same_for_any_number_of_ranks_are_refused_on_mps():
     ({"count": None}, "Outcome.count is a NoneType"),
     ({"count": -2}, "Outcome.count is -2"),
     ({"count": float("nan")}, "Outcome.count is nan"),
-    ({"metrics": None}, "Outcome.metrics is a NoneType; a dict is wanted"),
-    ({"metrics": [("a", (1, 1))]}, "Outcome.metrics is a list; a dict is wanted"),
-    ({"table": [[1, 0], [0, 1]]}, "Outcome.table is a list; a tensor of counts is wanted"),
+    ({"metrics": None}, "Outcome.metrics is a NoneType; use a dict"),
+    ({"metrics": [("a", (1, 1))]}, "Outcome.metrics is a list; use a dict"),
+    ({"table": [[1, 0], [0, 1]]}, "Outcome.table is a list; use a tensor of counts"),
     ({"total": torch.ones((), dtype=torch.complex64)}, "Outcome.total is () torch.complex64"),
-    ({"metrics": {"a": torch.ones(())}}, r"the metric 'a' is a Tensor; it has to be (sum, count)"),
+    ({"metrics": {"a": torch.ones(())}}, r"the metric 'a' is a Tensor; use (sum, count)"),
     ({"metrics": {"a": (None, 1)}}, "the sum of the metric 'a' is a NoneType"),
     ({"metrics": {"a": (torch.ones(2), 1)}}, "the sum of the metric 'a' is (2,) torch.float32"),
     ({"metrics": {1: (1, 1)}}, "a metric's name is 1"),

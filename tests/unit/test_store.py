@@ -277,7 +277,7 @@ def test_a_save_that_does_not_read_back_as_written_is_withdrawn(
         if point == "save-end" and path.exists() and path.read_bytes() == b"new":
             path.write_bytes(b"neW")
 
-    store = Store(tmp_path, fault=flip)
+    store = Store(tmp_path, mark=flip)
     save(store, 1, state=b"older")
     if replaces:
         save(store, 2, state=b"old")
@@ -479,7 +479,7 @@ def test_a_save_can_be_made_to_fail_at_named_points(tmp_path: Path, point: str) 
         if at == point and len(points) > 3:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    store = Store(tmp_path, fault=fault)
+    store = Store(tmp_path, mark=fault)
     save(store, 1)
     assert points == ["save-begin", "save-mid", "save-end"]
 

@@ -15,12 +15,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import processes, pulse, stacks, waiting
+from trainer import processes, pulse, stacks
 from trainer.faults import PHASES
 from trainer.hang import Report
 from trainer.heartbeats import Heartbeats, own_identity
 from trainer.log import Log
-from trainer.pulse import Pulse
+from trainer.pulse import ProgressMarks
 from trainer.watchdog import Watchdog
 from trainer.world import Launch, World
 
@@ -29,36 +29,36 @@ ROOT = Path(__file__).parents[2]
 
 def test_main_thread_and_writer_are_told_apart():
     clock = iter(range(1, 100))
-    seen = Pulse(lambda: float(next(clock)))
+    seen = ProgressMarks(clock=lambda: float(next(clock)))
 
-    seen.beat("forward", 7)
-    seen.beat("save-mid", 5)
-    seen.beat("reading")
+    seen.mark("forward", 7)
+    seen.mark("save-mid", 5)
+    seen.mark("reading")
 
     assert (seen.main.point, seen.main.step, seen.main.at_s) == ("reading", 7, 4.0)
     assert (seen.writer.point, seen.writer.step, seen.writer.at_s) == ("save-mid", 5, 3.0)
-    seen.rest()
-    assert seen.writer.point == ""
+    seen.writer_is_idle()
+    assert seen.writer.point is None
 
 
 def test_each_phase_of_a_drill_is_a_point_that_can_be_told():
-    seen = Pulse()
+    seen = ProgressMarks()
 
     for phase in PHASES:
-        seen.beat(phase, 3)
+        seen.mark(phase, 3)
         place = seen.writer if phase.startswith("save") else seen.main
         assert (place.point, place.step) == (phase, 3)
 
 
 @pytest.mark.parametrize("point", ["reading", "data", "forward", "backward", "evaluate"])
 def test_the_main_thread_leaves_at_the_next_point_once_a_peer_is_gone(point):
-    seen = Pulse()
-    seen.lost = True
+    seen = ProgressMarks()
+    seen.report_lost_peer()
 
     for other in ("optimizer", "step-end", "save-mid", "start", "restore", "warm-up"):
-        seen.beat(other, 1)
+        seen.mark(other, 1)
     with pytest.raises(RuntimeError, match="connection closed by peer"):
-        seen.beat(point, 1)
+        seen.mark(point, 1)
 
 
 @pytest.fixture
@@ -90,7 +90,8 @@ def until(condition, timeout_s: float = 100.0) -> None:
 
 
 def test_a_stopped_process_still_tells_where_it_is(child):
-    pid = child("from trainer.pulse import Pulse; p = Pulse(); p.beat('backward', 12)")
+    pid = child("from trainer.pulse import ProgressMarks; marks = ProgressMarks()\n"
+                "marks.mark('backward', 12)")
     os.kill(pid, signal.SIGSTOP)
     until(lambda: processes.is_stopped(pid))
 
@@ -125,24 +126,6 @@ def test_a_process_that_computes_or_whose_child_does_is_active_and_a_sleeping_on
     until(lambda: [seen[n].append(look.seen()) for n, look in looks.items()] and all(
         any(seen[n]) for n in ("busy", "nested")) and len(seen["asleep"]) > 200
         and not any(seen["asleep"][-100:]))
-
-
-def test_whom_a_thread_waits_for():
-    frames: dict[str, str] = {}
-    code = "def {0}(tell): tell()"
-    for file, function in (
-        ("/x/torch/distributed/distributed_c10d.py", "all_reduce"), ("/x/trainer/world.py", "f"),
-        ("/x/torch/autograd/graph.py", "_engine_run_backward"), ("/x/mine.py", "forward"),
-        ("/x/trainer/parallel.py", "read_sums"), ("/x/trainer/checkpoint.py", "finish_pending"),
-        ("/usr/lib/python3.11/pdb.py", "interaction"),
-    ):  # fmt: skip
-        space: dict[str, object] = {}
-        exec(compile(code.format(function), file, "exec"), space)
-        space[function](lambda at=f"{file}:{function}": frames.__setitem__(  # type: ignore[operator]
-            at, waiting.waits_for(sys._getframe(1))))
-
-    assert list(frames.values()) == [waiting.PEERS] * 3 + [
-        waiting.NOBODY, waiting.PEERS, waiting.WRITER, waiting.PERSON]
 
 
 def test_own_stacks_name_the_threads():

@@ -13,30 +13,30 @@ import torch
 
 from trainer import flags
 from trainer.errors import ConfigError
-from trainer.pulse import Pulse
+from trainer.status import Phase
 
 WARM_UP = 3
 """Steps before the ones that are looked at."""
 OPERATIONS = 10
-PHASES = {"reading": "data", "data": "data", "forward": "forward",
-          "backward": "backward and clip", "optimizer": "update", "step-end": "between steps"}
-"""What follows each point of a step."""
+PHASES = {
+    Phase.READING: "data", Phase.DATA: "data", Phase.FORWARD: "forward",
+    Phase.BACKWARD: "backward and clip", Phase.OPTIMIZER: "update", Phase.STEP_END: "between steps",
+}  # fmt: skip
+"""What follows each mark of a step."""
 
 
-class PhaseClock(Pulse):
-    """A pulse that takes the time of each phase, and names it in the profile.
+class PhaseClock:
+    """Subscriber of progress marks that times each phase of a step and names it in the profile.
 
-    On a GPU it waits for the device at each point, so that a phase has its own time.
+    On a GPU it waits for the device at each mark, so that a phase has its own time.
     """
 
     def __init__(self) -> None:
         self.spent_s: dict[str, float] = {}
         self.on = False
         self._phase, self._since_s, self._record = "", 0.0, None
-        super().__init__()
 
-    def beat(self, point: str, step: int | None = None, epoch: int = 0) -> None:
-        super().beat(point, step, epoch)
+    def __call__(self, point: Phase, step: int, epoch: int) -> None:
         if self.on and point in PHASES:
             self.switch(PHASES[point])
 
@@ -98,7 +98,7 @@ def measure(
 
     clock = PhaseClock()
     steps = WARM_UP + active
-    with scratch_run(argv, steps=2 * steps, command="profile", pulse=clock) as run:
+    with scratch_run(argv, steps=2 * steps, command="profile", clock=clock) as run:
         on_gpu = run.world.device.type == "cuda"
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] * on_gpu

@@ -1,0 +1,170 @@
+"""Status of a rank: its phase, its step, and what a failure at this moment would lose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum, StrEnum, auto
+
+
+class Phase(StrEnum):
+    """Where a rank is: the one vocabulary of the log, `--inject`, heartbeats and diagnosis.
+
+    The first group are the stages of an attempt (`Status.phase`); the second are progress marks
+    that the main thread passes inside a stage (`Status.point`); the third are the marks of the
+    thread that writes checkpoints.
+    """
+
+    START = "start"
+    JOIN = "join"
+    BUILD = "build"
+    WARM_UP = "warm-up"
+    RESTORE = "restore"
+    TRAIN = "train"
+    EVALUATE = "evaluate"
+    ROLL_BACK = "roll-back"
+    STOP = "stop"
+    FINISH = "finish"
+
+    READING = "reading"
+    DATA = "data"
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    OPTIMIZER = "optimizer"
+    STEP_END = "step-end"
+    SAVE = "save"
+
+    SAVE_BEGIN = "save-begin"
+    SAVE_MID = "save-mid"
+    SAVE_END = "save-end"
+
+
+PREPARING = frozenset((Phase.START, Phase.JOIN, Phase.BUILD, Phase.WARM_UP, Phase.RESTORE))
+"""Stages before the first step of an attempt: everything is on disk already."""
+
+AT_STAKE = frozenset((Phase.TRAIN, Phase.EVALUATE, Phase.STOP))
+"""Stages in which the model holds the weights of the run, which may not be on disk yet."""
+
+
+class Status:
+    """What a rank is doing. The parts of a run move it; the log and the watchdog read it.
+
+    Attributes:
+        phase: stage of the attempt.
+        point: last progress mark that the main thread passed.
+        step: last completed step.
+        in_step: a step has begun and is not complete: buffers may be ahead of the parameters, and
+            the copies of the buffers are those of the last step boundary.
+        updating: parameters and optimizer state may be in the middle of an update.
+    """
+
+    def __init__(self) -> None:
+        self.phase = self.point = Phase.START
+        self.step = 0
+        self.in_step = self.updating = False
+        self._on_phase: list[Callable[[Phase], None]] = []
+        self._on_step: list[Callable[[int], None]] = []
+
+    def on_phase(self, observer: Callable[[Phase], None]) -> None:
+        """Call `observer` with each stage that is entered from now on."""
+        self._on_phase.append(observer)
+
+    def on_step(self, observer: Callable[[int], None]) -> None:
+        """Call `observer` with the number of each step that is completed from now on."""
+        self._on_step.append(observer)
+
+    def enter(self, phase: Phase) -> None:
+        """A stage of the attempt begins."""
+        self.phase = phase
+        for observer in self._on_phase:
+            observer(phase)
+
+    def reach(self, point: Phase) -> None:
+        """The main thread passes a progress mark."""
+        self.point = point
+
+    def move_to(self, step: int) -> None:
+        """The run is at this step boundary, after a restore or a roll-back."""
+        self.step = step
+
+    def complete_step(self, step: int) -> None:
+        """The loop has completed a step, with or without an update."""
+        self.step = step
+        for observer in self._on_step:
+            observer(step)
+
+    def begin_step(self) -> None:
+        """The copies of the buffers are complete; the forwards of a step begin."""
+        self.in_step = True
+
+    def begin_update(self) -> None:
+        """Parameters, optimizer state and progress begin to change."""
+        self.updating = True
+
+    def end_step(self) -> None:
+        """Parameters, buffers and progress belong to one step boundary again."""
+        self.in_step = self.updating = False
+
+    @property
+    def has_nothing_at_stake(self) -> bool:
+        """Whether a stop now loses nothing: no step of this attempt has begun."""
+        return self.phase in PREPARING
+
+    @property
+    def place(self) -> str:
+        """The most precise name of where the main thread is, for people."""
+        point = Phase.DATA if self.point is Phase.READING else self.point
+        if self.phase is Phase.TRAIN:
+            return point.value
+        inside = self.phase is Phase.WARM_UP and point in _STEP_POINTS
+        return f"{self.phase.value}, {point.value}" if inside else self.phase.value
+
+
+_STEP_POINTS = frozenset((Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER))
+
+
+class Rescue(Enum):
+    """What can be done about the newest step boundary after a failure."""
+
+    NOTHING_LOST = auto()
+    """The state is on disk, or the model does not hold the weights of the run."""
+    SAVE = auto()
+    """Parameters, buffers and progress belong to one step boundary: save them."""
+    RESTORE_BUFFERS_AND_SAVE = auto()
+    """Only buffers have moved since the boundary: put their copies back, then save."""
+    LOST = auto()
+    """Memory holds a mixture of two states: nothing may be saved."""
+
+
+def decide_rescue(
+    status: Status, *, own_error: bool, exchanging_weights: bool = False
+) -> Rescue:
+    """Decide what a rank may save after a failure.
+
+    ======================================  ==========================  ==========================
+    main thread is in                       a peer died                 own exception
+    ======================================  ==========================  ==========================
+    start … restore, roll-back, finish      NOTHING_LOST                NOTHING_LOST
+    train, between two steps                SAVE                        LOST
+    train, step begun, before its update    RESTORE_BUFFERS_AND_SAVE    RESTORE_BUFFERS_AND_SAVE
+    train, inside the update                LOST                        LOST
+    evaluate                                SAVE                        SAVE
+    evaluate, while weights are exchanged   LOST                        LOST
+    stop                                    SAVE                        LOST
+    ======================================  ==========================  ==========================
+
+    A peer's death reaches a rank inside a collective, and no collective runs while the state
+    between two steps is assembled; an exception of this rank may strike anywhere in it.
+
+    Args:
+        own_error: this rank itself failed, by an exception; otherwise a peer died.
+        exchanging_weights: the exchange of weights and their average is half done.
+    """
+    if status.phase not in AT_STAKE:
+        return Rescue.NOTHING_LOST
+    if status.updating or exchanging_weights:
+        return Rescue.LOST
+    if status.in_step:
+        return Rescue.RESTORE_BUFFERS_AND_SAVE
+    if own_error and status.phase is not Phase.EVALUATE:
+        return Rescue.LOST
+    return Rescue.SAVE
