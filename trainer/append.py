@@ -1,5 +1,7 @@
-"""A file that grows by whole records. A full disk delays records, and never drops or tears one; a
-crash of the machine may, and whoever reads them passes over that.
+"""Append-only files of whole records (JSON lines).
+
+A full disk delays records, but never drops or splits one. A crash of the machine can lose or
+truncate records; the readers below skip damaged lines.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from pathlib import Path
 from typing import Any
 
 TAIL_BYTES = 1 << 16
-"""Of the end of a file: more than enough for one record."""
+"""Bytes read from the end of a file to find its last records: far more than one record."""
 
 
 class Mark:
-    """A number in a file of its own that survives the death of the process, at the cost of a store
-    to memory: no call into the system. Its block is there before it is mapped, so that a disk which
-    fills later can't take it away (unless its file system copies on write).
+    """A memory-mapped counter file that survives the death of the process.
+
+    An update costs one store to memory and no system call. The file's block is allocated before
+    the file is mapped, so that a disk that fills later can't lose it (except on copy-on-write
+    file systems).
     """
 
     def __init__(self, path: Path, number: int) -> None:
@@ -32,45 +36,48 @@ class Mark:
             os.fsync(descriptor)
             self._memory = mmap.mmap(descriptor, len(text))
         except OSError:
-            os.truncate(descriptor, 0)  # a full disk: there is no mark
+            os.truncate(descriptor, 0)  # the disk is full: go without the file
         finally:
             os.close(descriptor)
 
     @staticmethod
     def read(path: Path) -> int:
-        """The number in a file; 0 where there is none."""
+        """The number in a file; 0 if the file is missing or damaged."""
         with contextlib.suppress(OSError, ValueError):
             return int(path.read_bytes())
         return 0
 
     def set(self, number: int) -> None:
-        """Change it."""
+        """Store a new number; does nothing if the file couldn't be allocated."""
         if self._memory is not None:
             self._memory[:] = b"%-15d\n" % number
 
     def close(self) -> None:
-        """Close the file."""
+        """Unmap the file."""
         if self._memory is not None:
             self._memory.close()
 
 
 class AppendFile:
-    """Appends bytes in the order given, each record in one write where the disk takes it.
+    """Append records in order, each with a single `write` unless the disk fills up within it.
 
-    What can't be written waits in memory for the next call. Nothing is buffered otherwise, so a
-    killed process loses only what waits.
+    A record that can't be written stays in memory until the next call. Nothing else is buffered,
+    so a killed process loses only these pending records.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._waiting: deque[bytes] = deque()
-        self._lock = threading.Lock()  # a writer thread has events of its own
+        self._pending: deque[bytes] = deque()
+        self._lock = threading.Lock()  # the writer thread appends events too
         self._descriptor = _open(path)
         self._size = os.fstat(self._descriptor).st_size
 
     @property
     def damage(self) -> str:
-        """What somebody else has done to the file since it was opened; "" for nothing."""
+        """What another program has done to the file since it was opened.
+
+        "removed", "replaced", "cut" (truncated), or "" for nothing.
+        """
         mine = os.fstat(self._descriptor)
         try:
             there = os.stat(self._path)
@@ -81,38 +88,42 @@ class AppendFile:
         return "cut" if mine.st_size < self._size else ""
 
     def restore(self, *, others: bool = False) -> str:
-        """Undo `damage` where that can be done: the open file still has what was removed or
-        replaced, not what was cut off. Returns what was done to it.
+        """Undo `damage` if possible. Returns the damage found.
+
+        A removed or replaced file still exists behind the open descriptor and is written back. The
+        records of a truncated file are lost.
 
         Args:
-            others: they append to it as well, and what is there now is what one of them restored.
+            others: other processes append to the file too; a file that replaced this one was then
+                restored by one of them, and is kept.
 
         Raises:
-            OSError: it can't be written; the records go on being kept in the open file.
+            OSError: the file can't be written back; records are still appended to the open file.
         """
         with self._lock:
             damage = self.damage
             if damage in ("removed", "replaced"):
                 if damage == "removed" or not others:
-                    self._put_back(anew=damage == "removed")
+                    self._write_back(is_removed=damage == "removed")
                 new = _open(self._path)
                 os.close(self._descriptor)
                 self._descriptor = new
             self._size = os.fstat(self._descriptor).st_size
             return damage
 
-    def _put_back(self, *, anew: bool) -> None:
+    def _write_back(self, *, is_removed: bool) -> None:
+        """Copy the open file to its path; never overwrite a file there if it `is_removed`."""
         aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         aside.unlink(missing_ok=True)
         try:
-            copy, place = _open(aside), 0
+            copy, offset = _open(aside), 0
             try:
-                while part := os.pread(self._descriptor, 1 << 20, place):
-                    place += os.write(copy, part)
+                while part := os.pread(self._descriptor, 1 << 20, offset):
+                    offset += os.write(copy, part)
                 os.fsync(copy)
             finally:
                 os.close(copy)
-            if anew:
+            if is_removed:
                 with contextlib.suppress(FileExistsError):  # another process was faster
                     os.link(aside, self._path)
             else:
@@ -122,70 +133,72 @@ class AppendFile:
                 aside.unlink(missing_ok=True)
 
     def append(self, record: bytes) -> None:
-        """Append a record, after those that wait."""
-        self._waiting.append(record)
+        """Append a record, after the pending ones."""
+        self._pending.append(record)
         self.flush()
 
     def flush(self) -> bool:
-        """Write what waits; whether all of it is written."""
+        """Write the pending records. Returns whether all of them were written."""
         try:
             self._write()
         except OSError:
-            return False  # kept in order; `close` raises if it stays so
+            return False  # they stay pending, in order; `close` raises if they still are
         return True
 
     def sync(self) -> None:
-        """Write what waits, and make it durable.
+        """Write the pending records and fsync the file.
 
         Raises:
-            OSError: records are left that can't be written.
+            OSError: some records can't be written.
         """
         self._write()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Write what waits, make it durable, and close.
+        """Write the pending records, fsync the file and close it.
 
         Raises:
-            OSError: records are left that can't be written; or it is closed already.
+            OSError: some records can't be written, or the file is closed already.
         """
         try:
             self.sync()
         finally:
-            descriptor, self._descriptor = self._descriptor, -1  # soon the number of another file
+            # The system reuses the number for another file.
+            descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
     def _write(self) -> None:
         with self._lock:
-            while self._waiting:
-                record = self._waiting[0]
+            while self._pending:
+                record = self._pending[0]
                 written = os.write(self._descriptor, record)
                 self._size += written
                 if written == len(record):
-                    self._waiting.popleft()
-                else:  # the disk filled within it: the rest continues it
-                    self._waiting[0] = record[written:]
+                    self._pending.popleft()
+                else:  # the disk filled up: the rest of the record is written next
+                    self._pending[0] = record[written:]
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The JSON objects of a file, one a line, without what is torn or something else; none where
-    there is no file."""
-    return records(path.read_bytes()) if path.exists() else []
+    """Read the JSON objects of a file of JSON lines; [] if there is no file.
+
+    Truncated lines, and lines that aren't JSON objects, are skipped.
+    """
+    return _parse_records(path.read_bytes()) if path.exists() else []
 
 
 def newest_step(path: Path) -> int:
-    """The largest `step` among the last records of a file; 0 where there is none."""
+    """The largest `step` among the last records of a file; 0 if there is none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            found = records(file.read())
+            found = _parse_records(file.read())
     except OSError:
         return 0
     return max((s for r in found if isinstance(s := r.get("step"), int)), default=0)
 
 
-def records(data: bytes) -> list[dict[str, Any]]:
-    """Those in some bytes of such a file."""
+def _parse_records(data: bytes) -> list[dict[str, Any]]:
     found = []
     for line in data.splitlines():
         with contextlib.suppress(ValueError):

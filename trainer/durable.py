@@ -1,4 +1,4 @@
-"""File operations that a power cut can't undo: write, make a folder, publish names."""
+"""Durable file operations: what they have written survives a power cut."""
 
 from __future__ import annotations
 
@@ -9,26 +9,30 @@ from contextlib import suppress
 from pathlib import Path
 
 CHUNK = 1 << 20
-"""Bytes handled at a time: small enough to stay in cache, large enough to release the GIL for."""
+"""Bytes per read or write: small enough for the CPU cache, large enough to release the GIL for."""
 
 
 def write_file(
-    path: Path, content: Iterable[memoryview], seen: Callable[[memoryview], object] = len
+    path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len
 ) -> None:
-    """Write a new file of bytes through to the disk; `seen` gets each part before it is written.
+    """Write a new file and fsync it.
 
-    Its pages leave the cache afterwards, where the system can do that: only then does reading
-    the file back say anything about the disk.
+    Afterwards its pages are dropped from the page cache, on systems that support this. Otherwise
+    reading the file back would verify the cache and not the disk.
+
+    Args:
+        content: the file's bytes, in order.
+        on_chunk: called with each chunk before it is written, for example to hash it.
 
     Raises:
-        OSError: the file exists, the disk is full or fails.
+        OSError: the file exists, or the disk is full or fails.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         for view in content:
             for start in range(0, len(view), CHUNK):
                 part = view[start : start + CHUNK]
-                seen(part)
+                on_chunk(part)
                 while part:
                     part = part[os.write(fd, part) :]
         os.fsync(fd)
@@ -39,7 +43,7 @@ def write_file(
 
 
 def free_bytes(folder: Path) -> int:
-    """What may still be written in a folder, which needn't exist yet."""
+    """Free bytes on the file system of a folder; the folder may not exist yet."""
     while not folder.exists():
         folder = folder.parent
     status = os.statvfs(folder)
@@ -47,7 +51,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, durably; does nothing if it is there."""
+    """Create a folder and its parents durably; an existing folder is left as it is."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -55,19 +59,22 @@ def make_folder(folder: Path) -> None:
 
 
 def fsync_folder(folder: Path) -> None:
-    """Make the names in a folder durable: what was created, renamed, removed there."""
+    """Make the creations, renames and removals in a folder durable."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems can't
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # some network file systems
             raise
     finally:
         os.close(fd)
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and what it holds, or a link to one; it may be gone, or go meanwhile."""
+    """Remove a folder with its content, or a link to one.
+
+    Something may be missing already, or be removed by another process at the same time.
+    """
     with suppress(FileNotFoundError):
         if folder.is_symlink():
             folder.unlink()

@@ -1,4 +1,4 @@
-"""Who may write: locks that die with their process, and the attempt that owns a run folder."""
+"""File locks that are released when their process dies, and the lock of a run folder."""
 
 from __future__ import annotations
 
@@ -24,17 +24,19 @@ _POLL_S = 0.01
 
 
 class ByteLocks:
-    """Single bytes of one file as locks between processes and threads.
+    """Locks between processes and threads, one per byte of a file.
 
-    POSIX record locks (`fcntl.lockf`): the kernel frees them when their process dies, whatever it
-    dies of; forked children (loader workers) don't inherit them; they work between hosts where the
-    file system does. The price: a process loses all its locks on a file when it closes *any*
-    descriptor of it, so an instance keeps one, and there must be one instance per file in a
-    process. Within the process the instance itself excludes: it never gives a held byte twice.
+    These are POSIX record locks (`fcntl.lockf`). The kernel releases them when their process dies,
+    for whatever reason. Forked children (loader workers) don't inherit them. They work between
+    hosts if the file system supports it.
+
+    A process loses all its locks on a file when it closes *any* descriptor of the file. So an
+    instance keeps one descriptor, and a process must have only one instance per file. Between the
+    threads of a process the instance itself provides the exclusion.
 
     Attributes:
-        supported: False once the file system turned out to have no such locks; every
-            `try_lock` then succeeds between processes.
+        supported: False once the file system has turned out not to support record locks. Every
+            `try_lock` then succeeds, whatever other processes hold.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,13 +47,13 @@ class ByteLocks:
         self._mutex = threading.Lock()
 
     def fd(self) -> int:
-        """The open descriptor of the file, which is made if need be."""
+        """The descriptor of the file; opens or creates it on first use."""
         if self._fd is None:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         return self._fd
 
     def try_lock(self, byte: int) -> bool:
-        """Take the lock if nobody has it; never waits."""
+        """Take the lock if it is free; never waits. Returns whether it was taken."""
         with self._mutex:
             if byte in self._held:
                 return False
@@ -67,9 +69,9 @@ class ByteLocks:
             return True
 
     def lock(self, byte: int, wait_s: float) -> bool:
-        """Take the lock, waiting up to `wait_s` seconds for another holder; False if that is over.
+        """Take the lock, waiting up to `wait_s` seconds. Returns whether it was taken.
 
-        Polls, since a blocking lock can't be given a time limit without a signal.
+        Polls, since a blocking lock has no time limit without a signal.
         """
         deadline = time.monotonic() + wait_s
         while not self.try_lock(byte):
@@ -79,14 +81,14 @@ class ByteLocks:
         return True
 
     def unlock(self, byte: int) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         with self._mutex:
             self._held.remove(byte)
             if self.supported and self._fd is not None:
                 fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
 
     def close(self) -> None:
-        """Give every lock back."""
+        """Release all locks."""
         with self._mutex:
             self._held.clear()
             if self._fd is not None:
@@ -95,143 +97,150 @@ class ByteLocks:
 
 
 def let_go(path: Path) -> None:
-    """Give back all that this process holds of a lock file, by whatever instance: closing any
-    descriptor does. What it could never open it doesn't hold."""
+    """Release all locks of this process on a file, of all instances.
+
+    Closing any descriptor of the file does that. A file that can't be opened holds no locks of
+    this process.
+    """
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
 
 class RunLock:
-    """The lock file of a run folder: it belongs to one attempt, named by its nonce.
+    """The lock file of a run folder, owned by one attempt at a time.
 
-    Rank 0 of an attempt *takes* it; every process of the attempt *checks* that the nonce in the
-    file is still its own before it changes the folder. So an orphan of an older attempt, which
-    may live on for a while after its launcher was killed, can't write any more once a newer
-    attempt has begun.
+    Rank 0 of an attempt *takes* the lock by writing the attempt's nonce to the file. Every process
+    of the attempt *checks* that the file still has this nonce before it changes the folder. So
+    once a newer attempt has begun, an orphan of an older one, which may survive its killed launcher
+    for a while, can't write any more.
 
-    Byte 0 of the file is held for moments, by whoever writes the nonce or changes the folder, so
-    that no change falls between check and act. Another byte, derived from the nonce, is held for
-    life by the process that took the lock: that is how others see that it lives.
+    A process locks byte 0 briefly while it writes the nonce or changes the folder, so that nothing
+    happens between check and change. The owner also locks a byte derived from the nonce until it
+    dies: by this other processes see that it is alive.
 
     Args:
-        path: the lock file; made if need be.
-        nonce: names the attempt; never used twice.
-        revoked: whether the attempt is known to be stale, whatever this folder says.
-        moment_s: who holds byte 0 for longer is stopped, or hangs in its file system; to wait
-            on would hang the attempt that is there to replace it.
+        path: the lock file; created if it is missing.
+        nonce: unique name of the attempt.
+        revoked: returns True if the attempt is known to be superseded, whatever the file says.
+        brief_lock_s: how long to wait for byte 0. A process that holds it for longer is stopped, or
+            hangs in its file system; to wait for it would hang the attempt that replaces it.
     """
 
     def __init__(
         self, path: Path, nonce: str, *, revoked: Callable[[], bool] = lambda: False,
-        moment_s: float = 5.0,
+        brief_lock_s: float = 5.0,
     ) -> None:  # fmt: skip
         self.path = path
         self.nonce = nonce
         self.holds = False
         self._revoked = revoked
-        self._moment_s = moment_s
+        self._brief_lock_s = brief_lock_s
         self._locks = ByteLocks(path)
 
     def take(
         self, *, launcher_pid: int | None = None, launch_id: str | None = None, wait_s: float = 5.0
     ) -> str | None:
-        """Make this attempt the owner. The process that does it `holds` the lock for life; where
-        another one of the attempt has done so already, in a folder that they share, that is it.
+        """Make this attempt the owner of the run folder.
 
-        The owner so far gives way if its process is dead; if both were started by the same
-        launcher (the attempt before this one); or if its launcher is dead, which makes it an
-        orphan. Otherwise it is another run, and is left alone.
+        The first process of the attempt to do this `holds` the lock until it dies. The others, in
+        a folder that several nodes share, return at once.
+
+        The lock is taken over from an owner whose process is dead, from one started by the same
+        launcher (the previous attempt), and from one whose launcher is dead (an orphan). Any other
+        owner is another run and keeps the lock.
 
         Args:
-            launcher_pid: the process whose death makes this one an orphan; None without a
-                launcher, where nothing but this process' own death ends the ownership.
-            launch_id: equal in all attempts of one launch, on all hosts; None if there is none.
-            wait_s: how long an owner that doesn't give way may still take to leave.
+            launcher_pid: the process whose death makes this one an orphan. None without a launcher:
+                then only this process's own death ends the ownership.
+            launch_id: equal in all attempts of one launch, on all hosts; None without one.
+            wait_s: seconds to wait for an owner that keeps the lock to exit.
 
         Returns:
-            A sentence that says from which living process it was taken over, or None.
+            A sentence that names the living process the lock was taken over from, or None.
 
         Raises:
-            ConfigError: the folder is in use by another run that lives.
+            ConfigError: another run is active in the folder.
         """
         me = {"nonce": self.nonce, "pid": os.getpid(), "place": _place(), "launch_id": launch_id,
               "launcher_pid": launcher_pid,
               "launcher_start": None if launcher_pid is None else _start_time(launcher_pid)}
         deadline = time.monotonic() + wait_s
         while True:
-            with self._moment():
+            with self._brief_lock():
                 owner = self._read()
                 if owner is not None and owner["nonce"] == self.nonce:
                     return None
-                lives = owner is not None and self._lives(owner["nonce"])
-                why = _gives_way(owner, me) if owner is not None and lives else None
-                if not lives or why:
+                alive = owner is not None and self._is_alive(owner["nonce"])
+                why = _takeover_reason(owner, me) if owner is not None and alive else None
+                if not alive or why:
                     self._locks.try_lock(_byte(self.nonce))
                     self.holds = True
-                    # One write, padded, so that it needs no truncation and is never seen torn.
+                    # One padded write: needs no truncation, and readers never see half of it.
                     os.pwrite(self._locks.fd(), json.dumps(me).encode().ljust(1024), 0)
                     return why
             if time.monotonic() >= deadline:
                 assert owner is not None
                 raise ConfigError(
-                    f"--run {near(self.path.parent)}: another run is at work in this folder "
+                    f"--run-dir {near(self.path.parent)}: another run is active in this folder "
                     f"(process {owner.get('pid')} on {str(owner.get('place')).split()[0]}). Stop "
-                    "it or choose another --run; if its host is gone for good, delete "
+                    "it or choose another --run-dir. If its host is gone for good, delete "
                     f"{near(self.path)}.")
             time.sleep(_POLL_S)
 
     def check(self) -> None:
-        """Make sure that this attempt still owns the folder.
+        """Check that this attempt still owns the folder.
 
         Raises:
-            StaleAttempt: a newer attempt does, or somebody removed the lock file.
+            StaleAttempt: a newer attempt owns it, or the lock file was removed.
         """
         with self.committing():
             pass
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Around a change of the folder: checks, and keeps a newer attempt waiting for its end.
+        """Context manager around a change of the folder.
+
+        Checks the ownership on entry; a newer attempt can't take the lock until exit.
 
         Raises:
             StaleAttempt: see `check`.
         """
-        with self._moment():
+        with self._brief_lock():
             self.look()
             yield
 
     def look(self) -> None:
-        """As `check`, without waiting for anybody: 10 µs.
+        """As `check`, but without taking a lock: never waits, costs 10 µs.
 
         Raises:
             StaleAttempt: see `check`.
         """
         if self._revoked():
-            raise StaleAttempt(f"a newer attempt than this one ({self.nonce}) has begun on other "
-                               "nodes; it leaves without writing.")
+            raise StaleAttempt(f"a newer attempt than this one ({self.nonce}) has started on other "
+                               "nodes. This attempt exits without writing.")
         owner = self._read()
         if owner is None and not self.path.exists():
             raise StaleAttempt(
-                f"{near(self.path)} is gone: somebody has removed or renamed the run folder, or "
-                "this file in it. This attempt leaves without writing; where the folder isn't put "
-                "back, the next one begins anew.")
+                f"{near(self.path)} is gone: the run folder or this file in it was removed or "
+                "renamed. This attempt exits without writing. Unless the folder is restored, the "
+                "next attempt starts from the beginning.")
         if owner is None or owner["nonce"] != self.nonce:
             raise StaleAttempt(
-                f"{near(self.path)}: this attempt ({self.nonce}) doesn't own the run folder any "
-                f"more, {'nobody' if owner is None else owner['nonce']} does; it leaves "
-                "without writing.")
+                f"{near(self.path)}: this attempt ({self.nonce}) no longer owns the run folder, "
+                f"{'no attempt' if owner is None else 'attempt ' + str(owner['nonce'])} does. "
+                "This attempt exits without writing.")
 
     def close(self) -> None:
-        """Give the lock up; the nonce stays in the file."""
+        """Release the lock; the nonce stays in the file."""
         self._locks.close()
 
     @contextmanager
-    def _moment(self) -> Iterator[None]:
-        guarded = self._locks.lock(0, self._moment_s)
+    def _brief_lock(self) -> Iterator[None]:
+        locked = self._locks.lock(0, self._brief_lock_s)
         try:
             yield
         finally:
-            if guarded:
+            if locked:
                 self._locks.unlock(0)
 
     def _read(self) -> dict[str, Any] | None:
@@ -243,7 +252,7 @@ class RunLock:
             return None
         return record if isinstance(record, dict) and "nonce" in record else None
 
-    def _lives(self, nonce: str) -> bool:
+    def _is_alive(self, nonce: str) -> bool:
         if nonce == self.nonce:
             return False
         if not self._locks.try_lock(_byte(nonce)):
@@ -253,29 +262,30 @@ class RunLock:
 
 
 def is_at_work(path: Path) -> bool:
-    """Whether the owner of a lock file lives, as one sees who takes no lock (Linux; else False).
+    """Whether the owner of a lock file is alive; takes no lock. Linux only, False elsewhere.
 
-    Not for a process that has a `RunLock` of the same file: it would lose its locks.
+    Don't call it in a process that has a `RunLock` of the same file: the process would lose its
+    locks.
     """
     if sys.platform != "linux":
         return False
     try:
         with path.open("rb") as file:
             nonce = json.loads(file.read(4096))["nonce"]
-            asked = struct.pack("hhlli0l", fcntl.F_WRLCK, os.SEEK_SET, _byte(nonce), 1, 0)
-            told = fcntl.fcntl(file, fcntl.F_GETLK, asked)
+            query = struct.pack("hhlli0l", fcntl.F_WRLCK, os.SEEK_SET, _byte(nonce), 1, 0)
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
     except (OSError, ValueError, KeyError, TypeError):
         return False
-    return bool(struct.unpack("hhlli0l", told)[0] != fcntl.F_UNLCK)
+    return bool(struct.unpack("hhlli0l", answer)[0] != fcntl.F_UNLCK)
 
 
 def _byte(nonce: str) -> int:
     return 1 + zlib.crc32(nonce.encode())
 
 
-def _gives_way(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
-    """Why a living owner loses the folder to `me`, or None if it doesn't."""
-    who = f"process {owner.get('pid')} of attempt {owner['nonce']}, which still lives"
+def _takeover_reason(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
+    """Why `me` may take the lock over from a living owner, or None if it may not."""
+    who = f"process {owner.get('pid')} of attempt {owner['nonce']}, which is still alive"
     if owner.get("launch_id") is not None and owner["launch_id"] == me["launch_id"]:
         return f"the run folder was taken over from {who}: an earlier attempt of this launch"
     if owner.get("place") != me["place"] or owner.get("launcher_pid") is None:
@@ -285,21 +295,21 @@ def _gives_way(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
         return f"the run folder was taken over from {who}: an earlier attempt of this launcher"
     start = _start_time(owner["launcher_pid"])
     if start is None or start != owner.get("launcher_start"):
-        return f"the run folder was taken over from {who}: an orphan, its launcher is gone"
+        return f"the run folder was taken over from {who}: an orphan whose launcher is gone"
     return None
 
 
 def _place() -> str:
-    """Host name, boot and pid namespace: where two processes can see each other's pids."""
+    """Host name, boot id and pid namespace: processes with the same ones see each other's pids."""
     parts = [os.uname().nodename]
-    with suppress(OSError):  # Linux only; elsewhere the name has to do
+    with suppress(OSError):  # Linux only; elsewhere the host name alone
         parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
         parts.append(os.readlink("/proc/self/ns/pid"))
     return " ".join(parts)
 
 
 def _start_time(pid: int) -> str | None:
-    """What tells a process from a later one with its pid; None if it is dead or a zombie."""
+    """Start time of a process, to recognize a reused pid; None if it is dead or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):

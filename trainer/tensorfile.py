@@ -1,7 +1,8 @@
-"""Tensors as the bytes of a safetensors file, streamed, and back.
+"""Write tensors as a stream of safetensors bytes, and read them back.
 
-The library's own writer makes one more copy of everything; the format is an 8-byte header length,
-a JSON header and the tensors' bytes (https://github.com/huggingface/safetensors#format).
+The safetensors library's own writer makes one more copy of all tensors. The format is an 8-byte
+header length, a JSON header and the tensors' bytes
+(https://github.com/huggingface/safetensors#format).
 """
 
 from __future__ import annotations
@@ -24,13 +25,17 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """The bytes of a file that holds `tensors`, which are on the CPU, in any memory layout.
+    """Yield the bytes of a safetensors file, header first.
 
-    Another layout is changed by numpy: in a thread of its own torch would do it by further threads,
-    and as long as these exist, OpenMP lets those of the training sleep between two operations.
+    numpy makes non-contiguous tensors contiguous. Called from the writer thread, torch would start
+    further OpenMP threads for it, and as long as these exist, OpenMP puts the training's threads to
+    sleep between two operations.
+
+    Args:
+        tensors: CPU tensors of any memory layout.
 
     Raises:
-        TypeError: a dtype that the format doesn't have.
+        TypeError: safetensors doesn't support a tensor's dtype.
     """
     header: dict[str, object] = {}
     offset = 0
@@ -51,24 +56,24 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
 
 
 def size(tensors: Mapping[str, Tensor]) -> int:
-    """Bytes of the tensors' data."""
+    """Bytes of the tensors' data, without the header."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
 def load(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, in memory of their own."""
+    """Read the tensors of a safetensors file into memory (not memory-mapped)."""
     from safetensors.torch import load_file
 
     return load_file(path)
 
 
 def describe(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
-    """Name → [dtype, shape], as JSON."""
+    """Name → [dtype, shape], as JSON values."""
     return {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
 
 
 def blank(description: Mapping[str, list[object]]) -> dict[str, Tensor]:
-    """Tensors as described, of any content."""
+    """Uninitialized tensors of the dtypes and shapes that `describe` returned."""
     return {
         name: torch.empty(shape, dtype=getattr(torch, str(dtype)))  # type: ignore[call-overload]
         for name, (dtype, shape) in description.items()
