@@ -1,4 +1,4 @@
-"""A task given as an object: what can be written down of it, and what only its process has."""
+"""Tasks passed as objects to `trainer.train()`, and their description in the run folder."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Given:
-    """A task that config.toml can't make again, such as one with tensors in memory.
+    """A task that can't be recreated from config.toml, such as one with tensors in memory.
 
-    The run is the object's; the fields below are what the run folder remembers of it. Made anew
-    from them, in another process, it has no object and refuses to be trained.
+    It delegates to the object. The fields are saved in the run folder; an instance created from
+    them in another process has no object and can't be trained.
     """
 
     path: str = ""
     """Module and class of the object."""
     holds: tuple[str, ...] = ()
-    """NAME=VALUE of a dataclass's fields; of tensors and arrays the form, of other objects the
-    class. Nothing of an object that is no dataclass: its attributes may move."""
+    """NAME=VALUE of a dataclass's fields: dtype and shape of tensors and arrays, the class of
+    other objects. Empty if the object is no dataclass, because its attributes may change."""
 
     @classmethod
     def of(cls, task: Any) -> Given:
-        """The object, with what can be said of it."""
+        """Wrap an object and describe it."""
         names = [f.name for f in fields(task)] if is_dataclass(task) else []
-        told = tuple(f"{name}={_described(getattr(task, name))}" for name in names)
-        made = cls(path=f"{type(task).__module__}:{type(task).__qualname__}", holds=told)
-        object.__setattr__(made, "given", task)
-        return made
+        described = tuple(f"{name}={_described(getattr(task, name))}" for name in names)
+        wrapped = cls(path=f"{type(task).__module__}:{type(task).__qualname__}", holds=described)
+        object.__setattr__(wrapped, "given", task)
+        return wrapped
 
     def model(self) -> Any:
         """As `Task.model`."""
@@ -47,7 +47,7 @@ class Given:
         """As `Task.loss`."""
         return self._object().loss(model, batch)
 
-    def __getattr__(self, name: str) -> Any:  # what else the object has
+    def __getattr__(self, name: str) -> Any:  # the object's other attributes
         if name.startswith("__") or "given" not in vars(self):
             raise AttributeError(name)
         return getattr(self.given, name)
@@ -58,14 +58,14 @@ class Given:
     def _object(self) -> Any:
         if "given" not in vars(self):
             raise ConfigError(
-                f"--task {self.path}: this run's task was given as an object, which only the "
-                "process that made it has; go on there with trainer.train(), or put the class "
-                "into a module, with fields that config.toml can hold.")
+                f"--task {self.path}: this run's task was passed as an object, which exists only "
+                "in the process that created it; continue there with trainer.train(), or move the "
+                "class to a module and use fields that config.toml can hold.")
         return self.given
 
 
 def code(task: Any) -> bytes:
-    """The text of the file that a task is written in; of one from a notebook, its methods."""
+    """Source file of a task's class; for a class from a notebook, the bytecode of its methods."""
     kind = type(getattr(task, "given", task))
     try:
         return Path(inspect.getfile(kind)).read_bytes()
@@ -75,7 +75,7 @@ def code(task: Any) -> bytes:
 
 
 def _described(value: Any) -> str:
-    """Equal in each process that makes the same object: no addresses."""
+    """Describe a value without addresses: equal in each process that creates the same object."""
     if value is None or isinstance(value, bool | int | float | str | enum.Enum | Path):
         return str(value)
     if isinstance(value, tuple | list):

@@ -1,4 +1,4 @@
-"""What a task's loss has returned, checked and in the form that sums are made of."""
+"""Check the return value of a task's loss, and convert it to sums."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ RESERVED_METRICS = (
     "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
     "train_loss", "table",
 )  # fmt: skip
-"""What a task's metric can't be called, since the run's record has them, and each `val_NAME`."""
+"""Names that a task's metric can't have: the metrics file uses them, as it does each `val_NAME`."""
 
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
-    """(scalar total, metrics with each named loss among them).
+    """Check an `Outcome`.
+
+    Returns:
+        The scalar total loss, and the metrics including each named loss.
 
     Raises:
-        ConfigError: it isn't an `Outcome` of scalars, or a metric has a name that is taken.
+        ConfigError: it isn't an `Outcome` of scalars, or a metric has a reserved name.
     """
     if not isinstance(outcome, Outcome):
         raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
@@ -37,16 +40,16 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
         total = outcome.total
     for name in (*metrics, *outcome.metrics):
         if name in RESERVED_METRICS or name.startswith("val_"):
-            raise ConfigError(f"the task's loss returned a metric {name!r}; this name is taken, as "
-                              f"are {', '.join(RESERVED_METRICS)} and all that begin with val_: "
-                              "choose another.")
+            raise ConfigError(f"the task's loss returned a metric {name!r}; this name is reserved, "
+                              f"as are {', '.join(RESERVED_METRICS)} and all that begin with val_; "
+                              "choose another name.")
     if twice := metrics.keys() & outcome.metrics.keys():
-        raise ConfigError(f"the task's loss returned {min(twice)!r} as a loss and as a metric; "
+        raise ConfigError(f"the task's loss returned {min(twice)!r} both as a loss and a metric; "
                           "choose another name for one of them.")
     metrics.update(outcome.metrics)
     if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
         form = (f"{tuple(total.shape)} {total.dtype}" if isinstance(total, Tensor)
                 else type(total).__name__)
-        raise ConfigError(f"Outcome.total is {form}; a scalar tensor is wanted: the loss summed "
-                          "over the micro-batch.")
+        raise ConfigError(f"Outcome.total is {form}; return a scalar tensor: the loss summed over "
+                          "the micro-batch.")
     return total, metrics

@@ -1,4 +1,4 @@
-"""Whether a data set gives the same samples again, as a restarted run reads them."""
+"""Check that a data set returns the same samples when it is read again, as after a restart."""
 
 from __future__ import annotations
 
@@ -18,46 +18,47 @@ SEED = 0
 
 
 def check_items(task: Any, batch_size: int) -> Iterator[str]:
-    """What is wrong with a task's samples, one sentence each."""
+    """Yield the problems of a task's samples, one sentence each."""
     for split in SPLITS:
         try:
             dataset, again = (dataset_of(task, split) for _ in range(2))
             if dataset is None or (hasattr(dataset, "__len__") and not len(dataset)):
                 if split == "train":
-                    yield ('dataset("train") has no samples: a run needs some; only "validation" '
+                    yield ('dataset("train") has no samples: it must have some; only "validation" '
                            'and "test" may be None.')
                 continue
             first = read(task, dataset, 0, batch_size)
-            later = read(task, dataset, 0, batch_size, epoch=1)  # as in a run, between others
+            later = read(task, dataset, 0, batch_size, epoch=1)  # another epoch, as in a run
             second = read(task, dataset, 0, batch_size)
             fresh = [read(task, again, 0, batch_size, epoch=epoch) for epoch in (1, 0)]
         except Exception as error:
             yield raised(f'reading dataset("{split}")', error)
             continue
         if not any(True for _ in batches.tensors(first)):
-            yield f'dataset("{split}") gives batches without a tensor in them.'
+            yield f'dataset("{split}") returns batches without tensors.'
         elif not same(first, second) and isinstance(dataset, IterableDataset):
-            yield (f'the stream dataset("{split}") gives other samples when it is iterated over '
-                   "anew: let each iter() begin at the beginning, keep the place in the iterator "
-                   "(which may have a state_dict) and not in the data set, and draw from random, "
-                   "numpy.random, torch or a generator that is an attribute of it.")
+            yield (f'the stream dataset("{split}") returns different samples in a second '
+                   "iteration: start each iter() from the beginning, keep the position in the "
+                   "iterator (which may have a state_dict) and not in the data set, and draw from "
+                   "random, numpy.random, torch or a generator that is an attribute of it.")
         elif not same(first, second):
             yield (f'samples of dataset("{split}") differ when they are read again under the same '
                    "key: draw from random, numpy.random, torch, a generator that is an attribute "
-                   "of the data set, or `indices.keys`; and keep no count of reads.")
+                   "of the data set, or `indices.keys`; and don't count reads.")
         elif not same([later, first], fresh):
-            yield (f'samples of dataset("{split}") differ between two data sets made one after the '
-                   "other, and read in another order: a restarted run would train on other data.")
+            yield (f'samples of dataset("{split}") differ between two data sets created one after '
+                   "the other and read in different order: a restarted run would train on other "
+                   "data.")
 
 
 def dataset_of(task: Any, split: str) -> Any:
-    """A split's data set, made as in a run."""
+    """A split's data set, created as in a run."""
     rng.key_generators(SEED, rng.DATA)
     return task.dataset(split)
 
 
 def read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> Any:
-    """`count` samples from the `first` on (fewer at the end of the data), as the loader does."""
+    """Read a batch of `count` samples from `first` on (fewer at the end), as the loader does."""
     collate = getattr(task, "collate", batches.collate)
     if isinstance(dataset, IterableDataset):
         begin_epoch(dataset, epoch, seed=SEED)
@@ -71,6 +72,6 @@ def read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> 
 
 
 def raised(doing: str, error: Exception) -> str:
-    """What was being done, and the exception in one line."""
+    """An operation and the exception it raised, in one line."""
     text = str(error).strip().splitlines()
     return f"{doing} raised {type(error).__name__}: {text[0] if text else 'without a message'}"

@@ -1,4 +1,4 @@
-"""The one thing a user writes: a `Task`, and how it is found by name or import path."""
+"""The `Task` protocol, which users implement, and the lookup of a task by name or import path."""
 
 from __future__ import annotations
 
@@ -30,37 +30,37 @@ BUILT_IN = {
 }
 """Name of a built-in task → its import path."""
 
-
 CALLS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
          "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
          "fingerprint": (), "figures": (), "first_loss": ()}
-"""Method of a task → what it is called with."""
+"""Method of a task → names of its arguments."""
 NEEDED = ("model", "dataset", "loss")
 ELSEWHERE = {
     "collate_fn": "collate(samples)", "param_groups": "parameter_groups(model)",
     "predict_step": "predict(model, batch)",
     **dict.fromkeys(("training_step", "train_step", "validation_step", "test_step"),
-                    "loss(model, batch), with model.training telling the phase"),
+                    "loss(model, batch), where model.training is False in evaluation"),
     **dict.fromkeys(("train_dataloader", "val_dataloader", "test_dataloader"), "dataset(split)"),
     **dict.fromkeys(("configure_optimizers", "optimizer", "optimizers"),
-                    "the class of --optim.name, with parameter_groups(model): one optimizer, which "
-                    "takes the gradient of one loss (two in turns, as of a GAN, aren't supported)"),
+                    "the class of --optim.name, with parameter_groups(model): one optimizer for "
+                    "the gradient of one loss (alternating optimizers, as in a GAN, aren't "
+                    "supported)"),
 }
-"""Methods that other trainers call → what is called here."""
+"""Method names of other trainers → the equivalent here."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What the loss of one micro-batch came to, as sums, so that any split adds up to the same.
+    """The loss of one micro-batch, as sums: any split of a batch then adds up to the same result.
 
     Attributes:
-        total: scalar tensor with a graph: the loss *summed* over what `count` counts; or several
-            named ones as a dict, whose sum is minimised and which are logged one by one.
-        count: what the mean is taken over (samples, tokens, a sum of weights): number or scalar
+        total: scalar tensor with a graph: the loss *summed* over the elements that `count` counts;
+            or a dict of named losses, whose sum is minimised and which are logged separately.
+        count: denominator of the mean (samples, tokens, a sum of weights): number or scalar
             tensor, 0 for a micro-batch of 0 samples.
         metrics: name → (sum, count), numbers or scalar tensors; logged as sum / count.
-        table: counts (whole numbers) in any shape, as a confusion matrix; added over an evaluation,
-            and left alone in training.
+        table: integer counts of any shape, such as a confusion matrix; summed over an evaluation,
+            ignored in training.
     """
 
     total: Tensor | Mapping[str, Tensor]
@@ -72,87 +72,94 @@ class Outcome:
 
 
 def misused(outcome: Outcome) -> str:
-    """What is no number in an `Outcome`; empty where all is."""
+    """Why an `Outcome` is invalid; empty if it is valid."""
     named = {"Outcome.count": outcome.count}
     if not isinstance(outcome.metrics, Mapping):
-        return (f"Outcome.metrics is a {type(outcome.metrics).__name__}; a dict is wanted, of "
+        return (f"Outcome.metrics is a {type(outcome.metrics).__name__}; use a dict of "
                 "name: (sum, count)")
     if outcome.table is not None and not isinstance(outcome.table, Tensor):
-        return f"Outcome.table is a {type(outcome.table).__name__}; a tensor of counts is wanted"
+        return f"Outcome.table is a {type(outcome.table).__name__}; use a tensor of counts"
     for name, pair in outcome.metrics.items():
         if not isinstance(name, str) or not name:
-            return f"a metric's name is {name!r}; use a text"
+            return f"a metric's name is {name!r}; use a string"
         if not isinstance(pair, tuple | list) or len(pair) != 2:
-            return f"the metric {name!r} is a {type(pair).__name__}; it has to be (sum, count)"
+            return f"the metric {name!r} is a {type(pair).__name__}; use (sum, count)"
         named |= {f"the sum of the metric {name!r}": pair[0],
                   f"the count of the metric {name!r}": pair[1]}
     for what, value in named.items():
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_complex():
-                return f"{what} is {tuple(value.shape)} {value.dtype}; a scalar is wanted: the sum"
+                return f"{what} is {tuple(value.shape)} {value.dtype}; use a scalar: the sum"
         elif not isinstance(value, SupportsFloat) or isinstance(value, str):
-            return f"{what} is a {type(value).__name__}; a number or a scalar tensor is wanted"
+            return f"{what} is a {type(value).__name__}; use a number or a scalar tensor"
     if not isinstance(outcome.count, Tensor) and not 0 <= outcome.count < math.inf:
-        return (f"Outcome.count is {outcome.count}; what the mean is taken over is 0 or more, and "
-                "finite")
+        return (f"Outcome.count is {outcome.count}; the denominator of the mean must be finite and "
+                "0 or more")
     return ""
 
 
 @runtime_checkable
 class Task(Protocol):
-    """What is trained, on what, and how it is judged. A frozen dataclass: its fields are its flags.
+    """Model, data and loss of a training run. A frozen dataclass: its fields become flags.
 
-    Optional members: `collate(samples) -> batch` makes a batch of a list of samples (default:
-    torch's `default_collate`, through dataclasses too), and must bear a single one;
-    `fingerprint() -> str` tells one data set from another (default: length and the content of 16
-    keyed samples); `parameter_groups(model) -> list[dict]` replaces the split into
-    decayed and not decayed parameters; `preload()` reads what all ranks need, once, in the process
-    from which `python -m launch` forks them, so it starts no thread, touches no device and makes no
-    tensor; `figures() -> {name: function}` gives further figures of an evaluation, each a function
-    of (its means by name, "loss" among them; the summed `Outcome.table`, float64, or None);
-    `first_loss() -> float` is the loss of a model that knows nothing yet (log C for C classes; 0:
-    not known), beside which the measured one is looked at; `class_names` are the words of a table;
-    `picture(model) -> HxWx3 uint8 array` is drawn after each validation, by one rank, so it takes
-    part in no collective. A field named `seed` that is None takes the run's seed.
+    Optional members:
+    - `collate(samples) -> batch` stacks a list of samples into a batch; it must accept a single
+      sample. Default: torch's `default_collate`, extended to dataclasses.
+    - `predict(model, batch)` returns what `trainer predict` writes for each sample.
+    - `fingerprint() -> str` identifies the data set. Default: its length and the content of 16
+      keyed samples.
+    - `parameter_groups(model) -> list[dict]` replaces the split into parameters with and without
+      weight decay.
+    - `preload()` reads data that all ranks need, once, in the process from which `python -m launch`
+      forks them. It must not start threads, use a device or create tensors.
+    - `figures() -> {name: function}` defines further metrics of an evaluation. Each function takes
+      the means by name (including "loss") and the summed `Outcome.table` (float64, or None).
+    - `first_loss() -> float` is the expected loss of an untrained model (log C for C classes; 0:
+      unknown); the measured initial loss is compared with it.
+    - `class_names` labels the rows and columns of the table.
+    - `picture(model) -> HxWx3 uint8 array` is drawn after each validation by one rank, so it must
+      not call collectives.
+
+    A field `seed` that is None is set to the run's seed.
     """
 
     def model(self) -> nn.Module:
-        """The model, freshly initialised from the process-wide generators."""
+        """The model, newly initialised from the process-wide random generators."""
         ...
 
     def dataset(self, split: str) -> Dataset | IterableDataset | None:
-        """The samples of "train", "validation" or "test"; None where there is no such split.
+        """The data set of "train", "validation" or "test"; None if the split doesn't exist.
 
-        A map-style data set may define `__getitems__(indices)`. `indices` is a list that also
-        carries `indices.keys` (uint64 numpy array, one key a sample, a function of seed, epoch
-        and sample) for batched random augmentation, and `indices.epoch`. What it returns is
-        collated where it is a list, and taken as the finished batch otherwise. The same
-        `__getitems__` must be able to return the batch of a single sample.
+        A map-style data set may define `__getitems__(indices)`. `indices` is a list with the
+        attributes `indices.keys` (uint64 numpy array for batched random augmentation, one key per
+        sample, a function of seed, epoch and sample) and `indices.epoch`. A returned list is
+        collated; any other value is used as the complete batch. `__getitems__` must also accept a
+        single index.
         """
         ...
 
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
-        """Sums over one micro-batch, valid for 0 samples; `model.training` tells the phase."""
+        """Sums over one micro-batch, also of 0 samples; `model.training` is False in evaluation."""
         ...
 
 
 def find_task(name: str) -> type:
-    """The class behind `--task NAME|module:Class`.
+    """The task class for `--task NAME|module:Class`.
 
     Raises:
-        ConfigError: unknown name, or a module or class that can't be found. An exception inside
-            the user's module is chained, so that its own traceback is shown.
+        ConfigError: the name is unknown, or the module or class can't be found. An exception
+            inside the user's module is chained, so that its traceback is shown.
     """
     path = BUILT_IN.get(name, name)
     if ":" not in path:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else "your own task is given as module:Class."
+        hint = f"did you mean {near[0]!r}?" if near else "write your own task as module:Class."
         raise ConfigError(f"--task {name or repr(name)}: no built-in task of this name; {hint} "
                           f"Built in: {', '.join(sorted(BUILT_IN))}.")
     found = load_object(path, flag="--task")
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ConfigError(f"--task {name}: {path} is not a dataclass; put "
-                          "@dataclass(frozen=True) above the class, its fields are its flags.")
+                          "@dataclass(frozen=True) above the class; its fields become flags.")
     missing = [m for m in NEEDED if not callable(getattr(found, m, None))]
     if missing:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
@@ -160,38 +167,38 @@ def find_task(name: str) -> type:
     try:
         typing.get_type_hints(found)
     except Exception as error:
-        raise ConfigError(f"--task {name}: the types of its fields can't be looked up: {error}; "
-                          "import what they name, not under TYPE_CHECKING alone.") from error
+        raise ConfigError(f"--task {name}: the types of its fields can't be resolved: {error}; "
+                          "import them at run time too, not only under TYPE_CHECKING.") from error
     return found
 
 
 def uncalled(task: Any) -> str:
-    """Methods of the task that look as if they were to be called, and aren't; empty: none."""
-    told = [f"{name}() isn't called; what is called is {here}" for name, here in ELSEWHERE.items()
-            if callable(getattr(task, name, None))
-            and (here.partition("(")[0] in NEEDED or not hasattr(task, here.partition("(")[0]))]
-    return f"{type(task).__name__}: {'; '.join(told)}" if told else ""
+    """A warning about methods with names of other trainers, which are never called; empty: none."""
+    found = [f"{name}() isn't called; instead define {here}" for name, here in ELSEWHERE.items()
+             if callable(getattr(task, name, None))
+             and (here.partition("(")[0] in NEEDED or not hasattr(task, here.partition("(")[0]))]
+    return f"{type(task).__name__}: {'; '.join(found)}" if found else ""
 
 
 def refuse_calls(task: Any) -> None:
-    """Raises: ConfigError: a method of the task can't be called as it is going to be."""
-    task = getattr(task, "given", task)  # of one that is given as an object, its own methods
+    """Raise ConfigError if a method of the task doesn't accept the arguments of its call."""
+    task = getattr(task, "given", task)  # for a task given as an object, its own methods
     if isinstance(model := getattr(task, "model", None), nn.Module):
-        raise ConfigError(f"--task: model of {type(task).__name__} is a {type(model).__name__} "
-                          "itself; let it be a method that makes one anew: def model(self).")
+        raise ConfigError(f"--task: model of {type(task).__name__} is a {type(model).__name__}; "
+                          "make it a method that returns a new model: def model(self).")
     for name, given in CALLS.items():
         if error := _unfit(getattr(task, name, None), *given):
             signature = inspect.signature(getattr(task, name))
             raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
-                              f"{name}({', '.join(given)}), and that can't be: {error}; mend its "
+                              f"{name}({', '.join(given)}), which fails: {error}; correct its "
                               "parameters (self is the first one).")
 
 
 def _unfit(function: Any, *given: str) -> str:
-    """Why the function can't be called with these; empty: it can, as far as is known."""
+    """Why the function can't be called with these arguments; empty: it can, or it is unknown."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # there is none, or one in C
+    except (TypeError, ValueError):  # not a function, or implemented in C
         return ""
     try:
         signature.bind(*given)
@@ -201,10 +208,10 @@ def _unfit(function: Any, *given: str) -> str:
 
 
 def figures_of(task: Any) -> dict[str, Any]:
-    """The task's figures of an evaluation, by name; none where it has no such method.
+    """The functions returned by `Task.figures`, by name; empty without such a method.
 
     Raises:
-        ConfigError: what it returns are none.
+        ConfigError: it doesn't return a dict of functions, or a name is reserved.
     """
     figures = task.figures() if hasattr(task, "figures") else {}
     if not isinstance(figures, Mapping) or not all(
@@ -214,23 +221,26 @@ def figures_of(task: Any) -> dict[str, Any]:
                           "function of the means and the table, such as {'perplexity': lambda "
                           "means, table: math.exp(means['loss'])}.")
     if taken := sorted(figures.keys() & {"loss", "samples", "table"}):
-        raise ConfigError(f"--task: figures() has {taken[0]!r}; the validation has a val_"
-                          f"{taken[0]} of its own: choose another name.")
+        raise ConfigError(f"--task: figures() has {taken[0]!r}, but val_{taken[0]} is reserved; "
+                          "choose another name.")
     return dict(figures)
 
 
 def take_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Take `--task NAME` out of the arguments, as it decides which flags there are: name, rest.
+    """Split `--task NAME` from the other arguments; the task determines which flags exist.
+
+    Returns:
+        The name (None if absent) and the other arguments.
 
     Raises:
-        ConfigError: no name follows it.
+        ConfigError: `--task` has no value.
     """
     rest: list[str] = []
     name = None
-    waiting = iter(arguments)
-    for argument in waiting:
+    remaining = iter(arguments)
+    for argument in remaining:
         if argument == "--task":
-            name = next(waiting, None)
+            name = next(remaining, None)
             if name is None or name.startswith("-"):
                 raise ConfigError("--task: give the name of a task or module:Class.")
         elif argument.startswith("--task="):
@@ -241,20 +251,20 @@ def take_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
 
 
 def load_object(path: str, flag: str) -> Any:
-    """Import `module:name`, looking in the current folder too.
+    """Import `module:name`, also from the current folder.
 
     Raises:
-        ConfigError: names `flag` and what is wrong; the cause is chained.
+        ConfigError: the import fails; the message names `flag`, and the cause is chained.
     """
     module_name, _, name = path.partition(":")
     if not module_name:
         raise ConfigError(f"{flag} {path}: the module is missing; write module:Name.")
-    with contextlib.suppress(OSError):  # the folder may be gone by now
+    with contextlib.suppress(OSError):  # the current folder may have been removed
         if os.getcwd() not in sys.path and "" not in sys.path:
             sys.path.insert(0, os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except (Exception, SystemExit) as error:  # a script without a guard ends itself
+    except (Exception, SystemExit) as error:  # SystemExit: a script without a __main__ guard
         absent = isinstance(error, ModuleNotFoundError) and error.name is not None and (
             module_name == error.name or module_name.startswith(error.name + "."))
         spelt = _spelt(module_name, name)
@@ -271,11 +281,11 @@ def load_object(path: str, flag: str) -> Any:
 
 
 def _spelt(file: str, name: str) -> str:
-    """How an object in a file (`FOLDER/FILE.py`) is written as one in a module; empty: it's one."""
+    """A hint how to write a file path (`FOLDER/FILE.py`) as a module; empty if it is no path."""
     if not (file.startswith(".") or file.endswith(".py") or "/" in file):
         return ""
     folder, _, stem = file.removesuffix(".py").removeprefix("./").rpartition("/")
-    away = folder.startswith(("/", ".", "~"))  # not below the current folder
-    module = ".".join([stem] if away else [*folder.split("/"), stem]).strip(".")
-    return (f"; a module has a name and no path: write {module}:{name or 'Name'}"
-            + (f", and run in {folder}" if away else ""))
+    outside = folder.startswith(("/", ".", "~"))  # not below the current folder
+    module = ".".join([stem] if outside else [*folder.split("/"), stem]).strip(".")
+    return (f"; give a module name, not a path: write {module}:{name or 'Name'}"
+            + (f", and run in {folder}" if outside else ""))
