@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from enum import Enum
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 
 class WaitsFor(Enum):
@@ -23,15 +23,18 @@ class WaitsFor(Enum):
 _COLLECTIVES = ("torch.distributed.", "torch.nn.parallel.")
 """Packages of torch in which a thread waits for other ranks, also when user code calls them."""
 
-_markers: dict[int, list[WaitsFor]] = {}
-"""Thread → the waits that it is inside of, the innermost last."""
+_OWN = ("torch", "trainer", "threading", "concurrent")
+"""Top-level packages whose frames are passed over in the search for user code."""
+
+_markers: dict[int, list[tuple[WaitsFor, CodeType]]] = {}
+"""Thread → (wait, code that marked it), the innermost last."""
 
 
 class waiting_for:
     """Context manager: the calling thread waits inside. Costs less than a microsecond.
 
-    While a marked region runs Python code of others (a hook, an autograd function of the user's),
-    the thread does not count as waiting: see `waits_for`.
+    While a marked region runs user code (a hook, an autograd function), the thread does not count
+    as waiting: see `waits_for`.
     """
 
     __slots__ = ("_stack", "_whom")
@@ -41,7 +44,7 @@ class waiting_for:
 
     def __enter__(self) -> None:
         self._stack = _markers.setdefault(threading.get_ident(), [])
-        self._stack.append(self._whom)
+        self._stack.append((self._whom, sys._getframe(1).f_code))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None,
@@ -53,10 +56,11 @@ class waiting_for:
 def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
     """Whom a thread waits for.
 
-    A marker counts only as long as the innermost Python frame is the trainer's or torch's: user
-    code below it is at work, or stuck. Without a marker a thread waits for its peers if it is
-    inside one of torch's packages of collectives, which user code may call, and for a person if a
-    debugger has control (`bdb.Bdb`, from which pdb and IPython's debugger derive).
+    A marker counts unless user code runs below it: from the innermost frame outwards, a frame of
+    the trainer, or of the code that marked the wait, comes before any frame of user code. Without
+    a marker a thread waits for its peers if it is inside one of torch's packages of collectives,
+    which user code may call, and for a person if a debugger has control (`bdb.Bdb`, from which
+    pdb and IPython's debugger derive).
 
     Args:
         thread: as `threading.get_ident` gives it.
@@ -64,15 +68,26 @@ def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
     """
     if frame is None:
         return WaitsFor.NOBODY
-    module = str(frame.f_globals.get("__name__", ""))
-    if f"{module}.".startswith(_COLLECTIVES):
+    if f"{_module(frame)}.".startswith(_COLLECTIVES):
         return WaitsFor.PEERS
     stack = _markers.get(thread)
-    if stack and module.partition(".")[0] in ("torch", "trainer", "threading", "concurrent"):
-        return stack[-1]
+    if stack:
+        whom, code = stack[-1]
+        inner: FrameType | None = frame
+        while inner is not None:
+            package = _module(inner).partition(".")[0]
+            if package == "trainer" or inner.f_code is code:
+                return whom
+            if package not in _OWN:
+                break
+            inner = inner.f_back
     debugger = sys.modules.get("bdb")
     while debugger is not None and frame is not None:
         if isinstance(frame.f_locals.get("self"), debugger.Bdb):
             return WaitsFor.PERSON
         frame = frame.f_back
     return WaitsFor.NOBODY
+
+
+def _module(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))

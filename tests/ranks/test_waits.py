@@ -1,0 +1,152 @@
+"""Whom a rank waits for when it stands still: real ranks, of which one is stopped by a signal."""
+
+from __future__ import annotations
+
+import io
+import os
+import pdb
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer import processes
+from trainer.checkpoint import Checkpointer
+from trainer.waits import WaitsFor, waiting_for, waits_for
+from trainer.world import World
+
+
+def standing(wait: Callable[[], Any], release: Callable[[], Any]) -> WaitsFor:
+    """Run `wait` in this thread; what another thread sees of it, then `release`.
+
+    The wait is over when the same answer has been seen for half a second.
+    """
+    me, seen = threading.get_ident(), list[WaitsFor]()
+
+    def look() -> None:
+        began_s = time.monotonic()
+        while time.monotonic() - began_s < 0.5:
+            now = waits_for(me, sys._current_frames().get(me))
+            if not seen or now is not seen[-1]:
+                seen.append(now)
+                began_s = time.monotonic()
+            time.sleep(0.01)
+        release()
+
+    thread = threading.Thread(target=look)
+    thread.start()
+    try:
+        wait()
+    finally:
+        thread.join()
+    return seen[-1]
+
+
+def beside_a_stopped_peer(where: str) -> str:
+    """In each of two ranks: rank 1 stops itself; what is seen of rank 0, which waits for it."""
+    with World.form(device="cpu", threads=1) as world:
+        model = DistributedDataParallel(nn.Linear(2, 1), process_group=world.group)
+        loss = model(torch.ones(1, 2)).sum()
+        pid, = (n for n in [world.gather_json(os.getpid())[1]])
+        if world.rank == 1:
+            os.kill(pid, signal.SIGSTOP)
+
+        def backward() -> None:
+            with waiting_for(WaitsFor.PEERS):
+                loss.backward()
+
+        calls = {
+            "collective": world.barrier,
+            "the user's own collective": lambda: dist.all_reduce(torch.ones(3)),
+            "backward": backward,
+        }
+        if world.rank == 1:
+            calls[where]()
+            return ""
+
+        def resume() -> None:
+            assert processes.is_stopped(pid)
+            os.kill(pid, signal.SIGCONT)
+
+        return standing(calls[where], resume).value
+
+
+@pytest.mark.parametrize("where", ["collective", "the user's own collective", "backward"])
+def test_a_rank_whose_peer_is_stopped_waits_for_it(ranks, where):
+    assert ranks(2, beside_a_stopped_peer, where, group=False) == ["peers", ""]
+
+
+class Stuck(torch.autograd.Function):
+    """The user's own function: its backward waits for an event."""
+
+    event = threading.Event()
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        Stuck.event.wait()
+        return gradients[0]
+
+
+def in_user_code(where: str) -> str:
+    """In a rank: what is seen of a thread that stands in code of the user's."""
+    event = Stuck.event
+    if where == "a hook in backward":
+        loss = Stuck.apply(torch.ones(1, requires_grad=True)).sum()
+
+        def wait() -> None:
+            with waiting_for(WaitsFor.PEERS):
+                loss.backward()
+    else:
+        def wait() -> None:
+            while not event.is_set():
+                pass
+
+    return standing(wait, event.set).value
+
+
+@pytest.mark.parametrize("where", ["a loop", "a hook in backward"])
+def test_a_rank_that_stands_in_user_code_waits_for_nobody(ranks, where):
+    assert ranks(1, in_user_code, where, group=False) == ["nobody"]
+
+
+def at_a_prompt() -> str:
+    """In a rank: what is seen of a thread at the prompt of pdb."""
+    reader, writer = os.pipe()
+
+    def prompt() -> None:
+        debugger = pdb.Pdb(stdin=os.fdopen(reader), stdout=io.StringIO())
+        debugger.use_rawinput = False
+        debugger.set_trace()
+
+    return standing(prompt, lambda: os.write(writer, b"continue\n")).value
+
+
+def test_a_rank_at_a_debuggers_prompt_waits_for_a_person(ranks):
+    assert ranks(1, at_a_prompt, group=False) == ["person"]
+
+
+def for_the_writer() -> str:
+    """In a rank: what is seen of a thread that waits for the checkpoint writer."""
+    release = threading.Event()
+    checkpoint = object.__new__(Checkpointer)
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(1) as pool:
+        checkpoint._writing = pool.submit(release.wait)  # type: ignore[assignment]
+        return standing(checkpoint.abandon, release.set).value
+
+
+def test_a_rank_that_waits_for_its_save_waits_for_the_writer(ranks):
+    assert ranks(1, for_the_writer, group=False) == ["writer"]
