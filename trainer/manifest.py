@@ -1,4 +1,4 @@
-"""One checkpoint's files and the manifest that vouches for them: written, described, verified."""
+"""The files of one checkpoint and its manifest: writing, reading and verifying them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.errors import CheckpointDamaged
 MANIFEST = "manifest.json"
 
 Buffer = Any
-"""Anything with the buffer protocol whose bytes are contiguous: bytes, memoryview, an array."""
+"""An object with a contiguous buffer: bytes, a memoryview, an array."""
 
 _HASH = re.compile(r"[0-9a-f]{32}")
 _TYPES = {"run": str, "generation": int, "step": int, "kind": str, "files": dict, "extra": dict}
@@ -27,13 +27,13 @@ _TYPES = {"run": str, "generation": int, "step": int, "kind": str, "files": dict
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """A checkpoint as its manifest describes it, its data unread.
+    """A checkpoint as described by its manifest; its data has not been read.
 
     Attributes:
-        path: its folder.
+        path: the checkpoint's folder.
         step: optimizer steps taken.
-        generation, run, kind: as committed; None where the manifest is damaged.
-        manifest: all of it; empty where it is damaged.
+        generation, run, kind: as committed; None if the manifest is damaged.
+        manifest: the whole manifest; empty if it is damaged.
         why: what is wrong with the manifest, or None.
     """
 
@@ -47,14 +47,14 @@ class CheckpointInfo:
 
 
 class Stage:
-    """A checkpoint while it is written, in a folder of its own.
+    """A checkpoint that is being written to a temporary folder.
 
     Args:
-        path: the folder; `publish` moves it to where readers look.
+        path: the temporary folder; `publish` renames it to its final name.
         step: optimizer steps taken.
-        generation: of the run's history, raised by every rollback.
-        midway: called once, when the first buffer has been written.
-        publish: called by `commit` when everything is durable.
+        generation: generation of the run's history; every rollback increments it.
+        midway: called once, after the first buffer has been written.
+        publish: called by `commit` when all files are durable.
     """
 
     def __init__(
@@ -69,14 +69,14 @@ class Stage:
         self._files: dict[str, dict[str, Any]] = {}
 
     def write(self, name: str, content: Buffer | Iterable[Buffer]) -> None:
-        """Write one file, hashed on the way and durable on return.
+        """Write and hash one file; it is durable on return.
 
         Args:
-            name: a plain file name, each one once.
-            content: its bytes: one buffer, or several in order, made as they are needed.
+            name: a plain file name; each name may be written once.
+            content: one buffer, or an iterable of buffers in order.
 
         Raises:
-            OSError: the disk is full, or fails.
+            OSError: the disk is full or fails.
         """
         assert _is_plain(name), name
         before, hasher = self.bytes_tried, xxhash.xxh3_128()
@@ -87,19 +87,19 @@ class Stage:
     def commit(
         self, *, kind: str, run: str = "", extra: Mapping[str, Any] | None = None
     ) -> CheckpointInfo:
-        """Publish what was written, whole; then read it back from the disk.
+        """Publish the checkpoint atomically, then read it back from disk and verify it.
 
         An older checkpoint of the same step stays readable until the new one has been verified.
 
         Args:
-            kind: "periodic", "best", "stop", "survivor": why it was made.
-            run: id of the run it belongs to.
-            extra: whatever else belongs in the manifest; JSON values.
+            kind: why it was saved: "periodic", "best", "stop" or "survivor".
+            run: id of the run.
+            extra: further entries of the manifest; JSON values.
 
         Raises:
-            CheckpointDamaged: it doesn't read back as written; the older one is in place again.
-            StaleAttempt: from the store's guard; nothing was published.
-            OSError: the disk is full, or fails.
+            CheckpointDamaged: it doesn't read back as written; the older one was put back.
+            StaleAttempt: raised by the store's guard; nothing was published.
+            OSError: the disk is full or fails.
         """
         manifest = encode({
             "run": run, "generation": self.generation, "step": self.step, "kind": kind,
@@ -110,11 +110,11 @@ class Stage:
         return self._publish()
 
     def _counted(self, content: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
-        with suppress(TypeError):  # first of all, since an array can be iterated too, by its items
+        with suppress(TypeError):  # first, since an array is iterable too
             content = [memoryview(content)]  # type: ignore[arg-type]
         for buffer in content:
             view = memoryview(buffer)
-            if view.nbytes:  # a view without items can't be cast
+            if view.nbytes:  # an empty view can't be cast
                 before, self.bytes_tried = self.bytes_tried, self.bytes_tried + view.nbytes
                 yield view.cast("B")
                 if not before:
@@ -122,13 +122,13 @@ class Stage:
 
 
 def encode(fields: Mapping[str, Any]) -> bytes:
-    """The manifest's bytes: JSON, whose last member is the hash of every byte before it."""
+    """The manifest as JSON; its last member is the hash of all bytes before it."""
     body = json.dumps(fields, indent=2, allow_nan=False).removesuffix("\n}").encode()
     return body + _tail(body)
 
 
 def look(path: Path, step: int) -> CheckpointInfo:
-    """What the manifest of a folder says; never raises for a damaged one."""
+    """Read the manifest of a checkpoint; a damaged one sets `why` and doesn't raise."""
     try:
         manifest = _parse((path / MANIFEST).read_bytes())
         if manifest["step"] != step:
@@ -148,10 +148,10 @@ def look(path: Path, step: int) -> CheckpointInfo:
 
 
 def verify(path: Path, step: int) -> CheckpointInfo:
-    """Read every file of a checkpoint and compare it with the manifest.
+    """Read all files of a checkpoint and compare sizes and hashes with the manifest.
 
     Raises:
-        CheckpointDamaged: names the folder, the file and what differs.
+        CheckpointDamaged: names the folder, the file and the difference.
     """
     info = look(path, step)
     why = info.why
@@ -163,7 +163,7 @@ def verify(path: Path, step: int) -> CheckpointInfo:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it can only mean a data file directly inside the folder."""
+    """Whether the name denotes a data file directly in the checkpoint's folder."""
     return name not in ("", ".", "..", MANIFEST) and not set(name) & {"/", "\0"}
 
 
@@ -172,13 +172,13 @@ def _tail(body: bytes) -> bytes:
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    """The manifest in these bytes; ValueError with what is wrong with them."""
+    """Decode and check a manifest. Raises ValueError with the reason if it is invalid."""
     body = raw[: -len(_tail(b""))]
     if not raw:
         raise ValueError(f"{MANIFEST} is empty")
     if raw != body + _tail(body):
         raise ValueError(f"{MANIFEST} doesn't match its own checksum: cut short or altered")
-    # So the bytes are as they were written; but not necessarily by this program.
+    # The bytes are as they were written, but another program may have written them.
     try:
         manifest = json.loads(raw)
     except (ValueError, RecursionError) as error:

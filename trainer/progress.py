@@ -1,4 +1,4 @@
-"""How far a run has come: small parts of its state, each a JSON value."""
+"""Progress of a run: small parts of the training state, each stored as JSON."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from typing import Any
 
 @dataclass
 class Progress:
-    """Where the run is: facts from which epoch, place and next samples follow."""
+    """Position of the run, from which the epoch and the next samples follow."""
 
     step: int = 0
     """Global batches consumed."""
     skipped: int = 0
-    """How many of them gave no update; learning rate and Adam's count follow step - skipped."""
+    """Global batches without an update; learning rate and Adam's count follow step - skipped."""
     validated: int = 0
-    """The last step whose validation is done."""
+    """Step of the last completed validation."""
     bad: list[int] = field(default_factory=list)
-    """Steps whose loss or gradient wasn't fit for an update: numbers of global batches."""
+    """Steps (numbers of global batches) whose loss or gradient allowed no update."""
     left_out: list[int] = field(default_factory=list)
-    """Global batches that are consumed without being computed, since a rollback."""
+    """Global batches that are consumed but not computed, because of a rollback."""
     replaced: int = 0
-    """Samples that took the place of bad ones."""
+    """Samples that replaced unreadable ones."""
 
     def state_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
@@ -35,18 +35,18 @@ class Progress:
 
     @property
     def updates(self) -> int:
-        """Optimizer updates made."""
+        """Number of optimizer updates."""
         return self.step - self.skipped
 
     def note_skipped(self, step: int, *, bad: bool = False) -> None:
-        """A global batch gave no update; `bad`: because of what it computed."""
+        """Count a global batch without an update; `bad` if its loss or gradient was the reason."""
         self.skipped += 1
         if bad and step not in self.bad:
             self.bad.append(step)
 
     @property
     def bad_row(self) -> list[int]:
-        """The bad steps in a row that end at this one; batches that are left out don't count."""
+        """The consecutive bad steps that end at this step; excluded batches don't count."""
         row, step = [], self.step
         while step in self.bad or step in self.left_out:
             if step not in self.left_out:
@@ -57,25 +57,25 @@ class Progress:
 
 @dataclass
 class Best:
-    """The best validation so far, and which step's weights it belongs to."""
+    """The best validation so far, its step, and the count for early stopping."""
 
     metric: str = ""
     direction: str = "max"
     value: float | None = None
     step: int = 0
     mark: float | None = None
-    """What a value has to be better than, by the least difference that counts, to end the wait."""
+    """Reference for early stopping: a value counts if it is better by more than `min_delta`."""
     waited: int = 0
-    """Validations since one was."""
+    """Validations since the last one that counted."""
 
     def judge_by(self, metric: str, direction: str) -> None:
-        """Say what is best; by another rule than before, earlier values don't compare."""
+        """Set metric and direction; a change discards the best value so far."""
         if (metric, direction) != (self.metric, self.direction):
             self.metric, self.direction, self.value, self.step = metric, direction, None, 0
             self.mark, self.waited = None, 0
 
     def improves(self, value: float) -> bool:
-        """Whether a value is better than the best; a NaN never is."""
+        """Whether a value is better than the best so far; never for a NaN."""
         if math.isnan(value):
             return False
         if self.value is None:
@@ -83,11 +83,11 @@ class Best:
         return value > self.value if self.direction == "max" else value < self.value
 
     def has_waited(self, patience: int) -> bool:
-        """Whether so many validations in a row (0: any number may be) weren't better."""
+        """Whether the last `patience` validations brought no improvement; 0 disables this."""
         return 0 < patience <= self.waited
 
     def wait(self, value: float, min_delta: float) -> None:
-        """Count a validation as waited, unless it is better than the mark by `min_delta`."""
+        """Count a validation for early stopping: better than `mark` by `min_delta`, or not."""
         gain = math.inf if self.mark is None else value - self.mark
         if self.mark is not None and self.direction == "min":
             gain = -gain
@@ -97,7 +97,7 @@ class Best:
             self.waited += 1
 
     def take(self, value: float, step: int) -> None:
-        """Make a value the best."""
+        """Record a new best value."""
         self.value, self.step = value, step
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,18 +114,18 @@ class Best:
 
 @dataclass
 class LossMeter:
-    """Loss summed since the last validation, for the mean that stands beside val_loss."""
+    """Running mean of the training loss since the last validation (`train_loss`)."""
 
     total: float = 0.0
     count: float = 0.0
 
     def add(self, total: float, count: float) -> None:
-        """Add a step's sums."""
+        """Add a step's loss sum and sample count."""
         self.total += total
         self.count += count
 
     def take_mean(self) -> float | None:
-        """The mean since the last call; None if nothing was counted. Starts anew."""
+        """Return the mean since the last call, or None without samples; then reset."""
         mean = self.total / self.count if self.count else None
         self.total = self.count = 0.0
         return mean
@@ -140,10 +140,10 @@ class LossMeter:
 
 @dataclass
 class Horizon:
-    """The lengths that the schedule was laid out for, in steps: an epoch's and the run's.
+    """The lengths in steps that the learning rate schedule is based on: an epoch and the run.
 
-    A run that is made longer keeps them and stays at the schedule's last rate, so that no step
-    it has made would have been another one.
+    A run that is extended later keeps them and stays at the schedule's last rate, so that the
+    steps already made are those of the longer run too.
     """
 
     epoch: int

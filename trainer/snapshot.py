@@ -1,4 +1,4 @@
-"""A copy of the state at a step boundary, in memory."""
+"""Copy the training state to host memory at a step boundary."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ import torch
 from torch import Tensor
 
 SMALL = 1 << 16
-"""Bytes up to which a copy is made at once: handing it to another thread costs about as much."""
+"""Tensors up to this many bytes are copied at once: another thread would cost about as much."""
 
 
 class Snapshot:
-    """Copies of tensors in buffers that are used again: pinned where they come from a GPU.
+    """Copies of tensors in buffers that are reused; for GPU tensors the buffers are pinned.
 
-    A copy keeps the layout of its tensor, so that taking it is a plain memory copy.
+    A buffer has its tensor's memory layout, so that the copy is a plain memory copy.
     """
 
     def __init__(self) -> None:
         self._buffers: dict[str, dict[str, Tensor]] = {}
-        self._left: list[tuple[Tensor, Tensor, int]] = []
+        self._deferred: list[tuple[Tensor, Tensor, int]] = []
 
     def take(
         self, live: Mapping[str, Mapping[str, Tensor]], *, later: Container[int] = (),
         pin: bool = True,
     ) -> dict[str, dict[str, Tensor]]:
-        """Copy the tensors as they are now; on CUDA the copies are complete on return.
+        """Copy the tensors; the copies of GPU tensors are complete on return.
 
         Args:
             live: file name → tensor name → tensor.
-            later: addresses (`data_ptr`) of tensors that stay as they are for a while. Large ones
-                on the CPU may be left for `finish`.
-            pin: whether new buffers for a GPU's tensors are pinned; to make such memory may wait
-                for all that the GPU is at.
+            later: addresses (`data_ptr`) of tensors that don't change until `finish`. Large ones
+                on the CPU are copied by `finish`.
+            pin: pin new buffers for GPU tensors. Allocating pinned memory may wait for all work
+                queued on the GPU.
         """
-        assert not self._left, "the copy before was not finished"
+        assert not self._deferred, "finish() must be called before the next take()"
         sources: list[Tensor] = []
         targets: list[Tensor] = []
         for file, tensors in live.items():
@@ -47,7 +47,7 @@ class Snapshot:
                     kept[name] = _buffer_for(tensor, pin)
                 source, target = tensor.detach(), kept[name]
                 if tensor.data_ptr() in later and _is_plain_memory(source, target):
-                    self._left.append((source, target, source._version))
+                    self._deferred.append((source, target, source._version))
                 else:
                     sources.append(source)
                     targets.append(target)
@@ -59,15 +59,15 @@ class Snapshot:
         return {file: {n: kept[n] for n in live[file]} for file, kept in self._buffers.items()}
 
     def finish(self) -> bool:
-        """Copy what `take` has left, in this thread alone: torch's own threads are computing.
+        """Copy the tensors that `take` has left. Uses this thread only: torch's threads compute.
 
         Returns:
-            Whether it was still as `take` has found it, as far as torch counts changes.
+            Whether these tensors are unchanged since `take`, by torch's version counters.
         """
-        left, self._left = self._left, []
-        for source, target, _ in left:
+        deferred, self._deferred = self._deferred, []
+        for source, target, _ in deferred:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
-        return all(source._version == version for source, _, version in left)
+        return all(source._version == version for source, _, version in deferred)
 
 
 def _fits(buffer: Tensor, tensor: Tensor) -> bool:
@@ -81,7 +81,7 @@ def _buffer_for(tensor: Tensor, pin: bool) -> Tensor:
 
 
 def _is_plain_memory(source: Tensor, target: Tensor) -> bool:
-    """Whether copying is moving the bytes of one block of memory, and worth another thread."""
+    """Whether the copy is one block copy on the CPU, and large enough for another thread."""
     dense = source.is_contiguous() or (
         source.dim() == 4 and source.is_contiguous(memory_format=torch.channels_last))
     return (dense and source.device.type == "cpu" and source.stride() == target.stride()
