@@ -70,7 +70,7 @@ def command_of(name: str, *, epochs: int, ranks: int, folder: Path, clip: float)
             break
     restarts = ["--max-restarts", "0"] if name == "killed" else []
     return ["-m", "launch", "--nproc-per-node", str(ranks), *restarts, "--", "sample",
-            f"--run={folder / name}", f"--epochs={epochs}", *flags.values()]
+            f"--run-dir={folder / name}", f"--epochs={epochs}", *flags.values()]
 
 
 def lines_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

@@ -77,7 +77,7 @@ def test_the_page_has_each_row_with_its_words():
 
 def test_each_flag_on_the_pages_is_one_of_the_configuration():
     known = {"--" + name.replace("_", "-") for name, *_ in load(find_recipe("sample")).leaves()}
-    known |= {"--rows", "--markdown", "--json", "--nproc-per-node", "--max-restarts"}
+    known |= {"--run-dir", "--rows", "--markdown", "--json", "--nproc-per-node", "--max-restarts"}
 
     for page in PAGES:
         told = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", page.read_text()))
