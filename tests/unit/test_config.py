@@ -408,7 +408,7 @@ def test_a_switch_may_be_given_what_it_is_already(flag, wide, deep):
     (["--run= "], ["--run ' '", "name a folder"]),
     (["--optim.nesterov=on", "--optim.momentum=0"], ["--optim.nesterov on", "--optim.momentum"]),
     (["--task.dropout=2"], ["task.dropout is 2.0; use 0 or more and less than 1"]),
-    (["--task.model=resnet18", "--task.norm=none"], ["task.norm none", "leave them out"]),
+    (["--task.model=resnet18", "--task.norm=none"], ["task.norm none", "remove them"]),
 ])
 def test_values_that_do_not_fit_together_are_refused_with_what_would(argv, parts):
     told = refusal(*argv)

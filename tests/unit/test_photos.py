@@ -109,7 +109,7 @@ def test_folders_of_their_own_are_taken_for_validation_and_test(root):
 def test_other_classes_in_validation_are_refused(root):
     make_folder(root, {"blue": 1, "green": 2}, "val")
 
-    with pytest.raises(ConfigError, match="blue, green are other classes than in training"):
+    with pytest.raises(ConfigError, match="blue, green differ from the training classes"):
         small(root).dataset("validation")
 
 
@@ -217,7 +217,7 @@ def test_sizes_and_normalisation_are_those_of_the_weights(root, cached):
 
 
 def test_weights_that_do_not_exist_are_named_with_those_that_do(root):
-    with pytest.raises(ConfigError, match="torchvision has of squeezenet1_1 IMAGENET1K_V1"):
+    with pytest.raises(ConfigError, match="weights of squeezenet1_1; it has IMAGENET1K_V1"):
         small(root, weights="V9").model()
 
 

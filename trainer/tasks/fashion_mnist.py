@@ -1,8 +1,8 @@
-"""Fashion-MNIST as arrays: the bundled sample, or the full set from wherever it lies.
+"""Read Fashion-MNIST as arrays: the bundled sample, or the full data set from disk or network.
 
-The files are in IDX format (http://yann.lecun.com/exdb/mnist/), as they are published at
-https://github.com/zalandoresearch/fashion-mnist. The bundled sample is the four of them one behind
-the other, with fewer images, compressed by lzma (see `scripts/make_sample.py`).
+The files are in IDX format (http://yann.lecun.com/exdb/mnist/), as published at
+https://github.com/zalandoresearch/fashion-mnist. The bundled sample is the concatenation of the
+four files with fewer images, compressed by lzma (see `scripts/make_sample.py`).
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ CLASS_NAMES = ("T-shirt/top", "trouser", "pullover", "dress", "coat",
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte",
          "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
-"""The four files, each as it is or with `.gz`; in the order in which the sample holds them."""
+"""The four files, uncompressed or with `.gz`, in the order in which the sample contains them."""
 
 SAMPLE = "fashion_mnist_sample.xz"
 SYSTEM_FOLDER = Path("/usr/share/datasets/fashion-mnist")
-"""Where Debian's and Ubuntu's package dataset-fashion-mnist puts the files."""
+"""Where the package dataset-fashion-mnist of Debian and Ubuntu installs the files."""
 
 _DOWNLOAD_TIMEOUT_S = 20.0
-_REPLACE = "replace it, or remove it to have it looked for elsewhere."
-_REMEDY = ("Give the folder by --task.root or TRAINER_DATA (IDX files in it, or torchvision's "
-           "layout below it), install the Debian package dataset-fashion-mnist, or run once "
-           "where there is a network. The bundled sample needs none: --task.data sample.")
+_REPLACE = "replace it, or remove it so that other folders are searched."
+_REMEDY = ("Set the folder by --task.root or TRAINER_DATA (with the IDX files, or in torchvision's "
+           "layout), install the Debian package dataset-fashion-mnist, or run once with network "
+           "access. The bundled sample needs no download: --task.data sample.")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Arrays:
-    """The images and labels of both files, read-only; equal only to itself.
+    """Training and test images and labels, read-only. Compared by identity.
 
     Attributes:
         train_images, test_images: uint8, Nx28x28, black is 0.
         train_labels, test_labels: uint8, N, 0 to 9.
-        source: where they were read from.
+        source: the folder, or a description of it.
     """
 
     train_images: np.ndarray
@@ -61,9 +61,9 @@ class Arrays:
     source: str
 
 
-@functools.cache  # 0.35 s; a launcher that has read it hands it on to the ranks it forks
+@functools.cache  # 0.35 s; ranks forked from a launcher that has read it share the result
 def read_sample() -> Arrays:
-    """The bundled sample: the first 1,200 and 200 images of each class, in the files' order.
+    """The bundled sample: per class the first 1,200 training and 200 test images, in file order.
 
     Raises:
         ConfigError: the file is missing or damaged.
@@ -83,10 +83,10 @@ def read_sample() -> Arrays:
 
 @functools.cache
 def read_folder(folder: Path) -> Arrays:
-    """The four IDX files in `folder`, unpacked or with `.gz`.
+    """Read the four IDX files in `folder`, uncompressed or with `.gz`.
 
     Raises:
-        ConfigError: a file is missing, damaged or cut short; it is named.
+        ConfigError: a file is missing, damaged or truncated; the message names it.
     """
     parts = []
     for name in FILES:
@@ -98,20 +98,23 @@ def read_folder(folder: Path) -> Arrays:
             if path.suffix == ".gz":
                 content = gzip.decompress(content)
         except (OSError, EOFError, zlib.error) as error:
-            raise ConfigError(f"{path} is damaged or cut short ({error}); {_REPLACE}") from error
+            raise ConfigError(f"{path} is damaged or truncated ({error}); {_REPLACE}") from error
         array, end = parse_idx(content, str(path))
         if end != len(content):
-            raise ConfigError(f"{path} is {len(content)} bytes long, where its header says {end}; "
+            raise ConfigError(f"{path} is {len(content)} bytes long, but its header says {end}; "
                               f"{_REPLACE}")
         parts.append(array)
     return _arrays(parts, str(folder))
 
 
 def parse_idx(content: bytes, name: str, start: int = 0) -> tuple[np.ndarray, int]:
-    """The uint8 array that begins at byte `start` of an IDX file, and the byte where it ends.
+    """Parse a uint8 array at byte `start` of an IDX file.
+
+    Returns:
+        The array, and the offset of its end.
 
     Raises:
-        ConfigError: the header isn't IDX's, or there are fewer bytes than it says.
+        ConfigError: the header is not an IDX header, or the data is shorter than the header says.
     """
     header = content[start : start + 4]
     dimensions = header[3] if len(header) == 4 and header[:3] == b"\0\0\x08" else 0
@@ -122,24 +125,24 @@ def parse_idx(content: bytes, name: str, start: int = 0) -> tuple[np.ndarray, in
     shape = tuple(np.frombuffer(content, ">u4", dimensions, start + 4).tolist())
     count = int(np.prod(shape, dtype=object))
     if len(content) < body + count:
-        raise ConfigError(f"{name} is cut short: {len(content) - body} bytes of data, where its "
+        raise ConfigError(f"{name} is truncated: {len(content) - body} bytes of data, but its "
                           f"header says {count}; {_REPLACE}")
     return np.frombuffer(content, np.uint8, count, body).reshape(shape), body + count
 
 
 def find(root: str | None, environment: Mapping[str, str], *,
          system: Path = SYSTEM_FOLDER, download: Callable[[Path], None] | None = None) -> Path:
-    """The folder that holds the full set, downloaded if it is nowhere.
+    """Find the folder of the full data set; download the data set if no folder has it.
 
-    Looks in `root`, then $TRAINER_DATA, `system` and the cache of the user; in each for the files
+    Searches `root`, then $TRAINER_DATA, `system` and the user's cache folder, each for the files
     themselves and for torchvision's `FashionMNIST/raw`. Downloads into the first of root,
-    $TRAINER_DATA and the cache that is given; of several processes on a host one does it.
+    $TRAINER_DATA and the cache that is set; only one of several processes on a host downloads.
 
     Args:
-        download: makes `FashionMNIST/raw` below the folder it gets; default: torchvision's.
+        download: creates `FashionMNIST/raw` in a folder; default: torchvision's download.
 
     Raises:
-        ConfigError: not found and not downloaded; lists each place and why it wasn't that.
+        ConfigError: neither found nor downloaded; the message lists each place with the reason.
     """
     given = [Path(place).expanduser() for place in (root, environment.get("TRAINER_DATA")) if place]
     cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
@@ -156,7 +159,7 @@ def find(root: str | None, environment: Mapping[str, str], *,
         return _download(target, download or _by_torchvision)
     except (OSError, RuntimeError, ImportError) as error:
         tried.append(f"torchvision's download into {target}: {type(error).__name__}: {error}")
-        raise ConfigError("--task.data fashion-mnist: the data were not found. Tried:\n  "
+        raise ConfigError("--task.data fashion-mnist: the data set was not found. Tried:\n  "
                           + "\n  ".join(tried) + f"\n{_REMEDY}") from None
 
 
@@ -175,17 +178,17 @@ def _why(folder: Path, absent: list[str]) -> str:
 
 
 def _download(target: Path, download: Callable[[Path], None]) -> Path:
-    """Download aside, then move file by file into place, so that each is whole or not there.
+    """Download to a temporary folder, then rename each file, so that each is complete or absent.
 
-    Folders that were made for it go again if it fails: a mistyped root leaves nothing behind.
+    Folders created for it are removed if it fails, so that a mistyped root leaves nothing behind.
     """
     raw, lock = _layouts(target)[1], target / ".fashion-mnist.lock"
     made = [folder for folder in (target, *target.parents) if not folder.exists()]
     with _locked(lock):
         if all(_file(raw, name) for name in FILES):
-            return raw  # another process was faster
+            return raw  # another process has downloaded the files
         aside = target / ".fashion-mnist.download"
-        shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed in between
+        shutil.rmtree(aside, ignore_errors=True)  # left by a killed process
         try:
             download(aside)
             raw.mkdir(parents=True, exist_ok=True)
@@ -194,7 +197,7 @@ def _download(target: Path, download: Callable[[Path], None]) -> Path:
         except BaseException:
             shutil.rmtree(aside, ignore_errors=True)
             lock.unlink()
-            with contextlib.suppress(OSError):  # something else is in it by now
+            with contextlib.suppress(OSError):  # no longer empty
                 for folder in made:
                     folder.rmdir()
             raise
@@ -203,10 +206,10 @@ def _download(target: Path, download: Callable[[Path], None]) -> Path:
 
 
 def _by_torchvision(target: Path) -> None:
-    from torchvision.datasets import FashionMNIST  # several seconds: only where it is needed
+    from torchvision.datasets import FashionMNIST  # takes seconds, so imported only when needed
 
     before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # else a silent network waits for ever
+    socket.setdefaulttimeout(_DOWNLOAD_TIMEOUT_S)  # else an unresponsive network blocks forever
     try:
         FashionMNIST(str(target), download=True)
     finally:
@@ -215,7 +218,7 @@ def _by_torchvision(target: Path) -> None:
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
-    """One process of this host at a time; a dead one's lock is free."""
+    """Exclusive file lock between processes of this host; the death of a process releases it."""
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:
@@ -223,7 +226,7 @@ def _locked(path: Path) -> Iterator[None]:
             if _is_at(path, file.fileno()):
                 yield
                 return
-        # Whoever had it has removed it: nobody else would find what is locked now.
+        # The previous holder has removed the file: other processes would lock a new one. Retry.
 
 
 def _is_at(path: Path, descriptor: int) -> bool:
@@ -238,8 +241,8 @@ def _arrays(parts: list[np.ndarray], source: str) -> Arrays:
     for images, labels in ((train_images, train_labels), (test_images, test_labels)):
         if images.shape[1:] != (28, 28) or labels.shape != images.shape[:1] or not len(labels):
             raise ConfigError(f"{source}: images of shape {images.shape} with labels of shape "
-                              f"{labels.shape}; Nx28x28 and N are wanted, N at least 1.")
+                              f"{labels.shape}; they must be Nx28x28 and N, N at least 1.")
         if labels.max() > 9:
-            raise ConfigError(f"{source}: a label is {labels.max()}; 0 to 9 are wanted.")
+            raise ConfigError(f"{source}: a label is {labels.max()}; labels must be 0 to 9.")
     return Arrays(train_images=train_images, train_labels=train_labels,
                   test_images=test_images, test_labels=test_labels, source=source)

@@ -1,4 +1,4 @@
-"""A small GPT: a transformer that reads tokens from left to right and predicts each next one."""
+"""A small GPT: a causal transformer that predicts the next token at each position."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from torch.nn import functional
 
 
 class GPT(nn.Module):
-    """Pre-norm blocks with learnt places; the output layer is the embedding (Radford et al. 2019).
+    """Pre-norm transformer with learned position embeddings and tied output weights (Radford et al.
+    2019).
 
     Args:
-        tokens: how many different ones there are.
-        context: how many can be read at once.
-        width: must be a multiple of `heads`.
-        dropout: after the embedding, in the attention and after each half of a block.
+        tokens: size of the vocabulary.
+        context: maximal sequence length.
+        width: embedding size; must be a multiple of `heads`.
+        dropout: after the embedding, in the attention, and after attention and MLP of each block.
     """
 
     def __init__(self, *, tokens: int, context: int, layers: int, heads: int, width: int,
@@ -28,11 +29,11 @@ class GPT(nn.Module):
         self.apply(_initialise)
         for name, values in self.named_parameters():
             if name.endswith(("project.weight", "mlp.2.weight")):
-                # So that what all blocks add up to keeps its size.
+                # Scaled by depth, so that the residual sum over all blocks keeps its variance.
                 nn.init.normal_(values, std=0.02 / (2 * layers) ** 0.5)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Logits NxTxC of tokens NxT (int64)."""
+        """Compute logits NxTxC of tokens NxT (int64)."""
         places = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.drop(self.embedding(tokens) + self.places(places))
         for block in self.blocks:
@@ -41,7 +42,7 @@ class GPT(nn.Module):
 
 
 class Block(nn.Module):
-    """Causal self-attention and a layer of four times the width, each added to what came in."""
+    """Causal self-attention and an MLP of four times the width, each with a residual connection."""
 
     def __init__(self, width: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -59,13 +60,13 @@ class Block(nn.Module):
                                                     width // self.heads)
         query, key, value = parts.permute(2, 0, 3, 1, 4)
         if count:
-            seen = functional.scaled_dot_product_attention(
+            attended = functional.scaled_dot_product_attention(
                 query, key, value, is_causal=True,
                 dropout_p=self.dropout if self.training else 0.0)
         else:
-            seen = query + key + value  # an empty micro-batch: kernels differ in what they bear
-        seen = seen.transpose(1, 2).reshape(count, length, width)
-        x = x + self.drop(self.project(seen))
+            attended = query + key + value  # some attention kernels don't support empty batches
+        attended = attended.transpose(1, 2).reshape(count, length, width)
+        x = x + self.drop(self.project(attended))
         return x + self.mlp(self.norm_2(x))
 
 

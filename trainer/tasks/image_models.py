@@ -1,4 +1,4 @@
-"""Image classifiers: the small CNN for 28x28 grey images, and those of torchvision by name."""
+"""Image classifiers: a small CNN for 28x28 grey images, and torchvision's classifiers by name."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ IMAGE_SIZE = 28
 
 _SIZES = (32, 64, 96, 128, 224)
 _EXTRA_ARGUMENTS = {
-    # Both would return further outputs in training, and warn about how they initialise.
+    # Both would return auxiliary outputs in training, and warn about their initialisation.
     "googlenet": {"aux_logits": False, "init_weights": True},
     "inception_v3": {"aux_logits": False, "init_weights": True},
 }
@@ -31,7 +31,7 @@ class SmallCNN(nn.Module):
 
     Args:
         norm: "batch", "group" (8 groups) or "none".
-        dropout: share of the 128 hidden units left out in training.
+        dropout: probability of zeroing a hidden unit in training.
         classes: number of outputs.
     """
 
@@ -47,16 +47,16 @@ class SmallCNN(nn.Module):
         )
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits Nxclasses of images Nx1x28x28."""
+        """Compute logits Nxclasses of images Nx1x28x28."""
         return self.head(self.features(images))
 
 
 def torchvision_model(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
-    """A freshly initialised torchvision classifier that takes images of `size` pixels each way.
+    """A newly initialised torchvision classifier for images of `size` x `size` pixels.
 
-    One channel is repeated to three, and the image enlarged to the first of `size`, 32, 64, 96,
-    128, 224 pixels that the network accepts; a hook does both, so that the names of the weights
-    stay torchvision's own.
+    A grey image is repeated to three channels, and images are enlarged to the first of `size`, 32,
+    64, 96, 128, 224 pixels that the network accepts. A forward pre-hook does both, so the names of
+    the weights remain torchvision's.
 
     Raises:
         ConfigError: torchvision has no classifier of this name.
@@ -70,10 +70,10 @@ def torchvision_model(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> n
 
 
 def classifier(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
-    """torchvision's of this name, or your own `module:Class`, called with the number of classes.
+    """The torchvision classifier of this name, or `module:Class` called with the number of classes.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: neither exists.
     """
     if ":" in name:
         return load_object(name, "--task.model")(classes)
@@ -81,12 +81,12 @@ def classifier(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Modul
 
 
 def pretrained(name: str, weights: str, classes: int) -> nn.Module:
-    """A torchvision classifier with published weights, found in torch's cache (TORCH_HOME) or
-    downloaded into it; the last layer is a new one where it is of another size.
+    """A torchvision classifier with published weights, read from torch's cache (TORCH_HOME) or
+    downloaded into it. The last layer is newly initialised if its size differs.
 
     Raises:
-        ConfigError: torchvision has no such classifier or no such weights, they can't be had, or
-            more than the last layer doesn't fit.
+        ConfigError: torchvision has no such classifier or no such weights, the download fails, or
+            other layers than the last one don't fit.
     """
     chosen = find_weights(name, weights)
     extra = {"aux_logits": False} if name in _EXTRA_ARGUMENTS else {}
@@ -95,7 +95,7 @@ def pretrained(name: str, weights: str, classes: int) -> nn.Module:
     try:
         values = chosen.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:
-        raise ConfigError(f"--task.weights {weights}: {chosen.url} can't be had ({error}); put "
+        raise ConfigError(f"--task.weights {weights}: {chosen.url} can't be loaded ({error}); put "
                           "the file into TORCH_HOME/hub/checkpoints.") from None
     own = net.state_dict()
     values = {n: v for n, v in values.items() if not n.startswith(("aux", "AuxLogits"))}
@@ -107,28 +107,28 @@ def pretrained(name: str, weights: str, classes: int) -> nn.Module:
 
 
 def find_weights(name: str, weights: str) -> Any:
-    """torchvision's entry of published weights of a classifier.
+    """The torchvision enum member of a classifier's published weights.
 
     Raises:
-        ConfigError: there are none of this name.
+        ConfigError: torchvision has no such weights.
     """
     known = _known(name).get_model_weights(name).__members__
     if weights not in known:
-        raise ConfigError(f"--task.weights {weights}: torchvision has of {name} "
-                          f"{', '.join(known) or 'no weights'}.")
+        raise ConfigError(f"--task.weights {weights}: torchvision has no such weights of {name}; "
+                          f"it has {', '.join(known) or 'no weights'}.")
     return known[weights]
 
 
 def _known(name: str) -> Any:
-    """torchvision.models, which have this classifier."""
-    from torchvision import models  # as slow to import as torch itself: only where it is asked for
+    """The module torchvision.models, after checking that it has this classifier."""
+    from torchvision import models  # as slow to import as torch, so imported only when needed
 
     known = models.list_models(module=models)
     if name not in known:
         near = difflib.get_close_matches(name, [*known, "cnn"], n=3)
-        hint = f"did you mean {' or '.join(near)}?" if near else "for example resnet18."
+        hint = f"did you mean {' or '.join(near)}?" if near else "use for example resnet18."
         raise ConfigError(f"--task.model {name}: neither cnn nor a classifier in torchvision "
-                          f"(torchvision.models.list_models names them); {hint}")
+                          f"(torchvision.models.list_models lists them); {hint}")
     return models
 
 
@@ -150,7 +150,10 @@ def _as_photograph(module: nn.Module, arguments: tuple[Tensor, ...], *, size: in
 
 
 def _accepted_size(net: nn.Module, least: int) -> int:
-    """Found by forwards on the meta device, which know shapes and compute nothing."""
+    """The first image size of `least` or more that the network accepts.
+
+    Tried by forward passes on the meta device, which only compute shapes.
+    """
     values = dict(chain(net.named_parameters(), net.named_buffers()))
     shapes = {name: value.to("meta") for name, value in values.items()}
     net.eval()
@@ -161,7 +164,7 @@ def _accepted_size(net: nn.Module, least: int) -> int:
                 with torch.no_grad():
                     torch.func.functional_call(net, shapes, (images,))
             except (RuntimeError, ValueError, AssertionError):
-                continue  # too small for its strides, or a transformer of one fixed size
+                continue  # too small for its strides, or a transformer with a fixed image size
             return size
         return max(least, _SIZES[-1])
     finally:

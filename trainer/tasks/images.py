@@ -1,4 +1,4 @@
-"""The built-in task: which piece of clothing a 28x28 grey image shows (Fashion-MNIST)."""
+"""Built-in task: classify 28x28 grey images of clothing (Fashion-MNIST)."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ Norm = Literal["batch", "group", "none"]
 Augment = Literal["flip", "flip+crop", "none"]
 
 SHOWN = 24
-"""Images in a picture."""
+"""Number of images in a picture."""
 CROP_PADDING = 2
-"""Pixels; 4, usual for photographs of 32x32, cuts sleeves and soles off here."""
+"""Pixels. The usual 4 of 32x32 photographs would cut off sleeves and soles."""
 
 
 class ImageSet(Dataset):
-    """Images in memory, batched by `__getitems__` (32 of them in about 45 us).
+    """Images in memory, read in batches by `__getitems__` (32 images in about 45 us).
 
     Args:
         images: Nx28x28 uint8.
         labels: N uint8.
-        mean, std: of the pixels, for the normalisation; black is 0, white 255.
-        augmentation: what happens to images of a batch whose indices carry `keys`.
+        mean, std: pixel statistics for the normalisation; black is 0, white 255.
+        augmentation: applied to batches whose indices have `keys`.
     """
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean: float, std: float,
@@ -64,8 +64,8 @@ class ImageSet(Dataset):
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images Nx1x28x28 float32 and labels N int64: a finished batch, not to be collated."""
-        # numpy, as in `augment`: on so little data torch's operations cost more in dispatch.
+        """Images Nx1x28x28 float32 and labels N int64: a complete batch, which isn't collated."""
+        # numpy, as in `augment`: on small tensors the dispatch of torch operations costs more.
         where = np.array(indices, dtype=np.int64)
         images = torch.from_numpy(self.images.numpy()[where])
         keys = getattr(indices, "keys", None)
@@ -73,7 +73,7 @@ class ImageSet(Dataset):
             images = augment.flip(images, keys)
             if self._augmentation == "flip+crop":
                 images = augment.crop(images, keys, CROP_PADDING)
-        # One operation after the other: each is rounded alike wherever in a batch an image stands.
+        # Separate operations, each rounded once: bits don't depend on the position in the batch.
         pixels = images.numpy().astype(np.float32)
         pixels -= np.float32(self._mean)
         pixels *= np.float32(self._scale)
@@ -85,36 +85,35 @@ class Images:
     """Classify images of clothing."""
 
     data: Data = "sample"
-    """sample: 12,000 + 2,000 images of Fashion-MNIST that are part of this package;
+    """sample: 12,000 + 2,000 images of Fashion-MNIST, included in this package;
     fashion-mnist: all 60,000 + 10,000."""
     root: str | None = dataclasses.field(default=None, metadata={"change": "free"})
-    """Folder where the full set is looked for first, and into which it is downloaded."""
+    """First folder searched for the full data set, and target of its download."""
     architecture: Annotated[str, tyro.conf.arg(name="model")] = dataclasses.field(
         default="cnn", metadata={"flag": "model"})  # `model` itself is the method
-    """cnn (two convolutions, 422,000 weights), a classifier of torchvision.models, as resnet18,
-    or your own as module:Class (called with the number of classes)."""
+    """cnn (two convolutions, 422,000 weights), a classifier of torchvision.models such as resnet18,
+    or your own module:Class (called with the number of classes)."""
     norm: Norm = "batch"
     """Normalisation in the cnn. group: the result doesn't depend on the micro-batch size."""
     augment: Augment = "flip"
-    """Random changes of the training images. flip+crop takes a longer training to pay off."""
+    """Random augmentation of the training images. flip+crop needs longer training to help."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes, in training only."""
     dropout: float = 0.0
-    """Share of the cnn's hidden units left out, in training only."""
+    """Dropout probability of the cnn's hidden units, in training only."""
     teacher: str | None = dataclasses.field(default=None, metadata={"change": "free"})
-    """Learn from this model's answers too: a run's folder, a checkpoint's, or its
-    model.safetensors."""
+    """Distil this model: a run folder, a checkpoint folder, or a model.safetensors."""
     teacher_architecture: Annotated[str, tyro.conf.arg(name="teacher-model")] = dataclasses.field(
         default="cnn", metadata={"flag": "teacher_model"})
-    """What the teacher is, as in model."""
+    """Architecture of the teacher, as for model."""
     teacher_share: float = 0.5
-    """Share of the teacher in the loss; the rest is that of the labels."""
+    """Weight of the distillation loss; the loss on labels has the rest."""
     temperature: float = 4.0
-    """What the logits are divided by, so that the teacher's smaller probabilities count."""
+    """Divisor of the logits in distillation; raises the weight of small probabilities."""
     validation_fraction: float = 0.2
     """Share of the training file that is held out for validation."""
     seed: int | None = None
-    """Decides which images are held out; by default the run's seed."""
+    """Determines which images are held out; by default the run's seed."""
 
     def __post_init__(self) -> None:
         for name, choices in (("data", Data), ("norm", Norm), ("augment", Augment)):
@@ -129,11 +128,12 @@ class Images:
                 raise ConfigError(f"task.{name} is {value}; use 0 or more and less than 1.")
         if not 0 <= self.teacher_share <= 1 or not self.temperature > 0:
             raise ConfigError(f"task.teacher_share {self.teacher_share}, task.temperature "
-                              f"{self.temperature}: use a share from 0 to 1, and more than 0.")
+                              f"{self.temperature}: use a share from 0 to 1, and a temperature "
+                              "above 0.")
         if self.architecture != "cnn" and (self.norm != "batch" or self.dropout):
             raise ConfigError(f"task.norm {self.norm} and task.dropout {self.dropout} with "
                               f"task.model {self.architecture}: both are settings of the cnn; "
-                              "leave them out.")
+                              "remove them.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -142,11 +142,11 @@ class Images:
 
     @property
     def source(self) -> str:
-        """Where the data come from, in words or as a path."""
+        """The folder of the data, or a description of it."""
         return self._arrays().source
 
     def model(self) -> nn.Module:
-        """Images Nx1x28x28 → logits Nx10, freshly initialised.
+        """A newly initialised model: images Nx1x28x28 → logits Nx10.
 
         Raises:
             ConfigError: torchvision has no classifier of this name.
@@ -156,7 +156,7 @@ class Images:
         return classifier(self.architecture)
 
     def dataset(self, split: str) -> ImageSet | None:
-        """The images of a split; None where nothing is held out for validation.
+        """The images of a split; None for "validation" if no images are held out.
 
         Raises:
             ConfigError: the data are missing or damaged.
@@ -177,9 +177,9 @@ class Images:
         return ImageSet(*held_out, mean, std)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy summed over the samples, and how many of them were classified right.
+        """Cross-entropy summed over the samples, and the accuracy.
 
-        With a teacher, in training: mixed with the divergence from its answers.
+        With a teacher, in training: a weighted sum with the KL divergence from its predictions.
         """
         images, labels = batch
         logits = model(images).float()
@@ -197,15 +197,15 @@ class Images:
         return Outcome(total, count, {"accuracy": (right, len(labels))}, table)
 
     def figures(self) -> dict[str, Figure]:
-        """Means over the classes."""
+        """Precision, recall and F1, as means over the classes."""
         return {name: macro(name) for name in ("precision", "recall", "f1")}
 
     def first_loss(self) -> float:
-        """Of a model that knows nothing yet; 0 with a teacher, whose part of it isn't known."""
+        """Expected loss of an untrained model; 0 (unknown) with a teacher."""
         return 0.0 if self.teacher is not None else math.log(len(self.class_names))
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """The first validation images, and what the model takes them for."""
+        """The first validation images with the model's predictions."""
         shown = self.dataset("validation") or self.dataset("test")
         assert shown is not None
         images, labels = shown.__getitems__(range(min(SHOWN, len(shown))))
@@ -213,10 +213,9 @@ class Images:
         return drawing.predictions(images, logits, labels, self.class_names)
 
     def fingerprint(self) -> str:
-        """Differs where an image, a label, the split or the teacher differs; the same in another
-        folder."""
+        """Depends on images, labels, split and teacher, but not on the folder."""
         arrays = self._arrays()
-        content = xxhash.xxh3_64()  # of everything: 11 MB take 2 ms
+        content = xxhash.xxh3_64()  # hashes everything: 11 MB take 2 ms
         for array in (arrays.train_images, arrays.train_labels,
                       arrays.test_images, arrays.test_labels):
             content.update(array.data)
@@ -226,7 +225,7 @@ class Images:
                 f"{content.hexdigest()}, validation {self.validation_fraction} seed {self._seed}")
 
     def preload(self) -> None:
-        """Read the data, with numpy alone, for a launcher to hand on to the ranks that it forks.
+        """Read the data with numpy alone, in a launcher, for the ranks that it forks.
 
         Raises:
             ConfigError: the data are missing or damaged.
@@ -235,7 +234,7 @@ class Images:
         self._statistics(arrays)
 
     def preview(self, number: int) -> Tensor:
-        """The first training images as they are, uint8 Nx1x28x28, N at most `number`."""
+        """The first training images without augmentation, uint8 Nx1x28x28, N at most `number`."""
         arrays = self._arrays()
         train, _ = self._parts(len(arrays.train_labels))
         return torch.from_numpy(arrays.train_images[train[:number]]).unsqueeze(1)
@@ -254,19 +253,19 @@ class Images:
         return _load_teacher(self.teacher, self.teacher_architecture, device)
 
     def _parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Indices into the training file: those to train on, and those held out; both sorted."""
+        """Sorted indices into the training file: those to train on, and those held out."""
         return _divide(number, self._seed, self.validation_fraction)
 
     def _statistics(self, arrays: fashion_mnist.Arrays) -> tuple[float, float]:
-        """Mean and standard deviation of the pixels trained on."""
+        """Mean and standard deviation of the training pixels."""
         return _mean_and_std(arrays, self._seed, self.validation_fraction)
 
 
 def _weights_file(teacher: str) -> Path:
-    """The file of weights that a run's or a checkpoint's folder has, or the one that is named.
+    """The weights file in a run or checkpoint folder, or `teacher` itself if it is a file.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the file doesn't exist.
     """
     path = Path(teacher).expanduser()
     path = path / "model.safetensors" if path.is_dir() else path
@@ -276,7 +275,7 @@ def _weights_file(teacher: str) -> Path:
     return path
 
 
-@functools.cache  # read once in a process; the weights are no part of what is trained
+@functools.cache  # read once per process; the teacher isn't trained
 def _load_teacher(teacher: str, architecture: str, device: torch.device) -> nn.Module:
     path = _weights_file(teacher)
     with rng.preserved(), torch.inference_mode(False):
@@ -289,7 +288,7 @@ def _load_teacher(teacher: str, architecture: str, device: torch.device) -> nn.M
     return net.to(device).eval().requires_grad_(False)
 
 
-@functools.cache  # both are needed for each split, and are the same in each rank of a launcher
+@functools.cache  # needed for each split, and shared with the ranks that a launcher forks
 def _divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
     keys = rng.mix_array(rng.mix(rng.DATA, seed), np.arange(number))
     order = np.argsort(keys, kind="stable")
@@ -301,11 +300,11 @@ def _divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarra
 def _mean_and_std(
     arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
 ) -> tuple[float, float]:
-    """From exact integer sums: equal on every machine."""
+    """Computed from exact integer sums, so equal on every machine."""
     train, _ = _divide(len(arrays.train_labels), seed, held_out_fraction)
     images = arrays.train_images[train]
     total = int(images.sum(dtype=np.int64))
     squares = int(np.square(images, dtype=np.uint16).sum(dtype=np.int64))
     mean = total / images.size
     variance: Any = squares / images.size - mean**2
-    return mean, max(variance, 1.0) ** 0.5  # images of one grey have no contrast to scale
+    return mean, max(variance, 1.0) ** 0.5  # avoids a division by 0 for constant images

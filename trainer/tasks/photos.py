@@ -1,5 +1,5 @@
-"""A built-in task: classify photographs, from a folder for each class or CIFAR-10, with any
-classifier of torchvision, from scratch or from its published weights."""
+"""Built-in task: classify photographs (one folder per class, or CIFAR-10) with a torchvision
+classifier, from scratch or from published weights."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.task import Outcome
 from trainer.tasks.image_models import classifier, pretrained
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
-"""Mean and standard deviation of each channel, 0 to 1: what torchvision's weights are made with."""
+"""Mean and standard deviation per channel, 0 to 1, as used for torchvision's weights."""
 
 CIFAR_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
             "truck")
@@ -37,12 +37,12 @@ _FOLDERS = {"train": ("train",), "validation": ("val", "validation", "valid"), "
 
 
 def _read(path: str) -> Any:
-    """An image as RGB. Raises: OSError: it can't be read; PIL doesn't always say which."""
+    """Read an image as RGB. An OSError names the path, which PIL's own errors may not."""
     from PIL import Image
 
     try:
         with Image.open(path) as image:
-            if image.mode.startswith("I"):  # 16 bits of grey, which PIL would clip at 255
+            if image.mode.startswith("I"):  # 16-bit grey, which PIL would clip at 255
                 grey = np.asarray(image).astype(np.int64) >> 8
                 return Image.fromarray(grey.clip(0, 255).astype(np.uint8)).convert("RGB")
             return image.convert("RGB")
@@ -51,7 +51,7 @@ def _read(path: str) -> Any:
 
 
 class CifarImages(Dataset):
-    """Images of CIFAR-10 in memory, batched; with keys, cropped after padding and flipped."""
+    """CIFAR-10 images in memory, read in batches; random crop and flip if the indices have keys."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean_std: Any, *,
                  augmented: bool) -> None:
@@ -68,7 +68,7 @@ class CifarImages(Dataset):
         return images[0], labels[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """Images Nx3x32x32 float32 and labels N int64: a finished batch."""
+        """Images Nx3x32x32 float32 and labels N int64: a complete batch."""
         where = torch.from_numpy(np.array(indices, dtype=np.int64))
         images, keys = self.images.index_select(0, where), getattr(indices, "keys", None)
         if keys is not None and self._augmented:
@@ -82,31 +82,30 @@ class Photos:
     """Classify photographs."""
 
     root: str | None = field(default=None, metadata={"change": "free"})
-    """Has to be given: folder with train/CLASS/FILE, and val/ and test/ alike if there are; or with
-    the binary files of CIFAR-10 (data_batch_1.bin …)."""
+    """Required: folder with train/CLASS/FILE and optionally val/ and test/ in the same form, or
+    with the binary files of CIFAR-10 (data_batch_1.bin …)."""
     data: Literal["folder", "cifar-10"] = "folder"
-    """What lies in the root."""
+    """Format of the data in root."""
     architecture: Annotated[str, tyro.conf.arg(name="model")] = field(
         default="resnet18", metadata={"flag": "model"})  # `model` itself is the method
-    """A classifier of torchvision.models, or your own as module:Class (called with the number of
+    """A classifier of torchvision.models, or your own module:Class (called with the number of
     classes)."""
     weights: str | None = None
-    """Start from these weights of torchvision, as IMAGENET1K_V1 or DEFAULT; the last layer is new
-    where the classes are others. Sizes and normalisation are then theirs."""
+    """Start from these weights of torchvision, such as IMAGENET1K_V1 or DEFAULT. The last layer is
+    newly initialised if the number of classes differs. Also sets image sizes and normalisation."""
     crop: int | None = None
-    """Pixels, each way, that the model sees; by default the weights' own, or 224."""
+    """Width and height of the model's input in pixels; by default that of the weights, or 224."""
     resize: int | None = None
-    """Pixels of the shorter side from whose middle the crop is cut in validation; by default the
-    weights' own, or 8/7 of the crop."""
+    """Shorter side in pixels before the centre crop in validation; by default that of the weights,
+    or 8/7 of the crop."""
     class_weights: Literal["none", "balanced"] = "none"
-    """balanced: classes with few training images weigh more in the loss, so that all weigh the
-    same."""
+    """balanced: weigh classes in the loss inversely to their number of training images."""
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes, in training only."""
     validation_fraction: float = 0.1
-    """Share of the training images held out for validation, where no folder is given for it."""
+    """Share of the training images held out for validation, if there is no folder for it."""
     seed: int | None = None
-    """Decides which images are held out; by default the run's seed."""
+    """Determines which images are held out; by default the run's seed."""
 
     def __post_init__(self) -> None:
         for name in ("label_smoothing", "validation_fraction"):
@@ -119,14 +118,14 @@ class Photos:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the labels: those of the folders, in alphabetical order."""
+        """Names of the labels: the folder names in alphabetical order."""
         if self.data == "cifar-10":
             return CIFAR_10
         return tuple(sorted(p.name for p in self._folder("train").iterdir() if p.is_dir()))
 
     @property
     def source(self) -> str:
-        """The folder."""
+        """The folder of the data."""
         return str(self._root)
 
     def model(self) -> nn.Module:
@@ -141,10 +140,10 @@ class Photos:
         return classifier(self.architecture, len(self.class_names), size=side)
 
     def dataset(self, split: str) -> Dataset | None:
-        """The images of a split, random-resized-cropped and flipped where they are trained on.
+        """The images of a split; those for training with random resized crops and flips.
 
         Raises:
-            ConfigError: the folder or a file of it is missing or damaged.
+            ConfigError: the folder or one of its files is missing or damaged.
         """
         if self.data == "cifar-10":
             images, labels = read_cifar(self._root, "test" if split == "test" else "train")
@@ -156,13 +155,13 @@ class Photos:
             return None
         whole = self._images(own or self._folder("train"), train=split == "train")
         if whole.classes != list(self.class_names):
-            raise ConfigError(f"task.root {own}: the folders {', '.join(whole.classes)} are other "
-                              f"classes than in training: {', '.join(self.class_names)}.")
+            raise ConfigError(f"task.root {own}: the folders {', '.join(whole.classes)} differ "
+                              f"from the training classes: {', '.join(self.class_names)}.")
         return whole if own and (split != "train" or self._find("validation")) else (
             self._part(whole, split))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy, and how many images were classified right."""
+        """Cross-entropy summed over the samples, and the accuracy."""
         images, labels = batch
         logits = model(images).float()
         smoothing = self.label_smoothing if model.training else 0.0
@@ -175,21 +174,21 @@ class Photos:
         return Outcome(total, count, {"accuracy": (right, len(labels))}, table)
 
     def figures(self) -> dict[str, Figure]:
-        """Means over the classes."""
+        """Precision, recall and F1, as means over the classes."""
         return {name: macro(name) for name in ("precision", "recall", "f1")}
 
     def first_loss(self) -> float:
-        """Of a model that knows nothing yet; 0 with weights, which do."""
+        """Expected loss of an untrained model; 0 (unknown) with pretrained weights."""
         return 0.0 if self.weights is not None else math.log(len(self.class_names))
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """The first validation images, and what the model takes them for."""
+        """Validation images with the model's predictions."""
         images, labels = _shown(self)
         logits = model(images.to(next(model.parameters()).device))
         return drawing.predictions(images, logits, labels, self.class_names)
 
     def fingerprint(self) -> str:
-        """Differs where a name, a size, a label or the part held out differs."""
+        """Depends on the names and sizes of the files, the labels, and the validation split."""
         digest = xxhash.xxh3_64()
         root = self._root
         for path in sorted(p for p in root.rglob("*") if p.is_file()):
@@ -199,12 +198,11 @@ class Photos:
     @property
     def _root(self) -> Path:
         if self.root is None:
-            raise ConfigError("--task.root: give the folder in which the images are; see "
-                              "docs/tasks.md.")
+            raise ConfigError("--task.root: set the folder of the images; see docs/tasks.md.")
         return Path(self.root).expanduser()
 
     def _sizes(self) -> tuple[int, int]:
-        """Pixels of the crop, and of the shorter side before it in validation."""
+        """Pixels of the crop, and of the shorter side before the centre crop in validation."""
         own = _preset(self.architecture, self.weights)
         crop = self.crop or (own.crop_size[0] if own else 224)
         resize = self.resize or (own.resize_size[0] if own and not self.crop else crop * 8 // 7)
@@ -222,27 +220,27 @@ class Photos:
 
         crop, resize = self._sizes()
         own = _preset(self.architecture, self.weights)
-        way = {} if own is None else {"interpolation": own.interpolation}
-        # Drawn from torch's generator, which the loader keys by (seed, epoch, sample).
-        cut = ([v2.RandomResizedCrop(crop, antialias=True, **way), v2.RandomHorizontalFlip()]
-               if train else [v2.Resize(resize, antialias=True, **way), v2.CenterCrop(crop)])
+        options = {} if own is None else {"interpolation": own.interpolation}
+        # These draw from torch's generator, which the loader keys by (seed, epoch, sample).
+        crops = ([v2.RandomResizedCrop(crop, antialias=True, **options), v2.RandomHorizontalFlip()]
+                 if train else [v2.Resize(resize, antialias=True, **options), v2.CenterCrop(crop)])
         mean, std = self._statistics()
         try:
             return ImageFolder(folder, v2.Compose([
-                *cut, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True),
+                *crops, v2.PILToTensor(), v2.ToDtype(torch.float32, scale=True),
                 v2.Normalize(list(mean), list(std))]), loader=_read)  # fmt: skip
         except OSError as error:
             raise ConfigError(f"task.root {folder}: {error}") from error
 
     def _part(self, whole: Any, split: str) -> Dataset | None:
-        """The share that is trained on, or the one that is held out."""
+        """The part for training or for validation; None if nothing is held out."""
         train, held_out = _divide(len(whole), self.seed or 0, self.validation_fraction)
         if split == "validation" and not len(held_out):
             return None
         return Subset(whole, (train if split == "train" else held_out).tolist())
 
     def _counts(self) -> tuple[int, ...]:
-        """Training images of each class."""
+        """Number of training images per class."""
         return _count(self)
 
     def _find(self, split: str) -> Path | None:
@@ -252,30 +250,32 @@ class Photos:
     def _folder(self, split: str) -> Path:
         found = self._find(split)
         if found is None:
-            raise ConfigError(f"task.root {self.root}: there is no folder {split} in it; the "
-                              "images lie as ROOT/train/CLASS/FILE.")
+            raise ConfigError(f"task.root {self.root}: there is no folder {split} in it; store the "
+                              "images as ROOT/train/CLASS/FILE.")
         return found
 
 
 @functools.cache
 def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Images Nx3x32x32 and labels N, uint8, of CIFAR-10's binary files: a record is the label and
-    the red, green and blue pixels (https://www.cs.toronto.edu/~kriz/cifar.html).
+    """Read images Nx3x32x32 and labels N, uint8, from CIFAR-10's binary files.
+
+    A record is the label followed by the red, green and blue pixels
+    (https://www.cs.toronto.edu/~kriz/cifar.html).
 
     Raises:
-        ConfigError: a file is missing, or isn't a number of records.
+        ConfigError: a file is missing or has an invalid size.
     """
     parts = []
     for name in CIFAR_FILES[split]:
         places = (root / name, root / "cifar-10-batches-bin" / name)
         path = next((p for p in places if p.is_file()), None)
         if path is None:
-            raise ConfigError(f"task.root {root}: there is no {name}; it is a file of the binary "
-                              "version of CIFAR-10 (cifar-10-binary.tar.gz).")
+            raise ConfigError(f"task.root {root}: there is no {name}; extract the binary version "
+                              "of CIFAR-10 there (cifar-10-binary.tar.gz).")
         data = np.fromfile(path, dtype=np.uint8)
         if not len(data) or len(data) % _RECORD:
-            raise ConfigError(f"{path}: {len(data)} bytes, which is no number of records of "
-                              f"{_RECORD}; get the file again.")
+            raise ConfigError(f"{path}: {len(data)} bytes, which is not a multiple of the record "
+                              f"size {_RECORD}; download the file again.")
         parts.append(data.reshape(-1, _RECORD))
     records = np.concatenate(parts)
     return records[:, 1:].reshape(-1, 3, _SIDE, _SIDE), records[:, 0]
@@ -283,7 +283,8 @@ def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _mean_and_std(root: Path) -> tuple[list[float], list[float]]:
-    """Of each channel of CIFAR-10's training images, 0 to 1; from exact integer sums."""
+    """Mean and standard deviation per channel of CIFAR-10's training images, 0 to 1; computed from
+    exact integer sums."""
     images, _ = read_cifar(root, "train")
     channels = images.transpose(1, 0, 2, 3).reshape(3, -1)
     mean = channels.sum(1, dtype=np.int64) / channels.shape[1]
@@ -301,7 +302,7 @@ def _divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarra
 
 @functools.lru_cache(maxsize=1)
 def _shown(task: Photos) -> tuple[Tensor, list[int]]:
-    """12 images of the validation, evenly taken, and their labels."""
+    """12 evenly spaced validation images and their labels."""
     data: Any = task.dataset("validation") or task.dataset("test") or task.dataset("train")
     samples = [data[i] for i in range(0, len(data), -(-len(data) // 12))]
     return torch.stack([image for image, _ in samples]), [int(label) for _, label in samples]
@@ -319,7 +320,7 @@ def _count(task: Photos) -> tuple[int, ...]:
 
 @functools.cache
 def _preset(architecture: str, weights: str | None) -> Any:
-    """How images are prepared for the weights; None without any."""
+    """torchvision's preprocessing of the weights; None without weights."""
     if weights is None:
         return None
     from trainer.tasks.image_models import find_weights

@@ -1,4 +1,5 @@
-"""A built-in task on drawn images: where circles, squares and triangles are, or which of them."""
+"""Built-in task on synthetic images of circles, squares and triangles: segmentation or multi-label
+classification."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ from trainer.task import Outcome
 
 SHAPES = ("circle", "square", "triangle")
 SIZE = 32
-"""Pixels of an image, each way."""
+"""Width and height of an image in pixels."""
 
 
 class UNet(nn.Module):
-    """Two halvings and back, with the finer maps handed across (Ronneberger, Fischer, Brox 2015);
-    GroupNorm, so that no statistics pass from one image to another. About 120,000 parameters."""
+    """U-Net with two levels of downsampling (Ronneberger, Fischer, Brox 2015), about 120,000
+    parameters. GroupNorm keeps the images of a batch independent of each other."""
 
     def __init__(self, width: int = 16, classes: int = len(SHAPES)) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class UNet(nn.Module):
         self.head = nn.Conv2d(width, classes, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits NxCx32x32 of images Nx1x32x32."""
+        """Compute logits NxCx32x32 of images Nx1x32x32."""
         fine = self.fine(images)
         middle = self.middle(functional.max_pool2d(fine, 2))
         coarse = self.coarse(functional.max_pool2d(middle, 2))
@@ -47,30 +48,30 @@ class UNet(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Shapes:
-    """Find circles, squares and triangles in noisy grey images: an image has up to one of each."""
+    """Find circles, squares and triangles in noisy grey images, with at most one of each."""
 
     target: Literal["masks", "labels"] = "masks"
-    """masks: which pixels belong to each (segmentation); labels: which are there (multi-label)."""
+    """masks: the pixels of each shape (segmentation); labels: the shapes present (multi-label)."""
     loss_name: Annotated[Literal["dice+bce", "bce"], tyro.conf.arg(name="loss")] = field(
         default="dice+bce", metadata={"flag": "loss"})  # `loss` itself is the method
-    """Of masks. Labels have bce."""
+    """Loss of masks; labels always use bce."""
     balanced: bool = False
-    """bce: let the pixels (or labels) that are there weigh as much as those that aren't."""
+    """With bce: give positive and negative pixels (or labels) the same total weight."""
     images: int = 2000
-    """Training images; a quarter as many more for validation, and for the test."""
+    """Number of training images; validation and test have a quarter as many each."""
     noise: float = 0.15
-    """Standard deviation of the pixels' noise; a shape is 0.4 to 1 brighter than the rest."""
+    """Standard deviation of the pixel noise; a shape is 0.4 to 1 brighter than the background."""
     width: int = 16
-    """Channels of the finest maps."""
+    """Channels at the highest resolution."""
     seed: int | None = None
-    """Decides what is drawn; by default the run's seed."""
+    """Determines the images; by default the run's seed."""
 
     def __post_init__(self) -> None:
         if self.images < 4 or self.width % 4:
             raise ConfigError(f"task.images {self.images}, task.width {self.width}: use 4 or more "
-                              "images, and a width that 4 divides.")
+                              "images, and a width that is a multiple of 4.")
         if self.balanced and self.target == "masks" and self.loss_name != "bce":
-            raise ConfigError("task.balanced is for bce: add --task.loss bce.")
+            raise ConfigError("task.balanced needs the loss bce: add --task.loss bce.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -93,7 +94,7 @@ class Shapes:
         return TensorDataset(torch.from_numpy(images), torch.from_numpy(target).float())
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """The loss, and how many pixels (or labels) were told right."""
+        """The loss, and the accuracy over pixels (or labels)."""
         images, target = batch
         logits = model(images).float()
         if self.target == "masks" and self.loss_name == "dice+bce":
@@ -107,11 +108,11 @@ class Shapes:
         return Outcome(total, count, {"accuracy": (right, target.numel())}, table)
 
     def figures(self) -> dict[str, Figure]:
-        """Means over the shapes."""
+        """Precision, recall, F1 and intersection over union, as means over the shapes."""
         return {name: macro(name) for name in ("precision", "recall", "f1", "iou")}
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """Validation images, above what the model finds in them: one colour a shape."""
+        """Validation images above the model's predictions, with one colour per shape."""
         images, _ = self._drawn("validation")
         images = images[:8]
         device = next(model.parameters()).device
@@ -134,9 +135,9 @@ class Shapes:
                                         present.size // len(SHAPES))
 
 
-@functools.lru_cache(maxsize=3)  # each split is asked for several times
+@functools.lru_cache(maxsize=3)  # each split is used several times
 def draw(count: int, noise: float, seed: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Images Nx1x32x32 float32 and masks Nx3x32x32 bool; each shape is there in half of them."""
+    """Draw images Nx1x32x32 float32 and masks Nx3x32x32 bool; each shape has probability 1/2."""
     generator = np.random.default_rng(seed)
     rows, columns = np.mgrid[:SIZE, :SIZE]
     shape = (count, len(SHAPES), 1, 1)
@@ -163,7 +164,7 @@ def _block(channels_in: int, channels_out: int) -> nn.Module:
 
 
 def _twice(maps: Tensor) -> Tensor:
-    # Copies: the backward of `interpolate` adds up in an order of its own on a GPU.
+    # By copying, because the backward of `interpolate` is nondeterministic on a GPU.
     count, channels, height, width = maps.shape
     pairs = maps[:, :, :, None, :, None].expand(-1, -1, -1, 2, -1, 2)
     return pairs.reshape(count, channels, 2 * height, 2 * width)

@@ -1,4 +1,4 @@
-"""A built-in task that can be looked at: which of three arms of a spiral a point lies on."""
+"""Built-in task in two dimensions: classify points by the arm of a spiral they lie on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Spiral:
     """Classify points of the plane that lie on three arms of a spiral."""
 
     points: int = 1500
-    """Training points; a third as many more for validation, and for the test."""
+    """Number of training points; validation and test have a third as many each."""
     noise: float = 0.2
     """Standard deviation of a point's angle, in radians."""
     width: int = 64
@@ -33,7 +33,7 @@ class Spiral:
     label_smoothing: float = 0.0
     """Share of the target that is spread over all classes, in training only."""
     seed: int | None = None
-    """Decides where the points lie; by default the run's seed."""
+    """Determines the points; by default the run's seed."""
 
     def __post_init__(self) -> None:
         if self.points < CLASSES * 3:
@@ -53,7 +53,7 @@ class Spiral:
         return TensorDataset(torch.from_numpy(points), torch.from_numpy(arms))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy, and the points that were put on the right arm."""
+        """Cross-entropy summed over the samples, and the accuracy."""
         points, arms = batch
         logits = model(points).float()
         smoothing = self.label_smoothing if model.training else 0.0
@@ -65,15 +65,15 @@ class Spiral:
         return Outcome(total, count, {"accuracy": (right, len(arms))}, table)
 
     def figures(self) -> dict[str, Figure]:
-        """Means over the arms."""
+        """Precision, recall and F1, as means over the arms."""
         return {name: macro(name) for name in ("precision", "recall", "f1")}
 
     def first_loss(self) -> float:
-        """Of a model that knows nothing yet."""
+        """Expected loss of an untrained model."""
         return math.log(CLASSES)
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """Which arm the model sees where, the paler the less sure; and the validation points."""
+        """The predicted arms of the plane, paler at lower confidence, and the validation points."""
         line = torch.linspace(-_REACH, _REACH, _PIXELS)
         y, x = torch.meshgrid(-line, line, indexing="ij")
         plane = torch.stack([x.flatten(), y.flatten()], 1)
@@ -91,7 +91,7 @@ class Spiral:
 
 
 def draw_points(count: int, noise: float, seed: tuple[int, int]) -> tuple[np.ndarray, np.ndarray]:
-    """Points Nx2 float32 within the unit circle, and the arms 0 to 2 they lie on, in turn."""
+    """Draw points Nx2 float32 on the arms of the spiral, and their labels 0, 1, 2, 0, …"""
     generator = np.random.default_rng(seed)
     arms = np.arange(count) % CLASSES
     radius = generator.random(count)

@@ -1,4 +1,4 @@
-"""A built-in task on text: predict each next byte of any file, with a small GPT."""
+"""Built-in task: language modelling on the bytes of a file with a small GPT."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from trainer.tasks.gpt import GPT
 
 BYTES = 256
 NOT_COUNTED = -100
-"""The target where a last, shorter piece has none."""
+"""Ignored target, in the padding of the last piece."""
 
 
 class Pieces(Dataset):
-    """A file cut into pieces of `context` bytes, read where they lie (memory-mapped).
+    """A memory-mapped file split into pieces of `context` bytes.
 
-    Piece i is (bytes, the bytes that follow each), int64 of length `context`; what the last one
-    lacks is 0, and `NOT_COUNTED` as a target.
+    Piece i is (inputs, targets), int64 of length `context`; the target of a byte is the next byte.
+    The last piece is padded with input 0 and target `NOT_COUNTED`.
     """
 
     def __init__(self, data: np.ndarray, context: int) -> None:
@@ -45,7 +45,7 @@ class Pieces(Dataset):
         return inputs[0], targets[0]
 
     def __getitems__(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
-        """A finished batch, NxT each."""
+        """A complete batch of inputs and targets, NxT each."""
         inputs = np.zeros((len(indices), self.context), dtype=np.int64)
         targets = np.full((len(indices), self.context), NOT_COUNTED, dtype=np.int64)
         for row, index in enumerate(indices):
@@ -56,7 +56,7 @@ class Pieces(Dataset):
 
 
 class PieceStream(IterableDataset):
-    """The pieces in the order of the text: each lane reads on in a part of it of its own."""
+    """The pieces in the order of the text; each lane reads a contiguous part of it."""
 
     def __init__(self, pieces: Pieces) -> None:
         self.pieces = pieces
@@ -73,7 +73,7 @@ class PieceStream(IterableDataset):
 
 
 class Reader(Iterator[tuple[Tensor, Tensor]]):
-    """Reads pieces one after the other, and knows where it is."""
+    """Iterator over pieces, with a position that can be saved and restored."""
 
     def __init__(self, pieces: Pieces, numbers: range) -> None:
         self._pieces, self._numbers, self._done = pieces, numbers, 0
@@ -85,11 +85,11 @@ class Reader(Iterator[tuple[Tensor, Tensor]]):
         return self._pieces[self._numbers[self._done - 1]]
 
     def state_dict(self) -> dict[str, int]:
-        """How many pieces it has given."""
+        """The number of pieces read."""
         return {"done": self._done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Go on after so many."""
+        """Continue at a saved position."""
         self._done = state["done"]
 
 
@@ -100,17 +100,17 @@ class Text:
     file: str | None = field(default=None, metadata={"change": "free"})
     """Any file; by default pydoc_data/topics.py of this Python, 0.7 MB of its documentation."""
     stream: bool = False
-    """Read the text in its order, in lanes, instead of shuffled pieces."""
+    """Read the text in order, as a stream in lanes, instead of in shuffled pieces."""
     context: int = 64
-    """Bytes that a prediction can look back on."""
+    """Context length in bytes."""
     layers: int = 2
-    """Blocks of the transformer."""
+    """Number of transformer blocks."""
     heads: int = 4
-    """Heads of attention."""
+    """Number of attention heads."""
     width: int = 64
-    """Numbers that stand for a byte inside."""
+    """Embedding size."""
     dropout: float = 0.0
-    """Share of the values left out, in training only."""
+    """Dropout probability, in training only."""
     validation_fraction: float = 0.1
     """Share of the text, at its end, that is held out for validation."""
 
@@ -128,7 +128,7 @@ class Text:
 
     @property
     def source(self) -> str:
-        """The file."""
+        """The path of the file."""
         standard = Path(sysconfig.get_path("stdlib")) / "pydoc_data" / "topics.py"
         return str(standard if self.file is None else Path(self.file).expanduser())
 
@@ -138,7 +138,7 @@ class Text:
                    width=self.width, dropout=self.dropout)
 
     def dataset(self, split: str) -> Dataset | None:
-        """The text's beginning to train on, its end for validation; no test.
+        """The start of the text for training, its end for validation; None for "test".
 
         Raises:
             ConfigError: the file can't be read or is too short.
@@ -150,28 +150,28 @@ class Text:
         part = text[len(text) - held_out :] if split == "validation" else (
             text[: len(text) - held_out])
         if len(part) < 2:
-            raise ConfigError(f"task.file {self.source}: {len(text)} bytes are too few to train "
-                              "and to validate on; use a longer text.")
+            raise ConfigError(f"task.file {self.source}: {len(text)} bytes are too few for "
+                              "training and validation; use a longer text.")
         pieces = Pieces(part, self.context)
         return PieceStream(pieces) if self.stream and split == "train" else pieces
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        """Cross-entropy, summed over the bytes predicted."""
+        """Cross-entropy summed over the predicted bytes."""
         inputs, targets = batch
         logits = model(inputs).float()
         loss = losses.named("cross-entropy", ignore_index=NOT_COUNTED)
         return Outcome(*loss(logits.flatten(0, 1), targets.flatten()))
 
     def figures(self) -> dict[str, Figure]:
-        """Perplexity, e to the loss; and bits a byte, the loss over ln 2."""
+        """Perplexity exp(loss), and bits per byte loss / ln 2."""
         return {"perplexity": _perplexity, "bits_per_byte": _bits}
 
     def first_loss(self) -> float:
-        """Of a model that knows nothing yet."""
+        """Expected loss of an untrained model."""
         return math.log(BYTES)
 
     def fingerprint(self) -> str:
-        """Differs where the text or the part held out differs."""
+        """Depends on the text and on the validation split."""
         text = self._text()
         digest: Any = xxhash.xxh3_64(text.data).hexdigest()
         return f"{len(text)} bytes {digest}, validation {self.validation_fraction}"
@@ -179,8 +179,8 @@ class Text:
     def _text(self) -> np.ndarray:
         try:
             return np.memmap(self.source, dtype=np.uint8, mode="r")
-        except (OSError, ValueError) as error:  # no such file; an empty one
-            raise ConfigError(f"task.file {self.source}: {error}; give a text by "
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise ConfigError(f"task.file {self.source}: {error}; set a text by "
                               "--task.file PATH.") from None
 
 
