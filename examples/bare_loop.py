@@ -3,8 +3,8 @@
     torchrun --standalone --nproc_per_node=2 examples/bare_loop.py --epochs 5
     python examples/bare_loop.py --epochs 5
 
-It is what the benchmarks compare the trainer with, and what a reader can hold against
-`trainer/step.py` and `trainer/loop.py`: the mathematics are the same; no fault is survived.
+The benchmarks compare the trainer with it. The mathematics are those of `trainer/step.py` and
+`trainer/loop.py`, without fault tolerance.
 """
 
 import argparse
@@ -33,7 +33,7 @@ PEAK_LR, WEIGHT_DECAY, CLIP_NORM, WARMUP, MIN_RATIO = 3e-3, 0.01, 5.0, 0.05, 0.1
 
 
 def read_sample() -> list[np.ndarray]:
-    """Images Nx28x28 and labels N to train on, then those to test on: four IDX files in a row."""
+    """Training images Nx28x28 and labels N, then those for testing: four concatenated IDX files."""
     content, arrays, at = lzma.decompress(SAMPLE.read_bytes()), [], 0
     while at < len(content):
         dims = content[at + 3]
@@ -45,7 +45,7 @@ def read_sample() -> list[np.ndarray]:
 
 
 class Images(Dataset):
-    """Batches of images Nx1x28x28, flipped at random if `flip`, and their labels N."""
+    """Batches of images Nx1x28x28, randomly flipped if `flip`, and their labels N."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean: float, std: float,
                  flip: bool = False) -> None:
@@ -64,7 +64,7 @@ class Images(Dataset):
 
 
 def load_data(seed: int) -> tuple[Images, Images, Images]:
-    """The images to train on, to validate and to test with."""
+    """The training, validation and test images."""
     images, labels, test_images, test_labels = read_sample()
     order = np.random.default_rng(seed).permutation(len(labels))
     held_out = round(len(labels) * VALIDATION)
@@ -76,7 +76,7 @@ def load_data(seed: int) -> tuple[Images, Images, Images]:
 
 
 def make_model(device: torch.device | str = "cpu") -> nn.Module:
-    """Two blocks of convolution, norm, ReLU, pooling, and a hidden layer: 422,000 weights."""
+    """Two blocks of convolution, norm, ReLU and pooling, then a hidden layer: 422,000 weights."""
     def block(inputs: int, outputs: int) -> list[nn.Module]:
         return [nn.Conv2d(inputs, outputs, 3, padding=1, bias=False), nn.BatchNorm2d(outputs),
                 nn.ReLU(), nn.MaxPool2d(2)]
@@ -87,7 +87,7 @@ def make_model(device: torch.device | str = "cpu") -> nn.Module:
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """Fused AdamW; weights decay, biases and norms don't."""
+    """Fused AdamW with weight decay for weights, but not for biases and norms."""
     parameters = list(model.parameters())
     groups = [{"params": [p for p in parameters if p.dim() >= 2], "weight_decay": WEIGHT_DECAY},
               {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0}]
@@ -95,7 +95,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def make_schedule(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
-    """Linear warm-up that starts above zero, then a cosine, which the last of `total` ends."""
+    """Linear warm-up that starts above zero, then cosine decay that ends at the last update."""
     warmup = max(1, round(WARMUP * total))
 
     def factor(update: int) -> float:
@@ -109,7 +109,7 @@ def make_schedule(optimizer: torch.optim.Optimizer, total: int) -> LambdaLR:
 
 def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LambdaLR,
                micro_batches: Iterable[tuple[Tensor, Tensor]], accumulation: int) -> Tensor:
-    """One update from `accumulation` micro-batches of equal size; this rank's mean loss."""
+    """One update from `accumulation` micro-batches of equal size; returns this rank's mean loss."""
     optimizer.zero_grad(set_to_none=True)
     total = torch.zeros((), device=next(model.parameters()).device)
     for number, (images, labels) in enumerate(micro_batches, start=1):
@@ -126,12 +126,12 @@ def train_step(model: nn.Module, optimizer: torch.optim.Optimizer, schedule: Lam
 
 @torch.no_grad()
 def evaluate(model: nn.Module, data: Images, rank: int, num_ranks: int) -> float:
-    """The accuracy over the whole of `data`; each rank takes every `num_ranks`-th sample, so none
-    is padded and none counted twice."""
+    """The accuracy over `data`. Each rank takes every `num_ranks`-th sample, so no sample is
+    counted twice."""
     model.eval()
     device = next(model.parameters()).device
     if num_ranks > 1:
-        for buffer in model.buffers():  # the running statistics are each rank's own
+        for buffer in model.buffers():  # each rank has its own running statistics
             dist.broadcast(buffer, 0)
     correct = torch.zeros((), device=device)
     for some in torch.arange(rank, len(data), num_ranks).split(2 * MICRO_SIZE):
@@ -146,7 +146,7 @@ def evaluate(model: nn.Module, data: Images, rank: int, num_ranks: int) -> float
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
-    parser.add_argument("--steps", type=int, help="end after so many updates")
+    parser.add_argument("--steps", type=int, help="number of updates")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
 
@@ -168,7 +168,7 @@ def main() -> None:
     plain = make_model(device)
     torch.manual_seed(options.seed + 1 + rank)  # ranks flip differently
     if num_ranks > 1 and on_cuda:
-        # torch has none for the CPU; there each rank normalises by statistics of its own.
+        # torch has no SyncBatchNorm for the CPU: there each rank uses its own statistics.
         plain = nn.SyncBatchNorm.convert_sync_batchnorm(plain)
     model = DistributedDataParallel(plain) if num_ranks > 1 else plain
     per_epoch = len(train) // GLOBAL_SIZE
@@ -204,7 +204,7 @@ def main() -> None:
     if num_ranks > 1:
         dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(0)  # a thread of gloo that still lets go of a tensor would abort in Python's end
+        os._exit(0)  # a gloo thread that still releases a tensor would abort at interpreter exit
 
 
 if __name__ == "__main__":

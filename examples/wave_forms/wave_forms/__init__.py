@@ -1,1 +1,1 @@
-"""Wave forms in noise: a user's package, trained by `trainer`."""
+"""Classification of noisy wave forms: an example of a user's package."""

@@ -1,4 +1,4 @@
-"""A sink, named by --log.sinks: the loss as a CSV file in the run's folder."""
+"""A sink for --log.sinks: writes the loss to a CSV file in the run folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class Curve:
-    """step,loss: a line a step. After a restart steps may come again: older lines of them go."""
+    """One line `step,loss` per step. After a restart the lines of repeated steps are removed."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "curve.csv"

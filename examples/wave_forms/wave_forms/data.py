@@ -1,4 +1,4 @@
-"""Waves in noise, made as they are read."""
+"""Noisy waves, generated when they are read."""
 
 import math
 
@@ -11,10 +11,10 @@ POINTS = 64
 
 
 class Waves(Dataset):
-    """Sample i is a wave of form i % 4 (1x64 float32) and that number.
+    """Sample i is a wave of form i % 4 (1x64 float32) and the number of the form.
 
-    Random draws come from torch's own generator. The trainer keys it for each sample, by seed,
-    epoch and index, so every epoch has other waves and a restart has the same ones.
+    Random draws come from torch's default generator, which the trainer keys for each sample by
+    seed, epoch and index. Each epoch has different waves, and a restart reproduces them.
     """
 
     def __init__(self, samples: int, noise: float) -> None:

@@ -6,7 +6,7 @@ from wave_forms.data import FORMS
 
 
 class Net(nn.Module):
-    """Waves Nx1x64 to logits Nx4."""
+    """Waves Nx1x64 → logits Nx4."""
 
     def __init__(self, width: int = 32) -> None:
         super().__init__()

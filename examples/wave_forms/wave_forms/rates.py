@@ -1,24 +1,26 @@
-"""A schedule and an optimizer, named by --schedule.name and --optim.name."""
+"""A schedule for --schedule.name and an optimizer for --optim.name."""
+
+from typing import Any
 
 import torch
 
 
 def halving(update: int) -> float:
-    """Number of the update (from 0) to a factor of the peak rate: half of it every 100."""
+    """Factor of the peak learning rate for an update (from 0): halved every 100 updates."""
     return 0.5 ** (update // 100)
 
 
 class Lion(torch.optim.Optimizer):
-    """Steps of the momentum's sign (Chen et al. 2023, https://arxiv.org/abs/2302.06675).
+    """Updates by the sign of the momentum (Chen et al. 2023, https://arxiv.org/abs/2302.06675).
 
-    Whatever is in `self.state` is saved and comes back.
+    `self.state` is saved in checkpoints and restored.
     """
 
-    def __init__(self, groups, lr: float, weight_decay: float) -> None:
+    def __init__(self, groups: Any, lr: float, weight_decay: float) -> None:
         super().__init__(groups, {"lr": lr, "weight_decay": weight_decay, "betas": (0.9, 0.99)})
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: Any = None) -> None:
         for group in self.param_groups:
             fast, slow = group["betas"]
             for parameter in group["params"]:

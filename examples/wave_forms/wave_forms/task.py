@@ -1,4 +1,4 @@
-"""The task: what is trained, on what, and how it is judged."""
+"""The task: model, data, loss and metrics."""
 
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -15,16 +15,16 @@ from wave_forms.loss import focal
 
 @dataclass(frozen=True)
 class WaveForms:
-    """Tell wave forms apart. Its fields are its flags: --task.noise 0.5."""
+    """Classify wave forms. The fields become flags: --task.noise 0.5."""
 
     net: str = "wave_forms.model:Net"
     """The model, as module:Class."""
     noise: float = 0.3
     """Standard deviation of the noise; the waves' amplitude is 1."""
     samples: int = 1920
-    """Training samples; a quarter as many to validate, and to test."""
+    """Number of training samples; validation and test have a quarter as many each."""
     gamma: float = 2.0
-    """How much less known samples weigh in the loss; 0 is plain cross entropy."""
+    """Exponent of the focal loss; 0 is plain cross-entropy."""
 
     class_names: ClassVar = FORMS
 
@@ -44,10 +44,10 @@ class WaveForms:
             table=confusion(guess, forms, len(FORMS)))
 
     def figures(self) -> dict[str, Any]:
-        """A metric that is no mean of samples: the recall of the form that is known worst."""
+        """A metric that isn't a mean over samples: the lowest recall of a wave form."""
         return {"worst_recall": lambda means, table: float(per_class(table)["recall"].min())}
 
     def predict(self, model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        """What `trainer predict` writes for each sample."""
+        """The values that `trainer predict` writes for each sample."""
         shares = torch.softmax(model(batch[0]), 1)
         return {"form": shares.argmax(1), "share": shares.amax(1)}
