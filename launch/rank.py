@@ -1,4 +1,4 @@
-"""From a fork of the server to a rank: its own session, environment, output, and a way to end."""
+"""Turn a fork of the server into a rank: its session, environment, output streams and exit."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from trainer.pipe import say
 Entry = Callable[[list[str]], int]
 
 ORPHAN_S = 4.5
-"""How long a rank outlives the launcher where the fork server, which is quicker, is dead too."""
+"""How long a rank runs after the launcher's death if the fork server has died, too. A living fork
+server kills it earlier."""
 
 
 def be_rank(
@@ -34,20 +35,20 @@ def be_rank(
     output_fds: Sequence[int],
     close_fds: Sequence[int],
 ) -> NoReturn:
-    """Turn this fresh fork into a rank, call `main(argv)` and exit with what it returns.
+    """Turn this new fork into a rank, call `main(argv)` and exit with its return value.
 
-    The stop signals stay blocked until `main` handles and unblocks them, so that none is missed.
+    The stop signals stay blocked until `main` handles and unblocks them, so that none is lost.
 
     Args:
         main: the entry function.
         argv: the trainer's arguments.
         env: environment variables to set.
-        launcher_fd: end of file there tells that the launcher has died.
+        launcher_fd: socket to the launcher; end of file means that the launcher has died.
         output_fds: new stdout and stderr; empty to keep the inherited ones.
-        close_fds: what the fork server had open for itself.
+        close_fds: file descriptors of the fork server to close.
     """
     try:
-        os.setsid()  # one Ctrl-C in the terminal must not reach a rank twice
+        os.setsid()  # Ctrl-C in the terminal must not reach a rank a second time
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for number in STOP_SIGNALS:
@@ -56,20 +57,20 @@ def be_rank(
         for fd in close_fds:
             os.close(fd)
         _set_streams(output_fds)
-        handles.part()  # of what the task's module has opened
+        handles.separate_reads()  # of files that the task's module has opened
         os.environ |= {**env, "TRAINER_LAUNCHER_FD": str(launcher_fd)}
         sys.argv = ["trainer", *argv]
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
-            name.write(f"rank {env['RANK']}")  # what `ps` and `top` show
+            name.write(f"rank {env['RANK']}")  # shown by `ps` and `top`
         threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
         code = _call(main, list(argv))
         _finish(code)
-        with contextlib.suppress(OSError):  # the launcher is gone
+        with contextlib.suppress(OSError):  # the launcher has died
             os.write(launcher_fd, b"returned\n")
         os._exit(code)
     except BaseException:
         traceback.print_exc()
-    finally:  # also where there is nothing to print to: this is a copy of the fork server
+    finally:  # always: this process must never return into the fork server's loop
         os._exit(EXIT_FAILURE)
 
 
@@ -79,7 +80,7 @@ def _set_streams(output_fds: Sequence[int]) -> None:
     for fd, target in zip(output_fds, (1, 2), strict=False):
         os.dup2(fd, target)
         os.close(fd)
-    # A rank may be killed at any time: what it has printed must not wait in its memory.
+    # A rank may be killed at any time: flush its output after each line.
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
 
@@ -97,24 +98,26 @@ def _call(main: Entry, argv: list[str]) -> int:
 
 
 def _finish(code: int) -> None:
-    """What the interpreter does at its end, but for tearing down every module (about a second).
+    """Shut down as the interpreter does, without unloading every module (about a second).
 
-    Of a rank that has failed only its words are waited for: a thread of the task's may never end,
-    and the others wait for the next attempt.
+    A rank that has failed only flushes its output: a thread of the task may never end, and the
+    other ranks wait for the next attempt.
     """
     if code == EXIT_COMPLETE:
-        threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that aren't daemons
+        threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads
         atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         say("", stream)
 
 
 def _end_orphan(launcher_fd: int) -> None:
-    """The last resort where launcher and fork server have both died. One that was only stopped is
-    continued: it has to end as well."""
+    """Kill this rank if the launcher and the fork server have both died.
+
+    A fork server that is only stopped is continued, because it has to exit as well.
+    """
     server = os.getppid()
     watch = select.poll()
-    watch.register(launcher_fd, 0)  # not what can be read there: only whether the other end is gone
+    watch.register(launcher_fd, 0)  # no events: wait only for the hang-up of the other end
     watch.poll()
     with contextlib.suppress(OSError):
         if os.getppid() == server:

@@ -1,4 +1,4 @@
-"""What a rank does about a hang: stacks on disk, the culprit named and ended, its own leaving."""
+"""Response of a rank to a hang: write stacks, name and end the culprit, leave."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 from trainer import processes, stacks
 from trainer.diagnosis import near
 from trainer.errors import EXIT_FAILURE
-from trainer.hang import Report, Verdict, shown
+from trainer.hang import HangReport, Report, name_place
 from trainer.heartbeats import Heartbeats, Identity
 from trainer.log import Log
 from trainer.pipe import say
@@ -23,32 +23,32 @@ from trainer.status import Phase
 from trainer.world import World
 
 LATE_S = 5.0
-"""So much before the launcher would kill it a rank without its peers leaves, saved or not."""
+"""Seconds before the launcher would kill it, at which a rank without peers leaves anyway."""
 
 DUMP_S = 5.0
-"""How long writing stacks may take: the disk may be what hangs."""
+"""Time limit of writing stacks, in seconds: the disk may be what hangs."""
 
 
 class Alarm:
-    """This rank's part in an alarm. All but `stop` is called by the watchdog's thread.
+    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`.
 
     Args:
-        tick_s: between two heartbeats.
+        tick_s: time between two heartbeats.
         clock: seconds, monotonic, of the host.
-        tell: is given the event that says who hangs.
+        tell: called with the event that names the culprit.
 
     Attributes:
-        beats: the heartbeats; None in a world of one.
-        rescue: saves the last boundary beside a main thread that can't; whether it could.
-        stopped: whether the main thread leaves by itself.
-        at_s: when the alarm came, inf as long as there is none.
+        beats: the heartbeats; None in a world of one rank.
+        rescue: saves the last boundary in place of the main thread; returns whether it could.
+        stopped: the main thread leaves by itself.
+        at_s: time of the alarm; inf before.
     """
 
     def __init__(
         self, world: World, log: Log, marks: ProgressMarks, *, identity: Identity, tick_s: float,
         clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
-        self._launcher_hears = tell
+        self._tell_launcher = tell
         self.beats: Heartbeats | None = None
         self.rescue: Callable[[], bool] = lambda: False
         self.stopped = False
@@ -61,45 +61,45 @@ class Alarm:
         self._dumped = False
 
     def stop(self) -> None:
-        """The main thread leaves by itself from here. While it is being left in its place, there
-        is no return."""
+        """From now on the main thread leaves by itself. Does not return while this thread leaves
+        in its place."""
         with self._leaving:
             self.stopped = True
         if self.beats is not None:
             self.beats.stop()
 
     def lasts(self, now: float) -> bool:
-        """Whether there is something to wait for: for an alarm, or for what comes of one."""
+        """Whether to wait on: for an alarm, or for the effect of one."""
         return not self._given_up and now <= self.at_s + self._tick_s + DUMP_S
 
-    def sound(self, verdict: Verdict, own: Report, limit_s: float) -> None:
+    def sound(self, hang: HangReport, own: Report, limit_s: float) -> None:
         """Raise the alarm, unless another rank was first."""
-        rank, why = self._world.rank, verdict.why
-        blamed = self._dump(own)
-        if rank in verdict.culprits:
-            why = "; ".join([why, *blamed])
-        if not verdict.run and all(map(self._is_stopped, verdict.culprits)):
+        rank, why = self._world.rank, hang.why
+        causes = self._dump(own)
+        if rank in hang.culprits:
+            why = "; ".join([why, *causes])
+        if not hang.run and all(map(self._is_stopped, hang.culprits)):
             why = "is stopped"
         places = {str(culprit): own if culprit == rank else self._place_of(culprit)
-                  for culprit in verdict.culprits}
-        alarm = {"by": rank, "why": why, "run": verdict.run, "limit_s": limit_s,
+                  for culprit in hang.culprits}
+        alarm = {"by": rank, "why": why, "run": hang.run, "limit_s": limit_s,
                  "culprits": {name: dataclasses.asdict(r) for name, r in places.items()}}
         if self.beats is None or self.beats.raise_alarm(alarm, 3 * self._tick_s + 1):
-            teller = threading.Thread(target=self._tell, args=(alarm,), name="hang", daemon=True)
-            teller.start()
-            teller.join(DUMP_S)  # the disk may be what hangs
+            report = threading.Thread(target=self._report, args=(alarm,), name="hang", daemon=True)
+            report.start()
+            report.join(DUMP_S)  # the disk may be what hangs
         else:
             alarm = self.beats.alarm or alarm
         self.follow(alarm, own)
 
     def _is_stopped(self, culprit: int) -> bool:
-        """Whether it can be seen on this host that a rank is stopped."""
+        """Whether a rank is on this host and stopped."""
         who = None if self.beats is None else self.beats.identities.get(culprit)
         return who is not None and who.host == self._identity.host and (
             processes.is_stopped(who.pid))
 
     def _place_of(self, culprit: int) -> Report:
-        """Where a rank that doesn't run is: its own memory tells, else its last heartbeat."""
+        """Place of a rank that does not run: from its shared memory, else its last heartbeat."""
         assert self.beats is not None
         last = self.beats.peers()[culprit].report
         last = last or Report(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
@@ -112,11 +112,11 @@ class Alarm:
         main, writer = places
         idle_s = round(self._clock() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
         warming_up = main.point is Phase.WARM_UP
-        phase = last.phase if warming_up else shown(Phase.TRAIN, main.point)
+        phase = last.phase if warming_up else name_place(Phase.TRAIN, main.point)
         return dataclasses.replace(last, phase=phase, step=main.step, idle_s=idle_s,
-                                   saving=_told(writer))
+                                   saving=_describe(writer))
 
-    def _tell(self, alarm: dict[str, Any]) -> None:
+    def _report(self, alarm: dict[str, Any]) -> None:
         where = "stderr" if self._log.folder is None else near(
             self._log.folder / stacks.FOLDER)
         why, limit_s = alarm["why"], alarm["limit_s"]
@@ -136,10 +136,10 @@ class Alarm:
 
     def _note(self, why: str, culprit: int | None, **fields: Any) -> None:
         event = self._log.event("hang", culprit=culprit, why=why, echo=False, **fields)
-        self._launcher_hears(event)
+        self._tell_launcher(event)
 
     def follow(self, alarm: dict[str, Any], own: Report) -> None:
-        """There is an alarm: write the stacks, then do what is this rank's part."""
+        """Follow an alarm: write the stacks, then do this rank's part."""
         self.at_s, rank = self._clock(), self._world.rank
         self._dump(own)
         culprits = {int(culprit) for culprit in alarm["culprits"]}
@@ -157,7 +157,7 @@ class Alarm:
             self._given_up = True
 
     def _await_stacks(self, others: set[int]) -> None:
-        """Wait, not for long, until the other ranks have written theirs."""
+        """Wait for a short time until the other ranks have written their stacks."""
         beats = self.beats
         if beats is None:
             return
@@ -172,8 +172,8 @@ class Alarm:
             time.sleep(0.02)
 
     def _end(self, culprit: int, others: set[int]) -> bool:
-        """Whether some rank of its host sees to it that a stopped culprit ends: this one, if it is
-        the first of them."""
+        """End a stopped culprit; returns whether a rank of its host does so. The lowest such rank
+        kills it."""
         beats, rank = self.beats, self._world.rank
         assert beats is not None
         known = {**beats.identities, rank: self._identity}
@@ -182,17 +182,17 @@ class Alarm:
             return False
         beside = [other for other in others if other in known and known[other].host == who.host]
         if rank == min(beside, default=None) and who.started is not None:
-            self._write(culprit, f"rank {culprit} (pid {who.pid}) doesn't run\n\n"
+            self._write(culprit, f"rank {culprit} (pid {who.pid}) does not run\n\n"
                                  f"{processes.describe(who.pid)}\n")
             processes.kill(who.pid, who.started)
         return bool(beside)
 
     def _dump(self, own: Report) -> list[str]:
-        """Write the stacks of this rank, once; what is to be said of its loader workers."""
+        """Write the stacks of this rank, once; returns what its loader workers do wrong."""
         if self._dumped:
             return []
         self._dumped = True
-        blamed: list[str] = []
+        causes: list[str] = []
 
         def dump() -> None:
             began = (f"rank {self._world.rank} of attempt {self._log.attempt}, pid {os.getpid()}: "
@@ -200,14 +200,14 @@ class Alarm:
                      f"{', waits for other ranks' if own.waits else ''}\n\n")
             self._write(self._world.rank, began + stacks.own_threads() + "\n")
             text, found = stacks.worker_stacks()
-            blamed.extend(found)
+            causes.extend(found)
             if text:
                 self._write(self._world.rank, text)
 
         thread = threading.Thread(target=dump, name="stacks", daemon=True)
         thread.start()
         thread.join(DUMP_S)
-        return list(blamed)
+        return list(causes)
 
     def _write(self, rank: int, text: str) -> None:
         try:
@@ -219,26 +219,26 @@ class Alarm:
         say(text)
 
     def leave(self, *, late: bool) -> None:
-        """A peer is gone, or must be, and the main thread is still there: save and leave."""
+        """A peer is gone and the main thread has not left: save and leave in its place."""
         with self._leaving:
             if self.stopped:
                 return
             self._world.abandon()
             if self._rescue() or late:
-                self._log.warning(f"lost a peer; left in the place of the main thread, which is at "
+                self._log.warning(f"lost a peer; leaving in place of the main thread, which is at "
                                   f"{self._marks.main.point} of step {self._marks.main.step}")
                 self._exit()
 
     def _rescue(self) -> bool:
-        """Save beside the main thread; whether that could be tried. Not for longer than a launcher
-        waits."""
+        """Save in place of the main thread, within the launcher's grace time; returns whether it
+        could be tried."""
         tried: list[bool] = []
 
         def rescue() -> None:
             try:
                 tried.append(self.rescue())
             except Exception:
-                self._log.warning(f"the last boundary couldn't be saved:\n{traceback.format_exc()}")
+                self._log.warning(f"the last boundary could not be saved:\n{traceback.format_exc()}")
                 tried.append(True)
 
         thread = threading.Thread(target=rescue, name="rescue", daemon=True)
@@ -251,5 +251,5 @@ class Alarm:
         os._exit(EXIT_FAILURE)
 
 
-def _told(writer: Place) -> str:
+def _describe(writer: Place) -> str:
     return f"{writer.point} of step {writer.step}" if writer.point else ""

@@ -1,4 +1,4 @@
-"""Open files after a fork: each process reads at a place of its own."""
+"""Open files after a fork: give each process its own read position."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ import os
 import stat
 
 
-def part() -> None:
-    """In a fresh fork: open anew, at the same place, what was open for reading.
+def separate_reads() -> None:
+    """In a new fork: reopen files that are open for reading, at the same position.
 
-    A fork shares each open file with its parent and its siblings, the place in it too: a seek in
-    one process moves the reading of all, so that two of them read wrong bytes without an error.
-    What is open for writing is left as it is: there the shared place keeps one from writing over
-    another. Linux only; elsewhere, and where a file can't be opened anew, nothing is done.
+    A fork shares each open file, with its position, with its parent and siblings: a seek in one
+    process moves the others, which then read wrong bytes without an error. Files open for writing
+    are left alone: there the shared position keeps processes from overwriting each other. Linux
+    only; elsewhere, and for a file that cannot be reopened, nothing changes.
     """
     with contextlib.suppress(OSError):
         for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the listing's own is closed by now
-                _open_anew(int(name))
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
+                _reopen(int(name))
 
 
-def _open_anew(fd: int) -> None:
+def _reopen(fd: int) -> None:
     flags = fcntl.fcntl(fd, fcntl.F_GETFL)
     if flags & os.O_ACCMODE != os.O_RDONLY or not stat.S_ISREG(os.fstat(fd).st_mode):
         return

@@ -1,4 +1,4 @@
-"""Who holds the run up: the judgement over what the ranks tell of themselves. Pure functions."""
+"""Decide from the ranks' reports whether the run hangs, and who causes it. Pure functions."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 from trainer.status import PREPARING, Phase
 
 LEAST_S = 30.0
-"""The shortest limit that is learnt; a shorter one has to be asked for."""
+"""Shortest learnt limit inside steps; a shorter one has to be set by the flag."""
 
 TIMES_LONGEST = 10.0
-"""The limit that is learnt: so many times the longest recent pause inside the steps."""
+"""The learnt limit, as a multiple of the longest recent pause inside steps."""
 
 START_S = 300.0
-"""How long a rank may stand quite still while it builds and warms up: the user's own code may wait
-there for a network, a download, a licence."""
+"""How long a rank may be inactive while it builds and warms up: user code may wait there for a
+network, a download or a licence."""
 
 BUSY_S, BUSY_TIMES = 600.0, 10.0
-"""How long a rank may compute inside a step without getting on: seconds, or times the limit."""
+"""How long a rank may compute in a step without a mark: seconds, or multiples of the limit."""
 
 LONG_S = 1800.0
 """The same outside of steps: as long as ranks wait for each other there."""
@@ -27,31 +27,31 @@ LONG_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """What is allowed in a phase before it counts as a hang, in seconds."""
+    """What a phase allows before it counts as a hang, in seconds."""
 
     quiet_s: float
-    """Without getting on and without doing anything: no processor time, nothing read or written."""
+    """Without a mark and without activity: no processor time, no bytes read or written."""
     idle_s: float
-    """Without getting on, however busy."""
+    """Without a mark, however active."""
     flag: str = ""
-    """The flag, and its value, that would allow another time."""
+    """The flag that sets this time, with its current value."""
 
 
 def learnt_limit(longest_pause_s: float) -> float:
-    """The limit inside steps, from the longest pause between two points of the recent ones."""
+    """The limit inside steps, in seconds, from the longest recent pause between two marks."""
     return max(LEAST_S, TIMES_LONGEST * longest_pause_s)
 
 
 def patience(
     phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None
 ) -> Patience:
-    """What is allowed to a main thread.
+    """What the main thread of a rank is allowed.
 
     Args:
         phase: stage of the attempt.
         point: last progress mark; it says where in the stage the rank is.
-        limit_s: inside of steps.
-        start_s: while it builds and warms up; None: long.
+        limit_s: limit inside steps.
+        start_s: limit while the rank builds and warms up; None: a long one.
     """
     flag = f"--watchdog.limit-s {limit_s:g}"
     if phase is Phase.TRAIN:
@@ -65,11 +65,11 @@ def patience(
 
 
 def saving_patience(limit_s: float) -> Patience:
-    """What is allowed to the checkpoint's writer."""
+    """What the checkpoint writer is allowed."""
     return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s))
 
 
-def shown(phase: Phase, point: Phase | None) -> str:
+def name_place(phase: Phase, point: Phase | None) -> str:
     """Name of a main thread's place: the mark where the stage has several, else the stage."""
     precise = phase is Phase.TRAIN or (phase, point) in (
         (Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA), (Phase.WARM_UP, Phase.READING))
@@ -80,67 +80,67 @@ def shown(phase: Phase, point: Phase | None) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """What a rank tells of itself, with each heartbeat."""
+    """What a rank reports with each heartbeat."""
 
     phase: str
     step: int
     idle_s: float
-    """Since it has last got on."""
+    """Seconds since its last progress mark."""
     waits: bool
-    """For other ranks: in a collective."""
+    """Whether it waits for other ranks, in a collective."""
     over: bool
-    """Whether that is longer than its phase allows."""
+    """Whether its phase allows no longer pause."""
     saving: str = ""
-    """Where the writer of a checkpoint is at the same time, if it is at work."""
+    """Where its checkpoint writer is, if that is at work."""
     dumped: bool = False
-    """Whether its stacks are written."""
+    """Whether it has written its stacks."""
     flag: str = ""
     """See `Patience`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What is known of another rank: its last report, and how long there has been none since."""
+    """What is known of another rank: its last report, and for how long it has sent none."""
 
     report: Report | None
     silent_s: float
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
-    """A hang. No culprits: all ranks wait for each other, or for a store that doesn't answer."""
+class HangReport:
+    """A hang. Without culprits, all ranks wait for each other or for a store that is silent."""
 
     culprits: tuple[int, ...]
     why: str
     run: bool = True
-    """Whether the culprits run, so that they end themselves."""
+    """Whether the culprits can run code, and so end themselves."""
 
 
-def judge(
+def find_hang(
     rank: int, own: Report, peers: Mapping[int, Peer], *, limit_s: float,
     store_silent_s: float = 0.0, store_host: int | None = None,
-) -> Verdict | None:  # fmt: skip
-    """Whether the run hangs, and by whose fault, as this rank sees it; None: it doesn't.
+) -> HangReport | None:  # fmt: skip
+    """Decide whether the run hangs, and which ranks cause it; None: it does not hang.
 
-    A rank that doesn't wait for others speaks for itself. One that waits looks at the others: who
-    is silent doesn't run; who is over its own limit and waits for nobody is the one. As long as
-    some rank is within its limit, all others wait rightly.
+    A rank that does not wait for others decides about itself. A rank that waits looks at the
+    others: a silent rank does not run; a rank that is over its own limit and waits for nobody is
+    the culprit. While any rank is within its limit, the others are right to wait for it.
 
     Args:
-        store_silent_s: how long the store of heartbeats hasn't answered.
-        store_host: the rank whose process hosts it; None: the launcher.
+        store_silent_s: for how long the store of heartbeats has not answered.
+        store_host: rank whose process hosts the store; None: the launcher.
     """
     if own.over and not own.waits:
-        return Verdict(culprits=(rank,), why="gets no further")
+        return HangReport(culprits=(rank,), why="makes no progress")
     if not own.waits:
         return None
     if store_silent_s > limit_s:
         culprits = () if store_host in (None, rank) else (store_host,)
-        return Verdict(culprits=culprits, run=False, why="gives no sign of life" if culprits else
-                       "the store of heartbeats doesn't answer")
+        return HangReport(culprits=culprits, run=False, why="sends no heartbeat" if culprits else
+                       "the store of heartbeats does not answer")
     silent = tuple(r for r, peer in peers.items() if peer.silent_s > limit_s)
     if silent:
-        return Verdict(culprits=silent, run=False, why="gives no sign of life")
+        return HangReport(culprits=silent, run=False, why="sends no heartbeat")
     if not own.over:
         return None
     reports = {r: peer.report for r, peer in peers.items() if peer.report is not None}
@@ -148,5 +148,5 @@ def judge(
         return None
     stuck = tuple(r for r, report in reports.items() if not report.waits)
     if stuck:
-        return Verdict(culprits=stuck, why="gets no further")
-    return Verdict(culprits=(), why="all ranks wait for each other")
+        return HangReport(culprits=stuck, why="makes no progress")
+    return HangReport(culprits=(), why="all ranks wait for each other")

@@ -1,5 +1,4 @@
-"""Heartbeats: what the ranks tell each other through the store, by a thread and connection of its
-own."""
+"""Heartbeats: ranks exchange reports through the store, in a thread with its own connection."""
 
 from __future__ import annotations
 
@@ -26,39 +25,39 @@ class Identity:
 
 
 class Times(Protocol):
-    """What the ranks tell rank 0 beside their reports (`timing`)."""
+    """Step times that the ranks send to rank 0 with their heartbeats."""
 
     @property
     def due(self) -> bool:
-        """Whether rank 0 is to collect."""
+        """Whether it is time for rank 0 to collect."""
         ...
 
-    def told(self) -> Any:
-        """Of this rank: JSON."""
+    def message(self) -> Any:
+        """Times of this rank, as a JSON value."""
         ...
 
-    def collect(self, told: Any) -> None:
-        """Of all ranks, on rank 0."""
+    def collect(self, messages: Any) -> None:
+        """Rank 0: take the times of all ranks."""
         ...
 
 
 class Heartbeats:
-    """Tells this rank's report with each tick, and listens to the others when asked to.
+    """Sends this rank's report at each tick, and reads those of the others when asked to.
 
-    The thread may be held up in the store for ever, where its host is stopped: `silent_s` tells
-    for how long, and nobody else waits with it.
+    Its thread may be blocked in the store for ever, if the store's host is stopped: `silent_s`
+    shows for how long. No other thread waits with it.
 
     Args:
-        store: a connection that nobody else uses (`store.clone()`).
-        identity: of this process.
-        tick_s: between two heartbeats.
+        store: a connection of its own (`store.clone()`).
+        identity: this process.
+        tick_s: time between two heartbeats.
 
     Attributes:
-        report: what to tell; set by the caller.
-        listening: whether to ask for the others' reports at each tick.
-        alarm: what the first rank that found a hang has told; None as long as there is none.
-        identities: of the other ranks, as far as they are known.
-        times: gathered by rank 0, which is late by a tick and holds nobody up.
+        report: what to send; set by the caller.
+        listening: read the reports of the others at each tick.
+        alarm: raised by the first rank that found a hang; None before.
+        identities: processes of the other ranks, as far as they are known.
+        times: collected by rank 0, one tick late; no rank waits for it.
     """
 
     def __init__(
@@ -73,7 +72,7 @@ class Heartbeats:
         self._store, self._rank, self._tick_s, self._clock = store, rank, tick_s, clock
         self._peers = [peer for peer in range(size) if peer != rank]
         self._identity = identity
-        self._cry: dict[str, Any] | None = None
+        self._own_alarm: dict[str, Any] | None = None
         self._seen: dict[int, tuple[int, float, Report]] = {}  # tick, since when, report
         self._since: dict[int, float] = {}  # when this rank began to listen to one
         self._count = 0
@@ -84,21 +83,21 @@ class Heartbeats:
         self._thread.start()
 
     def peers(self) -> dict[int, Peer]:
-        """The other ranks, as far as this one has listened."""
+        """The other ranks, as far as this one has heard them."""
         now, found = self._clock(), {}
         for peer in self._peers:
             _, since_s, report = self._seen.get(peer, (0, self._since.get(peer, now), None))
             found[peer] = Peer(report=report, silent_s=now - since_s)
         return found
 
-    def lives(self, peer: int) -> None:
-        """Another sign than its heartbeat tells that a rank isn't dead."""
+    def note_alive(self, peer: int) -> None:
+        """A sign other than the heartbeat shows that a rank is alive."""
         if peer in self._seen:
             tick, _, report = self._seen[peer]
             self._seen[peer] = (tick, self._clock(), report)
 
-    def forgive(self) -> None:
-        """This process itself hasn't run for a while: what it hasn't heard says nothing."""
+    def reset_silence(self) -> None:
+        """This process has not run for a while: what it missed says nothing about others."""
         now = self._clock()
         seen = list(self._seen.items())  # at once: the thread of heartbeats adds to it
         self._seen = {peer: (tick, now, report) for peer, (tick, _, report) in seen}
@@ -107,16 +106,16 @@ class Heartbeats:
 
     @property
     def silent_s(self) -> float:
-        """How long the store hasn't answered."""
+        """For how long the store has not answered, in seconds."""
         return max(0.0, self._clock() - self._round_s - self._tick_s)
 
     def raise_alarm(self, alarm: dict[str, Any], timeout_s: float) -> bool:
-        """Tell all ranks, unless another one was first; `alarm` is the first one's then.
+        """Raise an alarm on all ranks. If another rank was first, `alarm` is its alarm.
 
         Returns:
-            whether this rank was the first, or the store doesn't answer.
+            whether this rank was first, or the store does not answer.
         """
-        self._cry = alarm
+        self._own_alarm = alarm
         self._wake.set()
         deadline_s = self._clock() + timeout_s
         while self.alarm is None and self._clock() < deadline_s:
@@ -139,23 +138,24 @@ class Heartbeats:
                 self._wake.wait(self._tick_s)
                 self._wake.clear()
         except RuntimeError:
-            return  # the store is gone; its host's end is seen elsewhere, or by the silence
+            return  # the store is gone; others notice the end of its host, or the silence
 
     def _round(self) -> None:
         self._count += 1
-        told = {"tick": self._count, **dataclasses.asdict(self.report)}
-        self._store.set(f"beat/{self._rank}", json.dumps(told))
+        message = {"tick": self._count, **dataclasses.asdict(self.report)}
+        self._store.set(f"beat/{self._rank}", json.dumps(message))
         for peer in self._peers:
             if peer not in self.identities and self._store.check([f"who/{peer}"]):
                 self.identities[peer] = Identity(**json.loads(self._store.get(f"who/{peer}")))
-        if self._cry is not None and self.alarm is None:
-            self.alarm = json.loads(self._store.compare_set("alarm", "", json.dumps(self._cry)))
+        if self._own_alarm is not None and self.alarm is None:
+            own = json.dumps(self._own_alarm)
+            self.alarm = json.loads(self._store.compare_set("alarm", "", own))
         elif self.alarm is None and self._store.check(["alarm"]):
             self.alarm = json.loads(self._store.get("alarm"))
         if self.times is not None:
             try:
                 self._gather(self.times)
-            except (OSError, TypeError, ValueError):  # a console that is closed, when it tells
+            except (OSError, TypeError, ValueError):  # the console is closed
                 self.times = None  # the record of times ends, not the heartbeat
         if self.listening:
             self._listen()
@@ -164,12 +164,12 @@ class Heartbeats:
 
     def _gather(self, times: Times) -> None:
         if self._rank:
-            self._store.set(f"times/{self._rank}", json.dumps(times.told()))
+            self._store.set(f"times/{self._rank}", json.dumps(times.message()))
         elif times.due:
             keys = [f"times/{peer}" for peer in self._peers]
             if self._store.check(keys):
-                told = self._store.multi_get(keys)
-                times.collect([times.told(), *map(json.loads, told)])
+                messages = self._store.multi_get(keys)
+                times.collect([times.message(), *map(json.loads, messages)])
 
     def _listen(self) -> None:
         for peer in self._peers:
@@ -183,5 +183,5 @@ class Heartbeats:
 
 
 def own_identity(pid: int) -> Identity:
-    """Of a process of this host."""
+    """Identity of a process of this host."""
     return Identity(pid=pid, started=processes.start_time(pid), host=processes.host())

@@ -1,4 +1,4 @@
-"""The pace of a run: how long a rank may stand at one point, learnt from the steps before."""
+"""The limit inside steps: learnt from how long recent steps paused between two marks."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ _BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
 
 
 class Pace:
-    """Learns the limit inside of steps from the pauses between their points.
+    """Learns the limit inside steps from the pauses between their marks.
 
     Args:
-        limit_s: the limit, if it is not to be learnt.
+        limit_s: a fixed limit; None: learn it.
     """
 
     def __init__(self, limit_s: float | None) -> None:
         self._fixed_s = limit_s
-        self._longest_s, self._before_s = 0.0, 0.0  # in this stretch of steps, in the one before
+        self._longest_s, self._before_s = 0.0, 0.0  # in this stretch of steps, in the last one
         self._stretch = 0
         self._pause = (0.0, 0.0)  # when it began, how long it has been so far
 
     @property
     def limit_s(self) -> float:
-        """The limit now."""
+        """The limit now, in seconds."""
         if self._fixed_s is not None:
             return self._fixed_s
         return learnt_limit(max(self._longest_s, self._before_s))
 
     def see(self, place: Place, phase: Phase, now: float) -> float:
-        """The main thread is at this place; the limit. Pauses shorter than the time between two
-        calls don't count, and need not: the least limit covers them."""
+        """Note the place of the main thread; returns the limit. Pauses shorter than the time
+        between two calls are not seen, and need not be: the shortest limit covers them."""
         began_s, length_s = self._pause
         if place.at_s != began_s:  # a pause counts when it is over
             self._longest_s = max(self._longest_s, length_s)

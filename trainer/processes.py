@@ -1,4 +1,4 @@
-"""Processes of this host as /proc shows them: who they are, and whether they do anything."""
+"""Processes of this host, from /proc: their identity, and whether they are active."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import time
 from collections.abc import Callable
 
 BUSY = 0.1
-"""Part of a core above which a process counts as doing something."""
+"""Share of a core above which a process counts as active."""
 
 BUSY_BYTES = 1 << 16
-"""Bytes read and written between two looks, above which it does too."""
+"""Bytes read and written between two looks above which it counts as active."""
 
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def host() -> str:
-    """Equal for processes that can signal each other by pid: one boot, one pid namespace."""
+    """Equal for processes that can signal each other by pid: same boot and pid namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -28,7 +28,7 @@ def host() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """What tells a process from a later one with its number; None if it has ended."""
+    """Start time, which tells a process from a later one with the same pid; None: it has ended."""
     fields = _stat(f"/proc/{pid}")
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
@@ -45,7 +45,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def name(pid: int) -> str:
-    """What `ps` calls a process."""
+    """Name of a process, as `ps` shows it."""
     try:
         with open(f"/proc/{pid}/comm") as file:
             return file.read().strip()
@@ -54,13 +54,13 @@ def name(pid: int) -> str:
 
 
 def parent(pid: int) -> int:
-    """The process that a process is a child of; 0 if there is none, or no such process."""
+    """Pid of the parent; 0 without a parent or without such a process."""
     fields = _stat(f"/proc/{pid}")
     return 0 if fields is None else int(fields[1])
 
 
 def children(pid: int) -> list[int]:
-    """The processes that a process has started and that are there."""
+    """Pids of the living children of a process."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -70,19 +70,19 @@ def children(pid: int) -> list[int]:
 
 
 def describe(pid: int) -> str:
-    """What /proc tells of a process that can't speak for itself."""
-    told = []
+    """State of a process as /proc shows it, for one that cannot report itself."""
+    parts = []
     for entry in ("status", "wchan", "syscall", "stack"):
         try:
             with open(f"/proc/{pid}/{entry}") as file:
-                told.append(f"/proc/{pid}/{entry}:\n{file.read().strip()}\n")
+                parts.append(f"/proc/{pid}/{entry}:\n{file.read().strip()}\n")
         except OSError as error:
-            told.append(f"/proc/{pid}/{entry}: {error.strerror}\n")
-    return "\n".join(told)
+            parts.append(f"/proc/{pid}/{entry}: {error.strerror}\n")
+    return "\n".join(parts)
 
 
 def read_memory(pid: int, name: str) -> bytes | None:
-    """What a process, which may be stopped, holds in a memory file of this name; None without."""
+    """Content of a process's memory file of this name, also while it is stopped; None: no file."""
     folder = f"/proc/{pid}/fd"
     with contextlib.suppress(OSError):  # it is gone, or another user's
         for entry in os.listdir(folder):
@@ -93,7 +93,7 @@ def read_memory(pid: int, name: str) -> bytes | None:
 
 
 def kill(pid: int, started: int) -> bool:
-    """SIGKILL a process, if it is still the one that started then; whether it was."""
+    """SIGKILL a process if its start time is `started`; returns whether it was."""
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:
@@ -110,10 +110,10 @@ def kill(pid: int, started: int) -> bool:
 
 
 class Activity:
-    """Whether a process and its children, or one thread, compute, read or write.
+    """Activity of a process and its children, or of one thread: processor time, reads and writes.
 
     Args:
-        thread: look at this thread of the process alone.
+        thread: look only at this thread of the process.
         clock: seconds, monotonic.
     """
 
@@ -125,8 +125,8 @@ class Activity:
         self._cpu_s, self._bytes, _ = self._used()
 
     def seen(self) -> bool:
-        """Whether there was some since the last look; two looks closer than 0.5 s are one. Where
-        there is no /proc, nobody can tell that there was none."""
+        """Whether there was activity since the last look; looks within 0.5 s count as one.
+        Always true on systems without /proc."""
         if not os.path.exists("/proc/self/stat"):
             return True
         now = self._clock()
@@ -156,7 +156,7 @@ def _used(place: str, *, with_dead: bool) -> tuple[float, int, bool]:
     fields = _stat(place)
     if fields is None:
         return 0.0, 0, False
-    # utime, stime, and those of children that have ended, so that nothing is lost with them.
+    # utime and stime, plus those of children that have ended.
     ticks = sum(map(int, fields[11:15] if with_dead else fields[11:13]))
     count = 0
     with contextlib.suppress(OSError), open(f"{place}/io") as file:
@@ -166,7 +166,7 @@ def _used(place: str, *, with_dead: bool) -> tuple[float, int, bool]:
 
 
 def _stat(place: str) -> list[str] | None:
-    """The fields of a stat file from the state on; None if there is no such process."""
+    """Fields of a stat file from the state on; None: no such process."""
     try:
         with open(f"{place}/stat") as file:
             return file.read().rpartition(")")[2].split()

@@ -1,4 +1,4 @@
-"""Stacks on disk: what each thread of a rank and each of its loader workers was doing."""
+"""Stack dumps: what each thread of a rank and each of its loader workers was doing."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainer import processes
 
 FOLDER = "stacks"
 WORKER = "loader "
-"""How the name of a loader worker's process begins."""
+"""Prefix of a loader worker's process name."""
 
 DUMPS = "trainer-stacks"
-"""The memory file to which a worker writes its stacks on SIGUSR2."""
+"""Name of the memory file to which a worker writes its stacks on SIGUSR2."""
 
 WORKER_S = 1.0
-"""How long a worker may take to write them."""
+"""Seconds that a worker may take to write them."""
 
 
 def prepare_worker(number: int) -> None:
-    """In a loader worker: have a name, and write all stacks when asked to."""
+    """In a loader worker: set the process name, and write all stacks on SIGUSR2."""
     if hasattr(os, "memfd_create"):
         faulthandler.register(signal.SIGUSR2, file=os.memfd_create(DUMPS), all_threads=True)
         with open("/proc/self/comm", "w") as file:
@@ -33,7 +33,7 @@ def prepare_worker(number: int) -> None:
 
 
 def own_threads() -> str:
-    """The stacks of this process's threads, with their names."""
+    """Stacks of this process's threads, with their names."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file, all_threads=True)
         file.seek(0)
@@ -50,27 +50,27 @@ def workers() -> dict[int, str]:
 
 
 def worker_stacks() -> tuple[str, list[str]]:
-    """(the stacks of this process's loader workers, what to say of those that hold it up)."""
+    """(stacks of this process's loader workers, reasons why they block it)."""
     from torch.utils.data._utils import fetch
 
-    told, blamed = [], []
+    dumps, reasons = [], []
     for pid, name in workers().items():
         if processes.is_stopped(pid):
-            blamed.append(f"its {name} (pid {pid}) is stopped")
-            told.append(f"{name} (pid {pid}) is stopped\n{processes.describe(pid)}")
+            reasons.append(f"its {name} (pid {pid}) is stopped")
+            dumps.append(f"{name} (pid {pid}) is stopped\n{processes.describe(pid)}")
             continue
-        if processes.state(pid) in "ZX":  # with 0, which is no news to torch for 5 s
-            blamed.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
+        if processes.state(pid) in "ZX":  # with code 0, which torch notices after 5 s
+            reasons.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
             continue
         text = _ask(pid)
         if fetch.__file__ in text:  # inside the data set, not waiting for work
-            blamed.append(f"its {name} (pid {pid}) is still reading")
-        told.append(f"{name} (pid {pid}):\n{text or processes.describe(pid)}")
-    return "\n".join(told), blamed
+            reasons.append(f"its {name} (pid {pid}) is still reading")
+        dumps.append(f"{name} (pid {pid}):\n{text or processes.describe(pid)}")
+    return "\n".join(dumps), reasons
 
 
 def write(folder: Path, *, attempt: int, rank: int, text: str) -> Path:
-    """Add to the file of a rank; its path."""
+    """Append to the stack file of a rank; returns its path."""
     path = folder / FOLDER / f"attempt-{attempt}-rank-{rank}.txt"
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
@@ -79,7 +79,7 @@ def write(folder: Path, *, attempt: int, rank: int, text: str) -> Path:
 
 
 def _ask(pid: int) -> str:
-    """A worker's stacks; empty if it doesn't answer."""
+    """Stacks of a worker; empty if it does not answer."""
     before = processes.read_memory(pid, DUMPS)
     if before is None:
         return ""

@@ -51,7 +51,7 @@ class Timing:
         clock: seconds, monotonic; `now`: since the epoch.
 
     Attributes:
-        add: by the main thread; `told` and `collect` by the heartbeats'.
+        add: by the main thread; `message` and `collect` by the heartbeats'.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class Timing:
             self._marks = marks
         marks.append(mark)
         if self._size == 1 and self._file is not None and self.due:
-            self.collect([self.told()])
+            self.collect([self.message()])
 
     def _mark(self) -> Mark:
         sums = self._sums
@@ -120,7 +120,7 @@ class Timing:
         """Whether it is time for another line."""
         return self._clock() >= self._next_s
 
-    def told(self) -> list[Mark]:
+    def message(self) -> list[Mark]:
         """This rank's newest marks, for rank 0, with its memory as it is now."""
         memory = self._memory()
         return [[*(round(value, 6) for value in mark[:-1]), memory] for mark in self._marks]

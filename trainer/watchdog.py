@@ -1,13 +1,12 @@
-"""The watchdog of a rank: no progress → stacks on disk, the culprit named and ended, all leave.
+"""The watchdog of a rank: after a hang, write stacks, name and end the culprit, save and leave.
 
-A thread of its own looks at where the main thread and the checkpoint's writer are (`marks`), tells
-it to the other ranks (`heartbeats`), judges (`hang`), and acts (`alarm`):
+Its thread reads the progress marks of the main thread and of the checkpoint writer, reports them
+to the other ranks (`Heartbeats`), decides (`find_hang`) and acts (`Alarm`):
 
-1. the first rank that finds a hang raises the alarm, upon which each rank that runs writes its
-   stacks;
-2. a culprit that runs ends itself; one that is stopped is killed by another rank of its host;
-3. that breaks the collectives of the others, whose main threads save and leave; where a main
-   thread can't, because it computes or sits in a kernel that never ends, this thread does it.
+1. The first rank that finds a hang raises the alarm; then each running rank writes its stacks.
+2. A culprit that runs ends itself; a stopped one is killed by another rank of its host.
+3. That breaks the collectives of the others, whose main threads save and leave. Where a main
+   thread cannot, because it computes or waits for a kernel that never ends, this thread does.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 
 from trainer import processes
 from trainer.alarm import Alarm
-from trainer.hang import Patience, Peer, Report, judge, patience, saving_patience, shown
+from trainer.hang import Patience, Peer, Report, find_hang, name_place, patience, saving_patience
 from trainer.heartbeats import Heartbeats, Times, own_identity
 from trainer.log import Log
 from trainer.pace import Pace
@@ -35,24 +34,24 @@ from trainer.world import World
 
 TICK_S = 1.0
 LEAST_SILENCE_S = 2.0
-"""A rank whose heartbeat is missing for less may just not have had its turn."""
+"""A heartbeat that is missing for less may just be late."""
 
 LEAVE_S = 1.5
-"""From a peer's end until this thread saves and leaves in the main thread's place."""
+"""From a peer's end until this thread saves and leaves in place of the main thread."""
 
 
 class Watchdog:
-    """Watches this rank from `with` to `stop`; made and left by the main thread.
+    """Watches this rank from `with` to `stop`; the main thread makes and leaves it.
 
     Args:
-        limit_s: inside of steps; None: learnt.
-        start_s: while the rank builds and warms up; None: long.
+        limit_s: limit inside steps; None: learn it.
+        start_s: limit while the rank builds and warms up; None: a long one.
         clock: seconds, monotonic, of the host.
-        tell: is given the event that says who hangs.
+        tell: called with the event that names the culprit.
 
     Attributes:
         marks: progress marks of this rank; the parts of the run pass them.
-        in_flight: the step that this rank's checkpoint writer is at, or None.
+        in_flight: returns the step that the checkpoint writer saves, or None.
     """
 
     def __init__(
@@ -93,17 +92,17 @@ class Watchdog:
                 os.close(descriptor)
 
     def rescue_with(self, rescue: Callable[[], bool]) -> None:
-        """How to save the last boundary beside a main thread that can't; tells whether it could."""
+        """Set how to save in place of the main thread; it returns whether it could."""
         self._alarm.rescue = rescue
 
     def gather(self, times: Times) -> None:
-        """What the heartbeats are to carry to rank 0 beside."""
+        """Let the heartbeats carry these times to rank 0."""
         if self._alarm.beats is not None:
             self._alarm.beats.times = times
 
     def stop(self) -> None:
-        """The main thread leaves by itself from here. While the watchdog saves and leaves in its
-        place, there is no return."""
+        """From now on the main thread leaves by itself. Does not return while the watchdog saves
+        and leaves in its place."""
         if not self._alarm.stopped:
             self._alarm.stop()
             os.write(self._wake, b"!")
@@ -129,17 +128,17 @@ class Watchdog:
                 if now - last_s > 3 * self._tick_s + 1:  # this process was stopped, or its host
                     self._resumed_s = now
                     if alarm.beats is not None:
-                        alarm.beats.forgive()
+                        alarm.beats.reset_silence()
                 last_s = now
                 if not ended and alarm.at_s == math.inf:
                     self._tick(now)
         finally:
             for descriptor in connections:
                 os.close(descriptor)
-        self._see_out()
+        self._wait_for_main_thread()
 
-    def _see_out(self) -> None:
-        """Peers are gone: the main thread notices, and leaves; where it doesn't, in its place."""
+    def _wait_for_main_thread(self) -> None:
+        """Peers are gone: wait for the main thread to leave, else leave in its place."""
         lost_s = self._clock()
         self.marks.report_lost_peer()
         while not self._alarm.stopped:
@@ -160,15 +159,15 @@ class Watchdog:
                 return
             self._listen(beats)
             peers, silent_s = beats.peers(), beats.silent_s
-        verdict = judge(
+        hang = find_hang(
             self._world.rank, own, peers, limit_s=max(limit_s, LEAST_SILENCE_S),
             store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None,
         )  # fmt: skip
-        if verdict is not None:
-            self._alarm.sound(verdict, own, limit_s)
+        if hang is not None:
+            self._alarm.sound(hang, own, limit_s)
 
     def _look(self, now: float) -> Report:
-        """What this rank does."""
+        """Report what this rank does."""
         phase, main = self._log.status.phase, self.marks.main
         limit_s = self._pace.see(main, phase, now)
         step = self.in_flight()
@@ -184,23 +183,23 @@ class Watchdog:
         over = whom not in (WaitsFor.WRITER, WaitsFor.PERSON) and _is_over(
             allowed, idle_s, min(idle_s, now - busy_s))
         return Report(
-            phase=shown(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
+            phase=name_place(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
             waits=whom is WaitsFor.PEERS and self._world.size > 1, flag=allowed.flag,
         )  # fmt: skip
 
     def _listen(self, beats: Heartbeats) -> None:
-        """A rank of this host whose heartbeat is missing may compute all the same: some code keeps
-        all other threads from running."""
+        """Count processor time as a sign of life of the ranks on this host: code that holds the
+        interpreter's lock keeps the heartbeat thread from running."""
         if not beats.listening:
             self._others = {}
             return
-        for peer, who in list(beats.identities.items()):  # its own thread adds to them
+        for peer, who in list(beats.identities.items()):  # the heartbeat thread adds to them
             if who.host != self._identity.host:
                 continue
             if peer not in self._others:
                 self._others[peer] = processes.Activity(who.pid, clock=self._clock)
             elif self._others[peer].seen() and not processes.is_stopped(who.pid):
-                beats.lives(peer)
+                beats.note_alive(peer)
 
 
 def _is_over(allowed: Patience, idle_s: float, quiet_s: float) -> bool:

@@ -1,4 +1,4 @@
-"""A rank or a loader worker that gets no further is found, named and ended; no bit changes."""
+"""A hung rank or loader worker is detected, named and killed; the bits stay the same."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ STOPS = (("backward", 0, 4), ("restore", 1, None), ("save-begin", 0, 10), ("opti
 
 
 class Run:
-    """A launch under way; its folder when it has ended."""
+    """A running launch, and its run folder."""
 
     def __init__(
         self, folder: Path, *arguments: str, size: int = 2, task: str = "tape_task:Tape",
@@ -56,11 +56,11 @@ class Run:
             )  # fmt: skip
 
     def end(self, timeout_s: float = 400.0) -> str:
-        """Its output, once it has ended well."""
+        """Wait until it exits with 0; returns its output."""
         code = self.process.wait(timeout_s)
-        said = self.log.read_text()
-        assert code == 0, said
-        return said
+        output = self.log.read_text()
+        assert code == 0, output
+        return output
 
     def events(self, name: str) -> list[dict[str, Any]]:
         return [e for e in read_events(self.folder / "events.jsonl") if e["event"] == name]
@@ -76,7 +76,7 @@ def faults(kind: str, places: tuple[tuple[str, int, int | None], ...]) -> list[s
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
-    """Launches that mostly wait, side by side."""
+    """Concurrent launches, which mostly wait."""
     folder = tmp_path_factory.mktemp("hangs")
     for name in ("marks", "loader", "busy"):
         (folder / name).mkdir()
@@ -87,7 +87,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         "loader": Run(folder / "loader.run", "--data.workers=2", "--task.endless=50",
                       "--task.stops=120", f"--task.marks={folder / 'loader'}",
                       task="stuck_task:Stuck"),
-        # The other rank is to be in its computation when this one dies; that long no rank hangs.
+        # Rank 1 must die while rank 0 is computing; the limit is longer than that computation.
         "busy": Run(folder / "busy.run", "--task.busy-at=31", f"--task.marks={folder / 'busy'}",
                     "--inject=slow:rank=1:step=15:phase=forward:seconds=8",
                     "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck",
@@ -102,54 +102,57 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
             run.process.wait()
 
 
-def test_all_phases_are_met() -> None:
+def test_all_phases_are_covered() -> None:
     assert {phase for phase, _, _ in HANGS + STOPS} == set(PHASES)
 
 
-def found_in_time(run: Run, said: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Each fault with its hang, found and restarted soon: within three times the limit, and what
-    a machine with other work adds. Collectives would wait for a minute."""
+def found_in_time(run: Run, output: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Each fault with its hang event, after checking that it was detected and restarted in time.
+
+    In time: within three times the limit plus a margin for a busy machine. Collectives would wait
+    for a minute.
+    """
     faults, hangs = run.events("fault"), run.events("hang")
-    assert [f["attempt"] for f in faults] == [h["attempt"] for h in hangs], said
+    assert [f["attempt"] for f in faults] == [h["attempt"] for h in hangs], output
     starts = {e["attempt"]: e["time"] for e in run.events("start")}
     for fault, hang in zip(faults, hangs, strict=True):
-        assert hang["culprit"] == fault["rank"], said
-        assert hang["time"] - fault["time"] < 3 * LIMIT_S + 15, said
-        assert starts[fault["attempt"] + 1] - hang["time"] < 20, said
-        assert f"error: hang: rank {fault['rank']} " in said
+        assert hang["culprit"] == fault["rank"], output
+        assert hang["time"] - fault["time"] < 3 * LIMIT_S + 15, output
+        assert starts[fault["attempt"] + 1] - hang["time"] < 20, output
+        assert f"error: hang: rank {fault['rank']} " in output
     return list(zip(faults, hangs, strict=True))
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_hangs_is_named_and_ends_in_each_phase(runs: dict[str, Run]) -> None:
+def test_a_hung_rank_is_named_and_killed_in_each_phase(runs: dict[str, Run]) -> None:
     run = runs["hang"]
-    said = run.end()
+    output = run.end()
 
-    found = found_in_time(run, said)
+    found = found_in_time(run, output)
 
     assert len(found) == len(HANGS)
     for fault, hang in found:
         assert (hang["at_phase"] or hang["saving"]) == fault["at_phase"]
         assert hang["at_step"] == fault["at_step"]
-        own = run.stacks(fault["attempt"], fault["rank"])
-        assert "faults.py" in own
-        assert "Thread MainThread" in own
+        stacks = run.stacks(fault["attempt"], fault["rank"])
+        assert "faults.py" in stacks
+        assert "Thread MainThread" in stacks
         assert "waits for other ranks" in run.stacks(fault["attempt"], 1 - fault["rank"])
     runs["straight"].end()
     assert list(differences(runs["straight"].folder, run.folder)) == []
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_is_stopped_is_named_and_killed_in_each_phase(runs: dict[str, Run]) -> None:
+def test_a_stopped_rank_is_named_and_killed_in_each_phase(runs: dict[str, Run]) -> None:
     run = runs["stop"]
-    said = run.end()
+    output = run.end()
 
-    found = found_in_time(run, said)
+    found = found_in_time(run, output)
 
     assert len(found) == len(STOPS)
     for fault, hang in found:
         assert hang["why"] == "is stopped"
-        if fault["at_phase"].startswith("save-"):  # the rest of the process runs on for a moment
+        if fault["at_phase"].startswith("save-"):  # other threads run on for a moment
             assert hang["saving"].startswith("save-")
         else:
             assert (hang["at_phase"], hang["at_step"]) == (fault["at_phase"], fault["at_step"])
@@ -160,7 +163,7 @@ def test_a_rank_that_is_stopped_is_named_and_killed_in_each_phase(runs: dict[str
 
 
 @pytest.mark.timeout(600)
-def test_a_loader_worker_that_is_stuck_or_stopped_is_named(runs: dict[str, Run]) -> None:
+def test_a_stuck_or_stopped_loader_worker_is_named(runs: dict[str, Run]) -> None:
     run = runs["loader"]
     run.end()
 
@@ -172,21 +175,21 @@ def test_a_loader_worker_that_is_stuck_or_stopped_is_named(runs: dict[str, Run])
         assert hang["at_phase"] == "data"
         assert "its loader " in hang["why"]
         stacks = run.stacks(hang["attempt"], hang["culprit"])
-        told = "stuck_task.py" if hang["why"].endswith("reading") else "State:\tT (stopped)"
-        assert told in stacks
+        expected = "stuck_task.py" if hang["why"].endswith("reading") else "State:\tT (stopped)"
+        assert expected in stacks
     runs["straight"].end()
     assert list(differences(runs["straight"].folder, run.folder)) == []
 
 
 @pytest.mark.timeout(600)
-def test_a_survivor_that_computes_for_long_saves_and_leaves_meanwhile(runs: dict[str, Run]) -> None:
+def test_a_survivor_saves_and_exits_during_a_long_computation(runs: dict[str, Run]) -> None:
     run = runs["busy"]
-    said = run.end()
+    output = run.end()
 
     _, death = run.events("fault")
     starts = run.events("start")
     assert run.events("hang") == []
-    assert "left in the place of the main thread" in said
+    assert "leaving in place of the main thread" in output
     assert max(e["time"] for e in starts) - death["time"] < 20
     assert inspect(run.folder)["attempts"][1]["start_step"] >= death["at_step"] - 1
     runs["straight"].end()
@@ -194,19 +197,19 @@ def test_a_survivor_that_computes_for_long_saves_and_leaves_meanwhile(runs: dict
 
 
 @pytest.mark.timeout(600)
-def test_a_rank_that_hangs_alone_saves_its_last_boundary(runs: dict[str, Run]) -> None:
+def test_a_hung_single_rank_saves_its_last_step_boundary(runs: dict[str, Run]) -> None:
     run = runs["alone"]
     run.end()
 
     [hang] = run.events("hang")
     assert (hang["culprit"], hang["at_phase"], hang["at_step"]) == (0, "backward", 12)
     assert inspect(run.folder)["attempts"][1]["start_step"] == 11
-    runs["straight alone"].end()  # so what was saved had the buffers from before the forward
+    runs["straight alone"].end()  # so the save has the buffers from before the forward
     assert list(differences(runs["straight alone"].folder, run.folder)) == []
 
 
-def test_a_process_that_goes_on_after_a_stop_amid_a_save_is_no_hang(tmp_path: Path) -> None:
-    # As a machine that was suspended: for longer than a save may do nothing.
+def test_a_process_continued_after_sigstop_during_a_save_is_no_hang(tmp_path: Path) -> None:
+    # Like a suspended machine: stopped for longer than a save may make no progress.
     command = [sys.executable, "-m", "trainer", "--task=tape_task:Tape", "--device=cpu",
                "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160", "--steps=5",
                "--data.workers=0", "--world.threads=1", "--watchdog.limit-s=1",
@@ -221,9 +224,9 @@ def test_a_process_that_goes_on_after_a_stop_amid_a_save_is_no_hang(tmp_path: Pa
         process.send_signal(signal.SIGCONT)
 
         assert process.wait(200) == 0
-        told = [e["fault"] for e in read_events(tmp_path / "run/events.jsonl")
-                if e["event"] == "fault"]
-        assert told == ["stop:step=4:phase=save-mid", "slow:step=4:phase=save-mid:seconds=1"]
+        injected = [e["fault"] for e in read_events(tmp_path / "run/events.jsonl")
+                    if e["event"] == "fault"]
+        assert injected == ["stop:step=4:phase=save-mid", "slow:step=4:phase=save-mid:seconds=1"]
     finally:
         process.kill()
         process.wait()
@@ -239,28 +242,28 @@ def test_hangs_and_stops_of_either_rank_in_each_phase(tmp_path: Path, kind: str,
         ("evaluate", rank, 8), ("optimizer", rank, 17), ("backward", rank, 19),
         ("data", rank, 27), ("step-end", rank, 28),
     ]  # fmt: skip
-    if rank == 0:  # the one that writes; meanwhile its main thread goes on for five steps
+    if rank == 0:  # the writer; meanwhile its main thread continues for five steps
         places += [("save-begin", 0, 10), ("save-mid", 0, 20), ("save-end", 0, 30)]
     straight = Run(tmp_path / "straight.run")
     run = Run(tmp_path / "disturbed.run", *faults(kind, tuple(places)))
 
-    said = run.end(600)
+    output = run.end(600)
 
-    assert len(found_in_time(run, said)) == len(places)
+    assert len(found_in_time(run, output)) == len(places)
     straight.end()
     assert list(differences(straight.folder, run.folder)) == []
 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_under_torchrun_a_stopped_rank_costs_no_grace_time(tmp_path: Path) -> None:
+def test_under_torchrun_a_stopped_rank_does_not_delay_the_restart(tmp_path: Path) -> None:
     places = (("forward", 0, 12), ("backward", 1, 20))
     straight = Run(tmp_path / "straight.run")
     run = Run(tmp_path / "stopped.run", *faults("stop", places), torchrun=True)
 
-    said = run.end(280)
+    output = run.end(280)
 
-    assert len(found_in_time(run, said)) == len(places)
+    assert len(found_in_time(run, output)) == len(places)
     straight.end()
     assert list(differences(straight.folder, run.folder)) == []
 

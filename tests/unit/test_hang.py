@@ -8,14 +8,14 @@ import pytest
 
 from trainer.faults import PHASES
 from trainer.hang import (
+    HangReport,
     Peer,
     Report,
-    Verdict,
-    judge,
+    find_hang,
     learnt_limit,
+    name_place,
     patience,
     saving_patience,
-    shown,
 )
 from trainer.pace import RECENT_STEPS, Pace
 from trainer.pulse import Place
@@ -54,20 +54,20 @@ def peer(told: Report | None, silent_s: float = 0.0) -> Peer:
     (WORKS, [peer(WORKS, silent_s=99.0)], None),  # who works will come to wait for it
 ])  # fmt: skip
 def test_whose_fault_it_is(own, peers, culprits):
-    verdict = judge(0, own, dict(enumerate(peers, 1)), limit_s=10.0)
+    hang = find_hang(0, own, dict(enumerate(peers, 1)), limit_s=10.0)
 
-    assert (None if verdict is None else verdict.culprits) == culprits
-    if verdict is not None and any(p.silent_s > 10.0 for p in peers):
-        assert not verdict.run
+    assert (None if hang is None else hang.culprits) == culprits
+    if hang is not None and any(p.silent_s > 10.0 for p in peers):
+        assert not hang.run
 
 
 @pytest.mark.parametrize(("host", "culprits"), [(0, (0,)), (None, ()), (1, ())])
 def test_a_store_that_does_not_answer_speaks_against_its_host(host, culprits):
-    verdict = judge(1, WAITS, {0: peer(WORKS)}, limit_s=10.0, store_silent_s=11.0, store_host=host)
+    hang = find_hang(1, WAITS, {0: peer(WORKS)}, limit_s=10.0, store_silent_s=11.0, store_host=host)
 
-    assert isinstance(verdict, Verdict)
-    assert (verdict.culprits, verdict.run) == (culprits, False)
-    assert judge(1, WORKS, {0: peer(WORKS)}, limit_s=10.0, store_silent_s=11.0) is None
+    assert isinstance(hang, HangReport)
+    assert (hang.culprits, hang.run) == (culprits, False)
+    assert find_hang(1, WORKS, {0: peer(WORKS)}, limit_s=10.0, store_silent_s=11.0) is None
 
 
 @pytest.mark.parametrize(("phase", "point", "times"), [
@@ -100,9 +100,9 @@ def test_places_have_the_names_that_faults_have():
     told = [("build", "start"), ("restore", "restore"), ("evaluate", "step-end"),
             ("train", "reading"), *(("train", p) for p in PHASES)]  # fmt: skip
 
-    assert {shown(*map(Phase, place)) for place in told} == set(PHASES)
-    assert shown(Phase.WARM_UP, Phase.READING) == "data"
-    assert shown(Phase.WARM_UP, Phase.WARM_UP) == "warm-up"
+    assert {name_place(*map(Phase, place)) for place in told} == set(PHASES)
+    assert name_place(Phase.WARM_UP, Phase.READING) == "data"
+    assert name_place(Phase.WARM_UP, Phase.WARM_UP) == "warm-up"
 
 
 # --- the limit that is learnt

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from trainer import handles
 from trainer.data.batch import SMALL, collate
-from trainer.data.loader import reading, shut_down
+from trainer.data.loader import loader_arguments, shut_down
 
 FORK = multiprocessing.get_context("fork")
 
@@ -28,7 +28,7 @@ def enter(start: Callable[[int], None]) -> None:
 
 @pytest.mark.parametrize(("gone", "code"), [(False, 7), (True, 0)])
 def test_a_worker_goes_on_only_below_the_rank_that_asked_for_it(gone: bool, code: int) -> None:
-    start = reading(1, 2, torch.device("cpu"))["worker_init_fn"]
+    start = loader_arguments(1, 2, torch.device("cpu"))["worker_init_fn"]
     if gone:  # as if its parent had been another process
         start = partial(start.func, os.getppid())
     worker = FORK.Process(target=enter, args=(start,))
@@ -66,7 +66,7 @@ def test_workers_do_not_move_each_others_place_in_a_file_of_the_data_set(
     dataset = Opened(path, buffering=buffering)
     path.unlink()  # a file that has lost its name is opened anew too
 
-    rows = list(DataLoader(dataset, **reading(2, 2, torch.device("cpu"))))
+    rows = list(DataLoader(dataset, **loader_arguments(2, 2, torch.device("cpu"))))
 
     assert rows == [0, 1, 2, 3, 4, 5]
     assert dataset.file.tell() == 0
@@ -79,7 +79,8 @@ def test_what_is_open_for_writing_stays_shared_so_that_none_writes_over_another(
     path = tmp_path / "log"
     for mode in ("wb", "w+b"):
         with path.open(mode, buffering=0) as file:
-            worker = FORK.Process(target=lambda file=file: (handles.part(), file.write(b"one")))
+            worker = FORK.Process(target=lambda file=file: (
+                handles.separate_reads(), file.write(b"one")))
             worker.start()
             worker.join(30)
             file.write(b"two")
@@ -103,7 +104,7 @@ class Unsendable:
 
 def test_a_batch_that_can_not_be_handed_over_is_an_error_and_no_endless_wait() -> None:
     before = shared_memory()
-    loader = DataLoader(Unsendable(), **reading(1, 2, torch.device("cpu")))
+    loader = DataLoader(Unsendable(), **loader_arguments(1, 2, torch.device("cpu")))
     batches = iter(loader)
     pids = [os.getpid(), *(worker.pid for worker in multiprocessing.active_children())]
 
@@ -152,7 +153,7 @@ class Odd:
 
 
 def test_tensors_of_any_kind_come_out_of_a_loader_process_as_they_went_in() -> None:
-    source = iter(DataLoader(Odd(), **reading(2, 2, torch.device("cpu"))))
+    source = iter(DataLoader(Odd(), **loader_arguments(2, 2, torch.device("cpu"))))
     try:
         batches = list(source)
     finally:  # else they would live as long as what went wrong is remembered

@@ -42,7 +42,7 @@ class World:
                          "communication": max(own) - own_s, "held": 0.0}
                 timing.add(self.step, times, samples=8, held_s=0.0)
             if beat and len(self.ranks) > 1 and self.ranks[0].due:
-                self.ranks[0].collect([timing.told() for timing in self.ranks])
+                self.ranks[0].collect([timing.message() for timing in self.ranks])
 
     @property
     def lines(self) -> list[dict[str, Any]]:
@@ -65,7 +65,7 @@ def test_the_lines_cover_each_step_once(tmp_path, size, step_s):
     assert sum(line["wall_s"] for line in lines) == pytest.approx(1000 * step_s)
     assert all(line["memory_mb"][0] == 100.0 for line in lines)
     assert all(None not in line["step_s"] for line in lines[:-1])
-    assert all(len(timing.told()) <= MARKS for timing in world.ranks)
+    assert all(len(timing.message()) <= MARKS for timing in world.ranks)
 
 
 def test_lines_become_rarer_with_the_age_of_an_attempt(tmp_path):
@@ -82,10 +82,10 @@ def test_lines_become_rarer_with_the_age_of_an_attempt(tmp_path):
 def test_ranks_that_tell_at_different_moments_are_compared_at_a_step_they_share(tmp_path):
     world = World(tmp_path / "timing.jsonl")
     world.train(2000, [0.001, 0.001], beat=False)
-    early = world.ranks[1].told()
+    early = world.ranks[1].message()
     world.train(700, [0.001, 0.001], beat=False)  # 0.7 s later
 
-    world.ranks[0].collect([world.ranks[0].told(), early])
+    world.ranks[0].collect([world.ranks[0].message(), early])
 
     [line] = world.lines
     assert line["step"] > 1900

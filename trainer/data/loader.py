@@ -63,7 +63,7 @@ class SampledSource:
         self._iterator: Iterator[Micro]
         if workers:
             self._iterator = iter(
-                DataLoader(samples, sampler=sampler, **reading(workers, prefetch, device)))
+                DataLoader(samples, sampler=sampler, **loader_arguments(workers, prefetch, device)))
         else:  # a DataLoader's own overhead would be as large as the time for reading
             self._iterator = map(samples.__getitem__, sampler)
             if device.type == "cuda":
@@ -190,7 +190,7 @@ class Loader:
             tensor.record_stream(current)
 
 
-def reading(workers: int, prefetch: int, device: torch.device) -> dict[str, Any]:
+def loader_arguments(workers: int, prefetch: int, device: torch.device) -> dict[str, Any]:
     """Arguments of the DataLoader for a `KeyedSamples`, which returns complete batches itself."""
     return {
         "batch_size": None,
@@ -229,7 +229,7 @@ def _start_worker(rank: int, number: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != rank:
         os._exit(0)
-    handles.part()
+    handles.separate_reads()
     torch.set_num_threads(1)
     stacks.prepare_worker(number)
     # Before the first batch is put into the queue, which starts the queue's thread.
