@@ -14,7 +14,8 @@ old code is a git worktree of COMMIT. The new code is a copy of the checkout tha
 with its uncommitted changes, so edits during the check have no effect. Takes 2 to 4 minutes on
 2 cores.
 
-Exit codes: 0 same bits; 1 something differs, and a table names it; 2 wrong options, or a tree can't be made.
+Exit codes: 0 same bits; 1 something differs, and a table names it; 2 wrong options, or a tree can't
+be made.
 """
 
 from __future__ import annotations
