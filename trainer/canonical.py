@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.data.reading import Micro
 from trainer.data.sampler import Plan as Windows
-from trainer.data.sampler import Slot, block, slots
+from trainer.data.sampler import Slot, block, micro_batches_per_rank
 from trainer.leaf import OnOff
 from trainer.parallel import WISHED
 from trainer.step import Step
@@ -232,7 +232,8 @@ class Reduction:
         """For each slot a row of numbers: sums; which parameters had a gradient; statistics."""
         self._sums = sums
         self._width = sums + self._optional * len(self._parameters)
-        most = slots(-(-self._windows.global_size // self._windows.micro_size), self._size)
+        micro_batches = -(-self._windows.global_size // self._windows.micro_size)
+        most = micro_batches_per_rank(micro_batches, self._size)
         rows = torch.zeros(most, self._width + self.statistics.width, dtype=torch.float64,
                            device=self._parameters[0].device)
         self._records = [self.statistics.views(row[self._width :]) for row in rows]
@@ -276,7 +277,7 @@ class Reduction:
     def _finish(self) -> None:
         """Collective. Gradients, sums and statistics of all micro-batches."""
         assert self._rows is not None, "no micro-batch was taken"
-        plan, rows = self._now, self._rows[: slots(self._now.leaves, self._size)]
+        plan, rows = self._now, self._rows[: micro_batches_per_rank(self._now.leaves, self._size)]
         if self._group is None:
             (_, total), = self._fold.parts
             every = numbered = rows

@@ -18,7 +18,7 @@ from trainer.confusion import Figure
 from trainer.data.bad import received
 from trainer.data.batch import to_device
 from trainer.data.lanes import StreamBatches
-from trainer.data.loader import reading
+from trainer.data.loader import loader_arguments
 from trainer.data.reading import KeyedSamples, Micro
 from trainer.data.sampler import Slot, block
 from trainer.errors import ConfigError
@@ -185,7 +185,7 @@ class Evaluator:
                                   collate=self.collate, rank=self.rank, num_ranks=self.num_ranks)
             # More workers would each read the whole stream.
             alone: DataLoader[Micro] = DataLoader(
-                share, **reading(min(1, self.workers), 2, self.device))
+                share, **loader_arguments(min(1, self.workers), 2, self.device))
             yield from map(received, alone)
             return
         slots = [
@@ -196,7 +196,7 @@ class Evaluator:
         samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False,
                                rank=self.rank, advice=REMEDY)
         loader: DataLoader[Micro] = DataLoader(
-            samples, sampler=slots, **reading(self.workers, 2, self.device)
+            samples, sampler=slots, **loader_arguments(self.workers, 2, self.device)
         )
         yield from map(received, loader)
 

@@ -1,8 +1,8 @@
-"""The tree in which micro-batches are summed: which partial sums a rank owns, and who sends what.
+"""Summation tree over micro-batches: partial sums of each rank, and the exchange between ranks.
 
-The tree over M leaves, the numbered micro-batches: a node of two or more splits after the largest
-power of two below its size. A rank adds up its contiguous block as far as that makes whole nodes;
-whoever gets these goes on in the same tree, so that the sum has the same bits for any split.
+The leaves of the tree are the M numbered micro-batches. A node of two or more leaves splits after
+the largest power of two below its size. A rank sums its contiguous block as far as that makes whole
+nodes; the receiver of these continues in the same tree. So the sum has the same bits for any split.
 """
 
 from __future__ import annotations
@@ -12,38 +12,38 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-from trainer.data.sampler import block, slots
+from trainer.data.sampler import block, micro_batches_per_rank
 
 Span = tuple[int, int]
-"""A node of the tree, by the leaves under it: (first, end)."""
+"""A node of the tree, as the range of its leaves: (first, end)."""
 
 T = TypeVar("T")
 
 ALIGN = 16
-"""Bytes: sections and slices of a flat buffer begin at multiples of it."""
+"""Alignment in bytes of sections and slices in a flat buffer."""
 
 
 def joins(left: Span, right: Span, leaves: int) -> bool:
-    """Whether two neighbours are the halves of a node."""
+    """Whether two adjacent nodes are the halves of a node."""
     size = left[1] - left[0]
     whole = size & (size - 1) == 0 and left[0] % (2 * size) == 0
     return whole and right == (left[1], min(left[1] + size, leaves))
 
 
 class Fold(Generic[T]):
-    """Values of neighbouring nodes in their order; halves of a node are joined at once.
+    """Sums values of adjacent nodes in their order; joins the halves of a node at once.
 
     Args:
-        join: (left, right) → the value of the node that they make.
+        join: (left, right) → value of their parent node.
     """
 
     def __init__(self, leaves: int, join: Callable[[T, T], T]) -> None:
         self._leaves, self._join = leaves, join
         self.parts: list[tuple[Span, T]] = []
-        """What is joined no further so far: at most about 2 · log2(leaves)."""
+        """Nodes without their sibling so far: at most about 2 · log2(leaves)."""
 
     def push(self, span: Span, value: T) -> None:
-        """The next node to the right."""
+        """Add the next node to the right."""
         self.parts.append((span, value))
         while len(self.parts) > 1 and joins(self.parts[-2][0], self.parts[-1][0], self._leaves):
             right, right_value = self.parts.pop()
@@ -52,7 +52,7 @@ class Fold(Generic[T]):
 
 
 def subtrees(leaves: int, rank: int, num_ranks: int) -> tuple[Span, ...]:
-    """The largest nodes that a rank owns whole, from left to right."""
+    """Largest nodes whose leaves all belong to a rank, from left to right."""
     fold: Fold[None] = Fold(leaves, lambda left, right: None)
     for number in block(leaves, rank, num_ranks):
         fold.push((number, number + 1), None)
@@ -60,7 +60,7 @@ def subtrees(leaves: int, rank: int, num_ranks: int) -> tuple[Span, ...]:
 
 
 def cut(size: int, num_ranks: int) -> list[Span]:
-    """The slice of `size` bytes that each rank adds up: about equal ones."""
+    """Split `size` bytes into one slice for each rank, about equal in size."""
     units = -(-size // ALIGN)
     ends = [min(size, units * rank // num_ranks * ALIGN) for rank in range(num_ranks)] + [size]
     return list(pairwise(ends))
@@ -68,18 +68,18 @@ def cut(size: int, num_ranks: int) -> list[Span]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Who sends what in a step of M micro-batches."""
+    """Which partial sums the ranks exchange in a step of M micro-batches."""
 
     leaves: int
     spans: tuple[tuple[Span, ...], ...]
-    """Of each rank, its subtrees. The n-th ones of all travel in round n."""
+    """Subtrees of each rank. Round n exchanges the n-th subtree of every rank."""
     order: list[int]
-    """Where the row of each micro-batch is among those of all ranks, slot by slot."""
+    """Index of each micro-batch's row among the rows of all ranks, slot by slot."""
 
     @classmethod
     def of(cls, leaves: int, num_ranks: int) -> Plan:
-        """The plan for so many micro-batches and ranks."""
-        each = slots(leaves, num_ranks)
+        """The plan for `leaves` micro-batches on `num_ranks` ranks."""
+        each = micro_batches_per_rank(leaves, num_ranks)
         return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in range(num_ranks)),
                    [rank * each + place for rank in range(num_ranks)
                     for place in range(len(block(leaves, rank, num_ranks)))])

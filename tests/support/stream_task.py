@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import Outcome
-from trainer.data.sampler import slots
+from trainer.data.sampler import micro_batches_per_rank
 
 LANE = 1000
 """Sample p of lane k has the id LANE * k + p."""
@@ -129,7 +129,7 @@ class StreamTape(Tape):
 
 def windows(tape: Path | str, ranks: int, lanes: int) -> list[list[tuple[int, int, tuple]]]:
     """What each window held, as (epoch, id, draws) in the order of the lanes."""
-    count = slots(lanes, ranks)
+    count = micro_batches_per_rank(lanes, ranks)
     tapes = read_tape(tape, ranks)
     assert len({len(lines) for lines in tapes}) == 1, "ranks ran different numbers of forwards"
     found = []

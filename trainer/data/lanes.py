@@ -56,7 +56,7 @@ class LaneReader(IterableDataset[Part]):
         lanes: the lanes of this rank.
         empty_slots: empty micro-batches to append to each window.
         epoch, windows, marks: the position where the first iteration begins.
-        rank: named in error messages.
+        rank: used in error messages.
     """
 
     def __init__(

@@ -81,7 +81,7 @@ class KeyedSamples(Dataset[Micro]):
         augment: whether `__getitems__` receives keys; without keys it does not augment.
         skip: replace bad samples; otherwise they raise a `SampleError` (in a loader worker the
             error is returned, see `received`).
-        rank: named in error messages.
+        rank: used in error messages.
         advice: appended to the error message of a single bad sample.
     """
 

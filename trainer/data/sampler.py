@@ -59,7 +59,7 @@ def block(micro_batches: int, rank: int, num_ranks: int) -> range:
     return range(rank * micro_batches // num_ranks, (rank + 1) * micro_batches // num_ranks)
 
 
-def slots(micro_batches: int, num_ranks: int) -> int:
+def micro_batches_per_rank(micro_batches: int, num_ranks: int) -> int:
     """Forward passes per rank and step: the size of the largest block.
 
     A rank with a smaller block runs an empty micro-batch instead, so that all ranks call the same
@@ -116,7 +116,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
 
     def __len__(self) -> int:
         return sum(
-            slots(self.plan.micro_batches(step), self.num_replicas)
+            micro_batches_per_rank(self.plan.micro_batches(step), self.num_replicas)
             for step in range(self.position + 1, self.total_steps + 1)
         )
 
@@ -133,7 +133,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
         first, end = self.plan.window(step)
         micro_batches = self.plan.micro_batches(step)
         mine = block(micro_batches, self.rank, self.num_replicas)
-        count = slots(micro_batches, self.num_replicas)
+        count = micro_batches_per_rank(micro_batches, self.num_replicas)
         for place in range(count):
             last = place == count - 1
             if place < len(mine):

@@ -22,9 +22,9 @@ from torch.utils.data import DataLoader
 from trainer.data.bad import received
 from trainer.data.feed import Mark
 from trainer.data.lanes import LaneReader, Part, StreamSpec
-from trainer.data.loader import reading, shut_down
+from trainer.data.loader import loader_arguments, shut_down
 from trainer.data.reading import Micro
-from trainer.data.sampler import block, slots
+from trainer.data.sampler import block, micro_batches_per_rank
 from trainer.errors import ConfigError
 
 
@@ -49,11 +49,11 @@ class Stream:
         layout = spec.layout
         self._spec, self._layout = spec, layout
         self._rank, self._lanes = rank, block(layout.lanes, rank, num_ranks)
-        self._slots = slots(layout.lanes, num_ranks)
+        self._slots = micro_batches_per_rank(layout.lanes, num_ranks)
         self._step, self._gather = step, gather
         self._workers = min(workers, len(self._lanes) if layout.per_lane else 1)
         lanes_each = -(-len(self._lanes) // max(1, self._workers))
-        self._reading = {**reading(self._workers, -(-prefetch // lanes_each), device),
+        self._reading = {**loader_arguments(self._workers, -(-prefetch // lanes_each), device),
                          "persistent_workers": self._workers > 0}  # fmt: skip
         self._epoch = 0
         self._start = 0
@@ -68,7 +68,7 @@ class Stream:
         self._first = 0
         """The step of the iterator's first window."""
         self._count = 0
-        """Micro-batches received from the iterator."""
+        """Micro-batches taken from the iterator."""
         self._ready: deque[Micro] = deque()
 
     def __iter__(self) -> Iterator[Micro]:
