@@ -1,4 +1,4 @@
-"""`python -m launch`: command line → ranks → exit code."""
+"""`python -m launch`: parse the command line, run the ranks, return the exit code."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from trainer.limits import allow_files, check_cache_folder, check_current_folder
 from trainer.pipe import fill_descriptors
 
 OUTPUT_S = 1.0
-"""How long the end of the run waits for output that something still holds back."""
+"""Seconds to wait at the end for output pipes that some process still holds open."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch, and return the exit code: the trainer's own where it has ended the run itself."""
+    """Launch, and return the exit code; it is the trainer's if the trainer ended the run."""
     fill_descriptors()
     try:
         options = parse(argv)
@@ -32,36 +32,37 @@ def main(argv: Sequence[str]) -> int:
         print(f"launch: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
     if not hasattr(os, "pidfd_open"):
-        print("launch: error: this needs Linux; elsewhere use torchrun", file=sys.stderr)
+        print("launch: error: the launcher needs Linux; use torchrun instead", file=sys.stderr)
         return EXIT_CONFIG
     stop = StopRequest()
     stop.install()
     try:
         return _launch(options, stop)
-    except Exception as error:  # a limit of the system, most often
+    except Exception as error:  # usually a limit of the system
         traceback.print_exc()
-        helps = remedy(error)
-        print(f"launch: error: {type(error).__name__}: {error}" + (f"; {helps}" if helps else "")
-              + "; ranks that run save and stop, and the same command goes on", file=sys.stderr)
+        hint = remedy(error)
+        print(f"launch: error: {type(error).__name__}: {error}" + (f"; {hint}" if hint else "")
+              + "; running ranks save and stop; repeat the command to continue", file=sys.stderr)
         return EXIT_FAILURE
 
 
 def _launch(options: Options, stop: StopRequest) -> int:
     if options.rdzv_endpoint is not None:
-        # Its warnings about addresses without a name would come with each connection.
+        # Otherwise torch warns at each connection about addresses without a host name.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    stop.at_once = True  # a server that still imports ends with this process
-    # Imported once, then forked: two imports side by side take more than twice as long.
+    stop.at_once = True  # a fork server that is still importing dies with this process
+    # Import once, then fork: two concurrent imports take more than twice as long.
     import torch  # noqa: F401
 
-    from launch.ranks import Ranks, fork_server
+    from launch.ranks import Ranks, fork_server_process
 
     entry, argv = options.entry, options.trainer_argv
     output = Output()
-    ranks = Ranks(fork_server(entry, argv), entry=entry, argv=argv, stop=stop, output=output)
+    server = fork_server_process(entry, argv)
+    ranks = Ranks(server, entry=entry, argv=argv, stop=stop, output=output)
     stop.on_insist = ranks.kill_and_exit
     try:
-        # While the server imports the trainer. From here on this process may have threads.
+        # These imports overlap with the fork server's. From here on this process may have threads.
         from launch.agent import HotAgent
         from launch.node_agent import NodeAgent
         from launch.nodes import NodesRendezvous
@@ -100,4 +101,4 @@ if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(exit_code)  # all is closed; taking torch's modules down would cost a second
+    os._exit(exit_code)  # everything is closed; unloading torch's modules would take a second

@@ -1,4 +1,4 @@
-"""torch's elastic agent, driven by events, with ranks from the fork server."""
+"""torch's elastic agent, event-driven, with ranks started by the fork server."""
 
 from __future__ import annotations
 
@@ -28,30 +28,31 @@ from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
 
 ROLE = "trainer"
 POLL_S = 0.5
-"""How often deadlines are looked at; the end of a rank and a signal are noticed at once."""
+"""Interval at which deadlines are checked; rank exits and signals are noticed immediately."""
 
 TERM_S = 5.0
-"""From the SIGTERM to the SIGKILL of a rank that didn't leave by itself."""
+"""Seconds between SIGTERM and SIGKILL for a rank that does not exit by itself."""
 
 STOPPED_LOOKS, LOOK_S = 120, 1.0
-"""A rank that is found stopped so many times, so many seconds apart, is killed. Its peers do that
-earlier, if there is one that runs."""
+"""A rank found stopped (SIGSTOP) in this many consecutive checks, this many seconds apart, is
+killed. A running peer would do that earlier."""
 
 REMIND_S = 10.0
-"""How often the launcher says that it still waits for ranks that were asked to stop."""
+"""Interval of the message that the launcher still waits for ranks after a stop request."""
 
 
 class HotAgent(SimpleElasticAgent):
-    """Runs the ranks of this node until they are done, have failed too often, or are to stop.
+    """Runs the ranks of this node until they finish, fail too often, or are requested to stop.
 
-    The superclass drives it: rendezvous, ranks started, watched, and started again after a
-    failure. `remaining restarts` counts failures in a row without a later step being kept.
+    The superclass runs the main loop: rendezvous, start the ranks, monitor them, restart after a
+    failure. Its counter of remaining restarts is reset when a later step has been saved, so it
+    limits consecutive failures without progress.
 
     Args:
-        handler: brings the nodes together.
-        num_ranks: of this node.
-        max_restarts: failures without progress that are restarted.
-        grace_s: after a rank has failed, how long the others may take to save and leave.
+        handler: the rendezvous of the nodes.
+        num_ranks: number of ranks on this node.
+        max_restarts: how many consecutive failures without progress lead to a restart.
+        grace_s: seconds for the other ranks to save and exit after a rank has failed.
     """
 
     def __init__(
@@ -69,9 +70,9 @@ class HotAgent(SimpleElasticAgent):
             role=ROLE,
             local_world_size=num_ranks,
             rdzv_handler=handler,
-            entrypoint="python -m trainer",  # a name in torch's events; ours is in the server
+            entrypoint="python -m trainer",  # only a label in torch's events
             max_restarts=max_restarts,
-            monitor_interval=1e-6,  # `_monitor_workers` itself waits, for events
+            monitor_interval=1e-6,  # `_monitor_workers` itself waits for events
         )
         super().__init__(spec)
         self.verdict = Verdict(code=EXIT_FAILURE, restart=False)
@@ -82,32 +83,32 @@ class HotAgent(SimpleElasticAgent):
         self._progress = Progress()
         self._attempt = 0
         self._exits: list[Exit] = []
-        self._failed: Exit | None = None  # what the next start is the answer to
-        self._cause = ""  # of that, in words
-        self._phases: dict[str, float] = {}  # of a restart: when each began (seconds since 1970)
+        self._failed: Exit | None = None  # the failure that the next start follows
+        self._cause_text = ""  # description of `_failed`
+        self._phases: dict[str, float] = {}  # of a restart: start times, in seconds since the epoch
         self._stop_at_s: float | None = None
-        self._stop_passed_on = False
+        self._stop_forwarded = False
         self._num_reminders = 0
-        self._hurry_at: list[tuple[float, signal.Signals]] = []
-        self._num_hurried = 0
-        self._looked_s = 0.0
+        self._escalation: list[tuple[float, signal.Signals]] = []
+        self._num_escalated = 0
+        self._checked_s = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._exits = []
-        self._stop_passed_on = False
-        self._hurry_at, self._num_hurried = [], 0
+        self._stop_forwarded = False
+        self._escalation, self._num_escalated = [], 0
         if self._phases:
             self._phases["fork"] = time.time()
         pids = self._ranks.start(self._environments(worker_group))
         self._phases = {}
         self._attempt += 1
         if self._failed is not None:
-            self._say_restarted(self._failed)
+            self._print_restarted(self._failed)
             self._failed = None
         return pids
 
     def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
-        """What torchrun sets, by local rank."""
+        """The environment variables that torchrun would set, by local rank."""
         handler = group.spec.rdzv_handler
         assert group.master_addr is not None
         shared = {
@@ -139,11 +140,11 @@ class HotAgent(SimpleElasticAgent):
         }
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        """Wait for the next event, or a moment; healthy while any rank lives."""
+        """Wait for the next event or `POLL_S`. HEALTHY while any rank is alive."""
         self._exits += self._ranks.wait(POLL_S)
-        self._pass_stop_on()
-        self._share_stop()
-        self._hurry_survivors()
+        self._forward_stop()
+        self._stop_peers()
+        self._escalate()
         self._kill_stopped()
         if self._ranks.living:
             return RunResult(WorkerState.HEALTHY)
@@ -154,89 +155,91 @@ class HotAgent(SimpleElasticAgent):
         self._allow_restart(worker_group.spec.max_restarts)
         return RunResult(WorkerState.FAILED)
 
-    def _pass_stop_on(self) -> None:
+    def _forward_stop(self) -> None:
         if self._stop.signal is None:
             return
         if self._stop_at_s is None:
             self._stop_at_s = time.monotonic()
             self._output.say(
-                f"{self._stop.signal.name}: asking the ranks to save and stop"
-                " (Ctrl-C twice kills them at once)"
+                f"{self._stop.signal.name}: requesting all ranks to save and stop"
+                " (press Ctrl-C twice to kill them)"
             )
-        if not self._stop_passed_on:
-            self._stop_passed_on = True
+        if not self._stop_forwarded:
+            self._stop_forwarded = True
             self._ranks.signal(signal.SIGTERM)
         waited_s = time.monotonic() - self._stop_at_s
         if waited_s > REMIND_S * (self._num_reminders + 1):
             self._num_reminders += 1
             names = ", ".join(map(str, self._ranks.living))
-            self._output.say(f"still waiting for rank {names} to save and leave ({waited_s:.0f} s)")
+            self._output.say(
+                f"still waiting for rank {names} to save and exit ({waited_s:.0f} s)")
 
-    def _share_stop(self) -> None:
-        """A rank that was asked to stop, by somebody else, has left: so are the others."""
+    def _stop_peers(self) -> None:
+        """Stop all ranks once one has exited on a stop request that came from outside."""
         stopped = any(end.stopped and not end.forced for end in self._exits)
-        if stopped and not self._stop_passed_on:
-            self._stop_passed_on = True
+        if stopped and not self._stop_forwarded:
+            self._stop_forwarded = True
             self._ranks.signal(signal.SIGTERM)
 
-    def _hurry_survivors(self) -> None:
-        """Ranks that don't leave by themselves after a failure: ask them, then kill them.
+    def _escalate(self) -> None:
+        """After a failure, send SIGTERM and then SIGKILL to ranks that do not exit by themselves.
 
-        There is no limit after an end that isn't a failure: saving may take as long as it takes.
+        After an exit that is not a failure there is no limit, because a save may take long.
         """
         now_s = time.monotonic()
-        if not self._hurry_at and not self._ranks.server_lives:
-            # The group is whole and saves if it is asked, but nobody could tell how it ends, nor
-            # restart it: that takes a new server.
-            self._hurry_at = [(now_s, signal.SIGTERM), (now_s + self._grace_s, signal.SIGKILL)]
-        elif not self._hurry_at and any(end.failed for end in self._exits):
-            # Else each rank has its own words for the end, or its own answer to the stop.
+        if not self._escalation and not self._ranks.server_lives:
+            # The group is complete and saves on request, but without a fork server its exit codes
+            # are unknown and it cannot be restarted: a new server is needed.
+            self._escalation = [(now_s, signal.SIGTERM), (now_s + self._grace_s, signal.SIGKILL)]
+        elif not self._escalation and any(end.failed for end in self._exits):
+            # After a final exit or a stop request, each rank handles the end of the run itself.
             if self._stop.signal is None and not any(end.final for end in self._exits):
                 self._ranks.tell("absent")
             late_s = now_s + self._grace_s
-            self._hurry_at = [(late_s, signal.SIGTERM), (late_s + TERM_S, signal.SIGKILL)]
-        for at_s, number in self._hurry_at[self._num_hurried :]:
+            self._escalation = [(late_s, signal.SIGTERM), (late_s + TERM_S, signal.SIGKILL)]
+        for at_s, number in self._escalation[self._num_escalated :]:
             if now_s >= at_s and self._ranks.living:
-                self._num_hurried += 1
-                if number == signal.SIGKILL or not self._stop_passed_on:
+                self._num_escalated += 1
+                if number == signal.SIGKILL or not self._stop_forwarded:
                     self._ranks.signal(number, forced=True)
 
     def _kill_stopped(self) -> None:
-        if time.monotonic() - self._looked_s >= LOOK_S:
-            self._looked_s = time.monotonic()
+        if time.monotonic() - self._checked_s >= LOOK_S:
+            self._checked_s = time.monotonic()
             for rank in self._ranks.kill_stopped(STOPPED_LOOKS):
-                self._output.say(f"rank {rank} has been stopped for {STOPPED_LOOKS * LOOK_S:.0f} s"
-                                 " and nothing has continued it: killed")
+                self._output.say(
+                    f"rank {rank} has been stopped for {STOPPED_LOOKS * LOOK_S:.0f} s"
+                    " without being continued: killed")
 
     def _allow_restart(self, max_restarts: int) -> None:
-        """Tell the superclass, by its counter, whether to restart."""
+        """Set the superclass's restart counter, by which it decides whether to restart."""
         cause = self.verdict.cause
         assert cause is not None
         self._progress.update(self._ranks.run_folder)
         if self._progress.take_advance():
             self._remaining_restarts = max_restarts
-        self._cause = self._find_cause(cause)
-        if self.verdict.restart and (self._remaining_restarts or self._spare()):
+        self._cause_text = self._find_cause(cause)
+        if self.verdict.restart and (self._remaining_restarts or self._grant_extra_restart()):
             self._failed = cause
-            self._note_phases()
+            self._record_phases()
         elif self.verdict.restart:
             used = f"{max_restarts} of {max_restarts} restarts used"
-            self._output.say_last(f"{self._cause}; giving up, {used}")
+            self._output.say_last(f"{self._cause_text}; giving up, {used}")
         else:
             self._remaining_restarts = 0
             if self.verdict.code == EXIT_FAILURE:
-                self._output.say(f"{self._cause} instead of stopping as asked")
+                self._output.say(f"{self._cause_text} instead of stopping as requested")
             elif self.verdict.code == EXIT_CONFIG and self._ranks.failures:
-                self._output.say_last(f"{self._cause}; that is not started again")
+                self._output.say_last(f"{self._cause_text}; not restarted, would fail again")
 
-    def _note_phases(self) -> None:
-        """All ranks have left: what comes next is told with what went before."""
+    def _record_phases(self) -> None:
+        """Record the phase times so far for the next start; all ranks have exited."""
         now_s, since_boot_s = time.time(), time.monotonic()
         first_at_s = min(end.at_s for end in self._exits)
         self._phases = {"stop": now_s - since_boot_s + first_at_s, "rendezvous": now_s}
 
     def _find_cause(self, cause: Exit) -> str:
-        """What failed first, in words. A death that nobody has told of becomes an event."""
+        """Describe what failed first; append an event for a death that no rank has reported."""
         folder = self._ranks.run_folder
         launch_id = self._worker_group.spec.rdzv_handler.get_run_id()
         event = first_failure(
@@ -250,17 +253,17 @@ class HotAgent(SimpleElasticAgent):
                 note(folder, event)
         return f"failed first: {sentence(event)}"
 
-    def _spare(self) -> bool:
-        """Whether to restart once more after all: a chance for agents that know of other causes."""
+    def _grant_extra_restart(self) -> bool:
+        """Whether to restart although no restart is left; a subclass may know of a reason."""
         return False
 
-    def _say_restarted(self, cause: Exit) -> None:
+    def _print_restarted(self, cause: Exit) -> None:
         used = self._worker_group.spec.max_restarts - self._remaining_restarts
         lost = self._progress.steps_lost
         self._output.say(
-            f"{self._cause}; restart {used} of {self._worker_group.spec.max_restarts}"
+            f"{self._cause_text}; restart {used} of {self._worker_group.spec.max_restarts}"
             + ("" if lost is None else f", {lost} step{'s' * (lost != 1)} lost")
-            + f", ranks started again after {time.monotonic() - cause.at_s:.2f} s"
+            + f", ranks restarted after {time.monotonic() - cause.at_s:.2f} s"
         )
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
@@ -269,7 +272,7 @@ class HotAgent(SimpleElasticAgent):
     def _shutdown(
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
     ) -> None:
-        """Ask ranks that still live to save and leave; kill what is left after the grace time."""
+        """Request living ranks to save and exit; kill the rest after the grace time."""
         for number, limit_s in ((death_sig, self._grace_s), (signal.SIGKILL, TERM_S)):
             deadline_s = time.monotonic() + limit_s
             self._ranks.signal(number, forced=True)
@@ -277,5 +280,5 @@ class HotAgent(SimpleElasticAgent):
                 self._exits += self._ranks.wait(POLL_S)
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
-        # The superclass asks the name server for this host's name, each time, and nobody reads it.
+        # The superclass would look up this host's name at every event, and nothing uses it.
         return Event(name=f"launch.{state}", source=source)

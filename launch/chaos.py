@@ -1,8 +1,9 @@
-"""`python -m launch.chaos RUN --mtbf S`: a drill that strikes the ranks of a running job at random.
+"""`python -m launch.chaos RUN --mtbf S`: kill or stop ranks of a running job at random times.
 
-It strikes at the times of a Poisson process, on this host only; where a run has several hosts, give
-the command on each. A process is struck if an event of the run's newest attempt names its pid on
-this host and it has the run's `events.jsonl` open for writing, as no process outside the run has.
+The times are those of a Poisson process. Only ranks on this host are targets; for a run on several
+hosts, run the command on each. A process is a target if an event of the run's newest attempt names
+its pid on this host and it has the run's `events.jsonl` open for appending, which no process
+outside the run does.
 """
 
 from __future__ import annotations
@@ -27,52 +28,52 @@ from trainer.log import read_events
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM,
          "node": signal.SIGKILL}  # fmt: skip
-EVENTS = "events.jsonl"  # `trainer.folder` has the name too, and imports torch
+EVENTS = "events.jsonl"  # not from `trainer.folder`, which imports torch
 POLL_S = 0.05
-"""How often the run is looked at while a strike is due and there is nothing to strike."""
+"""Interval of checks while a fault is due and there is no target."""
 
 LOOK_S = 1.0
-"""How often it is looked at otherwise."""
+"""Interval of checks otherwise."""
 
 SETTLE_S = 5.0
-"""How long a signal may take to show, so that no process is struck twice for one strike."""
+"""Time limit for a signal to take effect, so that the next fault does not hit the same process."""
 
 DESCRIPTION = """\
-Strike the ranks that a run has on this host, at random times, until the run ends or Ctrl-C. Each
-strike is printed. The same bits come out as without it: python -m trainer compare."""
+Kill or stop ranks of a run on this host, at random times, until the run ends or Ctrl-C. Each fault
+is printed. The run ends with the same bits as without faults (python -m trainer compare)."""
 
 EPILOG = """\
-kinds: kill  SIGKILL to a rank: the launcher restarts
-       stop  SIGSTOP to a rank, as if it hung: likewise, once the others have noticed
-       term  SIGTERM to a rank: all save and stop, and it takes a new start to go on
-       node  SIGKILL to the launcher and all ranks of this host: it takes a new start"""
+kinds: kill  SIGKILL to a rank: the launcher restarts the ranks
+       stop  SIGSTOP to a rank, as if it hung: restarted once the other ranks have noticed
+       term  SIGTERM to a rank: all ranks save and stop; start the run again to continue
+       node  SIGKILL to the launcher and all ranks on this host: start the run again to continue"""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Strike until the run has ended; the exit code is 0 then, or 2 for bad arguments."""
+    """Inject faults until the run has ended. Returns 0, or 2 for bad arguments."""
     try:
         options = _parse(argv)
     except ConfigError as error:
         print(f"launch.chaos: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a shell's background
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in background jobs
     with contextlib.suppress(KeyboardInterrupt):
         _drill(options, random.Random(options.seed))
     return EXIT_COMPLETE
 
 
 def ranks_here(run: Path) -> dict[int, int]:
-    """Rank → pid of the living processes on this host of the run's newest attempt."""
+    """Pids, by rank, of the living processes of the run's newest attempt on this host."""
     starts = [e for e in read_events(run / EVENTS) if e.get("event") == "start"]
     newest = max((e["attempt"] for e in starts), default=None)
-    told = {e["rank"]: e["pid"] for e in starts
+    pids = {e["rank"]: e["pid"] for e in starts
             if e["attempt"] == newest and e["node"] == socket.gethostname() and "pid" in e}
-    return {rank: pid for rank, pid in sorted(told.items())
+    return {rank: pid for rank, pid in sorted(pids.items())
             if processes.state(pid) not in "ZX" and _writes(pid, run / EVENTS)}
 
 
 def launcher_of(pid: int) -> list[int]:
-    """The launcher of a rank, and its fork server where there is one; [] if it has none."""
+    """Pids of a rank's launcher and of its fork server, if any; [] if it has no launcher."""
     parent = processes.parent(pid)
     hot = processes.name(parent) == "fork server"
     found = [processes.parent(parent), parent] if hot else [parent]
@@ -84,15 +85,15 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run folder")
     parser.add_argument("--mtbf", type=float, required=True, metavar="S",
-                        help="mean time between strikes on this host, in seconds")
+                        help="mean time between faults on this host, in seconds")
     parser.add_argument("--kinds", default="kill,stop", metavar="K,K",
-                        help=f"of {', '.join(KINDS)} (default: kill,stop)")
+                        help=f"comma-separated kinds, of {', '.join(KINDS)} (default: kill,stop)")
     parser.add_argument("--seed", type=int, metavar="N",
-                        help="the same draws of times, kinds and ranks each time")
-    parser.add_argument("--count", type=int, metavar="N", help="end after N strikes")
+                        help="seed of the times, kinds and ranks")
+    parser.add_argument("--count", type=int, metavar="N", help="end after N faults")
     parser.add_argument("--wait-s", type=float, default=60.0, metavar="S",
-                        help="how long there may be no rank before the run counts as ended, "
-                        "in seconds (default: 60)")
+                        help="seconds without a rank on this host after which the run counts "
+                        "as ended (default: 60)")
     options = parser.parse_args(argv)
     options.kinds = options.kinds.split(",")
     if unknown := [kind for kind in options.kinds if kind not in KINDS]:
@@ -104,29 +105,29 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     if not options.wait_s >= 0:
         raise ConfigError(f"--wait-s is {options.wait_s:g}; use a number of seconds, 0 or more")
     if not os.path.isdir("/proc/self/fd"):
-        raise ConfigError("this looks for processes in /proc, so it needs Linux")
+        raise ConfigError("launch.chaos reads /proc and so needs Linux; run it on a Linux host")
     return options
 
 
 def _drill(options: argparse.Namespace, draw: random.Random) -> None:
     began_s = seen_s = time.monotonic()
     after_s, kind = draw.expovariate(1 / options.mtbf), draw.choice(options.kinds)
-    due_s, strikes = float("inf"), 0  # the time of the first runs from when there is a rank
-    while strikes != options.count:
+    due_s, faults = float("inf"), 0  # the first delay starts when there is a rank
+    while faults != options.count:
         now_s = time.monotonic()
         ranks = ranks_here(options.run)
         if ranks:
             seen_s, due_s = now_s, min(due_s, now_s + after_s)
         elif _is_complete(options.run):
-            return _say(began_s, f"the run is complete after {strikes} strikes")
+            return _print_line(began_s, f"the run is complete after {faults} faults")
         elif now_s - seen_s > options.wait_s:
-            return _say(began_s, f"no rank on this host for {options.wait_s:g} s, after {strikes} "
-                        "strikes: the run has ended")
+            return _print_line(began_s, f"no rank on this host for {options.wait_s:g} s, after "
+                               f"{faults} faults: the run has ended")
         if now_s < due_s:
             time.sleep(min(due_s - now_s, LOOK_S))
         elif targets := _targets(kind, ranks):
-            _strike(kind, targets, options.run, draw, began_s)
-            strikes += 1
+            _inject(kind, targets, options.run, draw, began_s)
+            faults += 1
             after_s, kind = draw.expovariate(1 / options.mtbf), draw.choice(options.kinds)
             due_s = now_s + after_s
         else:
@@ -134,7 +135,7 @@ def _drill(options: argparse.Namespace, draw: random.Random) -> None:
 
 
 def _targets(kind: str, ranks: dict[int, int]) -> dict[int, int]:
-    """Those that may be struck now. One rank is stopped at a time: the others have to notice it."""
+    """Ranks that may be targets now. Only one is stopped at a time: the others must notice it."""
     if KINDS[kind] == signal.SIGKILL:
         return ranks
     stopped = {rank for rank, pid in ranks.items() if processes.state(pid) == "T"}
@@ -143,11 +144,11 @@ def _targets(kind: str, ranks: dict[int, int]) -> dict[int, int]:
     return {rank: pid for rank, pid in ranks.items() if rank not in stopped}
 
 
-def _strike(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
+def _inject(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
             began_s: float) -> None:  # fmt: skip
     number, extra = KINDS[kind], []
     if kind == "node":
-        # The launcher first: nothing is left that could save, as when a host loses its power.
+        # The launcher first: as in a power failure, no process is left that could save.
         extra = launcher_of(next(iter(ranks.values())))
     else:
         rank = draw.choice(sorted(ranks))
@@ -158,40 +159,41 @@ def _strike(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
     for pid in ranks.values():
         with contextlib.suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
-            if _writes(pid, run / EVENTS):  # with the descriptor in hand: the pid is still its own
+            if _writes(pid, run / EVENTS):  # checked with the pidfd open: not a reused pid
                 signal.pidfd_send_signal(pidfd, number)
             os.close(pidfd)
     deadline_s = time.monotonic() + SETTLE_S
-    while not all(_shows(number, pid) for pid in ranks.values()) and time.monotonic() < deadline_s:
+    while time.monotonic() < deadline_s and not all(
+            _took_effect(number, pid) for pid in ranks.values()):
         time.sleep(POLL_S / 10)
     progress = Progress()
     progress.update(str(run))
     who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items())
     if kind == "node":
-        who += " and the launcher ({})".format(f"pid {extra[0]}" if extra else "there is none")
-    _say(began_s, f"{kind}: {number.name} to {who} at step {progress.reached}")
+        who += " and the launcher ({})".format(f"pid {extra[0]}" if extra else "none")
+    _print_line(began_s, f"{kind}: {number.name} to {who} at step {progress.reached}")
 
 
-def _shows(number: signal.Signals, pid: int) -> bool:
-    """Whether a signal has had its effect; SIGTERM takes as long as the rank takes to save."""
+def _took_effect(number: signal.Signals, pid: int) -> bool:
+    """Whether a signal has taken effect. SIGTERM counts at once: the rank saves before it exits."""
     return number == signal.SIGTERM or processes.state(pid) in "ZX" or (
         number == signal.SIGSTOP and processes.state(pid) == "T")
 
 
-def _say(began_s: float, text: str) -> None:
+def _print_line(began_s: float, text: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} +{time.monotonic() - began_s:.1f} s  {text}", flush=True)
 
 
 def _is_complete(run: Path) -> bool:
-    """Whether the newest attempt has come to the run's end. (An older one may have had fewer
-    steps to make.)"""
+    """Whether the newest attempt has finished the run. (An older attempt may have finished a run
+    with fewer steps.)"""
     events = read_events(run / EVENTS)
     newest = max((e["attempt"] for e in events), default=None)
     return any(e["event"] == "end" and e["attempt"] == newest for e in events)
 
 
 def _writes(pid: int, path: Path) -> bool:
-    """Whether a process has the file open for appending. (`tail -f` reads it.)"""
+    """Whether a process has the file open for appending. (`tail -f` only reads it.)"""
     try:
         wanted = path.stat()
         for entry in Path(f"/proc/{pid}/fd").iterdir():
@@ -201,14 +203,16 @@ def _writes(pid: int, path: Path) -> bool:
                     flags = int(info.partition("flags:")[2].split()[0], 8)
                     if flags & os.O_APPEND:
                         return True
-    except OSError:  # it has ended, or is another user's
+    except OSError:  # it has exited, or belongs to another user
         pass
     return False
 
 
 def _is_launcher(pid: int) -> bool:
-    """By its command line: what python was given to run, not what that was given. The parent of an
-    orphan is init, or whoever adopts in its place."""
+    """Whether the process is a launcher, by the program in its command line, not its arguments.
+
+    The parent of an orphan is init or a subreaper, which is no launcher.
+    """
     try:
         words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
     except (FileNotFoundError, ProcessLookupError):

@@ -1,14 +1,14 @@
-"""The process from which ranks are forked: it imports everything heavy once, then only forks.
+"""The fork server: imports torch and the trainer once, then forks ranks on request.
 
-The launcher forks it as soon as torch is imported; `python -m launch.forkserver` replaces it where
-it was killed. It speaks JSON packets over a socket with the launcher:
+The launcher forks it as soon as torch is imported; `python -m launch.forkserver` replaces a server
+that was killed. The launcher and the server exchange JSON packets over a socket:
 
 - to the launcher: `{"ready": true}` or `{"nothing_to_start": EXIT_CODE}`, once; `{"started":
   LOCAL_RANK, "pid": PID}` with the rank's file descriptors attached; `{"exited": PID, "code":
   CODE}`;
 - to the server: `{"fork": [{"local_rank": …, "env": {…}, "tagged": …}, …]}`.
 
-When the launcher dies, the ranks have a little time to save; whatever is left then is killed.
+When the launcher dies, the server waits a few seconds for the ranks to save, then kills the rest.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
 from trainer.stop import is_readable
 
 MOURNING_S = 4.3
-"""How long ranks may outlive the launcher before they are killed."""
+"""How long ranks may run after the launcher's death before they are killed."""
 
 PACKET_BYTES = 1 << 17
 MAX_FDS = 4
@@ -44,12 +44,12 @@ PR_SET_PDEATHSIG = 1
 
 
 def send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message, with file descriptors. Raises: OSError if the other side has died."""
+    """Send one message, with file descriptors. Raises: OSError if the peer has died."""
     socket.send_fds(control, [json.dumps(message).encode()], fds)
 
 
 def receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
-    """The next message and its file descriptors; None if the other side has died."""
+    """Receive the next message and its file descriptors; None if the peer has died."""
     try:
         packet, fds, _, _ = socket.recv_fds(control, PACKET_BYTES, MAX_FDS)
     except ConnectionError:
@@ -60,7 +60,7 @@ def receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 def fork() -> int:
     """`os.fork`, without Python's warning about threads.
 
-    The interpreter counts the pool of numpy's BLAS, which handles a fork by itself.
+    Python counts the thread pool of numpy's BLAS, which handles a fork by itself.
     """
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -68,11 +68,11 @@ def fork() -> int:
 
 
 def serve(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
-    """Import `entry` (`module:function`), then fork ranks as asked until the launcher dies."""
+    """Import `entry` (`module:function`), then fork ranks on request until the launcher dies."""
     os.setsid()
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
-        name.write("fork server")  # what `ps` and `top` show
-    # Blocked, not ignored: a stop request that reaches a new rank early waits until it can listen.
+        name.write("fork server")  # shown by `ps` and `top`
+    # Blocked, not ignored: an early stop request stays pending until the new rank handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         _Server(control, entry, argv).run()
@@ -83,7 +83,7 @@ def serve(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
 
 
 class _Server:
-    """The loop of the fork server, and what it holds for each living rank."""
+    """The event loop of the fork server, and its file descriptors for each living rank."""
 
     def __init__(self, control: socket.socket, entry: str, argv: Sequence[str]) -> None:
         self._control = control
@@ -94,22 +94,22 @@ class _Server:
         os.set_blocking(self._wakeup_fd, False)
         os.set_blocking(write_fd, False)
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # wakes the loop, no more
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only wakes the loop
         self._inherited = [control.fileno(), self._wakeup_fd, write_fd]
 
     def run(self) -> NoReturn:
-        _die_with_launcher(signal.SIGKILL)  # there is nothing to wait for yet
+        _die_with_launcher(signal.SIGKILL)  # there are no ranks to wait for yet
         code, main = load(self._entry, self._argv)
         _die_with_launcher(0)
         if main is None:
-            sys.stdout.flush()  # what `--help` has printed
+            sys.stdout.flush()  # the output of `--help`
             send(self._control, {"nothing_to_start": code})
             os._exit(code)
-        # The imported modules are for ever: without them a rank's garbage collections are cheap,
-        # and its pages stay shared.
+        # The imported modules are never freed. Freezing them keeps a rank's garbage collections
+        # cheap, and its memory pages shared.
         gc.collect()
         gc.freeze()
-        with contextlib.suppress(OSError):  # a launcher that has left: noticed when the loop reads
+        with contextlib.suppress(OSError):  # the launcher has exited: the loop notices it
             send(self._control, {"ready": True})
         while True:
             readable, _, _ = select.select([self._control.fileno(), self._wakeup_fd], [], [])
@@ -118,7 +118,7 @@ class _Server:
             if self._control.fileno() in readable:
                 message, _ = receive(self._control)
                 if message is None:
-                    self._mourn()
+                    self._wait_for_orphans()
                 for rank in message["fork"]:
                     self._fork(main, **rank)
 
@@ -137,16 +137,16 @@ class _Server:
                 main, self._argv, env, launcher_fd=rank_end.detach(),
                 output_fds=write_fds, close_fds=unwanted,
             )  # fmt: skip
-        with contextlib.suppress(OSError):  # a dead launcher: noticed when the loop reads
+        with contextlib.suppress(OSError):  # the launcher has died: the loop notices it
             message = {"started": local_rank, "pid": pid}
-            pidfd = os.pidfd_open(pid)  # here, where the pid can't have become another's
+            pidfd = os.pidfd_open(pid)  # by the parent: before it reaps, the pid is not reused
             send(self._control, message, [pidfd, launcher_end.fileno(), *read_fds])
             os.close(pidfd)
         launcher_end.close()
         rank_end.close()
         for write_fd in write_fds:
             os.close(write_fd)
-        # Kept open, never read: if the launcher dies, a rank's last words meet no broken pipe.
+        # Kept open, never read: if the launcher dies, a rank's last output does not break the pipe.
         self._pipes[pid] = read_fds
 
     def _reap(self) -> None:
@@ -155,8 +155,8 @@ class _Server:
                 os.CLD_EXITED,
                 EXIT_COMPLETE,
             ):
-                # What a failed rank leaves behind (loader workers, compilers) holds its sockets, so
-                # that its peers would wait for it. Before the wait its pid can't be anyone else's.
+                # Child processes of a failed rank (loader workers, compilers) keep its sockets
+                # open, so its peers would wait for it. Before waitpid its pid cannot be reused.
                 _kill_group(ended.si_pid)
             _, status = os.waitpid(ended.si_pid, 0)
             for fd in self._pipes.pop(ended.si_pid, []):
@@ -165,8 +165,8 @@ class _Server:
                 code = os.waitstatus_to_exitcode(status)
                 send(self._control, {"exited": ended.si_pid, "code": code})
 
-    def _mourn(self) -> NoReturn:
-        """The launcher is dead: wait for the ranks to save and leave, then kill them."""
+    def _wait_for_orphans(self) -> NoReturn:
+        """After the launcher's death, wait for the ranks to save and exit, then kill the rest."""
         deadline_s = time.monotonic() + MOURNING_S
         self._control.close()
         self._reap()
@@ -184,11 +184,11 @@ class _Server:
 
 
 def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
-    """Import the entry function and what it will need.
+    """Import the entry function and the modules that it will need.
 
     Returns:
-        (0, the function), or (exit code, None) where there is nothing to start: after an error,
-        which is on stderr, or with 0 after `--help`.
+        (0, the function), or (exit code, None) if there is nothing to start: after an error, which
+        is printed on stderr, or after `--help` (exit code 0).
     """
     module_name, _, function_name = entry.partition(":")
     try:
@@ -200,8 +200,8 @@ def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         elif code := preload(list(argv)):
             return code, None
         if "torch" in sys.modules:
-            # What the first optimizer of a process imports, in 1-4 s: so no rank has to. After the
-            # fork all ranks would do it side by side, and the first restart wait for this one.
+            # The first optimizer of a process imports this, which takes 1-4 s. Otherwise all ranks
+            # do it concurrently after the fork, and the first restart waits for this one.
             importlib.import_module("torch._dynamo")
     except SystemExit as end:
         if end.code is None or isinstance(end.code, int):
@@ -210,27 +210,27 @@ def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         return EXIT_CONFIG, None
     except BaseException:
         traceback.print_exc()
-        print(f"launch: {entry} can't be imported (see above), so nothing was started",
+        print(f"launch: cannot import {entry} (see above); nothing was started",
               file=sys.stderr)  # fmt: skip
         return EXIT_CONFIG, None
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
-        print(f"launch: importing {entry} for {list(argv)} has touched a CUDA device, which does "
-              "not survive a fork: do that in the task's methods", file=sys.stderr)  # fmt: skip
+        print(f"launch: importing {entry} for {list(argv)} has initialized CUDA, which does not "
+              "survive a fork; use CUDA only in the task's methods", file=sys.stderr)  # fmt: skip
         return EXIT_CONFIG, None
     if threading.active_count() > 1:
         names = ", ".join(sorted(t.name for t in threading.enumerate()[1:]))
-        print(f"launch: warning: importing {entry} has started threads ({names}), which the ranks "
-              "won't have: start them in the task's methods", file=sys.stderr)  # fmt: skip
+        print(f"launch: warning: importing {entry} has started threads ({names}), which do not "
+              "survive a fork; start them in the task's methods", file=sys.stderr)  # fmt: skip
     return EXIT_COMPLETE, main
 
 
 def _die_with_launcher(number: int) -> None:
-    """Be sent this signal when the parent dies; 0 for none."""
+    """Let the kernel send this signal to this process when its parent dies; 0 for none."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _ended_child() -> os.waitid_result | None:
-    """A child that has ended and hasn't been waited for, left so."""
+    """A child that has exited, without reaping it; None if there is none."""
     try:
         return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -238,7 +238,7 @@ def _ended_child() -> os.waitid_result | None:
 
 
 def _kill_group(pid: int) -> None:
-    # A rank that ended before it had a process group of its own has left nothing behind.
+    # A rank that exited before it had its own process group has no child processes.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 

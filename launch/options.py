@@ -1,4 +1,4 @@
-"""The launcher's command line: its own options, and what belongs to the trainer."""
+"""The launcher's command line: its own options, and the arguments of the trainer after `--`."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ USAGE = """python -m launch [--nproc-per-node N] [--max-restarts K]
 DEFAULT_PORT = 29400
 
 DESCRIPTION = """\
-Train on N processes of this machine (and of others: --nnodes) and start them again when one dies.
-What follows `--` is for the trainer; see `python -m trainer --help`. The ranks are forked from a
-process that has imported everything, so that a restart takes a fraction of a second."""
+Train on N processes of this machine (with --nnodes, of several machines) and restart them when one
+dies. Arguments after `--` are passed to the trainer; see `python -m trainer --help`. The ranks are
+forked from a process that has imported everything, so a restart takes a fraction of a second."""
 
 EPILOG = """\
-Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 asks the ranks to save and stop; a second Ctrl-C kills them.
+Ctrl-C, SIGTERM, SIGHUP or SIGUSR1 makes the ranks save and stop; a second Ctrl-C kills them.
 
-exit codes: 0 complete · 2 bad configuration or data · 75 stopped, the same command goes on
+exit codes: 0 complete · 2 bad configuration or data · 75 stopped, the same command continues
             76 the same step failed repeatedly · 77 too many non-finite values · 1 other failure"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the launcher was asked to do.
+    """Options of the launcher.
 
     Attributes:
-        nproc_per_node: ranks of this node.
-        max_restarts: failures in a row without progress that are restarted.
-        nnodes: the least and the greatest number of nodes.
-        rdzv_endpoint: where several nodes meet: host and port; None for one node.
-        rejoin_timeout_s: how long to wait there for an answer, and for the other nodes.
-        grace_s: after a rank has failed, how long the others may take to leave by themselves.
+        nproc_per_node: number of ranks on this node.
+        max_restarts: how many consecutive failures without progress lead to a restart.
+        nnodes: minimum and maximum number of nodes.
+        rdzv_endpoint: host and port of the rendezvous of several nodes; None for one node.
+        rejoin_timeout_s: how long to wait for the endpoint to answer, and for the other nodes.
+        grace_s: how long the other ranks may take to exit by themselves after a rank has failed.
         entry: `module:function` that each rank runs.
         trainer_argv: the trainer's arguments.
 
     Raises:
-        ConfigError: a value that can't be right.
+        ConfigError: a value is out of range, or two options contradict each other.
     """
 
     nproc_per_node: int = 1
@@ -79,17 +79,17 @@ class Options:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises `ConfigError` for what argparse would exit with."""
+    """Raises `ConfigError` for errors at which argparse would exit."""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message.removeprefix("argument "))
 
 
 def parse(argv: Sequence[str]) -> Options:
-    """Read the command line; what follows the first `--` is the trainer's.
+    """Parse the command line; arguments after the first `--` belong to the trainer.
 
     Raises:
-        ConfigError: with flag, value and remedy.
+        ConfigError: the message names flag, value and remedy.
         SystemExit: after `--help`.
     """
     own, trainer_argv = _split(argv)
@@ -99,18 +99,18 @@ def parse(argv: Sequence[str]) -> Options:
     )  # fmt: skip
     for name, kind, metavar, words in (
         ("--nproc-per-node", int, "N", "ranks on this machine (default: 1)"),
-        ("--max-restarts", int, "K", "failures that are restarted; the count starts anew when a "
+        ("--max-restarts", int, "K", "restarts after failures; the count starts anew when a "
          "later step has been saved (default: 3)"),
-        ("--nnodes", _nodes, "MIN:MAX", "nodes that train together: as many as there are, from MIN "
-         "to MAX (default: 1)"),
-        ("--rdzv-endpoint", _endpoint, "HOST:PORT", "where several nodes meet: an address of one "
-         "of them, which hosts the store (port 29400 if none is given)"),
-        ("--rejoin-timeout", float, "X", "seconds to wait there for an answer and for MIN nodes "
-         "(default: 600)"),
-        ("--grace-s", float, "X", "after a rank has died, seconds for the others to save and leave "
-         "by themselves, before SIGTERM and 5 s later SIGKILL (default: 30)"),
-        ("--entry", str, "MODULE:FUNCTION", "what each rank runs, for developers (default: "
-         "trainer.__main__:main)"),
+        ("--nnodes", _nodes, "MIN:MAX", "number of nodes that train together: as many as have "
+         "joined, from MIN to MAX (default: 1)"),
+        ("--rdzv-endpoint", _endpoint, "HOST:PORT", "rendezvous of several nodes: the address of "
+         "one of them, which hosts the store (default port: 29400)"),
+        ("--rejoin-timeout", float, "X", "seconds to wait for the endpoint to answer and for MIN "
+         "nodes to join (default: 600)"),
+        ("--grace-s", float, "X", "seconds for the other ranks to save and exit after a rank has "
+         "died, before SIGTERM and 5 s later SIGKILL (default: 30)"),
+        ("--entry", str, "MODULE:FUNCTION", "function that each rank runs, for developers "
+         "(default: trainer.__main__:main)"),
     ):  # fmt: skip
         parser.add_argument(name, type=kind, metavar=metavar, help=words)
     known, unknown = parser.parse_known_args(own)
@@ -148,7 +148,7 @@ def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _dashed(argument: str) -> str:
-    """Options as torchrun takes them too, with `_` for `-`."""
+    """Accept `_` for `-` in option names, as torchrun does."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
@@ -157,9 +157,9 @@ def _dashed(argument: str) -> str:
 
 def _unknown(unknown: Sequence[str], options: Sequence[str]) -> str:
     name = unknown[0].partition("=")[0]
-    near = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
+    closest = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
     return (
         f"{name} is not an option of the launcher"
-        + (f"; the nearest is {near[0]}" if near else "")
-        + f". What is for the trainer goes behind --: python -m launch … -- {' '.join(unknown)}"
+        + (f"; did you mean {closest[0]}?" if closest else ".")
+        + f" Put the trainer's arguments after --: python -m launch … -- {' '.join(unknown)}"
     )

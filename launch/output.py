@@ -1,4 +1,4 @@
-"""What the launcher shows: its own lines, and the output of ranks other than 0, tagged."""
+"""The launcher's terminal output: its own lines, and the tagged output of ranks other than 0."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ CHUNK_BYTES = 1 << 16
 
 
 class Output:
-    """Copies the output of tagged ranks line by line; rank 0 has the terminal, and its bar, itself.
+    """Copies the output of tagged ranks line by line; rank 0 writes to the terminal directly.
 
-    Each pipe has a thread that reads it to its end, so a killed rank's last words are not lost.
+    A thread per pipe reads to end of file, so the last output of a killed rank is not lost.
     """
 
     def __init__(self) -> None:
@@ -24,26 +24,27 @@ class Output:
         self._last: str | None = None
 
     def say(self, text: str) -> None:
-        """A line of the launcher itself, on stderr."""
+        """Print a line of the launcher on stderr."""
         self._write(sys.stderr.fileno(), f"launch: {text}\n".encode(errors="backslashreplace"))
 
     def say_last(self, text: str) -> None:
-        """The last line of all, once the ranks' output is copied."""
+        """Set the line that `finish` prints after all output of the ranks is copied."""
         self._last = text
 
     def follow(self, fd: int, *, tag: str, to_fd: int) -> None:
-        """Copy what comes out of `fd` to `to_fd`, `tag` before each line; close it at its end."""
+        """Copy lines from `fd` to `to_fd` with `tag` before each; close `fd` at end of file."""
         self._threads = [thread for thread in self._threads if thread.is_alive()]
         thread = threading.Thread(target=self._copy, args=(fd, tag.encode(), to_fd), daemon=True)
         thread.start()
         self._threads.append(thread)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until everything is copied, or until `timeout_s` has passed."""
+        """Wait until all output is copied or `timeout_s` has passed, then print the last line."""
         deadline_s = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
-        last, self._last = self._last, None  # a second Ctrl-C comes here amid the first one's line
+        # Reset first: a second Ctrl-C calls this again while the line is being printed.
+        last, self._last = self._last, None
         if last is not None:
             self.say(last)
 
@@ -59,14 +60,14 @@ class Output:
         os.close(fd)
 
     def _write(self, fd: int, data: bytes) -> None:
-        # A reader that has gone (`| head`) must not stop the run: what it doesn't want is dropped.
+        # A reader that has exited (`| head`) must not stop the run: further output is dropped.
         with self._lock, contextlib.suppress(OSError):
             if data and os.isatty(fd):
-                data = CLEAR_LINE + data  # rank 0's progress bar may be there; it comes back
+                data = CLEAR_LINE + data  # erase rank 0's progress bar; rank 0 redraws it
             while data:
                 data = data[os.write(fd, data) :]
 
 
 def _tagged(line: bytes, tag: bytes) -> bytes:
-    # The trainer tags its own lines, in the same way, where no launcher does it.
+    # The trainer tags its own lines in the same format if no launcher does it.
     return (line if line.startswith(tag) else tag + line) + b"\n"

@@ -1,8 +1,9 @@
-"""How far the run has come, read from its folder: has it advanced, and what does a death cost.
+"""Read from the run folder how far the run has come: newest finished step, newest saved step.
 
-Read only when a rank has died, and only what is new: each line of `events.jsonl` tells by `at_step`
-(else `step`) where the run was, the events `save` and `restore` what it would go on from; the file
-`last-step` and the last line of `metrics.jsonl` tell the newest finished step.
+The files are read only when a rank has died, and only their new lines. In `events.jsonl`, `at_step`
+(or else `step`) of each line is the step of the run; the events `save` and `restore` contain the
+step from which the run would resume. The file `last-step` and the last line of `metrics.jsonl`
+contain the newest finished step.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.append import Mark, newest_step, records
+from trainer.append import Mark, _parse_records, newest_step
 
 MADE = ("save", "restore", "rollback", "skipped")
-"""Events whose `at_step` has been made. A fault strikes, a sample is read, in the making of one."""
+"""Events whose `at_step` is finished. For others (a fault, a sample) it is the current step."""
 
 
 class Progress:
-    """The newest step that the run has reached, and the newest that it would go on from."""
+    """Tracks the newest finished step of the run, and the newest step it would resume from."""
 
     def __init__(self) -> None:
         self.reached = 0
@@ -32,7 +33,7 @@ class Progress:
         self._attempt: int | None = None
 
     def update(self, run_folder: str | None) -> None:
-        """Read what is new. A folder or file that isn't there (yet) tells nothing."""
+        """Read new lines. Folders and files that do not exist (yet) are ignored."""
         if run_folder is None:
             return
         events = Path(run_folder, "events.jsonl")
@@ -42,7 +43,7 @@ class Progress:
                             else line.get("step"))
             if not isinstance(step, int):
                 continue
-            if line.get("event") in ("restore", "rollback"):  # may go back
+            if line.get("event") in ("restore", "rollback"):  # the step may decrease
                 self.reached = self.kept = step
             elif line.get("event") == "save":
                 self.kept = max(self.kept, step)
@@ -51,18 +52,20 @@ class Progress:
                            Mark.read(Path(run_folder, "last-step")))
 
     def take_advance(self) -> bool:
-        """Whether a later step was kept since the last call."""
+        """Whether a later step has been saved since the last call."""
         advanced, self._kept_before = self.kept > self._kept_before, self.kept
         return advanced
 
     @property
     def steps_lost(self) -> int | None:
-        """Steps to be done again; None if unknown."""
+        """Number of steps to repeat; None if unknown."""
         return max(0, self.reached - self.kept) if self._known else None
 
     def new_attempt(self, run_folder: str | None, launch_id: str) -> int | None:
-        """The number of the attempt of this launch that has begun since the last call, if one has:
-        ranks that die earlier than that are no attempt of the run."""
+        """The number of the attempt that this launch has begun since the last call.
+
+        None if there is none: the ranks died before the run counted their attempt.
+        """
         if run_folder is None:
             return None
         with contextlib.suppress(OSError, ValueError):
@@ -81,11 +84,11 @@ class Progress:
             return
         complete, _, _ = data.rpartition(b"\n")
         self._offset += len(complete)
-        yield from records(complete)
+        yield from _parse_records(complete)
 
 
 def note(run_folder: str, event: dict[str, Any]) -> None:
-    """Append an event to those of the run, in one write. Raises: OSError."""
+    """Append an event to `events.jsonl` of the run, in one write. Raises: OSError."""
     descriptor = os.open(Path(run_folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, (json.dumps(event) + "\n").encode())

@@ -1,4 +1,4 @@
-"""The ranks of this node as the launcher sees them: forked on request, signalled, waited for."""
+"""The ranks of this node: start them through the fork server, signal them, wait for them."""
 
 from __future__ import annotations
 
@@ -28,30 +28,34 @@ SERVER_EXIT_S = 2.0
 KILL_S = 1.0
 
 TRAINERS_OWN = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
-"""Exit codes that mean what they say where the trainer gives them, and only there."""
+"""Exit codes that are valid only if the trainer itself returned them."""
 
 AT_ONCE = 64
-"""Ranks that the fork server is asked for in one message, of which it reads `PACKET_BYTES`."""
+"""Maximum number of ranks in one request: the fork server reads `PACKET_BYTES` of a message."""
 
 SERVER_LOOKS, LOOK_S = 4, 0.5
-"""A fork server that is found stopped so many times, while something waits for it, is continued."""
+"""A fork server found stopped (SIGSTOP) in this many consecutive checks, while something waits for
+it, is continued."""
 
 
 @dataclasses.dataclass(kw_only=True)
-class _Rank:
-    """A living rank. `pidfd` names the process itself, whoever has its number later."""
+class _Worker:
+    """A living rank. `pidfd` refers to the process itself, even if its pid is reused."""
 
     rank: int
     pidfd: int
     channel: socket.socket
-    told: bytes = b""
+    unparsed: bytes = b""
     forced: bool = False
     returned: bool = False
-    looks_stopped: int = 0
+    stopped_checks: int = 0
 
 
-def fork_server(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """Fork the server from this process, which must have no threads yet: its pid and socket."""
+def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
+    """Fork the fork server from this process, which must not have threads yet.
+
+    Returns its pid and the socket to it.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = forkserver.fork()
     if pid == 0:
@@ -61,8 +65,11 @@ def fork_server(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
     return pid, ours
 
 
-def spawn_server(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """As `fork_server`, from a process with threads: the new server imports everything itself."""
+def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
+    """Start the fork server from a process with threads: the new server imports everything itself.
+
+    Returns its pid and the socket to it.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.set_inheritable(True)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -76,9 +83,9 @@ class Ranks:
     """The ranks of one node, and the fork server that starts them.
 
     Attributes:
-        server_lives: whether the fork server is there.
-        run_folder: where the run's files are, once a rank has told; None before.
-        failures: what the ranks of this attempt have told of their own, as events.
+        server_lives: whether the fork server is alive.
+        run_folder: path of the run folder; None until a rank has reported it.
+        failures: the failure events that the ranks of this attempt have reported.
     """
 
     def __init__(
@@ -96,9 +103,9 @@ class Ranks:
         self._argv = list(argv)
         self._stop = stop
         self._output = output
-        self._living: dict[int, _Rank] = {}  # by pid
-        self._exits: list[Exit] = []  # those that the caller doesn't know yet
-        self._starting: dict[int, int] = {}  # local rank -> rank, of those without a pid so far
+        self._living: dict[int, _Worker] = {}  # by pid
+        self._exits: list[Exit] = []  # not yet returned by `wait`
+        self._starting: dict[int, int] = {}  # local rank -> rank, of ranks without a pid so far
         self._pids: dict[int, int] = {}  # local rank -> pid
         self._selector = selectors.DefaultSelector()
         self._watch(stop.wakeup_fd, stop.drain)
@@ -107,81 +114,83 @@ class Ranks:
 
     @property
     def living(self) -> list[int]:
-        """The ranks that haven't ended, in order."""
+        """Numbers of the ranks that have not exited, in ascending order."""
         return sorted(rank.rank for rank in self._living.values())
 
     def wait_ready(self, *, until_stop: bool = False) -> int | None:
-        """Wait for the server's imports: None, or, where there is nothing to start, the exit code.
+        """Wait for the fork server's imports.
+
+        Returns None, or the exit code if there is nothing to start.
 
         Args:
             until_stop: return early, with None, at a stop request.
         """
-        while self._server_loads and not (until_stop and self._stop.signal is not None):
+        while self._server_imports and not (until_stop and self._stop.signal is not None):
             self._poll(LOOK_S)
         return self._code
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
-        """Fork one rank for each environment, by local rank, and return their pids likewise.
+        """Fork one rank for each environment, by local rank; returns pids by local rank.
 
-        A server that was killed is replaced first, which takes as long as importing torch. A rank
-        that can't be started is one that has ended, for `wait` to tell.
+        A fork server that was killed is replaced first, which takes as long as importing torch.
+        `wait` reports a rank that cannot be started as one that has exited.
         """
         self._pids, self.failures = {}, []
         self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         if not self.server_lives:
-            self._adopt(spawn_server(self._entry, self._argv))
+            self._adopt(spawn_server_process(self._entry, self._argv))
             if (code := self.wait_ready()) is not None:
                 self._end_starting(code)
                 return {}
-        order = [
+        requests = [
             {"local_rank": local_rank, "env": env, "tagged": env["RANK"] != "0"}
             for local_rank, env in envs.items()
         ]
-        for first in range(0, len(order), AT_ONCE):
-            asked = order[first : first + AT_ONCE]
-            with contextlib.suppress(OSError):  # the server has died: `_poll` will find that
-                forkserver.send(self._control, {"fork": asked})
-            while any(rank["local_rank"] in self._starting for rank in asked):
+        for first in range(0, len(requests), AT_ONCE):
+            batch = requests[first : first + AT_ONCE]
+            with contextlib.suppress(OSError):  # the server has died: `_poll` detects it
+                forkserver.send(self._control, {"fork": batch})
+            while any(rank["local_rank"] in self._starting for rank in batch):
                 self._poll(LOOK_S)
         return self._pids
 
     def wait(self, timeout_s: float) -> list[Exit]:
-        """The ends since the last call, after waiting for something to happen if there is none."""
+        """The exits since the last call; if there are none, wait for an event first."""
         if not self._exits:
             self._poll(timeout_s)
         exits, self._exits = self._exits, []
         return exits
 
     def signal(self, number: signal.Signals, *, forced: bool = False) -> None:
-        """Send a signal to each living rank; `forced` marks their ends as not their own doing."""
+        """Send a signal to each living rank; `forced` marks their exits as the launcher's doing."""
         for rank in self._living.values():
             rank.forced |= forced
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, number)
 
     def tell(self, word: str) -> None:
-        """Say a word to each living rank, over its channel; `lost`, `stale` or `absent`."""
+        """Send a keyword to each living rank over its channel: `lost`, `stale` or `absent`."""
         for rank in self._living.values():
-            with contextlib.suppress(OSError):  # it is just leaving
+            with contextlib.suppress(OSError):  # it is exiting
                 rank.channel.send(f"{word}\n".encode())
 
-    def kill_stopped(self, looks: int) -> list[int]:
-        """Kill each rank that was found stopped (SIGSTOP) at so many calls in a row; these ranks.
+    def kill_stopped(self, checks: int) -> list[int]:
+        """Kill each rank found stopped (SIGSTOP) in `checks` consecutive calls; returns them.
 
-        Counted in calls and not in time, since the launcher may have been stopped with them.
+        Counted in calls and not in time, because the launcher may have been stopped with them.
         """
         killed = []
         for pid, rank in self._living.items():
-            rank.looks_stopped = rank.looks_stopped + 1 if processes.state(pid) == "T" else 0
-            if rank.looks_stopped == looks:
+            rank.stopped_checks = rank.stopped_checks + 1 if processes.state(pid) == "T" else 0
+            if rank.stopped_checks == checks:
                 killed.append(rank.rank)
                 with contextlib.suppress(ProcessLookupError):
                     signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
         return killed
 
     def kill_and_exit(self) -> NoReturn:
-        """End everything at once, from a signal handler too."""
-        if self._server_loads:
+        """Kill all ranks and exit immediately. May be called from a signal handler."""
+        if self._server_imports:
             os.kill(self._server_pid, signal.SIGKILL)
         self.signal(signal.SIGKILL)
         deadline_s = time.monotonic() + KILL_S
@@ -191,7 +200,7 @@ class Ranks:
         os._exit(EXIT_FAILURE)
 
     def close(self) -> None:
-        """Let the server go; it kills ranks that still live after a few seconds."""
+        """Disconnect from the fork server, which kills living ranks after a few seconds."""
         if self.server_lives:
             self._forget(self._control.fileno())
             self._control.close()
@@ -206,9 +215,9 @@ class Ranks:
     def _adopt(self, server: tuple[int, socket.socket]) -> None:
         self._server_pid, self._control = server
         self.server_lives = True
-        self._server_loads = True
-        self._looks_stopped = 0
-        self._code: int | None = None  # where it has found that there is nothing to start
+        self._server_imports = True
+        self._stopped_checks = 0
+        self._code: int | None = None  # exit code if the server found nothing to start
         self._watch(self._control.fileno(), self._on_message)
 
     def _watch(self, fd: int, on_readable: Callable[[], object]) -> None:
@@ -223,22 +232,23 @@ class Ranks:
         if not events:
             self._continue_server()
         for key, _ in events:
-            # One event may settle the others that came with it: an end closes the rank's channel.
+            # An event may make another of this batch obsolete: an exit closes the rank's channel.
             if self._selector.get_map().get(key.fileobj) == key:
                 key.data()
 
     def _continue_server(self) -> None:
-        """Nobody but the server starts ranks and tells of their ends: it must not stay stopped.
+        """Continue (SIGCONT) a stopped fork server: only it can start ranks and report their exits.
 
-        Counted in looks, since the launcher may have been stopped with it.
+        Counted in checks and not in time, because the launcher may have been stopped with it.
         """
         stopped = self.server_lives and processes.is_stopped(self._server_pid) and (
-            self._server_loads or self._starting
+            self._server_imports or self._starting
             or any(processes.state(pid) in "ZX" for pid in self._living))
-        self._looks_stopped = self._looks_stopped + 1 if stopped else 0
-        if self._looks_stopped >= SERVER_LOOKS:
-            self._looks_stopped = 0
-            self._output.say("the fork server was stopped, and ranks wait for it: continued")
+        self._stopped_checks = self._stopped_checks + 1 if stopped else 0
+        if self._stopped_checks >= SERVER_LOOKS:
+            self._stopped_checks = 0
+            self._output.say(
+                "the fork server was stopped while ranks waited for it: continued")
             os.kill(self._server_pid, signal.SIGCONT)
 
     def _on_message(self) -> None:
@@ -250,11 +260,11 @@ class Ranks:
         elif "exited" in message:
             self._remove(message["exited"], message["code"])
         else:
-            self._server_loads = False
+            self._server_imports = False
             self._code = message.get("nothing_to_start")
 
     def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
-        rank = _Rank(
+        rank = _Worker(
             rank=self._starting.pop(local_rank),
             pidfd=pidfd,
             channel=socket.socket(fileno=channel_fd),
@@ -266,15 +276,15 @@ class Ranks:
         for fd, to_fd in zip(output, streams, strict=False):
             self._output.follow(fd, tag=f"[rank {rank.rank}] ", to_fd=to_fd)
 
-    def _on_channel(self, rank: _Rank) -> bool:
-        """Read what a rank has told; whether there may be more."""
+    def _on_channel(self, rank: _Worker) -> bool:
+        """Read the messages of a rank; returns whether there may be more."""
         try:
             data = rank.channel.recv(1 << 16, socket.MSG_DONTWAIT)
         except OSError:
             return False
         if not data:
             self._forget(rank.channel.fileno())
-        *lines, rank.told = (rank.told + data).split(b"\n")
+        *lines, rank.unparsed = (rank.unparsed + data).split(b"\n")
         for line in lines:
             word, _, value = line.decode(errors="replace").partition(" ")
             with contextlib.suppress(ValueError):
@@ -291,7 +301,7 @@ class Ranks:
             return
         rank = self._living.pop(pid)
         while self._on_channel(rank):
-            pass  # its last words
+            pass  # read its last messages
         self._forget(rank.channel.fileno())
         self._forget(rank.pidfd)
         rank.channel.close()
@@ -301,14 +311,14 @@ class Ranks:
         self._exits.append(end)
 
     def _lose_server(self) -> None:
-        """The server has died: nobody will tell how its ranks end, only that they do."""
+        """The fork server has died: exits of its ranks are still noticed, without exit codes."""
         self._forget(self._control.fileno())
         self._control.close()
         os.waitpid(self._server_pid, 0)
         self.server_lives = False
-        if self._server_loads:
-            self._output.say("the fork server has died while it was starting")
-            self._server_loads, self._code = False, EXIT_FAILURE
+        if self._server_imports:
+            self._output.say("the fork server died during startup")
+            self._server_imports, self._code = False, EXIT_FAILURE
         self._end_starting(None)
         for pid, rank in self._living.items():
             self._watch(rank.pidfd, functools.partial(self._remove, pid, None))

@@ -1,4 +1,4 @@
-"""The rendezvous of a single node: a fresh store for each attempt, listening on loopback only."""
+"""The rendezvous of a single node: a new store for each attempt, listening on loopback only."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ LOOPBACK = "127.0.0.1"
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """Hosts the store in the launcher, where a killed rank can't take it along.
+    """Hosts the store in the launcher, so that it survives a killed rank.
 
-    Each attempt has a store of its own, on a port of its own: it can't read what the one before
-    has left behind, and no rank of that one can reach it.
+    Each attempt has its own store on its own port: it cannot read keys of the previous attempt,
+    and a remaining rank of that attempt cannot reach it.
     """
 
     def __init__(self) -> None:
@@ -50,7 +50,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Nobody else could come."""
+        """Nothing to do: no other node can join."""
 
     def num_nodes_waiting(self) -> int:
         return 0

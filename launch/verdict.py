@@ -1,4 +1,4 @@
-"""What the ends of the ranks mean: restart, or the run's exit code, and whose end was the cause."""
+"""Decide from the exits of the ranks: restart or not, the run's exit code, and the cause."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED, FINAL_EXIT
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exit:
-    """The end of one rank.
+    """The exit of one rank.
 
     Attributes:
         rank: global rank.
-        code: exit code, or minus the number of the signal that killed it; None where nobody could
-            tell, because the process that forked it had died.
-        at_s: when it was noticed, on the monotonic clock.
-        forced: the launcher itself killed it, or asked it to leave.
-        early: it has left with a code that is the trainer's own to give, and before the trainer
-            came to its end: something called `os._exit`.
+        code: exit code, or minus the number of the signal that killed it; None if unknown, because
+            the fork server, its parent, had died.
+        at_s: when the launcher noticed it, on the monotonic clock.
+        forced: the launcher killed it or requested it to exit.
+        early: the code is reserved for the trainer, but the trainer had not finished: something
+            called `os._exit`.
     """
 
     rank: int
@@ -34,36 +34,42 @@ class Exit:
 
     @property
     def complete(self) -> bool:
-        """Whether it had nothing more to do."""
+        """Whether the rank has finished the run."""
         return self.code == EXIT_COMPLETE and not self.early
 
     @property
     def failed(self) -> bool:
-        """Whether its peers are in trouble."""
+        """Whether the rank failed, so that its peers cannot continue."""
         return not self.complete and not self.stopped
 
     @property
     def final(self) -> bool:
-        """Whether the trainer itself has ended the run."""
+        """Whether the trainer itself ended the attempt, so that nothing is restarted."""
         return self.code in FINAL_EXIT_CODES and not self.early
 
     @property
     def stopped(self) -> bool:
-        """Whether the trainer has stopped on request."""
+        """Whether the trainer stopped on request."""
         return self.code == EXIT_STOPPED and not self.early
 
     def __str__(self) -> str:
         if self.code is None:
             return "the fork server has died"
         if self.code >= 0:
-            early = " before its end" if self.early else ""
+            early = " before it had finished" if self.early else ""
             return f"rank {self.rank} exited with code {self.code}{early}"
         return f"rank {self.rank} was killed by {signal_name(-self.code)}"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """`restart` says that new ranks may help; `code` is the launcher's exit code if they don't."""
+    """What follows from the exits of one attempt.
+
+    Attributes:
+        code: the launcher's exit code if it does not restart the ranks.
+        restart: whether a restart may help.
+        cause: the exit that caused the end of the attempt; None if all ranks have finished.
+    """
 
     code: int
     restart: bool
@@ -71,20 +77,20 @@ class Verdict:
 
 
 def judge(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> Verdict:
-    """Decide from the ends of all ranks of one attempt, in the order in which they were noticed.
+    """Decide from the exits of all ranks of one attempt, in the order in which they were noticed.
 
-    The cause is the first end that isn't an echo. When a rank dies, its peers find their
-    connections broken, save and leave with code 1: such an end counts only if there is no other.
+    The cause is the first exit that is not secondary. When a rank dies, its peers' connections
+    break, and they save and exit with code 1: such an exit counts only if there is no other.
 
     Args:
         exits: one for each rank.
-        stop_at_s: when the launcher was asked to stop, on the monotonic clock; None if it wasn't.
+        stop_at_s: when the launcher received a stop request, on the monotonic clock; None if none.
     """
     failures = [end for end in exits if not end.complete]
     if not failures:
         return Verdict(code=EXIT_COMPLETE, restart=False)
-    own = [end for end in failures if not end.forced] or failures
-    cause = next((end for end in own if end.code != EXIT_FAILURE), own[0])
+    unforced = [end for end in failures if not end.forced] or failures
+    cause = next((end for end in unforced if end.code != EXIT_FAILURE), unforced[0])
     if stop_at_s is not None:
         return Verdict(
             code=_code_after_stop(failures, cause, stop_at_s), restart=False, cause=cause
@@ -97,35 +103,38 @@ def judge(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> Verdict:
 def first_failure(
     cause: Exit, failures: Sequence[Mapping[str, Any]], *, attempt: int | None, reached: int
 ) -> dict[str, Any] | None:
-    """What failed first in an attempt: the event with which a rank has told it, or, for a rank that
-    died without a word, a new one. None if neither can be said.
+    """The event of the first failure of an attempt.
+
+    It is the event that a rank reported, or, for a rank that died without a report, a new one.
+    None if neither exists.
 
     Args:
-        cause: the verdict's.
-        failures: the events that ranks have told.
-        attempt: the run's count; None if the ranks had not come so far.
-        reached: the last step that was finished.
+        cause: the exit that caused the end of the attempt.
+        failures: the events that ranks reported.
+        attempt: the run's attempt number; None if the ranks died before it was counted.
+        reached: the last finished step.
     """
-    told = sorted(failures, key=lambda event: event["time"])
-    own = [event for event in told if not event["echo"]]
+    reported = sorted(failures, key=lambda event: event["time"])
+    primary = [event for event in reported if not event["echo"]]
     died_s = time.time() - time.monotonic() + cause.at_s
-    wordless = not cause.final and (
-        cause.code != EXIT_FAILURE or all(event["rank"] != cause.rank for event in told))
-    if own and not (wordless and died_s < own[0]["time"]):
-        return dict(own[0])
-    if cause.code is None or not wordless or attempt is None:
+    unreported = not cause.final and (
+        cause.code != EXIT_FAILURE or all(event["rank"] != cause.rank for event in reported))
+    if primary and not (unreported and died_s < primary[0]["time"]):
+        return dict(primary[0])
+    if cause.code is None or not unreported or attempt is None:
         return None
     how = f"exited with code {cause.code}" if cause.code >= 0 else (
         f"was killed by {signal_name(-cause.code)}")
-    echo = told[0] if told else {}  # its peers know where they were
-    return {"time": round(died_s, 6), "attempt": attempt, "nonce": echo.get("nonce", ""),
-            "node": socket.gethostname(), "rank": cause.rank, "step": echo.get("step", reached),
-            "phase": echo.get("phase", "train"), "event": "death", "why": how,
-            "failed_step": echo.get("failed_step", reached + 1)}  # fmt: skip
+    secondary = reported[0] if reported else {}  # its peers know the step and the phase
+    return {"time": round(died_s, 6), "attempt": attempt, "nonce": secondary.get("nonce", ""),
+            "node": socket.gethostname(), "rank": cause.rank,
+            "step": secondary.get("step", reached), "phase": secondary.get("phase", "train"),
+            "event": "death", "why": how,
+            "failed_step": secondary.get("failed_step", reached + 1)}  # fmt: skip
 
 
 def signal_name(number: int) -> str:
-    """SIGKILL for 9; real-time signals, which have no name each, by number."""
+    """SIGKILL for 9; real-time signals, which have no names, by number."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -137,7 +146,8 @@ def _code_after_stop(failures: Sequence[Exit], cause: Exit, stop_at_s: float) ->
         return cause.code
     if any(end.stopped for end in failures):
         return EXIT_STOPPED
-    # SIGTERM kills only a rank that is still starting and so has nothing to save. A failure older
-    # than the request would have been restarted: what its survivors saved is where to go on.
+    # SIGTERM kills only a rank that is still starting and so has nothing to save. A failure before
+    # the stop request would have been restarted, and the next start resumes from the survivors'
+    # save, so it counts as stopped.
     unstarted = all(end.code == -signal.SIGTERM for end in failures)
     return EXIT_STOPPED if unstarted or cause.at_s < stop_at_s else EXIT_FAILURE

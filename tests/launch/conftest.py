@@ -1,4 +1,4 @@
-"""The fixture `warm`: a process that has everything imported, to fork launchers from."""
+"""The fixture `warm`: a process with all imports done, from which launchers are forked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two ranks that sum over a real process group; in the first attempt one of them is killed."""
+"""Two ranks all-reduce in a real process group; in the first attempt one of them is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two hosts in network namespaces, joined by a link that can be cut, and launches on them."""
+"""Two hosts in network namespaces, with a link that can be cut, and launchers on them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ PORT = 29400
 
 
 class Hosts:
-    """Addresses 10.213.N.1 and .2; `cut` takes the link down, `join` up again."""
+    """Two hosts with addresses 10.213.N.1 and .2; `cut` takes the link down, `join` up again."""
 
     def __init__(self) -> None:
         tag = os.getpid()
@@ -42,7 +42,7 @@ def two_hosts() -> Iterator[Hosts]:
     try:
         for name in hosts.names:
             if not _ip("netns", "add", name):
-                pytest.skip("network namespaces can't be made here (needs root and ip)")
+                pytest.skip("network namespaces cannot be created here (needs root and ip)")
             assert _ip("-n", name, "link", "set", "lo", "up")
         assert _ip("link", "add", "veth0", "netns", hosts.names[0], "type", "veth",
                    "peer", "name", "veth1", "netns", hosts.names[1])
@@ -57,13 +57,13 @@ def two_hosts() -> Iterator[Hosts]:
 
 
 class Node:
-    """A launcher on a host, with a run folder of its own. A context manager that leaves nothing."""
+    """A launcher on a host with its own run folder. Its context kills all its processes."""
 
     def __init__(self, host: str | None, run: Path, *arguments: str) -> None:
         self.run = run
         self._enter = [] if host is None else ["ip", "netns", "exec", host]
         self.path = ""
-        """Searched first for modules."""
+        """Folder searched first for modules."""
         self._arguments = arguments
         self.err = run.with_name(f"{run.name}.stderr")
         self.process: subprocess.Popen[bytes] | None = None
@@ -85,19 +85,19 @@ class Node:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to every process of this node at once."""
+        """Send SIGKILL to every process of this node."""
         self.signal(signal.SIGKILL)
         if self.process is not None:
             self.process.wait(DEADLINE_S)
 
     def signal(self, number: signal.Signals) -> None:
-        """To every process of this node."""
+        """Send a signal to every process of this node."""
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
     def pids(self) -> list[int]:
-        """The launcher, and what is forked from it: fork server, ranks, their loader workers."""
+        """Pids of the launcher and of its descendants: fork server, ranks, their loader workers."""
         found = []
         marker = f"--run={self.run}".encode()
         for entry in Path("/proc").iterdir():
@@ -111,8 +111,8 @@ class Node:
         assert self.process is not None
         return self.process.wait(DEADLINE_S)
 
-    def said(self, text: str) -> int:
-        """How often the launcher or a rank has said something."""
+    def printed(self, text: str) -> int:
+        """How often the launcher or a rank has printed a text."""
         return self.err.read_text(errors="replace").count(text) if self.err.exists() else 0
 
     def step(self) -> int:
@@ -122,20 +122,20 @@ class Node:
             return int(json.loads(last)["step"])
         return 0
 
-    def events(self, **like: Any) -> list[dict[str, Any]]:
+    def events(self, **fields: Any) -> list[dict[str, Any]]:
         path = self.run / "events.jsonl"
         lines = path.read_text().splitlines() if path.exists() else []
         events = [json.loads(line) for line in lines]
-        return [e for e in events if all(e.get(k) == v for k, v in like.items())]
+        return [e for e in events if all(e.get(k) == v for k, v in fields.items())]
 
 
-def wait_until(true: Callable[[], Any], what: str, *nodes: Node) -> None:
-    """Wait for an event, and not for ever."""
+def wait_until(condition: Callable[[], Any], what: str, *nodes: Node) -> None:
+    """Wait until a condition is true, for at most `DEADLINE_S`."""
     deadline_s = time.monotonic() + DEADLINE_S
-    while not true():
+    while not condition():
         if time.monotonic() > deadline_s:
-            told = "\n".join(f"--- {n.err.name}\n{n.err.read_text()[-3000:]}" for n in nodes)
-            raise AssertionError(f"{what}: not within {DEADLINE_S:g} s\n{told}")
+            logs = "\n".join(f"--- {n.err.name}\n{n.err.read_text()[-3000:]}" for n in nodes)
+            raise AssertionError(f"{what}: not within {DEADLINE_S:g} s\n{logs}")
         time.sleep(0.02)
 
 

@@ -1,4 +1,4 @@
-"""Starting the real launcher with scripted ranks, and reading what became of them."""
+"""Start the real launcher with scripted ranks, and read the notes of the ranks."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 DEADLINE_S = 200.0
 AT_ONCE_S = 4.0
-"""Soon enough to tell an orderly end from what ends orphans: that comes after 4.3 s."""
+"""Shorter than 4.3 s, after which orphans are killed: shows that the exit was orderly."""
 GONE_S = 20.0
-"""Orphans have 5 s by their own clocks; the rest is for a machine whose cores are taken."""
+"""Orphans are killed within 5 s; the rest is a margin for a busy machine."""
 
 
 class Launched:
-    """A running `python -m launch`, in a process group of its own, as a shell starts it."""
+    """A running `python -m launch` in its own process group, as a shell would start it."""
 
     def __init__(
         self,
@@ -52,7 +52,7 @@ class Launched:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leave nothing behind, whatever a test has found."""
+        """Kill all remaining processes."""
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
@@ -72,26 +72,26 @@ class Launched:
     def err(self) -> str:
         return self.streams["stderr"].read_text()
 
-    def notes(self, what: str, **like: Any) -> list[dict[str, Any]]:
-        """The ranks' notes so far: those named `what` whose fields are as given."""
+    def notes(self, what: str, **fields: Any) -> list[dict[str, Any]]:
+        """The ranks' notes so far with the name `what` and the given fields."""
         return [
             note
             for note in scripted.read(self.folder / "notes.jsonl")
-            if note["what"] == what and all(note[key] == like[key] for key in like)
+            if note["what"] == what and all(note[key] == fields[key] for key in fields)
         ]
 
-    def wait_notes(self, what: str, num: int, **like: Any) -> list[dict[str, Any]]:
-        """As `notes`, once there are `num`."""
-        return scripted.wait_for(lambda: self.notes(what, **like), num)
+    def wait_notes(self, what: str, num: int, **fields: Any) -> list[dict[str, Any]]:
+        """Wait until there are `num` such notes."""
+        return scripted.wait_for(lambda: self.notes(what, **fields), num)
 
     def pids(self) -> set[int]:
-        """Every process that has taken notes, and the fork servers."""
+        """Pids of all processes that have written notes, and of the fork servers."""
         notes = scripted.read(self.folder / "notes.jsonl")
         return {note["pid"] for note in notes} | {n["server"] for n in notes if "server" in n}
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs, zombies apart."""
+    """Whether a process is running and not a zombie."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -100,7 +100,7 @@ def alive(pid: int) -> bool:
 
 
 def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
-    """Those of `pids` that still live after `timeout_s`."""
+    """Wait for processes to exit; returns those still alive after `timeout_s`."""
     deadline_s = time.monotonic() + timeout_s
     while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < deadline_s:
         time.sleep(0.01)
@@ -108,7 +108,7 @@ def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
 
 
 def listening(pid: int) -> dict[str, str]:
-    """Inode → address of each TCP socket on which a process listens."""
+    """Addresses, by inode, of the TCP sockets on which a process listens."""
     inodes = set()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
@@ -119,8 +119,10 @@ def listening(pid: int) -> dict[str, str]:
 
 
 def listeners() -> dict[str, str]:
-    """Inode → address of each TCP socket on which somebody listens. A port that is free again may
-    be another's a moment later; an inode tells whose it is."""
+    """Addresses, by inode, of all listening TCP sockets.
+
+    Compare inodes and not ports: another process may reuse a freed port immediately.
+    """
     found = {}
     for table in ("tcp", "tcp6"):
         for line in Path("/proc/net", table).read_text().splitlines()[1:]:

@@ -1,7 +1,7 @@
-"""What the launcher's ranks run in these tests instead of the trainer: a script, and notes of it.
+"""The entry point of the launcher's ranks in these tests: scripted actions instead of training.
 
-Arguments: a folder and a JSON object that maps `ATTEMPT.RANK` to what that rank does in that
-attempt. Each rank appends what happens to it to `notes.jsonl` in the folder, one write a line.
+Arguments: a folder, and a JSON object that maps `ATTEMPT.RANK` to the action of that rank in that
+attempt. Each rank appends notes to `notes.jsonl` in the folder, one write per line.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEADLINE_S = 200.0
 
 
 def preload(argv: list[str]) -> int:
-    """No torch: these tests are about processes. What is done depends on the folder's name."""
+    """Do not import torch, which these tests do not need. The folder's name selects the outcome."""
     folder = Path(argv[0])
     if folder.name == "refused":
         print("no such data", file=sys.stderr)
@@ -40,17 +40,18 @@ def preload(argv: list[str]) -> int:
 
 def main(argv: list[str]) -> int:
     rank = Rank(Path(argv[0]))
-    signal.signal(signal.SIGTERM, lambda number, frame: rank.note("asked", heard=rank.hear()))
+    signal.signal(
+        signal.SIGTERM, lambda number, frame: rank.note("sigterm", received=rank.receive()))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     rank.note("started", sid=os.getsid(0), server=os.getppid(), env=dict(os.environ), argv=argv)
     if os.environ["WORLD_SIZE"] != str(len(rank.wait("started"))):
-        raise AssertionError("somebody is missing")
+        raise AssertionError("a rank is missing")
     action, _, value = json.loads(argv[1]).get(f"{rank.attempt}.{rank.rank}", "").partition("=")
     return int(getattr(rank, action or "complete")(value) or 0)
 
 
 class Rank:
-    """The actions, and how a rank takes notes and waits for those of others."""
+    """The actions of a rank, and its notes."""
 
     def __init__(self, folder: Path) -> None:
         self.notes = folder / "notes.jsonl"
@@ -67,7 +68,7 @@ class Rank:
         os.close(fd)
 
     def wait(self, what: str, num: int | None = None) -> list[dict[str, Any]]:
-        """The notes `what` of this attempt, once there are `num` (one of each rank)."""
+        """Wait for `num` notes `what` of this attempt (default: one per rank)."""
         return wait_for(
             lambda: [
                 note
@@ -77,8 +78,8 @@ class Rank:
             num or self.num_ranks,
         )
 
-    def hear(self) -> str:
-        """What the launcher has said so far."""
+    def receive(self) -> str:
+        """The keywords that the launcher has sent so far."""
         channel = socket.socket(fileno=os.dup(int(os.environ["TRAINER_LAUNCHER_FD"])))
         with contextlib.suppress(BlockingIOError), channel:
             return channel.recv(4096, socket.MSG_DONTWAIT).decode()
@@ -91,24 +92,24 @@ class Rank:
         return int(code)
 
     def vanish(self, code: str) -> None:
-        """As if done, and with no word: what a library's `os._exit` does."""
+        """Exit without notifying the launcher, like a library that calls `os._exit`."""
         os._exit(int(code))
 
     def stop_server(self, _: str) -> None:
-        """Stop the fork server, which is to tell how this rank ends, and end."""
+        """Stop the fork server, which should report the exit of this rank, and exit."""
         os.kill(os.getppid(), signal.SIGSTOP)
         os._exit(4)
 
-    def held(self, code: str) -> int:
-        """Fail, with a thread that never ends."""
+    def linger(self, code: str) -> int:
+        """Fail while a non-daemon thread runs forever."""
         threading.Thread(target=threading.Event().wait).start()
         return int(code)
 
     def fail(self, _: str) -> None:
-        raise RuntimeError("as told")
+        raise RuntimeError("as scripted")
 
     def die(self, number: str) -> None:
-        """Die with words on the lips that no newline has flushed, and a child left behind."""
+        """Die by a signal, with output that no newline has flushed, and with a living child."""
         if os.fork() == 0:
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
             self.note("child")
@@ -116,11 +117,11 @@ class Rank:
                 signal.pause()
         self.wait("child", 1)
         print("the last line")
-        sys.stderr.write("the last words")
+        sys.stderr.write("unfinished line")
         os.kill(os.getpid(), int(number))
 
-    def echo(self, code: str) -> int:
-        """Leave when a peer has, as a rank whose connection broke."""
+    def follow(self, code: str) -> int:
+        """Exit when a peer has exited, like a rank whose connection broke."""
         peers = [n["pid"] for n in self.wait("started") if n["rank"] != self.rank]
         watch = select.poll()
         for pid in peers:
@@ -132,9 +133,9 @@ class Rank:
         return int(code)
 
     def serve(self, _: str) -> int:
-        """Train until asked to stop, leave when all have been asked."""
+        """Run until a stop request, and exit once all ranks have received one."""
         self.note("serving")
-        self.wait("asked")
+        self.wait("sigterm")
         return 75
 
     def stubborn(self, _: str) -> None:
@@ -147,7 +148,7 @@ class Rank:
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def orphan(self, _: str) -> int:
-        """Save and leave when the launcher is gone."""
+        """Save and exit when the launcher has died."""
         self.note("serving")
         select.select([int(os.environ["TRAINER_LAUNCHER_FD"])], [], [])
         print("rank", self.rank, "saves", flush=True)
@@ -155,7 +156,7 @@ class Rank:
         return 75
 
     def save(self, step: str) -> None:
-        """Tell where the run folder is, save a step there, and fail 2 steps later."""
+        """Report the run folder, save a step there, and fail 2 steps later."""
         os.write(int(os.environ["TRAINER_LAUNCHER_FD"]), f'run "{self.folder}"\n'.encode())
         with (self.folder / "events.jsonl").open("a") as events:
             events.write(json.dumps({"event": "save", "at_step": int(step)}) + "\n")
@@ -170,7 +171,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(get: Callable[[], list[Any]], num: int = 1) -> list[Any]:
-    """What `get` returns, once that has `num` items."""
+    """Wait until the list that `get` returns has `num` items, and return it."""
     deadline_s = time.monotonic() + DEADLINE_S
     while len(items := get()) < num:
         if time.monotonic() > deadline_s:

@@ -1,4 +1,4 @@
-"""Faults of every kind, drawn from a seed: each disturbed run ends with the undisturbed bits."""
+"""Faults of every kind, drawn from a seed: each run with faults ends with the same bits."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ def test_runs_with_faults_of_every_kind_end_with_the_same_bits(faults: int, runs
         cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
 
-    told = ended.stdout + ended.stderr
-    assert ended.returncode == 0, told
+    output = ended.stdout + ended.stderr
+    assert ended.returncode == 0, output
     last = re.fullmatch(r"(\d+) of (\d+) faults, (\d+) of (\d+) runs: same bits",
                         ended.stdout.splitlines()[-1])
-    assert last, told
+    assert last, output
     assert int(last[1]) == int(last[2]) >= faults
     assert int(last[3]) == int(last[4]) >= runs
 
@@ -43,7 +43,7 @@ def planned(faults: int, seed: int, *, soak: bool = False) -> list[plans.Run]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_forty_faults_strike_every_phase_and_every_shape(seed: int) -> None:
+def test_forty_faults_cover_every_phase_and_every_shape(seed: int) -> None:
     runs = planned(40, seed)
 
     faults = [fault for run in runs for fault in run.faults]
@@ -56,7 +56,7 @@ def test_forty_faults_strike_every_phase_and_every_shape(seed: int) -> None:
 
 
 @pytest.mark.parametrize(("faults", "soak"), [(1, False), (7, True), (73, True), (500, False)])
-def test_a_plan_has_as_many_faults_as_asked_for_and_each_has_a_place_of_its_own(
+def test_a_plan_has_the_requested_number_of_faults_at_distinct_steps(
     faults: int, soak: bool
 ) -> None:
     runs = planned(faults, 3, soak=soak)
@@ -71,14 +71,14 @@ def test_a_plan_has_as_many_faults_as_asked_for_and_each_has_a_place_of_its_own(
                 assert parse(str(fault)).kind == fault.kind
 
 
-def test_the_same_seed_gives_the_same_plan_and_another_one_another() -> None:
+def test_equal_seeds_give_equal_plans_and_different_seeds_different_ones() -> None:
     plan = planned(40, 5)
 
     assert planned(40, 5) == plan
     assert planned(40, 6) != plan
 
 
-def test_all_settings_come_within_four_laps_over_the_shapes() -> None:
+def test_four_rounds_over_the_shapes_cover_all_settings() -> None:
     settings = {plans.setting(number, 0) for number in range(4 * len(plans.SHAPES))}
 
     assert {(s.ranks, s.micro_batches, s.sync_bn, s.workers) for s in settings} == {

@@ -1,4 +1,4 @@
-"""`python -m launch.chaos` strikes ranks of the run and nothing else; the bits stay the same."""
+"""`python -m launch.chaos` signals only ranks of the run, and the bits stay the same."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ sys.stdin.read()
 
 
 class Processes(contextlib.ExitStack):
-    """Processes that end with the test."""
+    """Child processes that are killed at the end of the test."""
 
     def start(self, *command: str, at: Path = ROOT, **options: object) -> subprocess.Popen:
         process = self.enter_context(subprocess.Popen(
@@ -44,7 +44,7 @@ class Processes(contextlib.ExitStack):
         return process
 
     def rank(self, run: Path, rank: int, attempt: int = 0) -> subprocess.Popen:
-        """A process that is to the drill what a rank is; ends with the test."""
+        """Start a process that the tool takes for a rank; it is killed at the end of the test."""
         process = self.start(sys.executable, "-c", RANK, str(rank), str(attempt),
                              str(run / "events.jsonl"), stdin=subprocess.PIPE)
         wait_for(lambda: [e for e in chaos.read_events(run / "events.jsonl")
@@ -72,27 +72,27 @@ def arguments(run: Path) -> list[str]:
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_run_whose_ranks_and_whole_node_are_struck_ends_with_the_same_bits(tmp_path, processes):
-    straight, struck = tmp_path / "straight", tmp_path / "struck"
+def test_a_run_whose_ranks_and_whole_node_are_killed_ends_with_the_same_bits(tmp_path, processes):
+    straight, disturbed_run = tmp_path / "straight", tmp_path / "disturbed"
     reference = processes.start(sys.executable, *arguments(straight))
-    disturbed = processes.start(sys.executable, *arguments(struck))
+    disturbed = processes.start(sys.executable, *arguments(disturbed_run))
 
-    ranks = drill(struck, "--mtbf=0.2", "--kinds=kill", "--count=3", "--seed=1")
-    node = drill(struck, "--mtbf=0.1", "--kinds=node", "--count=1")
+    ranks = drill(disturbed_run, "--mtbf=0.2", "--kinds=kill", "--count=3", "--seed=1")
+    node = drill(disturbed_run, "--mtbf=0.1", "--kinds=node", "--count=1")
 
     assert (ranks.returncode, node.returncode) == (0, 0), ranks.stderr + node.stderr
     kill = r"\d\d:\d\d:\d\d \+[\d.]+ s  kill: SIGKILL to rank [01] \(pid \d+\) at step \d+"
     assert [bool(re.fullmatch(kill, line)) for line in ranks.stdout.splitlines()] == [True] * 3
     assert f"and the launcher (pid {disturbed.pid})" in node.stdout
     assert disturbed.wait(200) == -signal.SIGKILL
-    again = processes.start(sys.executable, *arguments(struck))
+    again = processes.start(sys.executable, *arguments(disturbed_run))
     assert again.wait(100) == reference.wait(100) == 0
-    compared = subprocess.run([sys.executable, "-m", "trainer", "compare", straight, struck],
+    compared = subprocess.run([sys.executable, "-m", "trainer", "compare", straight, disturbed_run],
                               cwd=ROOT, capture_output=True, text=True, check=False)
     assert compared.returncode == 0, compared.stdout
-    attempts = {e["attempt"] for e in chaos.read_events(struck / "events.jsonl")}
+    attempts = {e["attempt"] for e in chaos.read_events(disturbed_run / "events.jsonl")}
     assert len(attempts) > 2
-    assert "the run is complete" in drill(struck, "--mtbf=60").stdout
+    assert "the run is complete" in drill(disturbed_run, "--mtbf=60").stdout
 
 
 def test_each_kind_sends_its_signal_to_a_rank_of_the_newest_attempt_only(tmp_path, processes):
@@ -103,7 +103,7 @@ def test_each_kind_sends_its_signal_to_a_rank_of_the_newest_attempt_only(tmp_pat
     held = int(re.search(r"rank (\d)", stop.stdout)[1])
     ranks = chaos.ranks_here(tmp_path)
     assert [r for r, pid in ranks.items() if state(pid) == "T"] == [held]
-    assert chaos._targets("stop", ranks) == {}  # the others have to notice this one first
+    assert chaos._targets("stop", ranks) == {}  # the other ranks must notice this one first
     assert chaos._targets("term", ranks) == {r: new[r].pid for r in new if r != held}
     assert chaos._targets("kill", ranks) == ranks
     new[held].send_signal(signal.SIGCONT)
@@ -114,12 +114,12 @@ def test_each_kind_sends_its_signal_to_a_rank_of_the_newest_attempt_only(tmp_pat
     assert wait_for(lambda: [p.poll() for p in new.values() if p.poll()]) == [-signal.SIGKILL]
     node = drill(tmp_path, "--mtbf=0.01", "--kinds=node", "--count=1")
 
-    assert "the launcher (there is none)" in node.stdout  # only this test's own process
+    assert "the launcher (none)" in node.stdout  # the parent is this test, no launcher
     assert wait_gone({process.pid for process in new.values()}, 60) == set()
     assert alive(old.pid)
 
 
-def test_a_process_that_has_not_the_runs_events_open_for_writing_is_left_alone(tmp_path, processes):
+def test_a_process_without_the_events_file_open_for_appending_is_no_target(tmp_path, processes):
     events = tmp_path / "events.jsonl"
     rank = processes.rank(tmp_path, 0)
     with events.open("rb") as reading:
@@ -137,7 +137,7 @@ def test_a_process_that_has_not_the_runs_events_open_for_writing_is_left_alone(t
     rank.wait()
     assert chaos.ranks_here(tmp_path) == {}
     ended = drill(tmp_path, "--mtbf=0.01", "--wait-s=0.2")
-    assert "after 0 strikes: the run has ended" in ended.stdout
+    assert "after 0 faults: the run has ended" in ended.stdout
     assert reader.poll() is None
 
 
@@ -146,10 +146,10 @@ WAITS = "import sys; print(flush=True); sys.stdin.read()"
 
 @pytest.mark.parametrize(("command", "launches"), [
     (["-u", "-X", "dev", "-m", "launch", "--", "x"], True), (["{here}/torchrun"], True),
-    (["-c", WAITS, "tests/torchrun"], False),  # a runner of tests, say
+    (["-c", WAITS, "tests/torchrun"], False),  # for example a test runner
     (["-c", WAITS, "-m", "launch"], False),
 ])  # fmt: skip
-def test_a_launcher_is_what_python_runs_and_not_what_that_is_given(
+def test_a_launcher_is_found_by_the_program_and_not_by_its_arguments(
     tmp_path, processes, command, launches
 ):
     for name in ("launch.py", "torchrun"):
@@ -173,11 +173,11 @@ def test_ctrl_c_ends_a_drill_quietly(tmp_path, processes):
     assert tool.stdout.read() == b""
 
 
-@pytest.mark.parametrize(("arguments", "told"), [
+@pytest.mark.parametrize(("arguments", "message"), [
     (["--mtbf=0"], "--mtbf is 0"), (["--mtbf=1", "--kinds=kill,maim"], "'maim'"),
     (["--mtbf=1", "--count=0"], "--count is 0"), (["--mtbf=1", "--wait-s=-1"], "--wait-s is -1"),
     ([], "--mtbf"),
 ])  # fmt: skip
-def test_arguments_that_cannot_be_right_are_refused(arguments, told, tmp_path, capsys):
+def test_invalid_arguments_are_refused(arguments, message, tmp_path, capsys):
     assert chaos.main([str(tmp_path), *arguments]) == 2
-    assert told in capsys.readouterr().err
+    assert message in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Compiled models: a kill amid a compile, and one after it."""
+"""Compiled models: a kill during a compilation, and a kill after it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT_S = 500.0
 
 @pytest.mark.long
 @pytest.mark.timeout(700)
-def test_a_kill_amid_a_compile_leaves_no_doubtful_cache_and_one_after_it_compiles_nothing(
+def test_a_kill_during_compilation_discards_the_cache_and_a_later_kill_recompiles_nothing(
     tmp_path: Path,
 ) -> None:
     run = tmp_path / "run"
@@ -27,31 +27,31 @@ def test_a_kill_amid_a_compile_leaves_no_doubtful_cache_and_one_after_it_compile
     node = Node(None, run, "--nproc-per-node=2", "--", *TASK, "--inject=kill:rank=0:step=4")
     with node:
         node.start()
-        # The compiler writes below the cache: by then it is well in the middle.
+        # The compiler has written files to the cache: the compilation is in progress.
         wait_until(lambda: list(cache.glob("*.compiling-1")) and list(cache.rglob("*.cpp")),
                    "rank 1 compiles", node)
-        doubtful = next(cache.glob("*-torch*/")) / "doubtful"
-        doubtful.touch()
+        incomplete = next(cache.glob("*-torch*/")) / "incomplete"
+        incomplete.touch()
         os.kill(rank(node, 1), signal.SIGKILL)
         assert node.process is not None
         assert node.process.wait(LIMIT_S) == 0, node.err.read_text()
 
-    # Nothing but the two kills needed a restart.
+    # Only the two kills caused a restart.
     assert [e["attempt"] for e in node.events(event="death")] == [0, 1]
     assert {e["attempt"] for e in node.events(event="start")} == {0, 1, 2}
     [kill] = node.events(event="fault")
     assert [path.name for path in cache.iterdir() if "compiling" in path.name] == []
-    assert doubtful.parent.is_dir()
-    assert not doubtful.exists()
+    assert incomplete.parent.is_dir()
+    assert not incomplete.exists()
     late = [path for path in cache.rglob("*") if path.is_file()
             and path.stat().st_mtime > kill["time"]]
-    assert late == []  # no graph and no library was compiled anew
+    assert late == []  # no graph and no library was recompiled
 
 
 def rank(node: Node, number: int) -> int:
-    """Its process."""
+    """The pid of a rank."""
     for pid in node.pids():
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().strip() == f"rank {number}":
                 return pid
-    raise AssertionError(f"rank {number} doesn't live")
+    raise AssertionError(f"rank {number} is not alive")

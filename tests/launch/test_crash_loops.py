@@ -1,4 +1,4 @@
-"""A failure that repeats is given up with its first cause, which is the last thing that is said."""
+"""The launcher gives up on a repeated failure, and its last line names the first cause."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_a_crash_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
         assert line.startswith("launch: failed first: rank 1, step 12 (")
         assert f"attempt {number}: {RAISED}" in line
 
-    # The same command once more has as many tries again.
+    # Repeating the command allows the same number of attempts again.
     code, lines = launch(run, *arguments, command=hot(2, max_restarts=0))
 
     assert code == 1
@@ -59,7 +59,7 @@ def test_a_crash_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
     assert lines[-1].endswith("; giving up, 0 of 0 restarts used")
 
 
-def test_a_rank_alone_that_is_killed_at_the_same_step_is_given_up_too(tmp_path: Path) -> None:
+def test_a_single_rank_killed_repeatedly_at_the_same_step_is_given_up(tmp_path: Path) -> None:
     code, lines = launch(tmp_path / "run", "--task.how=kill", command=hot(1))
 
     assert code == 76
@@ -67,17 +67,17 @@ def test_a_rank_alone_that_is_killed_at_the_same_step_is_given_up_too(tmp_path: 
                               "SIGKILL")
 
 
-def test_code_that_can_not_be_imported_is_not_started_again(tmp_path: Path) -> None:
+def test_a_failed_import_is_not_restarted(tmp_path: Path) -> None:
     code, lines = launch(tmp_path / "run", "--task.how=import", "--task.at=92", command=hot(2))
 
     assert code == 2
     assert ends(tmp_path / "run") == ["failure"]
     assert lines[-1].startswith("launch: failed first: rank 1, step 12 (forward), attempt 0: "
                                 "ModuleNotFoundError: No module named 'no_such_module_anywhere' (")
-    assert lines[-1].endswith("; that is not started again")
+    assert lines[-1].endswith("; not restarted, would fail again")
 
 
-def test_under_torchrun_too_the_last_line_is_the_first_cause(tmp_path: Path) -> None:
+def test_under_torchrun_the_last_line_names_the_first_cause_too(tmp_path: Path) -> None:
     command = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
                "-m", "trainer", "--run-dir")  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Whatever is killed: in 5 s all is gone, and the same command, given at once, goes on."""
+"""Whichever process is killed, all others exit within 5 s, and a new start at once continues."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEADLINE_S = 200.0
 
 
 class Run:
-    """A run folder, and the launches in it. What they leave in the temporary folder is seen."""
+    """A run folder and its launches, which have their own temporary folder."""
 
     def __init__(self, folder: Path, launcher: str) -> None:
         self.path, self.launcher = folder / "run", launcher
@@ -64,17 +64,17 @@ class Run:
             process.wait()
 
     def tree(self, pid: int) -> list[int]:
-        """A process and what it has started, in order."""
+        """A process and its descendants, in order."""
         return [pid, *(p for child in children(pid) for p in self.tree(child))]
 
     def ranks(self, pid: int) -> list[int]:
-        """The ranks of a launcher."""
+        """Pids of a launcher's ranks."""
         if self.launcher == "torchrun":
             return children(pid)
         return [rank for server in children(pid) for rank in children(server)]
 
     def wait_step(self, step: int, *, attempt: int = 0) -> None:
-        """Until the run has come to a step, in an attempt or a later one."""
+        """Wait until the run has reached a step in the given or a later attempt."""
         deadline_s = time.monotonic() + DEADLINE_S
         while True:
             last = max((n["step"] for n in read_metrics(self.path / "metrics.jsonl")), default=0)
@@ -83,13 +83,13 @@ class Run:
             assert time.monotonic() < deadline_s, f"step {last} instead of {step}"
             time.sleep(0.02)
 
-    def litter(self) -> list[str]:
-        """What is in the temporary folder, but for torch's own cache and torchrun's own logs."""
+    def leftovers(self) -> list[str]:
+        """Files in the temporary folder, except torch's cache and torchrun's logs."""
         return [path.name for path in self.temporary.iterdir()
                 if not path.name.startswith(("torchinductor_", "torchelastic_"))]
 
-    def all_is_gone(self, pids: list[int], sockets: dict[str, str], killed_s: float) -> None:
-        """Assert it, within the time: processes, shared memory, sockets."""
+    def check_all_gone(self, pids: list[int], sockets: dict[str, str], killed_s: float) -> None:
+        """Assert that processes, shared memory and sockets are gone within `GONE_S`."""
         assert wait_gone(set(pids), GONE_S - (time.monotonic() - killed_s)) == set()
         assert left_in_shared_memory(self.shared, pids) == set()
         assert sockets.keys().isdisjoint(listeners())
@@ -113,8 +113,8 @@ def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> No
         pids, sockets = run.tree(first.pid), listening(first.pid)
         killed_s = time.monotonic()
         first.kill()
-        with run.launch("--task.how=slow") as second:  # while the orphans still live
-            run.all_is_gone(pids, sockets, killed_s)
+        with run.launch("--task.how=slow") as second:  # while the orphans are still alive
+            run.check_all_gone(pids, sockets, killed_s)
             run.wait_step(120, attempt=2)
 
             pids, sockets = run.tree(second.pid), listening(second.pid)
@@ -126,7 +126,7 @@ def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> No
                 if pid not in workers:
                     os.kill(pid, signal.SIGKILL)
             second.wait()
-            run.all_is_gone(pids, sockets, killed_s)
+            run.check_all_gone(pids, sockets, killed_s)
 
     with run.launch("--task.how=slow") as third:
         run.wait_step(200, attempt=3)
@@ -136,9 +136,9 @@ def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> No
         assert not any(map(alive, pids))
         pids, sockets = run.tree(third.pid), listening(third.pid)
         assert third.wait(DEADLINE_S) == 0
-        run.all_is_gone(pids, sockets, time.monotonic())
+        run.check_all_gone(pids, sockets, time.monotonic())
 
-    assert run.litter() == []
+    assert run.leftovers() == []
     assert not list(differences(tmp_path / "straight", run.path))
 
 
@@ -153,10 +153,10 @@ def test_nothing_is_left_behind_by_plain_torchrun_either(tmp_path: Path) -> None
         killed_s = time.monotonic()
         first.kill()
         with run.launch("--task.how=slow") as second:
-            run.all_is_gone(pids, sockets, killed_s)
+            run.check_all_gone(pids, sockets, killed_s)
             pids = run.tree(second.pid)
             assert second.wait(DEADLINE_S) == 0
-            run.all_is_gone(pids, {}, time.monotonic())
+            run.check_all_gone(pids, {}, time.monotonic())
 
-    assert run.litter() == []
+    assert run.leftovers() == []
     assert read_metrics(run.path / "metrics.jsonl")[-1]["step"] == STEPS

@@ -1,4 +1,4 @@
-"""Several nodes: one dies, joins, is cut off, comes back with an empty disk; the run goes on."""
+"""Multi-node runs continue when a node dies, joins, is cut off, or returns with an empty disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from paced_task import SAMPLES, consumed
 from runs import steps, validations
 
 BOUND_S = 10.0
-"""From the death of a node to the next step without it, and from its return to one with it."""
+"""Limit from a node's death to the next step without it, and from its return to a step with it."""
 
 STEPS = 300
 
@@ -38,7 +38,7 @@ def training(folder: Path, *more: str) -> list[str]:
 
 
 def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str) -> tuple[Node, Node]:
-    """A node of one rank, which hosts the store, and one of two; each with a folder of its own."""
+    """A node with one rank, which hosts the store, and one with two; each has its own folder."""
     def node(number: int) -> Node:
         options = [f"--nproc-per-node={number + 1}", f"--nnodes={nnodes}", "--max-restarts=0",
                    f"--rdzv-endpoint={hosts.addresses[0]}:{PORT}"]  # fmt: skip
@@ -49,7 +49,7 @@ def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str) -> tuple[Node, No
 
 
 def undisturbed(folder: Path, *more: str) -> Path:
-    """The same run on one node of three ranks."""
+    """The same run on one node with three ranks."""
     (folder / "hurry").touch()
     run = folder / "straight"
     with Node(None, run, "--nproc-per-node=3", "--", *training(folder, *more)) as node:
@@ -62,8 +62,8 @@ def reach(step: int, *running: Node) -> None:
     wait_until(lambda: all(node.step() >= step for node in running), f"step {step}", *running)
 
 
-def again(*running: Node, since: float) -> float:
-    """Seconds from `since` (of the clock) to the first step of an attempt that began later."""
+def time_to_first_step(*running: Node, since: float) -> float:
+    """Seconds from `since` (wall clock) to the first step of a later attempt."""
     def first() -> list[float]:
         return [e["time"] for e in running[0].events(event="first-step") if e["time"] > since]
 
@@ -72,7 +72,7 @@ def again(*running: Node, since: float) -> float:
 
 
 def epochs(run: Path) -> list[list[int]]:
-    """The samples of each whole epoch."""
+    """The sample indices of each complete epoch."""
     taken, length = consumed(run), SAMPLES // 8
     return [sorted(i for step in taken[at : at + length] for i in step)
             for at in range(0, len(taken) - length + 1, length)]
@@ -80,7 +80,7 @@ def epochs(run: Path) -> list[list[int]]:
 
 @pytest.mark.long
 @pytest.mark.timeout(800)
-def test_deaths_of_whole_nodes_change_no_bit_where_all_come_back(tmp_path: Path) -> None:
+def test_deaths_of_whole_nodes_change_no_bit_if_all_return(tmp_path: Path) -> None:
     with two_hosts() as hosts:
         a, b = nodes(hosts, tmp_path, "2")
         with a, b:
@@ -90,15 +90,15 @@ def test_deaths_of_whole_nodes_change_no_bit_where_all_come_back(tmp_path: Path)
             b.kill()
             wait_until(lambda: a.events(event="save", kind="survivor"), "a survivor's save", a)
             b.start()
-            again(a, b, since=time.time())
+            time_to_first_step(a, b, since=time.time())
 
             a.kill()  # it hosts the store and is rank 0
             shutil.rmtree(a.run)
-            wait_until(lambda: b.said("doesn't answer; trying on"), "the store's loss", b)
+            wait_until(lambda: b.printed("does not answer; retrying"), "the store's loss", b)
             a.start()
-            again(b, a, since=time.time())
+            time_to_first_step(b, a, since=time.time())
             (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), told(a, b)
+            assert (a.end(), b.end()) == (0, 0), logs(a, b)
 
     straight = undisturbed(tmp_path)
     assert not list(differences(straight, a.run))
@@ -108,60 +108,60 @@ def test_deaths_of_whole_nodes_change_no_bit_where_all_come_back(tmp_path: Path)
         assert (node.run / "model.safetensors").read_bytes() == (
             straight / "model.safetensors").read_bytes()
     assert len(inspect(b.run)["attempts"]) == 3
-    # What the empty node got, before a step was made: the checkpoint and the record.
+    # The empty node got the checkpoint and the metric lines before the first step.
     assert any(e["at_step"] < STEPS for e in a.events(event="copied"))
-    # A node that goes costs no restart: there was none to spend.
-    assert not a.said("giving up")
-    assert not b.said("giving up")
+    # The loss of a node uses up no restart: --max-restarts is 0.
+    assert not a.printed("giving up")
+    assert not b.printed("giving up")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("more", [
-    # A batch norm's statistics depend on how many micro-batches are computed side by side,
+    # Batch norm statistics depend on how many micro-batches are computed in parallel,
     ["--task.norm=group"],
     # unless each micro-batch has its own.
     ["--task.norm=batch", "--parallel.reduction=canonical"],
 ], ids=["ddp", "canonical"])  # fmt: skip
-def test_a_run_whose_nodes_come_and_go_keeps_batch_schedule_and_order(tmp_path, more) -> None:
+def test_joining_and_leaving_nodes_keep_batch_schedule_and_order(tmp_path, more) -> None:
     with two_hosts() as hosts:
         a, b = nodes(hosts, tmp_path, "1:2", *more)
         with a, b:
             a.start()
             reach(4, a)  # alone, and in mid-epoch
             b.start()
-            wait_until(lambda: a.said(" joins;"), "node 1 joins", a, b)
-            assert again(a, b, since=time.time()) < BOUND_S
+            wait_until(lambda: a.printed(" joins;"), "node 1 joins", a, b)
+            assert time_to_first_step(a, b, since=time.time()) < BOUND_S
 
             b.kill()
-            assert again(a, since=time.time()) < BOUND_S
+            assert time_to_first_step(a, since=time.time()) < BOUND_S
             b.start()
-            wait_until(lambda: a.said(" joins;") == 2, "node 1 joins again", a, b)
-            assert again(a, b, since=time.time()) < BOUND_S
+            wait_until(lambda: a.printed(" joins;") == 2, "node 1 joins again", a, b)
+            assert time_to_first_step(a, b, since=time.time()) < BOUND_S
             reach(b.step() + 3, a, b)
 
             frozen_at, before = time.time(), a.step()
             b.signal(signal.SIGSTOP)
-            assert again(a, since=frozen_at) < BOUND_S
+            assert time_to_first_step(a, since=frozen_at) < BOUND_S
             reach(before + 5, a)
             b.signal(signal.SIGCONT)
-            wait_until(lambda: a.said(" joins;") == 3, "node 1 joins again", a, b)
-            assert again(a, b, since=time.time()) < BOUND_S
+            wait_until(lambda: a.printed(" joins;") == 3, "node 1 joins again", a, b)
+            assert time_to_first_step(a, b, since=time.time()) < BOUND_S
             reach(b.step() + 3, a, b)
 
             cut_at, before = time.time(), a.step()
             hosts.cut()
-            assert again(a, since=cut_at) < BOUND_S
+            assert time_to_first_step(a, since=cut_at) < BOUND_S
             wait_until(lambda: time.time() > cut_at + 20, "20 s")
-            assert a.step() > before + 5  # one half goes on,
-            assert b.step() <= before + 1  # the other one waits, and writes nothing
+            assert a.step() > before + 5  # one side continues,
+            assert b.step() <= before + 1  # the other one waits and writes nothing
             newest = max(c["step"] for c in inspect(b.run)["checkpoints"])
             assert newest <= before + 1
             back_at = time.time()
             hosts.join()
-            assert again(b, a, since=back_at) < BOUND_S
+            assert time_to_first_step(b, a, since=back_at) < BOUND_S
             (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), told(a, b)
+            assert (a.end(), b.end()) == (0, 0), logs(a, b)
 
     straight = undisturbed(tmp_path, *more)
     for run in (a.run, b.run):
@@ -175,7 +175,7 @@ def test_a_run_whose_nodes_come_and_go_keeps_batch_schedule_and_order(tmp_path, 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_link_that_is_cut_and_comes_back_changes_no_bit_where_all_are_needed(
+def test_a_temporarily_cut_link_changes_no_bit_if_all_nodes_are_needed(
     tmp_path: Path,
 ) -> None:
     with two_hosts() as hosts:
@@ -188,16 +188,16 @@ def test_a_link_that_is_cut_and_comes_back_changes_no_bit_where_all_are_needed(
             wait_until(lambda: time.time() > cut_at + 20, "20 s")
             back_at = time.time()
             hosts.join()
-            assert again(a, b, since=back_at) < BOUND_S
+            assert time_to_first_step(a, b, since=back_at) < BOUND_S
 
             assert b.process is not None
             b.process.kill()  # the launcher alone: its ranks are orphans
             b.process.wait()
-            wait_until(lambda: not b.pids(), "orphans leave", a, b)
+            wait_until(lambda: not b.pids(), "orphans exit", a, b)
             b.start()
-            again(a, b, since=time.time())
+            time_to_first_step(a, b, since=time.time())
             (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), told(a, b)
+            assert (a.end(), b.end()) == (0, 0), logs(a, b)
 
     straight = undisturbed(tmp_path)
     assert not list(differences(straight, a.run))
@@ -205,24 +205,24 @@ def test_a_link_that_is_cut_and_comes_back_changes_no_bit_where_all_are_needed(
 
 
 @pytest.mark.timeout(600)
-def test_a_stop_of_one_node_stops_all_and_two_may_share_a_machine_and_a_folder(
+def test_stopping_one_node_stops_all_and_two_nodes_may_share_a_machine_and_folder(
     tmp_path: Path,
 ) -> None:
     port = free_port()
     first, second = neighbours(tmp_path, port)
     with first:
         first.start()
-        wait_until(lambda: first.said("meeting 2 to 2 nodes"), "the meeting", first)
+        wait_until(lambda: first.printed("waiting for 2 to 2 nodes"), "the rendezvous", first)
         assert first.process is not None
         first.process.send_signal(signal.SIGTERM)
-        assert first.end() == 75  # though it waited for another node
+        assert first.end() == 75  # although it waited for another node
     first, second = neighbours(tmp_path, port)
     with first, second:
         first.start(), second.start()
         reach(5, first)
         assert second.process is not None
         second.process.send_signal(signal.SIGTERM)
-        assert (first.end(), second.end()) == (75, 75), told(first, second)
+        assert (first.end(), second.end()) == (75, 75), logs(first, second)
 
     assert [c["kind"] for c in inspect(first.run)["checkpoints"]][-1] == "stop"
     # The folder is shared: one rank wrote it.
@@ -237,31 +237,31 @@ def test_a_stop_of_one_node_stops_all_and_two_may_share_a_machine_and_a_folder(
     (0, ["--inject=nan:step=20:rank=1", "--nonfinite.max-total=0"], 77),
     (0, ["--batch.global-size=16"], 2),
 ])  # fmt: skip
-def test_an_end_on_one_node_is_the_same_end_on_all(
+def test_all_nodes_exit_with_the_same_code(
     tmp_path: Path, restarts: int, more: list[str], code: int
 ) -> None:
     (tmp_path / "hurry").touch()
     first, second = neighbours(tmp_path, free_port(), "--steps=10")
     with first, second:
         first.start(), second.start()
-        assert (first.end(), second.end()) == (0, 0), told(first, second)
+        assert (first.end(), second.end()) == (0, 0), logs(first, second)
     first, second = neighbours(tmp_path, free_port(), *more, restarts=restarts)
     with first, second:
         first.start(), second.start()
-        assert (first.end(), second.end()) == (code, code), told(first, second)
+        assert (first.end(), second.end()) == (code, code), logs(first, second)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_a_death_and_a_stop_of_one_rank_are_those_of_all_nodes(tmp_path: Path) -> None:
+def test_a_death_or_stop_of_one_rank_restarts_or_stops_all_nodes(tmp_path: Path) -> None:
     kill = "--inject=kill:rank=1:step=12:phase=backward"
     first, second = neighbours(tmp_path, free_port(), kill, restarts=1)
     with first, second:
         first.start(), second.start()
         wait_until(lambda: first.events(event="fault"), "the death", first, second)
-        again(first, second, since=first.events(event="fault")[0]["time"])
+        time_to_first_step(first, second, since=first.events(event="fault")[0]["time"])
         [saved] = first.events(event="save", kind="survivor")
-        assert saved["at_step"] == 11  # what was made before the step of the death
+        assert saved["at_step"] == 11  # the last step before that of the death
         wait_until(lambda: len(first.events(event="first-step", rank=0)) > 1,
                    "the first step of rank 0", first, second)
         phases = first.events(event="first-step", rank=0)[-1]["entered"]
@@ -269,29 +269,29 @@ def test_a_death_and_a_stop_of_one_rank_are_those_of_all_nodes(tmp_path: Path) -
         reach(15, first)
 
         os.kill(rank_process(first, 1), signal.SIGTERM)
-        assert (first.end(), second.end()) == (75, 75), told(first, second)
+        assert (first.end(), second.end()) == (75, 75), logs(first, second)
         assert inspect(first.run)["checkpoints"][-1]["kind"] == "stop"
-        wait_until(lambda: not first.pids(), "all processes leave", first, second)
+        wait_until(lambda: not first.pids(), "all processes exit", first, second)
 
         (tmp_path / "hurry").touch()
         first.start(), second.start()
-        assert (first.end(), second.end()) == (0, 0), told(first, second)
+        assert (first.end(), second.end()) == (0, 0), logs(first, second)
 
     straight = Node(None, tmp_path / "straight", "--nproc-per-node=2", "--", *training(tmp_path))
     with straight:
         straight.start()
-        assert straight.end() == 0, told(straight)
+        assert straight.end() == 0, logs(straight)
     assert not list(differences(straight.run, first.run))
 
 
 def rank_process(node: Node, number: int) -> int:
-    """The process of a rank of this run folder."""
+    """The pid of a rank of this run folder."""
     return next(pid for pid in node.pids()
                 if Path(f"/proc/{pid}/comm").read_text().strip() == f"rank {number}")
 
 
 def neighbours(folder: Path, port: int, *more: str, restarts: int = 0) -> tuple[Node, Node]:
-    """Two nodes on this machine, with one run folder."""
+    """Two nodes on this machine with the same run folder."""
     options = ["--nnodes=2", f"--max-restarts={restarts}", f"--rdzv-endpoint=127.0.0.1:{port}",
                "--", *training(folder, *more)]  # fmt: skip
     first, second = (Node(None, folder / "run", *options) for _ in range(2))
@@ -299,11 +299,11 @@ def neighbours(folder: Path, port: int, *more: str, restarts: int = 0) -> tuple[
     return first, second
 
 
-def told(*nodes: Node) -> str:
+def logs(*nodes: Node) -> str:
     return "\n".join(node.err.read_text() for node in nodes)
 
 
-def test_a_port_that_is_in_use_is_an_error_with_port_and_option(tmp_path: Path) -> None:
+def test_a_port_in_use_is_an_error_that_names_port_and_option(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
         ended = subprocess.run(

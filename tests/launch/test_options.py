@@ -1,4 +1,4 @@
-"""The launcher's command line."""
+"""Tests of the launcher's command line."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from launch.__main__ import main
 from launch.options import Options, parse
 
 
-def test_what_follows_the_dashes_is_the_trainers() -> None:
+def test_arguments_after_the_dashes_belong_to_the_trainer() -> None:
     options = parse(["--nproc_per_node=2", "--max-restarts", "5", "--", "tiny", "--grace-s", "--"])
 
     assert options == Options(
@@ -47,7 +47,7 @@ def test_an_error_names_flag_value_and_remedy(
         assert word in error
 
 
-def test_nodes_and_where_they_meet() -> None:
+def test_numbers_of_nodes_and_rendezvous_endpoint() -> None:
     options = parse(["--nnodes=1:4", "--rdzv_endpoint", "[fd00::1]:5000", "--rejoin-timeout=9"])
 
     assert options.nnodes == (1, 4)
@@ -56,7 +56,7 @@ def test_nodes_and_where_they_meet() -> None:
     assert parse(["--nnodes=2", "--rdzv-endpoint=node0"]).rdzv_endpoint == ("node0", 29400)
 
 
-def test_help_tells_the_options_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_shows_the_options_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
         parse(["--help"])
 

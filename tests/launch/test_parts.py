@@ -1,4 +1,4 @@
-"""Parts of the launcher that need no launch: progress, output, imports of the fork server."""
+"""Parts of the launcher without a launch: progress, output, imports of the fork server."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from launch.progress import Progress
 
 
 def append(path: Path, *lines: dict[str, object] | str) -> None:
-    """Add lines to a run's file."""
+    """Append lines to a JSON-lines file."""
     with path.open("a") as file:
         for line in lines:
             file.write((line if isinstance(line, str) else json.dumps(line)) + "\n")
 
 
-def test_progress_is_a_later_step_saved_than_ever_before(tmp_path: Path) -> None:
+def test_progress_is_a_save_of_a_later_step_than_before(tmp_path: Path) -> None:
     events, progress, advances = tmp_path / "events.jsonl", Progress(), []
     for step in (4, 4, 3, 5):
         append(events, {"event": "save", "at_step": step, "step": step + 3})
@@ -33,7 +33,7 @@ def test_progress_is_a_later_step_saved_than_ever_before(tmp_path: Path) -> None
     assert advances == [True, False, False, True]
 
 
-def test_lost_steps_are_those_from_what_is_kept_to_what_was_reached(tmp_path: Path) -> None:
+def test_lost_steps_are_those_between_the_last_save_and_the_last_step(tmp_path: Path) -> None:
     events, metrics, progress = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", Progress()
 
     assert progress.steps_lost is None
@@ -41,7 +41,7 @@ def test_lost_steps_are_those_from_what_is_kept_to_what_was_reached(tmp_path: Pa
     append(metrics, {"step": 11}, {"step": 12}, '{"step": 1')
     progress.update(str(tmp_path))
     assert progress.steps_lost == 3
-    append(events, {"event": "fault", "at_step": 15, "step": 14})  # in the making of 15
+    append(events, {"event": "fault", "at_step": 15, "step": 14})  # during step 15
     progress.update(str(tmp_path))
     assert progress.steps_lost == 5
     append(events, {"event": "restore", "at_step": 9})
@@ -50,7 +50,7 @@ def test_lost_steps_are_those_from_what_is_kept_to_what_was_reached(tmp_path: Pa
     assert progress.steps_lost == 0
 
 
-def test_a_run_folder_that_is_not_there_tells_nothing(tmp_path: Path) -> None:
+def test_a_missing_run_folder_means_unknown_progress(tmp_path: Path) -> None:
     progress = Progress()
 
     progress.update(None)
@@ -76,18 +76,18 @@ def test_each_line_is_tagged_once_and_the_last_one_ended(tmp_path: Path) -> None
         )
 
 
-def test_a_file_name_that_is_no_text_can_be_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_name_that_is_not_unicode_can_be_printed(capfd: pytest.CaptureFixture[str]) -> None:
     Output().say("FileNotFoundError: '\udcff.jpg'")
 
     assert capfd.readouterr().err == "launch: FileNotFoundError: '\\udcff.jpg'\n"
 
 
-def test_a_reader_that_has_gone_stops_nothing() -> None:
+def test_a_closed_terminal_does_not_block_the_ranks() -> None:
     output, (read_fd, write_fd), (gone_fd, broken_fd) = Output(), os.pipe(), os.pipe()
     os.close(gone_fd)
 
     output.follow(read_fd, tag="", to_fd=broken_fd)
-    for _ in range(64):  # more than a pipe holds: it blocks unless somebody reads
+    for _ in range(64):  # more than a pipe holds: a write blocks unless it is read
         os.write(write_fd, b"x" * 4095 + b"\n")
     os.close(write_fd)
     output.finish(timeout_s=60.0)
@@ -97,17 +97,17 @@ def test_a_reader_that_has_gone_stops_nothing() -> None:
     os.close(broken_fd)
 
 
-AMID_THE_LAST_LINE = """
+KILL_DURING_THE_LAST_LINE = """
 import os, signal, sys
 from launch.output import Output
 
-def insist(number, frame):
+def kill(number, frame):
     if output._lock.locked():
         output.finish(0.1)
         os._exit(7)
 
 output = Output()
-signal.signal(signal.SIGALRM, insist)
+signal.signal(signal.SIGALRM, kill)
 signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
 output.say_last("the end")
 output.finish(0.1)
@@ -122,8 +122,8 @@ def test_the_launcher_can_be_killed_while_nobody_reads_its_last_line() -> None:
             os.write(write_fd, b"x")
     os.set_blocking(write_fd, True)
 
-    done = subprocess.run([sys.executable, "-c", AMID_THE_LAST_LINE], stderr=write_fd, timeout=200,
-                          cwd=Path(__file__).parents[2], check=False)
+    done = subprocess.run([sys.executable, "-c", KILL_DURING_THE_LAST_LINE], stderr=write_fd,
+                          timeout=200, cwd=Path(__file__).parents[2], check=False)
 
     assert done.returncode == 7
     for fd in (read_fd, write_fd):
@@ -142,7 +142,7 @@ def test_the_launcher_can_be_killed_while_nobody_reads_its_last_line() -> None:
         ("def main(argv): ...\ndef preload(argv): raise SystemExit(0)", 0, ""),
     ],
 )
-def test_an_entry_that_cannot_run_is_found_before_anything_starts(
+def test_an_invalid_entry_point_is_an_error_before_any_rank_starts(
     source: str,
     code: int,
     words: str,

@@ -1,4 +1,4 @@
-"""What the launcher makes of its fork server's messages, in whatever order they come."""
+"""How the launcher handles messages of its fork server, in any order."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from launch.signals import StopRequest
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
-def test_ends_of_ranks_that_come_together_with_their_closed_channels_are_ends(
+def test_exits_that_arrive_together_with_closed_channels_are_reported(
     num_ranks: int,
 ) -> None:
     with served() as (ranks, server):
@@ -32,7 +32,7 @@ def test_ends_of_ranks_that_come_together_with_their_closed_channels_are_ends(
 
 @contextmanager
 def served() -> Iterator[tuple[Ranks, socket.socket]]:
-    """Ranks, and the server's end of their connection."""
+    """The object under test, and the fork server's end of its connection."""
     control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     stop = StopRequest()
     stop.wakeup_fd, write_fd = os.pipe()
@@ -62,19 +62,19 @@ def check_ends(ranks: Ranks, server: socket.socket, num_ranks: int) -> None:
     assert ranks.living == []
 
 
-def test_more_ranks_than_one_message_can_ask_for_are_started() -> None:
-    environment = {"TRAINER_LAUNCH_PHASES": "x" * 600}  # as long as the agent's is
+def test_more_ranks_than_one_request_can_contain_are_started() -> None:
+    environment = {"TRAINER_LAUNCH_PHASES": "x" * 600}  # as long as the agent's environment
 
     def fork_all(server: socket.socket) -> None:
         started = 0
-        with server:  # a server that fails is gone
+        with server:  # closed if the server fails
             while started < 300:
                 message, _ = forkserver.receive(server)
                 for rank in message["fork"]:
                     ours, theirs = socket.socketpair()
                     pidfd = os.pidfd_open(os.getpid())
-                    told = {"started": rank["local_rank"], "pid": 10**6 + rank["local_rank"]}
-                    forkserver.send(server, told, [pidfd, ours.fileno()])
+                    reply = {"started": rank["local_rank"], "pid": 10**6 + rank["local_rank"]}
+                    forkserver.send(server, reply, [pidfd, ours.fileno()])
                     os.close(pidfd)
                     ours.close()
                     theirs.close()
@@ -102,8 +102,9 @@ def test_many_ranks_are_killed_at_once() -> None:
         pidfd, channel = os.pidfd_open(process.pid), socket.socketpair()
         forkserver.send(server, {"started": 0, "pid": process.pid}, [pidfd, channel[0].fileno()])
         ranks.start({0: {"RANK": "0"}})
-        ranks._server_loads = False
-        ranks._living[process.pid].pidfd = fcntl.fcntl(pidfd, fcntl.F_DUPFD, 1500)  # of the 375th
+        ranks._server_imports = False
+        # As large as the pidfd of the 375th rank.
+        ranks._living[process.pid].pidfd = fcntl.fcntl(pidfd, fcntl.F_DUPFD, 1500)
 
         if (child := forkserver.fork()) == 0:
             with contextlib.suppress(BaseException):
@@ -132,7 +133,7 @@ def test_only_a_rank_that_stays_stopped_is_killed() -> None:
 
         os.kill(processes[1].pid, signal.SIGSTOP)
         os.waitid(os.P_PID, processes[1].pid, os.WSTOPPED | os.WNOWAIT)
-        killed = [ranks.kill_stopped(looks=2) for _ in range(3)]
+        killed = [ranks.kill_stopped(checks=2) for _ in range(3)]
 
         assert killed == [[], [1], []]
         assert processes[1].wait(100) == -signal.SIGKILL

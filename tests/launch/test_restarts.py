@@ -1,4 +1,4 @@
-"""A rank dies, and the launcher starts all of them again, or tells why not."""
+"""When a rank dies, the launcher restarts all ranks or prints why it does not."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ GRACE_S = 0.3
 
 @pytest.fixture(scope="module")
 def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
-    """A launch that has ended, after three failures of different kinds."""
+    """A finished launch with three failures of different kinds."""
     script = {
-        "0.0": "echo=1", "0.1": f"die={signal.SIGKILL:d}", "0.2": "echo=1",
+        "0.0": "follow=1", "0.1": f"die={signal.SIGKILL:d}", "0.2": "follow=1",
         "1.0": "serve", "1.1": "serve", "1.2": "exit=3",
-        "2.0": "fail", "2.1": "echo=1", "2.2": "echo=1",
+        "2.0": "fail", "2.1": "follow=1", "2.2": "follow=1",
     }  # fmt: skip
     folder = tmp_path_factory.mktemp("launch") / "run"
     with Launched(folder, script, f"--grace-s={GRACE_S}", num_ranks=3) as launch:
@@ -27,17 +27,17 @@ def restarted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launched]:
         yield launch
 
 
-def test_all_ranks_are_started_again_after_a_failure_of_any_kind(restarted: Launched) -> None:
+def test_all_ranks_are_restarted_after_a_failure_of_any_kind(restarted: Launched) -> None:
     assert restarted.end() == 0
 
     started = restarted.notes("started")
     assert sorted((note["attempt"], note["rank"]) for note in started) == [
         (attempt, rank) for attempt in range(4) for rank in range(3)
     ]
-    assert wait_gone(restarted.pids(), AT_ONCE_S) == set()  # among them a killed rank's own child
+    assert wait_gone(restarted.pids(), AT_ONCE_S) == set()  # including the child of a killed rank
 
 
-def test_each_restart_is_a_line_with_its_cause(restarted: Launched) -> None:
+def test_each_restart_prints_a_line_with_its_cause(restarted: Launched) -> None:
     lines = [line for line in restarted.err.splitlines() if line.startswith("launch: ")]
 
     causes = ("1 was killed by SIGKILL", "2 exited with code 3", "0 exited with code 1")
@@ -45,30 +45,31 @@ def test_each_restart_is_a_line_with_its_cause(restarted: Launched) -> None:
         assert line.startswith(f"launch: rank {cause}; restart {number} of 3, ")
 
 
-def test_survivors_are_asked_to_leave_only_after_the_grace_time(restarted: Launched) -> None:
-    # Others may be asked too where they need longer than that to leave by themselves.
-    asked = {(note["attempt"], note["rank"]) for note in restarted.notes("asked")}
-    assert {(1, 0), (1, 1)} <= asked <= {(n, rank) for n in range(3) for rank in range(3)}
+def test_survivors_get_sigterm_only_after_the_grace_time(restarted: Launched) -> None:
+    # Other survivors may get one too, if they take longer than that to exit by themselves.
+    signalled = {(note["attempt"], note["rank"]) for note in restarted.notes("sigterm")}
+    assert {(1, 0), (1, 1)} <= signalled <= {(n, rank) for n in range(3) for rank in range(3)}
 
-    for note in restarted.notes("asked"):
+    for note in restarted.notes("sigterm"):
         began_s = max(n["time_s"] for n in restarted.notes("started", attempt=note["attempt"]))
         assert note["time_s"] - began_s >= GRACE_S
 
 
-def test_those_who_still_wait_for_all_to_come_are_told_of_an_end(restarted: Launched) -> None:
-    asked = restarted.notes("asked", attempt=1)
-    assert {(note["rank"], note["heard"]) for note in asked} == {(0, "absent\n"), (1, "absent\n")}
+def test_ranks_that_wait_for_their_peers_are_informed_of_a_failure(restarted: Launched) -> None:
+    signalled = restarted.notes("sigterm", attempt=1)
+    received = {(note["rank"], note["received"]) for note in signalled}
+    assert received == {(0, "absent\n"), (1, "absent\n")}
 
 
-def test_output_is_tagged_but_that_of_rank_0_and_no_word_is_lost(restarted: Launched) -> None:
+def test_output_is_tagged_except_that_of_rank_0_and_nothing_is_lost(restarted: Launched) -> None:
     assert sorted(restarted.out.splitlines()) == [
         "[rank 1] rank 1 is done",
         "[rank 1] the last line",
         "[rank 2] rank 2 is done",
         "rank 0 is done",
     ]
-    assert "[rank 1] the last words\n" in restarted.err
-    assert "RuntimeError: as told\n" in restarted.err
+    assert "[rank 1] unfinished line\n" in restarted.err
+    assert "RuntimeError: as scripted\n" in restarted.err
 
 
 def test_a_rank_has_its_own_session_and_the_variables_that_torchrun_sets(
@@ -95,7 +96,7 @@ def test_a_rank_has_its_own_session_and_the_variables_that_torchrun_sets(
     assert len(ports) == 4  # one store for each attempt
 
 
-def test_failures_are_counted_from_the_last_one_after_which_a_later_step_was_saved(
+def test_the_count_of_failures_restarts_when_a_later_step_was_saved(
     tmp_path: Path,
 ) -> None:
     script = {"0.0": "save=10", "1.0": "save=20", "2.0": "save=20", "3.0": "save=30"}
@@ -109,7 +110,7 @@ def test_failures_are_counted_from_the_last_one_after_which_a_later_step_was_sav
         assert "rank 0 exited with code 1; giving up, 1 of 1 restarts used" in launch.err
 
 
-def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:
+def test_the_run_continues_when_the_fork_server_is_killed(tmp_path: Path) -> None:
     with Launched(tmp_path / "run", {"0.0": "serve", "0.1": "serve"}, num_ranks=2) as launch:
         [note, _] = launch.wait_notes("serving", 2) and launch.notes("started")
 
@@ -118,21 +119,21 @@ def test_the_run_goes_on_when_the_fork_server_is_killed(tmp_path: Path) -> None:
 
         assert code == 0
         assert "launch: the fork server has died; restart 1 of 3" in launch.err
-        assert len(launch.notes("asked")) == 2  # the whole group could save
+        assert len(launch.notes("sigterm")) == 2  # the complete group could save
         assert len(launch.notes("started", attempt=1)) == 2
         assert not any(map(alive, launch.pids()))
 
 
-def test_a_thread_of_a_rank_that_fails_holds_nobody_up(tmp_path: Path) -> None:
-    with Launched(tmp_path / "run", {"0.0": "held=3", "0.1": "echo=1"}, num_ranks=2) as launch:
+def test_a_thread_of_a_failing_rank_does_not_delay_the_restart(tmp_path: Path) -> None:
+    with Launched(tmp_path / "run", {"0.0": "linger=3", "0.1": "follow=1"}, num_ranks=2) as launch:
         assert launch.end() == 0
 
         assert "launch: rank 0 exited with code 3; restart 1 of 3" in launch.err
 
 
-def test_no_end_is_taken_for_completion_or_overlooked(tmp_path: Path) -> None:
-    script = {"0.0": "vanish=0", "0.1": "echo=1", "1.0": "stop_server", "1.1": "echo=1",
-              "2.0": "echo=1", "2.1": "vanish=75"}
+def test_no_exit_is_mistaken_for_completion_or_overlooked(tmp_path: Path) -> None:
+    script = {"0.0": "vanish=0", "0.1": "follow=1", "1.0": "stop_server", "1.1": "follow=1",
+              "2.0": "follow=1", "2.1": "vanish=75"}
 
     with Launched(tmp_path / "run", script, num_ranks=2) as launch:
         assert launch.end() == 0
@@ -140,13 +141,15 @@ def test_no_end_is_taken_for_completion_or_overlooked(tmp_path: Path) -> None:
         assert len(launch.notes("started")) == 8
         lines = [line for line in launch.err.splitlines() if line.startswith("launch: ")]
         vanished, continued, left, stopped = lines
-        assert vanished.startswith("launch: rank 0 exited with code 0 before its end; restart 1 ")
-        assert continued == "launch: the fork server was stopped, and ranks wait for it: continued"
+        early = "before it had finished"
+        server = "the fork server was stopped while ranks waited for it"
+        assert vanished.startswith(f"launch: rank 0 exited with code 0 {early}; restart 1 ")
+        assert continued == f"launch: {server}: continued"
         assert left.startswith("launch: rank 0 exited with code 4; restart 2 ")
-        assert stopped.startswith("launch: rank 1 exited with code 75 before its end; restart 3 ")
+        assert stopped.startswith(f"launch: rank 1 exited with code 75 {early}; restart 3 ")
 
 
-def test_a_real_process_group_forms_again_and_nothing_is_imported_again(tmp_path: Path) -> None:
+def test_a_real_process_group_forms_again_without_new_imports(tmp_path: Path) -> None:
     with Launched(tmp_path / "run", {}, num_ranks=2, entry="group_entry:main") as launch:
         code = launch.end()
 
@@ -155,4 +158,4 @@ def test_a_real_process_group_forms_again_and_nothing_is_imported_again(tmp_path
         assert all(note["imported"] for note in launch.notes("started"))
         [death] = launch.notes("dies")
         started_s = min(note["time_s"] for note in launch.notes("started", attempt=1))
-        assert started_s - death["time_s"] < 20.0  # 0.1 s where the cores are free
+        assert started_s - death["time_s"] < 20.0  # 0.1 s on an idle machine

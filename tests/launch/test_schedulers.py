@@ -1,4 +1,4 @@
-"""The files for schedulers, as far as they can be tried without one: scripts run, schemas fit."""
+"""The files for schedulers, tested without a scheduler: scripts run, manifests fit the schemas."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ esac
 
 
 class Batch:
-    """`train.sbatch` as Slurm runs it, with an srun and a scontrol that write down their calls."""
+    """`train.sbatch` as Slurm runs it, with fake srun and scontrol that log their calls."""
 
     def __init__(self, folder: Path, *arguments: str, code: int, nodes: int = 1, hold: bool = False,
                  state: str = "RUNNING", srun: str = SRUN, **more: str) -> None:  # fmt: skip
@@ -61,17 +61,17 @@ class Batch:
             ["bash", str(LAUNCH / "slurm/train.sbatch"), *arguments], env=env, cwd=ROOT)
 
     def calls(self, command: str) -> list[str]:
-        """Arguments of each call of a command so far."""
+        """The arguments of each call of a command so far."""
         lines = self.log.read_text().splitlines() if self.log.exists() else []
         return [line.partition(" ")[2] for line in lines if line.startswith(command)]
 
     def end(self) -> int:
-        """The script's exit code."""
+        """Wait for the script; returns its exit code."""
         return self.process.wait(200)
 
 
 @pytest.mark.parametrize("code", [0, 1, 2, 76, 77])
-def test_sbatch_passes_an_exit_code_on_and_asks_for_no_other_start(code, tmp_path):
+def test_sbatch_exits_with_the_launchers_code_and_does_not_requeue(code, tmp_path):
     batch = Batch(tmp_path, code=code)
 
     assert batch.end() == code
@@ -80,10 +80,10 @@ def test_sbatch_passes_an_exit_code_on_and_asks_for_no_other_start(code, tmp_pat
 
 @pytest.mark.parametrize(("number", "state", "again"), [
     (signal.SIGUSR1, "RUNNING", True),  # the time limit
-    (signal.SIGTERM, "RUNNING", True),  # preempted, in its grace time
+    (signal.SIGTERM, "RUNNING", True),  # preempted, during the grace time
     (signal.SIGTERM, "COMPLETING", False),  # cancelled
 ])  # fmt: skip
-def test_sbatch_passes_a_signal_on_waits_and_requeues_what_has_saved(
+def test_sbatch_forwards_a_signal_waits_and_requeues_a_saved_run(
     number, state, again, tmp_path
 ):
     batch = Batch(tmp_path, code=75, hold=True, state=state)
@@ -96,7 +96,7 @@ def test_sbatch_passes_a_signal_on_waits_and_requeues_what_has_saved(
     assert ("requeue 10123" in batch.calls("scontrol")) is again
 
 
-def test_sbatch_starts_the_launcher_on_each_node_and_they_meet_on_the_first(tmp_path):
+def test_sbatch_starts_a_launcher_on_each_node_with_the_first_as_endpoint(tmp_path):
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
@@ -113,17 +113,17 @@ def test_sbatch_starts_the_launcher_on_each_node_and_they_meet_on_the_first(tmp_
         " --nnodes 2:2 --rdzv-endpoint n07:20123 -- --steps=1"]
 
 
-def test_sbatch_asks_slurm_for_what_its_comments_promise():
+def test_sbatch_sets_the_options_that_its_comments_describe():
     text = (LAUNCH / "slurm/train.sbatch").read_text()
-    asked = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
+    flags = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
 
-    assert {"--requeue", "--no-kill", "--open-mode=append", "--ntasks-per-node=1"} <= set(asked)
-    before_s = next(int(a.partition("@")[2]) for a in asked if a.startswith("--signal=B:USR1@"))
+    assert {"--requeue", "--no-kill", "--open-mode=append", "--ntasks-per-node=1"} <= set(flags)
+    before_s = next(int(a.partition("@")[2]) for a in flags if a.startswith("--signal=B:USR1@"))
     assert before_s > GRACE_S
 
 
 @pytest.mark.long
-def test_a_real_run_is_stopped_requeued_and_goes_on_to_its_end(tmp_path):
+def test_a_real_run_is_stopped_requeued_and_completed(tmp_path):
     srun = '#!/bin/bash\necho "srun $*" >> "$CALLS"\nshift 2\nexec "$@"\n'
     arguments = ["--run", str(tmp_path / "run"), "--task", "benchmarks.chaos_task:Chaos",
                  "--steps=1000", "--device=cpu", "--world.threads=1", "--batch.global-size=8",
@@ -143,14 +143,14 @@ def test_a_real_run_is_stopped_requeued_and_goes_on_to_its_end(tmp_path):
 # --- Kubernetes
 
 def manifests(name: str) -> dict[str, Any]:
-    """Kind → object."""
+    """The objects of a manifest file, by kind."""
     yaml = pytest.importorskip("yaml", reason="needs the test extra: pip install -e '.[test]'")
     found = yaml.safe_load_all((LAUNCH / "kubernetes" / name).read_text())
     return {each["kind"]: each for each in found}
 
 
 def job_specs() -> dict[str, tuple[dict, dict]]:
-    """File → (JobSpec, what has the command line)."""
+    """By file: the JobSpec, and the object with the command line."""
     job = manifests("job.yaml")["Job"]["spec"]
     kubeflow = manifests("trainjob.yaml")
     (node,) = kubeflow["TrainingRuntime"]["spec"]["template"]["spec"]["replicatedJobs"]
@@ -165,18 +165,18 @@ def job_specs() -> dict[str, tuple[dict, dict]]:
     ("trainjob.yaml", "TrainingRuntime", "TrainerV1alpha1TrainingRuntime"),
     ("trainjob.yaml", "TrainJob", "TrainerV1alpha1TrainJob"),
 ])  # fmt: skip
-def test_a_manifest_fits_the_published_schema(name, kind, model):
+def test_a_manifest_conforms_to_the_published_schema(name, kind, model):
     models = pytest.importorskip(
         "kubeflow_trainer_api.models", reason="needs the test extra: pip install -e '.[test]'")
     manifest = manifests(name)[kind]
     schema = getattr(models, model)
 
-    # It drops what it doesn't know, so that a misspelt field would be missing here.
+    # The model drops unknown fields, so a misspelt field would be missing here.
     assert schema.from_dict(manifest).to_dict() == manifest
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml"])
-def test_each_exit_code_has_its_rule(name):
+def test_each_exit_code_has_a_rule(name):
     job, _ = job_specs()[name]
     pod = job["template"]["spec"]
     container, actions = pod["containers"][0]["name"], {}
@@ -197,7 +197,7 @@ def test_each_exit_code_has_its_rule(name):
 
 
 @pytest.mark.parametrize("name", ["job.yaml", "trainjob.yaml"])
-def test_the_launcher_takes_the_arguments_of_a_manifest(name):
+def test_the_launcher_accepts_the_arguments_of_a_manifest(name):
     _, container = job_specs()[name]
     arguments = container["args"]
 
@@ -231,7 +231,7 @@ def settings() -> dict[str, str]:
                 not line.startswith("#"))
 
 
-def test_the_unit_restarts_what_a_restart_can_help():
+def test_the_unit_restarts_only_if_a_restart_can_help():
     unit = settings()
 
     assert unit["Restart"] == "on-failure"
@@ -254,8 +254,8 @@ def test_systemd_finds_nothing_wrong_with_the_unit(tmp_path):
     checked = subprocess.run(["systemd-analyze", "verify", str(unit)], capture_output=True,
                              text=True, check=False)  # fmt: skip
 
-    told = [line for line in checked.stderr.splitlines() if "trainer.service" in line]
-    assert (checked.returncode, told) == (0, [])
+    warnings = [line for line in checked.stderr.splitlines() if "trainer.service" in line]
+    assert (checked.returncode, warnings) == (0, [])
 
 
 # --- the wheel

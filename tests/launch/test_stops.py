@@ -1,4 +1,4 @@
-"""Stops by real signals: at any time, to any process, any number of times."""
+"""Stops by real signals, at any time, to any process, any number of times."""
 
 from __future__ import annotations
 
@@ -39,14 +39,17 @@ DEADLINE_S = 200.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Stop:
-    """When a launch is stopped, and how.
+    """When and how a launch is stopped.
 
     Attributes:
         when: a regular expression that a line of events.jsonl or of the output must match first;
-            "": at once.
-        after_s: seconds to wait from there.
-        who: "launcher", "rank 0", "rank 1", "ranks", "all" (each process there is), or "orphans":
-            the ranks, whose loader processes are killed as well.
+            "": immediately.
+        after_s: seconds to wait after the match.
+        who: "launcher", "rank 0", "rank 1", "ranks", "all" (every process), or "orphans": the
+            ranks, with their loader processes killed as well.
+        number: the signal.
+        times: how often it is sent.
+        gap_s: seconds between two signals.
     """
 
     when: str = ""
@@ -67,10 +70,10 @@ class End:
 
 def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
             env: Mapping[str, str] = {}) -> End:
-    """In a warm process: launch `size` ranks, stop them, and tell how it ended.
+    """In a warm process, launch `size` ranks, stop them, and return how the launch ended.
 
     Args:
-        size: 0: `python -m trainer` without a launcher.
+        size: number of ranks; 0: `python -m trainer` without a launcher.
     """
     os.environ.update(env)
     warnings.simplefilter("ignore")
@@ -82,20 +85,20 @@ def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
     pid = _fork(["--nproc-per-node", str(size), "--", *own], log) if size else alone(own, log)
     pidfd = os.pidfd_open(pid)
 
-    def told() -> str:
+    def output() -> str:
         text = log.read_text()[before:] if log.exists() else ""
         return text + (events.read_text()[seen:] if events.exists() else "")
 
     deadline_s = time.monotonic() + DEADLINE_S
     ended = False
     while not ended and time.monotonic() < deadline_s and not (
-            listens(pid) and re.search(stop.when, told())):
+            listens(pid) and re.search(stop.when, output())):
         ended = bool(select.select([pidfd], [], [], 0.005)[0])
     ended = ended or bool(select.select([pidfd], [], [], stop.after_s)[0])
     began_s = time.monotonic()
     if not ended:
         for _ in range(stop.times):
-            strike(pid, stop)
+            send_signal(pid, stop)
             if select.select([pidfd], [], [], stop.gap_s)[0]:
                 break
     if not select.select([pidfd], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
@@ -106,7 +109,7 @@ def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
 
 
 def alone(arguments: list[str], log: Path) -> int:
-    """The pid of one process that trains without a launcher."""
+    """Start a process that trains without a launcher; returns its pid."""
     if pid := os.fork():
         return pid
     os.setpgid(0, 0)
@@ -118,16 +121,16 @@ def alone(arguments: list[str], log: Path) -> int:
     os._exit(trainer.__main__.main(arguments))
 
 
-def strike(launcher: int, stop: Stop) -> None:
-    """Send the signal."""
+def send_signal(launcher: int, stop: Stop) -> None:
+    """Send the signal of a stop to its targets."""
     if stop.who == "launcher":
         os.kill(launcher, stop.number)
         return
     ranks = {name(pid): pid for server in children(launcher) for pid in children(server)}
-    everybody = [launcher, *(q for p in ranks.values() for q in [p, *children(p)])]
-    among = {"ranks": list(ranks.values()), "orphans": list(ranks.values()), "all": everybody}
-    for pid in among.get(stop.who) or [ranks[stop.who]]:
-        with contextlib.suppress(ProcessLookupError):  # told by another one, it has left
+    processes = [launcher, *(q for p in ranks.values() for q in [p, *children(p)])]
+    targets = {"ranks": list(ranks.values()), "orphans": list(ranks.values()), "all": processes}
+    for pid in targets.get(stop.who) or [ranks[stop.who]]:
+        with contextlib.suppress(ProcessLookupError):  # it has exited after another rank's stop
             os.kill(pid, stop.number)
     if stop.who == "orphans":
         for pid in children(ranks["rank 0"]):
@@ -135,7 +138,7 @@ def strike(launcher: int, stop: Stop) -> None:
 
 
 def listens(pid: int) -> bool:
-    """Whether a process handles SIGTERM; in its first moments none does."""
+    """Whether a process has installed its SIGTERM handler."""
     found = re.search(r"SigCgt:\s(\w+)", Path(f"/proc/{pid}/status").read_text())
     return found is not None and bool(int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
 
@@ -146,7 +149,7 @@ def name(pid: int) -> str:
 
 def until_done(warm: Any, run: Path, size: int, arguments: Sequence[str], stops: Sequence[Stop],
                **slow: float) -> list[End]:
-    """Launch once for each stop, and once more, undisturbed; that one is not among the ends."""
+    """Launch once per stop, then once more until completion; returns the ends of the former."""
     env = {f"SLOW_{key}_S": str(value) for key, value in slow.items()}
     ends = [warm(1, stopped, str(run), size, arguments, stop, env, group=False,
                  timeout_s=DEADLINE_S + 10)[0] for stop in stops]
@@ -161,7 +164,7 @@ def finish(warm: Any, run: Path, size: int, arguments: Sequence[str]) -> None:
     assert end.code == 0, run.with_suffix(".log").read_text()
 
 
-def told(run: Path) -> str:
+def log(run: Path) -> str:
     return run.with_suffix(".log").read_text()
 
 
@@ -173,7 +176,7 @@ def events(run: Path, event: str) -> list[dict[str, Any]]:
                                                               pytest.mark.timeout(600)])])
 def test_stops_at_random_times_with_loader_workers_change_no_bit(warm, tmp_path, count):
     draw = random.Random(count)
-    # Samples of 20 ms, read by two processes a rank: 12 s at least, and the stops have come by 9 s.
+    # Samples of 20 ms, read by two processes per rank: at least 12 s; all stops come within 9 s.
     arguments = [f"--steps={50 * count}", "--data.workers=2", "--task.validation=12",
                  "--eval.every=25", "--checkpoint.every=30"]
     stops = [Stop(after_s=draw.uniform(0, 3.0)) for _ in range(count)]
@@ -181,7 +184,7 @@ def test_stops_at_random_times_with_loader_workers_change_no_bit(warm, tmp_path,
 
     ends = until_done(warm, tmp_path / "run", 2, arguments, stops, TRAIN=0.02, VALIDATION=0.02)
 
-    assert [end.code for end in ends] == [75] * count, told(tmp_path / "run")
+    assert [end.code for end in ends] == [75] * count, log(tmp_path / "run")
     assert max(end.took_s for end in ends) < GRACE_S
     assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
 
@@ -194,7 +197,7 @@ def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(warm, tmp_pat
 
     ends = until_done(warm, tmp_path / "run", 2, arguments, stops, TRAIN=0.01)
 
-    assert [end.code for end in ends] == [75, 75], told(tmp_path / "run")
+    assert [end.code for end in ends] == [75, 75], log(tmp_path / "run")
     steps = [(e["rank"], e["step"]) for e in events(tmp_path / "run", "stop")]
     assert len(set(steps)) == 4
     assert len({step for _, step in steps}) == 2
@@ -202,7 +205,7 @@ def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(warm, tmp_pat
 
 
 @pytest.mark.parametrize("phase", ["start", "restore", "data"])
-def test_before_the_first_step_a_stop_is_at_once_though_the_main_thread_hangs(
+def test_before_the_first_step_a_stop_is_immediate_even_if_the_main_thread_hangs(
         warm, tmp_path, phase):
     run, fault = tmp_path / "run", f"--inject=hang:phase={phase}:rank=1"
     arguments = ["--steps=30", "--data.workers=0", "--checkpoint.every=10", fault]
@@ -212,11 +215,11 @@ def test_before_the_first_step_a_stop_is_at_once_though_the_main_thread_hangs(
 
     ends = until_done(warm, run, 2, arguments, stops, TRAIN=0.01)
 
-    assert [end.code for end in ends] == [75] * len(stops), told(run)
-    assert "failure" not in told(run)
+    assert [end.code for end in ends] == [75] * len(stops), log(run)
+    assert "failure" not in log(run)
 
 
-def test_a_stop_leaves_a_validation_and_the_test_which_are_done_when_it_goes_on(warm, tmp_path):
+def test_a_stop_interrupts_validation_and_test_which_the_next_start_repeats(warm, tmp_path):
     arguments = ["--steps=20", "--eval.every=10", "--task.validation=60", "--data.workers=0",
                  "--inject=slow:phase=evaluate:step=10:seconds=0.5"]
     finish(warm, tmp_path / "straight", 2, arguments)
@@ -224,12 +227,12 @@ def test_a_stop_leaves_a_validation_and_the_test_which_are_done_when_it_goes_on(
 
     ends = until_done(warm, tmp_path / "run", 2, arguments, stops, VALIDATION=0.05, TEST=0.2)
 
-    assert [end.code for end in ends] == [75, 75], told(tmp_path / "run")
+    assert [end.code for end in ends] == [75, 75], log(tmp_path / "run")
     assert [e["step"] for e in events(tmp_path / "run", "stop")] == [10, 10, 20, 20]
     assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
 
 
-def test_a_stop_waits_for_a_slow_save_as_long_as_the_grace_allows(warm, tmp_path):
+def test_a_stop_waits_for_a_slow_save_within_the_grace_time(warm, tmp_path):
     arguments = ["--steps=30", "--data.workers=0", "--checkpoint.every=10"]
     slow = [*arguments, "--inject=slow:phase=save-mid:step=10:seconds=2"]
     late = [*arguments, "--stop.grace-s=1", "--inject=slow:phase=save-mid:step=10:seconds=40"]
@@ -239,17 +242,17 @@ def test_a_stop_waits_for_a_slow_save_as_long_as_the_grace_allows(warm, tmp_path
     [cut] = until_done(warm, tmp_path / "late", 2, late, [stop], TRAIN=0.01)
 
     assert saved.code == 75
-    assert "--stop.grace-s 1: step" in told(tmp_path / "late")
-    # From the beginning, or from what rank 1 still saved when it saw rank 0 leave.
+    assert "--stop.grace-s 1: step" in log(tmp_path / "late")
+    # From the beginning, or from the save of rank 1 after it noticed the exit of rank 0.
     first, second = inspect(tmp_path / "late")["attempts"]
     assert first["start_step"] == 0
     assert second["start_step"] == 0 or second["start_step"] >= 10
-    # Rank 1's own time is up too, unless it sees rank 0 leave before, and saves in peace.
+    # The time of rank 1 is up too, unless it notices the exit of rank 0 first, and saves.
     assert cut.code == 1 or (cut.code == 75 and second["start_step"] >= 10)
     assert inspect(tmp_path / "slow")["attempts"][1]["start_step"] >= 10
 
 
-def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_leaves_at_once(warm, tmp_path):
+def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_exits_immediately(warm, tmp_path):
     run, arguments = tmp_path / "run", ["--steps=1000", "--data.workers=0"]
     hang, env = [*arguments, "--inject=hang:step=50"], {"SLOW_TRAIN_S": "0.01"}
     once = Stop(when="first-step", number=signal.SIGINT)
@@ -258,40 +261,40 @@ def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_leaves_at_once(war
     [first] = warm(1, stopped, str(run), 0, arguments, once, env, group=False)
     [second] = warm(1, stopped, str(run), 0, hang, twice, env, group=False)
 
-    assert (first.code, second.code) == (75, 130), told(run)
+    assert (first.code, second.code) == (75, 130), log(run)
 
 
-def test_threads_that_hold_up_the_end_are_named_and_a_stop_ends_that(warm, tmp_path):
+def test_threads_that_delay_the_exit_are_named_and_a_stop_ends_the_wait(warm, tmp_path):
     run, arguments = tmp_path / "run", ["--steps=2", "--data.workers=0", "--stop.grace-s=0.2"]
 
     [end] = warm(1, stopped, str(run), 1, arguments, Stop(when="waits for threads.*: upload;"),
                  {"SLOW_THREAD_S": "80"}, group=False)
 
-    assert end.code == 0, told(run)
+    assert end.code == 0, log(run)
     assert end.took_s < 40
     assert inspect(run)["finished"]
 
 
-def test_a_signal_to_every_process_spares_the_loader_workers(warm, tmp_path):
+def test_loader_workers_survive_a_signal_to_every_process(warm, tmp_path):
     arguments = ["--steps=80", "--data.workers=2"]
     finish(warm, tmp_path / "straight", 2, arguments)
 
     ends = until_done(warm, tmp_path / "run", 2, arguments,
                       [Stop(when="first-step", who="all", times=3)], TRAIN=0.05)
 
-    assert [end.code for end in ends] == [75], told(tmp_path / "run")
+    assert [end.code for end in ends] == [75], log(tmp_path / "run")
     assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
-    assert "while stopping" not in told(tmp_path / "run")
+    assert "while stopping" not in log(tmp_path / "run")
 
 
-def test_an_error_that_comes_up_while_stopping_ends_as_the_stop(warm, tmp_path):
+def test_an_error_while_stopping_still_ends_as_a_stop(warm, tmp_path):
     arguments = ["--steps=30", "--data.workers=2"]
     finish(warm, tmp_path / "straight", 2, arguments)
 
     ends = until_done(warm, tmp_path / "run", 2, arguments,
                       [Stop(when="first-step", who="orphans")], TRAIN=0.3)
 
-    assert [end.code for end in ends] == [75], told(tmp_path / "run")
-    assert "warning: while stopping, step" in told(tmp_path / "run")
+    assert [end.code for end in ends] == [75], log(tmp_path / "run")
+    assert "warning: while stopping, step" in log(tmp_path / "run")
     assert events(tmp_path / "run", "failure") == []
     assert list(differences(tmp_path / "straight", tmp_path / "run")) == []

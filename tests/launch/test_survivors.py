@@ -1,4 +1,4 @@
-"""After a rank's death the survivors save the last step boundary: at most one step is redone."""
+"""After a rank's death the survivors save the last step boundary: at most one step is repeated."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trainer.commands.inspect import inspect
 
 ROOT = Path(__file__).parents[2]
 PHASES = ("stop", "rendezvous", "fork", "start", "join", "build", "warm-up", "restore", "train")
-"""Of a restart, from the end of a rank to the first step, which begins with the first batch."""
+"""Phases of a restart, from the exit of a rank to the first step."""
 
 
 def launch(size: int, run: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -53,10 +53,11 @@ def test_the_next_attempt_starts_from_the_last_boundary(tmp_path, size, sync_bn)
     waits = []
     for step, rank, _ in deaths:
         fault = next(e for e in events if e["event"] == "fault" and e["at_step"] == step)
-        told = [e for e in events if e["event"] == "lost-peer" and e["attempt"] == fault["attempt"]]
-        assert len(told) == size - 1, f"rank {rank} at step {step}"
-        waits += [e["time"] - fault["time"] for e in told]
-    # Normally 0.1 s. The collectives' time limit is a minute, the launcher's grace half of one.
+        reports = [e for e in events
+                   if e["event"] == "lost-peer" and e["attempt"] == fault["attempt"]]
+        assert len(reports) == size - 1, f"rank {rank} at step {step}"
+        waits += [e["time"] - fault["time"] for e in reports]
+    # Normally 0.1 s. Collectives time out after a minute, the grace time after half of one.
     assert max(waits) < 20
     begun = [e["entered"] for e in events if e["event"] == "first-step" and e["rank"] == 0]
     assert {tuple(phases) for phases in begun[1:]} == {PHASES}
@@ -65,9 +66,9 @@ def test_the_next_attempt_starts_from_the_last_boundary(tmp_path, size, sync_bn)
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_save_that_launchers_would_cut_off_is_not_begun(tmp_path):
+def test_a_save_that_exceeds_the_launchers_grace_time_is_not_begun(tmp_path):
     arguments = ["--steps=40", "--checkpoint.every=20", "--watchdog.limit-s=100"]
-    # The save of step 20 takes 40 s, for which step 25 waits; what dies in step 30 loses 10 steps.
+    # The save of step 20 takes 40 s, and step 25 waits for it; a death in step 30 loses 10 steps.
     faults = ["--inject=slow:phase=save-mid:step=20:seconds=40", "--inject=slow:step=25:seconds=45",
               "--inject=kill:rank=1:step=30"]
 
@@ -75,6 +76,7 @@ def test_a_save_that_launchers_would_cut_off_is_not_begun(tmp_path):
     killed = launch(2, tmp_path / "killed", *arguments, *faults)
 
     assert (straight.returncode, killed.returncode) == (0, 0), killed.stderr
-    assert "step 29 isn't saved: that would take 40 s" in killed.stderr
+    why = "step 29 is not saved: by the speed of the last save this would take 40 s"
+    assert why in killed.stderr
     assert [a["start_step"] for a in inspect(tmp_path / "killed")["attempts"]] == [0, 20]
     assert not list(differences(tmp_path / "straight", tmp_path / "killed"))

@@ -1,4 +1,4 @@
-"""A run that was killed three times, in TensorBoard itself: its server, and its page."""
+"""A run that was killed three times, shown by TensorBoard: its server and its page."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def work(tmp_path_factory) -> Path:
     return folder
 
 
-def asked(address: str, what: str) -> Any:
+def request(address: str, what: str) -> Any:
     with urllib.request.urlopen(f"{address}/data/plugin/{what}", timeout=60) as answer:
         return json.loads(answer.read())
 
@@ -39,8 +39,8 @@ def asked(address: str, what: str) -> Any:
 def test_the_server_has_each_step_once_and_the_page_its_tags(work):
     with pictures.tensorboard(work) as address:
         address = address.rstrip("/")
-        [(run, tags)] = asked(address, "scalars/tags").items()
-        points = asked(address, f"scalars/scalars?tag=train%2Floss&run={run}&format=json")
+        [(run, tags)] = request(address, "scalars/tags").items()
+        points = request(address, f"scalars/scalars?tag=train%2Floss&run={run}&format=json")
         assert {"train/loss", "train/accuracy", "optimizer/lr", "validation/loss"} <= set(tags)
         assert [step for _, step, _ in points] == list(range(1, STEPS + 1))
         if pictures.browser() is None:

@@ -1,4 +1,4 @@
-"""Which end of a rank counts, and what follows from it."""
+"""Which exit of a rank is the cause, and what follows from it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ KILL, TERM = -9, -15
 
 
 def ends(*codes: int | None) -> list[Exit]:
-    """One rank each, ended in this order, one second after another."""
+    """Exits of one rank per code, in this order, at intervals of one second."""
     return [Exit(rank=n, code=code, at_s=float(n)) for n, code in enumerate(codes)]
 
 
@@ -35,22 +35,22 @@ def ends(*codes: int | None) -> list[Exit]:
         ((None, None), 1, True, 0),
     ],
 )
-def test_the_first_end_that_is_no_echo_decides(
+def test_the_first_exit_that_is_not_secondary_decides(
     codes: tuple[int | None, ...], code: int, restart: bool, cause: int | None
 ) -> None:
-    verdict = judge(ends(*codes))
+    decision = judge(ends(*codes))
 
-    assert (verdict.code, verdict.restart) == (code, restart)
-    assert (verdict.cause and verdict.cause.rank) == cause
+    assert (decision.code, decision.restart) == (code, restart)
+    assert (decision.cause and decision.cause.rank) == cause
 
 
-def test_an_end_that_the_launcher_forced_is_not_the_cause() -> None:
+def test_an_exit_forced_by_the_launcher_is_not_the_cause() -> None:
     forced = Exit(rank=1, code=KILL, at_s=1.0, forced=True)
 
-    verdict = judge([forced, Exit(rank=0, code=1, at_s=2.0)])
+    decision = judge([forced, Exit(rank=0, code=1, at_s=2.0)])
 
-    assert verdict.cause is not None
-    assert verdict.cause.rank == 0
+    assert decision.cause is not None
+    assert decision.cause.rank == 0
 
 
 @pytest.mark.parametrize(
@@ -69,9 +69,9 @@ def test_an_end_that_the_launcher_forced_is_not_the_cause() -> None:
 def test_after_a_stop_request_nothing_restarts_and_saved_means_75(
     codes: tuple[int | None, ...], code: int
 ) -> None:
-    verdict = judge(ends(*codes), stop_at_s=-1.0)
+    decision = judge(ends(*codes), stop_at_s=-1.0)
 
-    assert (verdict.code, verdict.restart) == (code, False)
+    assert (decision.code, decision.restart) == (code, False)
 
 
 def test_a_failure_just_before_the_stop_request_would_have_been_restarted() -> None:
@@ -86,13 +86,13 @@ def test_a_failure_just_before_the_stop_request_would_have_been_restarted() -> N
         (-40, "rank 0 was killed by signal 40"),
     ],
 )
-def test_an_end_is_told_in_words(code: int, text: str) -> None:
+def test_an_exit_is_described_in_words(code: int, text: str) -> None:
     assert str(ends(code)[0]) == text
 
 
-def told(rank: int, age_s: float, *, echo: bool = False) -> dict:
+def failure(rank: int, age_s: float, *, secondary: bool = False) -> dict:
     place = {"attempt": 4, "rank": rank, "step": 11, "phase": "train", "failed_step": 12}
-    return {**place, "time": time.time() - age_s, "event": "failure", "echo": echo,
+    return {**place, "time": time.time() - age_s, "event": "failure", "echo": secondary,
             "why": "ValueError: x"}  # fmt: skip
 
 
@@ -101,16 +101,18 @@ def died(rank: int, age_s: float, code: int | None) -> Exit:
 
 
 @pytest.mark.parametrize(("events", "rank"), [
-    ([told(0, 3), told(1, 5), told(2, 9, echo=True)], 1), ([told(0, 3)], 0)])
-def test_the_first_failure_is_the_earliest_that_a_rank_has_told(events: list, rank: int) -> None:
+    ([failure(0, 3), failure(1, 5), failure(2, 9, secondary=True)], 1), ([failure(0, 3)], 0)])
+def test_the_first_failure_is_the_earliest_reported_by_a_rank(events: list, rank: int) -> None:
     found = first_failure(died(0, 2, 1), events, attempt=4, reached=11)
 
     assert found is not None
     assert found["rank"] == rank
 
 
-def test_a_death_without_a_word_becomes_an_event_with_the_place_that_peers_tell() -> None:
-    found = first_failure(died(1, 2, KILL), [told(0, 1, echo=True)], attempt=4, reached=3)
+def test_an_unreported_death_becomes_an_event_with_the_step_reported_by_peers() -> None:
+    events = [failure(0, 1, secondary=True)]
+
+    found = first_failure(died(1, 2, KILL), events, attempt=4, reached=3)
 
     assert found is not None
     assert (found["event"], found["rank"], found["failed_step"]) == ("death", 1, 12)
@@ -118,8 +120,8 @@ def test_a_death_without_a_word_becomes_an_event_with_the_place_that_peers_tell(
 
 
 def test_an_exception_before_a_death_is_the_cause_and_after_it_is_not() -> None:
-    before = first_failure(died(1, 2, KILL), [told(0, 5)], attempt=4, reached=3)
-    after = first_failure(died(1, 2, KILL), [told(0, 1)], attempt=4, reached=3)
+    before = first_failure(died(1, 2, KILL), [failure(0, 5)], attempt=4, reached=3)
+    after = first_failure(died(1, 2, KILL), [failure(0, 1)], attempt=4, reached=3)
 
     assert before is not None
     assert after is not None
@@ -127,7 +129,7 @@ def test_an_exception_before_a_death_is_the_cause_and_after_it_is_not() -> None:
 
 
 @pytest.mark.parametrize("code", [None, 2, 75, 76, 77])
-def test_an_end_that_the_trainer_has_told_itself_is_no_death(code: int | None) -> None:
+def test_an_exit_reported_by_the_trainer_itself_is_no_death(code: int | None) -> None:
     assert first_failure(died(0, 2, code), [], attempt=4, reached=3) is None
 
 

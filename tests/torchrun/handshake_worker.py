@@ -1,4 +1,4 @@
-"""A rank that forms its world, adds numbers up, and in the first attempt dies if it is told to."""
+"""A rank that joins its world and all-reduces sums; in the first attempt the victim is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank that ends the run with an exit code of its own, in one of several ways."""
+"""A rank that ends the run with a given exit code, in one of several scenarios."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from trainer.stop import StopRequest
 from trainer.world import Launch
 
 
-def main(folder: Path, code: int, scene: str) -> int:
-    """Scenes: `all` come to the end by themselves; `asked`: by a signal; `alone`: local rank 0
-    never does; `late`: the others only after torchrun's SIGTERM."""
+def main(folder: Path, code: int, scenario: str) -> int:
+    """Run one rank.
+
+    Args:
+        scenario: `all`: all ranks end by themselves; `signal`: after a signal; `alone`: local rank
+            0 never ends; `late`: the other ranks end only after torchrun's SIGTERM.
+    """
     stop, agent = StopRequest(), os.getppid()
     stop.install()
     stop.shield()
     launch = Launch.from_environment()
     _note(folder, f"started {launch.restart_count} {launch.rank}")
-    if scene == "late" and launch.local_rank == 0:
+    if scenario == "late" and launch.local_rank == 0:
         _until(lambda: len((folder / "notes").read_text().splitlines()) == launch.local_size)
-    elif scene in ("asked", "late"):
+    elif scenario in ("signal", "late"):
         _until(lambda: stop.requested)
-    elif scene == "alone" and launch.local_rank == 0:
+    elif scenario == "alone" and launch.local_rank == 0:
         _until(lambda: False)
     begun = time.monotonic()
     leave_launcher(code, launch, lambda: stop.senders[agent])

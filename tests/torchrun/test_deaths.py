@@ -1,4 +1,4 @@
-"""Under plain torchrun, a run that dies seven times ends with the bits of one that never does."""
+"""Under plain torchrun, a run that is killed seven times ends with the undisturbed bits."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ DEATHS = {
     4: (("start", 1), ("forward", 4), ("save-begin", 6), ("restore", None), ("step-end", 14),
         ("data", 21), ("backward", 26)),
 }  # fmt: skip
-"""By number of ranks: the phase and step of each death; a start's attempt instead of its step. What
-follows a death in a save is later than the next save, which waits for that one: each is a death of
-its own."""
+"""By number of ranks: phase and step of each death (attempt instead of step for `start`). After
+a death during a save, the next one comes later than the next save, which waits for the first: so
+each is a separate death."""
 
 
 def test_the_deaths_cover_every_phase() -> None:
@@ -47,16 +47,16 @@ def test_seven_deaths_in_one_run_change_no_bit(tmp_path: Path, ranks: int) -> No
     result = train(Run(number=1, setting=setting, faults=faults), disturbed, torchrun,
                    limit_s=LIMIT_S)  # fmt: skip
 
-    said = disturbed.with_suffix(".log").read_text()
+    output = disturbed.with_suffix(".log").read_text()
     assert undisturbed.problem is None, straight.with_suffix(".log").read_text()
-    assert result.problem is None, said
-    assert result.fired == faults, said
+    assert result.problem is None, output
+    assert result.fired == faults, output
     assert (result.starts, result.launches) == (8, 1)
     assert list(differences(straight, disturbed)) == []
 
 
 def _death(phase: str, at: int | None, ranks: int) -> Fault:
-    """SIGKILL of the last rank, or of the one that writes."""
+    """A SIGKILL of the last rank; for a save, of rank 0, which writes it."""
     rank = 0 if phase.startswith("save-") else ranks - 1
     if phase == "start":
         return Fault(kind="kill", rank=rank, phase=phase, attempt=at)

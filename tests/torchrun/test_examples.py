@@ -1,4 +1,4 @@
-"""The example of a plain loop runs under torchrun, and counts as the trainer does."""
+"""The plain-loop example runs under torchrun and computes the same as the trainer."""
 
 from __future__ import annotations
 
@@ -46,20 +46,20 @@ def test_the_bare_loop_trains_two_ranks_under_torchrun(tmp_path):
     assert float(accuracy[1]) > 0.2, "ten classes: better than chance after six steps"
 
 
-def test_the_bare_loop_needs_nothing_of_the_package():
+def test_the_bare_loop_imports_nothing_of_the_package():
     text = EXAMPLE.read_text()
 
     assert not re.search(r"^\s*(from|import) (trainer|launch)", text, re.MULTILINE)
 
 
 def test_the_bare_loop_has_the_model_rates_and_groups_of_the_recipe(bare_loop):
-    own, ours = bare_loop.make_model(), SmallCNN("batch")
-    assert [p.shape for p in own.parameters()] == [p.shape for p in ours.parameters()]
+    example, ours = bare_loop.make_model(), SmallCNN("batch")
+    assert [p.shape for p in example.parameters()] == [p.shape for p in ours.parameters()]
 
     groups, expected = (
         [([p.shape for p in g["params"]], g["weight_decay"], g["lr"], g["fused"], g["betas"],
           g["eps"]) for g in o.param_groups]
-        for o in (bare_loop.make_optimizer(own), optim.build(Optim(), ours)))
+        for o in (bare_loop.make_optimizer(example), optim.build(Optim(), ours)))
     assert groups == expected
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
@@ -68,7 +68,7 @@ def test_the_bare_loop_has_the_model_rates_and_groups_of_the_recipe(bare_loop):
         schedules.factor(Schedule(), n, epoch=75, total=375) for n in range(380)]
 
 
-def test_a_step_of_the_bare_loop_is_the_update_of_the_whole_batch(bare_loop):
+def test_a_step_of_the_bare_loop_updates_by_the_whole_batch(bare_loop):
     torch.manual_seed(0)
     images, labels = torch.randn(8, 1, 28, 28), torch.randint(10, (8,))
     weights = []
@@ -84,7 +84,7 @@ def test_a_step_of_the_bare_loop_is_the_update_of_the_whole_batch(bare_loop):
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-7)
 
 
-def test_the_bare_loop_reads_the_sample_that_the_trainer_reads(bare_loop):
+def test_the_bare_loop_reads_the_same_sample_as_the_trainer(bare_loop):
     from trainer.tasks import fashion_mnist
 
     arrays = fashion_mnist.read_sample()

@@ -1,4 +1,4 @@
-"""Under plain torchrun, whose one store serves all attempts, a restarted group forms at once."""
+"""A restarted group forms immediately under plain torchrun, whose attempts share one store."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_the_second_attempt_forms_its_group_20_times_of_20(tmp_path: Path, num_r
 
 
 def _attempts_with_a_kill_in_the_first(folder: Path, num_ranks: int, victim: int) -> list[int]:
-    """The numbers of the attempts in which every rank came to its end."""
+    """The numbers of the attempts in which every rank finished."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={num_ranks}",
                "--max-restarts=3", f"--master-port={free_port()}", str(WORKER), str(folder),
                str(victim)]

@@ -1,4 +1,4 @@
-"""Where the trainer itself ends the run, plain torchrun makes no further attempt."""
+"""If the trainer itself ends the run, plain torchrun makes no further attempt."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ ONE_ATTEMPT = ["left 0 0 soon", "left 0 1 soon", "started 0 0", "started 0 1"]
 def test_an_end_by_the_trainer_is_one_attempt(tmp_path: Path, code: int) -> None:
     with _torchrun(tmp_path, code, "all") as torchrun:
         assert torchrun.wait(200) != 0
-    # A rank that still starts up when local rank 0 is through dies by torchrun's SIGTERM.
+    # A rank that is still starting when local rank 0 exits is killed by torchrun's SIGTERM.
     assert {"started 0 0", "left 0 0 soon"} <= set(_notes(tmp_path)) <= set(ONE_ATTEMPT)
 
 
 @pytest.mark.long
-def test_a_failure_is_started_again(tmp_path: Path) -> None:
+def test_a_failure_is_restarted(tmp_path: Path) -> None:
     with _torchrun(tmp_path, 1, "all", max_restarts=1) as torchrun:
         assert torchrun.wait(200) == 1
     assert {note.split()[1] for note in _notes(tmp_path)} == {"0", "1"}
@@ -39,35 +39,35 @@ def test_a_failure_is_started_again(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("number", [
     signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_a_stop_by_a_signal_to_torchrun_is_one_attempt_and_takes_no_time(
+def test_a_stop_by_a_signal_to_torchrun_is_one_attempt_without_delay(
         tmp_path: Path, number: signal.Signals) -> None:
-    with _torchrun(tmp_path, 75, "asked") as torchrun:
+    with _torchrun(tmp_path, 75, "signal") as torchrun:
         _wait_for(tmp_path, ["started 0 0", "started 0 1"])
         torchrun.send_signal(number)
         assert torchrun.wait(200) != 0
-    _wait_for(tmp_path, ONE_ATTEMPT)  # told twice, torchrun may be gone a moment before its ranks
+    _wait_for(tmp_path, ONE_ATTEMPT)  # after a second signal, torchrun may exit before its ranks
 
 
 @pytest.mark.long
-def test_a_rank_that_comes_to_the_end_after_torchruns_signal_leaves_soon(tmp_path: Path) -> None:
+def test_a_rank_that_ends_after_torchruns_signal_exits_without_delay(tmp_path: Path) -> None:
     with _torchrun(tmp_path, 2, "late") as torchrun:
         assert torchrun.wait(200) != 0
-    _wait_for(tmp_path, ONE_ATTEMPT)  # told twice, torchrun may be gone a moment before its ranks
+    _wait_for(tmp_path, ONE_ATTEMPT)  # after a second signal, torchrun may exit before its ranks
 
 
 @pytest.mark.long
-def test_an_end_that_local_rank_0_never_comes_to_is_one_attempt(tmp_path: Path) -> None:
+def test_an_end_that_local_rank_0_never_reaches_is_one_attempt(tmp_path: Path) -> None:
     with _torchrun(tmp_path, 2, "alone") as torchrun:
         assert torchrun.wait(200) != 0
     assert _notes(tmp_path) == ["left 0 1 late", "started 0 0", "started 0 1"]
 
 
 @contextmanager
-def _torchrun(folder: Path, code: int, scene: str,
+def _torchrun(folder: Path, code: int, scenario: str,
               max_restarts: int = 3) -> Iterator[subprocess.Popen[bytes]]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2",
                f"--max-restarts={max_restarts}", f"--master-port={free_port()}",
-               str(WORKER), str(folder), str(code), scene]
+               str(WORKER), str(folder), str(code), scenario]
     with (folder / "output").open("wb") as output, subprocess.Popen(
             command, env=os.environ | {"PYTHONPATH": str(ROOT)}, stdout=output,
             stderr=output) as started:

@@ -41,7 +41,7 @@ train(Config(task=Mine(), run="refused", batch=Batch(global_size=4, micro_size=4
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_script_trains_twice_survives_a_kill_and_is_refused_once(tmp_path):
+def test_a_script_trains_twice_and_survives_a_kill_and_a_bad_config_is_refused(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
                "--max-restarts=3", "script.py", "straight", "killed"]  # fmt: skip

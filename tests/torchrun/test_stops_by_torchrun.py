@@ -1,4 +1,4 @@
-"""Under plain torchrun: a stop is one attempt, and torchrun's answer to a death is no stop."""
+"""Under plain torchrun, a stop is one attempt, and the SIGTERM after a death is not a stop."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_a_signal_to_one_rank_is_one_attempt_and_all_stop_at_the_same_step(tmp_p
     pytest.param(("kill:rank=1:phase=data:attempt=0", "slow:phase=data:attempt=0:seconds=5"),
                  marks=pytest.mark.long),
 ])  # fmt: skip
-def test_the_signal_that_answers_a_death_is_no_stop(
+def test_the_signal_after_a_death_is_no_stop(
     tmp_path: Path, faults: tuple[str, ...]
 ) -> None:
     run = tmp_path / "run"
@@ -99,20 +99,20 @@ def test_the_signal_that_answers_a_death_is_no_stop(
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("everybody", [True, False])
-def test_stops_while_torchrun_and_its_ranks_start_or_train(tmp_path: Path, everybody: bool) -> None:
+@pytest.mark.parametrize("to_all", [True, False])
+def test_stops_while_torchrun_and_its_ranks_start_or_train(tmp_path: Path, to_all: bool) -> None:
     straight, run = tmp_path / "straight", tmp_path / "run"
     finish(straight, "--steps=60")
 
     for after_s in (0.5, 2.0, 4.0, 6.0, 8.0, 10.0):
         with torchrun(run, "--steps=60", TRAIN=0.1) as started:
             wait_for(lambda: len(children(started.pid)) == 2)
-            time.sleep(after_s)  # any time will do
-            for pid in tree(started.pid) if everybody else [started.pid]:
+            time.sleep(after_s)  # the exact time does not matter
+            for pid in tree(started.pid) if to_all else [started.pid]:
                 os.kill(pid, signal.SIGTERM)
-            asked_s = time.monotonic()
+            stopped_s = time.monotonic()
             assert started.wait(200) != 0
-            assert time.monotonic() - asked_s < 30
+            assert time.monotonic() - stopped_s < 30
     finish(run, "--steps=60")
 
     assert events(run, "failure") == []
@@ -121,23 +121,23 @@ def test_stops_while_torchrun_and_its_ranks_start_or_train(tmp_path: Path, every
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
-def test_a_signal_to_every_process_amid_a_compile_leaves_no_doubtful_cache(tmp_path: Path) -> None:
+def test_a_signal_to_every_process_during_compilation_discards_the_cache(tmp_path: Path) -> None:
     run, arguments = tmp_path / "run", ["--steps=12", "--precision.compile=on"]
     cache = run / "compile-cache"
-    doubtful = []
+    interrupted = []
 
     for after_s in (0.5, 3.0, 6.0):
         with torchrun(run, *arguments) as started:
             known = {mark.stat().st_ctime_ns for mark in cache.glob("*.compiling-*")}
             wait_for(lambda: [m for m in cache.glob("*.compiling-*")
                               if m.stat().st_ctime_ns not in known])  # noqa: B023
-            time.sleep(after_s)  # any time will do
+            time.sleep(after_s)  # the exact time does not matter
             for pid in tree(started.pid):
                 os.kill(pid, signal.SIGTERM)
             assert started.wait(200) != 0
-        doubtful.append(bool(list(cache.glob("*.compiling-*"))))
+        interrupted.append(bool(list(cache.glob("*.compiling-*"))))
     finish(run, *arguments)
 
-    assert doubtful[0]  # a later signal may find it compiled
+    assert interrupted[0]  # a later signal may come after the compilation
     assert [path.suffix for path in cache.iterdir() if "compiling" in path.name] == []
     assert events(run, "failure") == []

@@ -1,4 +1,4 @@
-"""Ranks on two hosts (network namespaces here) talk through the interface between the two."""
+"""Ranks on two hosts (network namespaces) communicate through the interface that connects them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORKER = Path(__file__).with_name("handshake_worker.py")
 
 
 @pytest.mark.long
-def test_a_group_forms_between_hosts_whose_names_mean_loopback(tmp_path: Path) -> None:
+def test_a_group_forms_between_hosts_whose_names_resolve_to_loopback(tmp_path: Path) -> None:
     with _two_hosts() as hosts:
         ranks = [_start(host, rank, tmp_path) for rank, host in enumerate(hosts)]
         outputs = [rank.communicate(timeout=100)[0] for rank in ranks]
@@ -43,7 +43,7 @@ def _two_hosts() -> Iterator[list[str]]:
     try:
         for host in hosts:
             if not _ip("netns", "add", host):
-                pytest.skip("network namespaces can't be made here (needs root and ip)")
+                pytest.skip("network namespaces cannot be created here (needs root and ip)")
             assert _ip("-n", host, "link", "set", "lo", "up")
         assert _ip("link", "add", ends[0], "netns", hosts[0], "type", "veth",
                    "peer", "name", ends[1], "netns", hosts[1])
