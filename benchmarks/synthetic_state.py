@@ -66,11 +66,15 @@ def make_checkpointer(subject: Subject, folder: Path) -> Any:
     import torch
 
     from trainer.checkpoint import Checkpointer
+    from trainer.job import RunRecord, SavePolicy
     from trainer.log import Log
     from trainer.store import Store
     from trainer.world import Launch, World
 
     world = World.form(device="cpu", threads=torch.get_num_threads(), launch=Launch())
     store = Store(folder, run="benchmark", keep=1)
-    return Checkpointer(store=store, state=subject.state, world=world, log=Log(), describe={},
-                        run_id="benchmark", recent=[], on_error="stop")
+    return Checkpointer(
+        store=store, state=subject.state, world=world, log=Log(),
+        record=RunRecord(run_id="benchmark", attempt={}, metric_lines=[]),
+        policy=SavePolicy(on_error="stop"),
+    )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Whether a survivor's save fits into the time that launchers give it."""
+"""Decide whether an emergency save fits into the launcher's grace time."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ def why_not(
     events: Path, store: Store, state: TrainState, *, generation: int, interval: int,
     left_s: float,
 ) -> str | None:  # fmt: skip
-    """Why a save of this step boundary is better not begun; None where it is to be tried.
+    """Why an emergency save of this step boundary should not be started; None to start it.
 
-    It isn't begun where it would be killed half-way *and* a whole checkpoint of the last interval
-    is there. How fast a save is, is known from the last one; unknown, it is tried.
+    It is not started if it would be killed before it completes *and* a complete checkpoint from
+    within the last interval exists. The duration is estimated from the speed of the last save;
+    without one the save is tried.
 
     Args:
         events: the run's `events.jsonl`.
-        interval: of checkpoints, in steps; 0: there is none.
+        interval: checkpoint interval in steps; 0: no periodic checkpoints.
         left_s: seconds until the launcher kills this rank.
     """
     step = state.progress.step
@@ -32,11 +33,12 @@ def why_not(
     needed_s = seconds_needed(events, sum(tensorfile.size(t) for t in state.tensors().values()))
     if needed_s is None or needed_s <= left_s:
         return None
-    return (f"step {step} isn't saved: that would take {needed_s:.0f} s, as the last save has "
-            f"shown, and launchers leave {left_s:.0f} s; the checkpoint of step {kept} is there")
+    return (f"step {step} is not saved: by the speed of the last save this would take "
+            f"{needed_s:.0f} s, and the launcher leaves {left_s:.0f} s; the checkpoint of step "
+            f"{kept} is complete")
 
 
 def seconds_needed(events: Path, size: int) -> float | None:
-    """Seconds that a save of so many bytes takes by the last save's speed; None if unknown."""
+    """Estimated seconds to save `size` bytes at the speed of the last save; None if unknown."""
     saves = [e for e in read_events(events) if e.get("event") == "save" and e.get("bytes")]
     return saves[-1]["seconds"] * size / saves[-1]["bytes"] if saves else None

@@ -41,6 +41,7 @@ from trainer.ema import Ema
 from trainer.errors import ConfigError
 from trainer.evaluate import Evaluator
 from trainer.health import Health
+from trainer.job import RunRecord, SavePolicy
 from trainer.leaks import shared_samples
 from trainer.level import level, record
 from trainer.lock import RunLock
@@ -117,11 +118,12 @@ def build(
             keep_every=keep_every or None, guard=lock.committing,
             mark=lambda point: marks.mark(point, checkpoint.saved_step),
         ),
-        state=state, world=world, log=log, run_id=identity.run, recent=metrics.recent,
-        describe={"settings": resume.settings(config), "circumstances": circumstances,
-                  "inexact": inexact},
-        on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s,
-        sync=metrics.sync, marks=marks,
+        state=state, world=world, log=log, marks=marks,
+        record=RunRecord(
+            run_id=identity.run, metric_lines=metrics.recent, sync=metrics.sync,
+            attempt={"settings": resume.settings(config), "circumstances": circumstances,
+                     "inexact": inexact}),
+        policy=SavePolicy(on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s),
     )  # fmt: skip
     found = _find(config, named, checkpoint.store, identity.run, world, log)
     verdict = resume.Verdict()

@@ -1,4 +1,4 @@
-"""Each node that keeps a folder of its own gets what it lacks: whole checkpoints, metric lines."""
+"""Copy missing checkpoints and metric lines to nodes that have their own disk."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ from trainer.world import World
 
 CHUNK_BYTES = 1 << 26
 Lines = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-"""The lines of the run so far, and those that an earlier attempt may not have shown."""
+"""All metric lines so far, and those that earlier attempts may not have sent to the sinks."""
 
 
 def level(
     found: Found | None, store: Store, metrics: Path, run_id: str, world: World, log: Log
 ) -> Lines:
-    """Collective. Before training goes on, every folder holds the checkpoint that is resumed, the
-    one with the best weights, and the record up to there.
+    """Collective. Copy the resumed checkpoint and the best one to the run folders without them.
 
     Returns:
-        what metrics.jsonl is to hold; the same lines on all ranks that keep a folder.
+        The lines for metrics.jsonl; equal on all ranks that write a run folder.
     """
     lines = record(found, metrics, world)
     if found is None or not world.has_nodes or found.path is not None:
@@ -41,38 +40,42 @@ def level(
 
 
 def record(found: Found | None, metrics: Path, world: World) -> Lines:
-    """Collective. What metrics.jsonl is to hold at a checkpoint: the same lines on all ranks that
-    keep a folder."""
+    """Collective. The lines of metrics.jsonl up to a checkpoint.
+
+    They are equal on all ranks that write a run folder.
+    """
     saved = [] if found is None else found.facts["lines"]
     at: dict[str, int] = {"step": 0, "validated": 0}
     if found is not None:
         at = {"step": found.step, "validated": found.facts["progress"]["validated"]}
     on_disk = read_metrics(metrics) if world.keeps_folder or world.has_nodes else []
-    kept, lacking = resumed_lines(on_disk, saved, **at)
+    kept, missing = resumed_lines(on_disk, saved, **at)
     if not world.has_nodes or found is None:
-        return kept, lacking
-    # The record of the node whose checkpoint it is goes with it.
+        return kept, missing
+    # The lines come from the node whose checkpoint is resumed.
     mine = xxhash.xxh3_128_hexdigest("\n".join(map(encode, kept)).encode())
     theirs = world.gather_json(mine)
     if any(digest != theirs[found.holder] for digest in theirs):
         held = world.broadcast_json(json.dumps(kept), found.holder)
         if mine != theirs[found.holder]:
             return resumed_lines(on_disk, json.loads(held), **at)
-    return kept, lacking
+    return kept, missing
 
 
 def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: Log) -> None:
-    """Collective. A checkpoint, file by file, to the folders that lack it, or have another one of
-    this step: a node that was away in a rollback comes back with what that has abandoned.
+    """Collective. Copy a checkpoint, file by file, to the folders that don't have the same one.
+
+    A folder may have another checkpoint of this step: a node that was absent during a rollback
+    still has what the rollback abandoned.
 
     Args:
-        first: the rank whose checkpoint counts, where it has one.
+        first: the rank whose checkpoint is preferred as the source.
     """
-    looks = world.keeps_folder or world.rank == first
-    every = world.gather_json(_checksum(step, store) if looks else "")
+    verifies = world.keeps_folder or world.rank == first
+    every = world.gather_json(_checksum(step, store) if verifies else "")
     holder = max(range(world.size), key=lambda r: (every[r] != "", r == first, -r))
-    lacks = world.keeps_folder and every[world.rank] != every[holder]
-    if not any(world.gather_json(lacks)):
+    needs_copy = world.keeps_folder and every[world.rank] != every[holder]
+    if not any(world.gather_json(needs_copy)):
         return
     files: dict[str, Path] = {}
     described: dict[str, Any] = {}
@@ -85,7 +88,7 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
     received = {name: _send(files.get(name), size, world, holder)
                 for name, size in described["files"].items()}
     error: Exception | None = None
-    if lacks:
+    if needs_copy:
         try:
             with store.stage(step, generation=described["generation"]) as stage:
                 for name, chunks in received.items():
@@ -101,7 +104,7 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
 
 
 def _send(path: Path | None, size: int, world: World, holder: int) -> Iterator[memoryview]:
-    """Collective. The bytes of the holder's file, on all ranks, as they are asked for."""
+    """Collective. Broadcast the holder's file in chunks; a generator of its bytes on all ranks."""
     file = path.open("rb") if path is not None else None
     for start in range(0, size, CHUNK_BYTES):
         chunk: Tensor = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
@@ -120,7 +123,7 @@ def _exhaust(received: dict[str, Iterator[memoryview]]) -> None:
 
 
 def _checksum(step: int, store: Store) -> str:
-    """What tells a whole checkpoint from another one of its step; "" if there is none."""
+    """Checksum of the manifest of a valid checkpoint of this step; "" if there is none."""
     try:
         return str(store.verify(step).manifest["checksum"])
     except CheckpointDamaged:

@@ -1,4 +1,4 @@
-"""Weights to begin with: read from a file that runs no code, and fitted to the model."""
+"""Initial weights from a file (`--init`): read without running code, fitted to the model."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ SHOWN = 8
 
 
 def begin_with(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
-    """Put a file's weights into the model, in the storage that it has.
+    """Copy a file's weights into the model's parameters and buffers.
 
-    A head of another size stays as the model has made it: tensors that differ in their first
-    dimension, the number of outputs, only. Where anything else differs, so does a later layer.
+    A head of another size keeps the model's initial values. A tensor counts as part of a head if
+    only its first dimension, the number of outputs, differs.
 
     Args:
-        strict: refuse names that only one side has, and other sizes.
+        strict: refuse missing names, unknown names and other shapes.
 
     Returns:
-        What wasn't taken, one line each.
+        One line for each tensor or group of tensors that was not loaded.
 
     Raises:
-        ConfigError: the file can't be read, or doesn't fit.
+        ConfigError: the file can't be read, or doesn't fit the model.
     """
     flag = f"--init {path}"
     saved, live = read(path), model.state_dict()
@@ -39,65 +39,70 @@ def begin_with(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
             and saved[n].shape[1:] == live[n].shape[1:]]
     taken = {n: saved[n] for n in common if n not in resized}
     if not taken:
-        raise ConfigError(f"{flag}: none of its tensors fits; it has {_listed(saved)}, the model "
-                          f"{_listed(live)}.")
+        raise ConfigError(f"{flag}: no tensor fits the model; the file has {_first_names(saved)}, "
+                          f"the model has {_first_names(live)}.")
     problems = []
     if other := [n for n in resized if n not in head]:
-        problems.append("of another size are " + _listed(
-            f"{n} {tuple(saved[n].shape)}, here {tuple(live[n].shape)}" for n in other))
-    # torch knows which lacking buffers an older file may lack.
-    if lacking := [n for n in model.load_state_dict(taken, strict=False).missing_keys
+        problems.append("different shapes: " + _first_names(
+            f"{n} {tuple(saved[n].shape)}, in the model {tuple(live[n].shape)}" for n in other))
+    # torch itself decides which buffers may be missing from an older file.
+    if missing := [n for n in model.load_state_dict(taken, strict=False).missing_keys
                    if n not in resized]:
-        problems.append(f"it lacks {_listed(lacking)}")
+        problems.append(f"missing from the file: {_first_names(missing)}")
     if unknown := [n for n in saved if n not in live]:
-        problems.append(f"the model has no {_listed(unknown)}")
+        problems.append(f"unknown to the model: {_first_names(unknown)}")
     if strict and problems:
-        raise ConfigError(f"{flag}: it doesn't fit the model: {'; '.join(problems)}. Take what "
-                          "fits, all the same, with --init-strict off.")
-    lines = [f"new head, as the model makes it: {n} {tuple(live[n].shape)}, in the file "
+        raise ConfigError(f"{flag}: the file doesn't fit the model: {'; '.join(problems)}. Use "
+                          "--init-strict off to load only what fits.")
+    lines = [f"new head, initialized by the model: {n} {tuple(live[n].shape)}, in the file "
              f"{tuple(saved[n].shape)}" for n in head]
-    return lines + [f"not taken: {problem}" for problem in problems]
+    return lines + [f"not loaded: {problem}" for problem in problems]
 
 
 def read(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, of a torch checkpoint (`weights_only`: it runs no code),
-    or of the model.safetensors in a folder, under plain names.
+    """Read weights by parameter name, without prefixes of wrappers (DDP, torch.compile).
+
+    Args:
+        path: a safetensors file, a torch checkpoint (read with `weights_only`, so it runs no
+            code), or a folder with a model.safetensors.
 
     Raises:
-        ConfigError: it can't be read.
+        ConfigError: the file can't be read.
     """
     flag = f"--init {path}"
     if path.is_dir():
         path = path / "model.safetensors"
         if not path.is_file():
-            raise ConfigError(f"{flag}: there is no model.safetensors in this folder; name the "
-                              "file of weights, or the folder of a finished run or a checkpoint.")
+            raise ConfigError(f"{flag}: there is no model.safetensors in this folder; give a "
+                              "weights file, or the folder of a finished run or a checkpoint.")
     if not path.is_file():
-        raise ConfigError(f"{flag}: there is no such file; each rank reads it.")
+        raise ConfigError(f"{flag}: there is no such file; every rank must be able to read it.")
     try:
         if path.suffix == ".safetensors":
             found: Any = tensorfile.load(path)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:
-        what = str(error).strip().partition("\n")[0]
-        raise ConfigError(f"{flag}: it can't be read without running what it holds "
-                          f"({type(error).__name__}: {what}); save the model's state_dict() anew, "
-                          "best as safetensors.") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise ConfigError(f"{flag}: the file can't be read without running code from it "
+                          f"({type(error).__name__}: {reason}); save the model's state_dict() "
+                          "again, preferably as safetensors.") from error
     while isinstance(found, dict) and (inner := [
             found[key] for key in NESTED if isinstance(found.get(key), dict)]):
         found = inner[0]
     if not isinstance(found, dict):
-        raise ConfigError(f"{flag}: it holds a {type(found).__name__}, no state_dict.")
-    return {_plain(name): value for name, value in found.items() if isinstance(value, Tensor)}
+        raise ConfigError(f"{flag}: the file holds a {type(found).__name__} and no state_dict; "
+                          "save the model's state_dict().")
+    return {_without_prefixes(name): value for name, value in found.items()
+            if isinstance(value, Tensor)}
 
 
-def _plain(name: str) -> str:
+def _without_prefixes(name: str) -> str:
     while prefix := next((p for p in PREFIXES if name.startswith(p)), ""):
         name = name.removeprefix(prefix)
     return name.replace("._orig_mod.", ".")
 
 
-def _listed(names: Any) -> str:
+def _first_names(names: Any) -> str:
     names = list(names)
     return ", ".join(names[:SHOWN]) + (f", … ({len(names)})" if len(names) > SHOWN else "")

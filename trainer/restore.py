@@ -1,4 +1,4 @@
-"""How a checkpoint comes back: from the disk of the rank that has it, to all ranks."""
+"""Restore a checkpoint on all ranks, from the disks of those that can read it."""
 
 from __future__ import annotations
 
@@ -19,42 +19,46 @@ TENSORS = ".safetensors"
 
 
 def restore(found: Found, store: Store, state: TrainState, world: World, log: Log) -> None:
-    """Collective. Bring a checkpoint's state to all ranks, into the storage in use.
+    """Collective. Load a checkpoint into the live tensors of all ranks.
 
-    Where each rank sees it whole, each reads it; else the holder sends it, which takes longer.
+    If every rank finds the same valid checkpoint on its disk, each rank reads it. Otherwise the
+    holder broadcasts it, which takes longer.
 
     Raises:
-        CheckpointDamaged: it doesn't fit this run's parts; names what doesn't. On all ranks.
+        CheckpointDamaged: it doesn't fit this run; names the entry. On all ranks.
     """
     holds = found.holder == world.rank
     place, checksums = _look_at(found, store, read=not holds)
     every = world.gather_json(checksums)
-    alike = bool(every[found.holder]) and all(seen == every[found.holder] for seen in every)
-    tensors = {} if alike else _send(place if holds else None, found.holder, world)
+    all_have_it = bool(every[found.holder]) and all(seen == every[found.holder] for seen in every)
+    tensors = {} if all_have_it else _send(place if holds else None, found.holder, world)
     error = None
     try:
-        if alike:
+        if all_have_it:
             tensors = _load(place)
         state.load(tensors, found.facts)
     except Exception as problem:
         error = problem
     world.agree(error)
     store.in_use = None
-    if found.path:  # its best weights are in another run's folder
+    if found.path:  # the best weights are in another run's folder
         state.best.judge_by("", "max")
     state.key_rng(world.rank)
     saved = found.facts.get("rng", [""] * world.size)
     if len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
         log.warning(
-            f"the random state of rank {world.rank} at step {found.step} isn't the saved one: "
-            "another version of python, numpy or torch, or a damaged entry; the run goes on with "
-            "the state that follows from its seed")
+            f"the random state of rank {world.rank} at step {found.step} differs from the saved "
+            "one: another version of python, numpy or torch, or a damaged entry. The run continues "
+            "with the state derived from its seed.")
 
 
 def abandon_newer(found: Found, store: Store, world: World, log: Log) -> int:
-    """Collective. The generation to go on as: a new one where newer checkpoints, damaged ones,
-    are left behind, so that no later start takes them up again. They may be of a generation that
-    is later than the one found, and then what is saved from here on has to be newer than they."""
+    """Collective. Abandon checkpoints newer than the restored one. Returns the generation to use.
+
+    Newer checkpoints are damaged ones. If there are any, the run continues in a new generation, so
+    that no later start resumes from them. Their generation may be later than that of the restored
+    checkpoint; the new one is later than both.
+    """
     latest = max(world.gather_json(store.generation if world.keeps_folder else 0))
     following = 1 + max(latest, found.generation)
     mine: list[int] = []
@@ -67,8 +71,11 @@ def abandon_newer(found: Found, store: Store, world: World, log: Log) -> int:
 
 
 def restore_model(step: int, store: Store, state: TrainState, world: World) -> bool:
-    """Collective. The weights of a checkpoint, into the model on all ranks; whether there is a
-    whole one."""
+    """Collective. Load only the weights of a checkpoint, into the model of all ranks.
+
+    Returns:
+        False if there is no valid checkpoint of this step.
+    """
     holder = holder_of(step, store, world)
     if holder is None:
         return False
@@ -90,11 +97,12 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
 
 
 def _look_at(found: Found, store: Store, *, read: bool) -> tuple[Path, dict[str, str]]:
-    """The folder of a checkpoint, and the checksums of its files of tensors; none where this rank
-    doesn't see it, or finds it damaged.
+    """The checkpoint's folder and the checksums of its tensor files, as this rank sees them.
+
+    The checksums are empty if this rank can't read the checkpoint, or finds it damaged.
 
     Args:
-        read: compare every byte with the checksums.
+        read: read the files and compare them with the checksums.
     """
     steps = {info.step: info.path for info in store.checkpoints()}
     place = found.path or steps.get(found.step, Path())
@@ -111,7 +119,7 @@ def _load(place: Path) -> dict[str, dict[str, Tensor]]:
 
 
 def _send(place: Path | None, holder: int, world: World) -> dict[str, dict[str, Tensor]]:
-    """Collective. The tensors in the holder's folder, on all ranks."""
+    """Collective. Broadcast the tensors in the holder's folder; returns them on all ranks."""
     tensors = {} if place is None else _load(place)
     described = {name: tensorfile.describe(t) for name, t in tensors.items()}
     described = world.broadcast_json(described, holder)

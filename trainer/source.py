@@ -1,4 +1,4 @@
-"""Which checkpoint a start continues from: the newest whole one that any rank can see."""
+"""Select the checkpoint to resume from: the newest valid one that any rank can read."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ STATE = "state.json"
 
 @dataclass(frozen=True)
 class Found:
-    """The checkpoint that a start continues from: the same on all ranks."""
+    """The checkpoint to resume from; equal on all ranks."""
 
     step: int
     generation: int
     holder: int
-    """The rank that has it on its disk."""
+    """A rank that can read it from its disk."""
     facts: dict[str, Any]
     skipped: tuple[str, ...] = ()
-    """Newer ones that were left out, and why."""
+    """Newer checkpoints that were skipped, and why."""
     path: Path | None = None
-    """Its folder, where it isn't one of this run's own."""
+    """Its folder, if it belongs to another run (`--resume PATH`)."""
 
 
 def find(
     store: Store, world: World, run_id: str, *, newest: int | None = None
 ) -> Found | None:
-    """Collective. The newest whole checkpoint that any rank can see; None if there is none.
+    """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
 
-    One whose best weights, kept in a checkpoint of their own, are damaged gives way to the newest
-    one from before them, if there is one: from there they will be made again.
+    The best weights are in a checkpoint of their own. If it is damaged, the newest checkpoint from
+    before it is selected, if there is one: resuming from there computes the best weights again.
 
     Args:
-        newest: a step; later ones don't count.
+        newest: step of the newest checkpoint to consider; None: all.
 
     Raises:
-        ConfigError: there are some and none is whole; nothing is touched.
+        ConfigError: there are checkpoints, and none of them is valid; nothing was changed.
     """
     skipped: list[str] = []
     without_best, best = None, 0
@@ -60,9 +60,9 @@ def find(
                 return without_best
             if skipped and newest is None:
                 raise ConfigError(
-                    "no whole checkpoint is left; nothing was touched. "
+                    "no valid checkpoint is left; nothing was changed. "
                     + " · ".join(skipped)
-                    + " · Restore one from a copy, or start anew in another --run."
+                    + " · Restore one from a backup, or start again in another --run-dir."
                 )
             return None
         latest = max(every)
@@ -87,21 +87,25 @@ def find(
 
 
 def holder_of(step: int, store: Store, world: World) -> int | None:
-    """Collective. A rank that has the checkpoint of a step whole on its disk; None if there is
-    none. Only where rank 0 hasn't do the others look."""
-    whole = world.broadcast_json(world.is_main and _is_whole(store, step))
-    if whole:
+    """Collective. A rank with a valid checkpoint of this step on its disk; None if there is none.
+
+    Rank 0 verifies its disk first; the other ranks do so only if it finds none.
+    """
+    valid = world.broadcast_json(world.is_main and _is_valid(store, step))
+    if valid:
         return 0
-    every = world.gather_json(not world.is_main and _is_whole(store, step))
+    every = world.gather_json(not world.is_main and _is_valid(store, step))
     return every.index(True) if any(every) else None
 
 
 def find_at(path: Path, world: World) -> Found:
-    """Collective. The checkpoint that a user names: a checkpoint's folder, or a run's (its
-    newest whole one is taken).
+    """Collective. The checkpoint at a path given by the user.
+
+    Args:
+        path: the folder of a checkpoint, or of a run (its newest valid checkpoint is taken).
 
     Raises:
-        ConfigError: there is none, or it isn't whole.
+        ConfigError: there is no checkpoint, or it is damaged.
     """
     report: dict[str, Any] = {}
     if world.is_main:
@@ -114,7 +118,7 @@ def find_at(path: Path, world: World) -> Found:
                  Path(report["path"]))
 
 
-def _is_whole(store: Store, step: int) -> bool:
+def _is_valid(store: Store, step: int) -> bool:
     try:
         store.verify(step)
     except (CheckpointDamaged, OSError):
@@ -131,7 +135,7 @@ def _read_facts(store: Store, step: int) -> dict[str, Any]:
 
 
 def _look_at(path: Path) -> dict[str, Any]:
-    """What `find_at` reports of a path."""
+    """The facts of the checkpoint at a path, or why there is none."""
     match = re.fullmatch(r"step-(\d{8,})", path.name)
     folder = path.parent if match else path / "checkpoints"
     if not path.is_dir():
@@ -143,7 +147,7 @@ def _look_at(path: Path) -> dict[str, Any]:
         else:
             found, skipped = store.newest_valid()
             if found is None:
-                return {"why": "; ".join(["it holds no whole checkpoint", *skipped])}
+                return {"why": "; ".join(["it holds no valid checkpoint", *skipped])}
             info = found
         facts = json.loads((info.path / STATE).read_bytes())
     except (CheckpointDamaged, OSError, ValueError) as error:

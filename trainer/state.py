@@ -1,7 +1,8 @@
-"""What must survive a death: each part listed once, in `TrainState`.
+"""The complete training state that a checkpoint holds: `TrainState`.
 
-Tensors are keyed by parameter name and everything else is JSON, so that a checkpoint loads with
-nothing but safetensors and json, under any nesting of DDP and compile, into groups of any order.
+Tensors are keyed by parameter name and everything else is JSON. So a checkpoint can be read with
+safetensors and json alone, whatever wrappers (DDP, compile) the model has and in whatever order
+its parameter groups are.
 """
 
 from __future__ import annotations
@@ -25,37 +26,37 @@ CONFIGURED = frozenset((
     "dampening", "amsgrad", "fused", "foreach", "capturable", "differentiable", "maximize",
     "max_lr", "min_lr", "max_momentum", "base_momentum",
 ))  # fmt: skip
-"""Values of a parameter group that follow from the configuration, and so may change with it."""
+"""Parameter group values set by the configuration; they may change when it changes."""
 
 
 class Stateful(Protocol):
-    """A part of the run whose state is a JSON value."""
+    """A resumable part of the run whose state is a JSON value."""
 
     def state_dict(self) -> dict[str, Any]:
-        """What has to come back."""
+        """The state to save."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put it back."""
+        """Restore a saved state."""
         ...
 
 
 @runtime_checkable
 class Shared(Protocol):
-    """A part of which each rank knows something that the others don't."""
+    """A resumable part whose state is distributed over the ranks."""
 
     def share(self) -> None:
-        """Collective. Tell each other, before a save."""
+        """Collective. Exchange the state between the ranks before a save."""
         ...
 
 
 @dataclass
 class TrainState:
-    """The one assembly of everything that must survive.
+    """Everything that a resumed run needs.
 
     Args:
-        model: the plain model, neither wrapped nor compiled under another name.
-        parts: further resumable parts by name; each one's state is JSON.
+        model: the plain model, without DDP or compile wrappers.
+        parts: further resumable parts by name.
     """
 
     model: nn.Module
@@ -71,17 +72,19 @@ class TrainState:
     ema: Ema | None = None
 
     def __post_init__(self) -> None:
-        self._form = self._formed()
+        self._structure = self._current_structure()
 
-    def _formed(self) -> dict[str, bool]:
-        """The model's tensors, and whether they are trained, by name."""
+    def _current_structure(self) -> dict[str, bool]:
+        """Name of each tensor of the model → whether it is trained."""
         trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
         return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """File name → tensor name → tensor, of the model (parameters and buffers), of the
-        optimizer ("PARAMETER|KEY") and of the averaged weights. The live tensors: copy before the
-        next step.
+        """The live tensors: copy them before the next step.
+
+        Returns:
+            File name → tensor name → tensor, for the model (parameters and buffers), the optimizer
+            ("PARAMETER|KEY") and the averaged weights.
 
         Raises:
             ConfigError: see `check_form`.
@@ -93,24 +96,27 @@ class TrainState:
         return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
 
     def check_form(self) -> None:
-        """Raises: ConfigError: the forward has made the model another one than it was, in what a
-        checkpoint holds of it."""
-        now = self._formed()
-        names = now.keys() ^ self._form.keys() | {
-            n for n in now if now[n] > self._form.get(n, True)}
+        """Check that the forward has not changed the model's structure.
+
+        Raises:
+            ConfigError: parameters or buffers were added, removed or unfrozen.
+        """
+        now = self._current_structure()
+        names = now.keys() ^ self._structure.keys() | {
+            n for n in now if now[n] > self._structure.get(n, True)}
         if names:
             raise ConfigError(
-                f"--task: the model's forward has made, taken away or unfrozen "
-                f"{', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)}; optimizer and "
-                "checkpoints know the model as model() makes it: do it there.")
+                f"--task: the model's forward has added, removed or unfrozen "
+                f"{', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)}; the optimizer and the "
+                "checkpoints need the model as model() returns it: do it there.")
 
     def product(self) -> dict[str, Tensor]:
-        """The weights that are validated and exported: the average where there is one."""
+        """The weights for validation and export: the moving average if there is one."""
         model = dict(_model_tensors(self.model))
         return model if self.ema is None else model | self.ema.averages()
 
     def facts(self) -> dict[str, Any]:
-        """Everything that is no tensor, as JSON, but for `rng_digests`."""
+        """All state except tensors and `rng_digests`, as JSON values."""
         return {
             "progress": self.progress.state_dict(),
             "best": self.best.state_dict(),
@@ -123,27 +129,31 @@ class TrainState:
         }
 
     def share(self) -> None:
-        """Collective. Before a save: ranks tell each other what only some of them know. Without,
-        `facts` are right too, but parts of it may be older ones to go on from."""
+        """Collective. Exchange distributed state between the ranks before a save.
+
+        Without it `facts` is consistent too, but may contain an older state of some parts.
+        """
         for part in self.parts.values():
             if isinstance(part, Shared):
                 part.share()
 
     def rng_digests(self, step: int) -> list[str]:
-        """The digests of all ranks' generators at a step boundary, in any thread: generators are
-        functions of (seed, step, rank), so any rank knows all of them."""
+        """Digests of all ranks' generators at a step boundary; thread-safe.
+
+        Generators are functions of (seed, step, rank), so every rank can compute all digests.
+        """
         return [rng.digest(rng.keyed(self.seed, rng.STEP, step, rank))
                 for rank in range(self.num_ranks)]
 
     def key_rng(self, rank: int) -> None:
-        """Key this process's generators for the boundary of the current step."""
+        """Seed this process's generators for the current step boundary."""
         rng.key_generators(self.seed, rng.STEP, self.progress.step, rank)
 
     def load(self, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
-        """Put everything back, in the storage that is in use.
+        """Restore everything, into the live tensors.
 
         Raises:
-            CheckpointDamaged: names a missing, unknown or differently shaped entry.
+            CheckpointDamaged: an entry is missing, unknown or has another shape; names it.
         """
         self.load_model(tensors[MODEL])
         if self.ema is not None:
@@ -156,11 +166,11 @@ class TrainState:
             self.scaler.load_state_dict(facts["scaler"])
         for name, part in self.parts.items():
             part.load_state_dict(_entry(_entry(facts, "parts"), name))
-        # After the horizon that it was made for.
+        # After the horizon (one of the parts), on which the schedule is based.
         self.schedule.load_state_dict(_entry(facts, "schedule"), groups)
 
     def load_model(self, tensors: dict[str, Tensor]) -> None:
-        """Put back the model's parameters and buffers only.
+        """Restore only the model's parameters and buffers.
 
         Raises:
             CheckpointDamaged: see `load`.
@@ -168,18 +178,18 @@ class TrainState:
         _copy_into(dict(_model_tensors(self.model)), tensors, "model")
 
     def sick(self, tensors: dict[str, Tensor]) -> list[str]:
-        """The trainable parameters, of a copy of the model's tensors, that aren't finite."""
+        """Names of the trainable parameters with NaN or infinite values in a copy of the model."""
         trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
         return [n for n, t in tensors.items() if n in trainable and not _is_finite(t)]
 
     def still(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
-        """Addresses of those of `tensors` that only an update moves: all but buffers."""
+        """Addresses of the tensors that only an update changes: all except buffers."""
         parameters = {p.data_ptr() for p in self.model.parameters()}
         others = [t for name in tensors if name != MODEL for t in tensors[name].values()]
         return parameters | {t.data_ptr() for t in others}
 
     def names(self) -> dict[Tensor, str]:
-        """Parameter → its plain name."""
+        """Parameter → name."""
         return {p: n for n, p in self.model.named_parameters()}
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
@@ -203,7 +213,7 @@ class TrainState:
                 for group in self.optimizer.param_groups
             ],
             "values": {
-                names[parameter]: {k: _written(v) for k, v in entries.items()
+                names[parameter]: {k: _to_json(v) for k, v in entries.items()
                                    if not isinstance(v, Tensor)}
                 for parameter, entries in self.optimizer.state.items()
             },
@@ -212,22 +222,23 @@ class TrainState:
     def _load_optimizer(
         self, tensors: dict[str, Tensor], facts: dict[str, Any]
     ) -> list[dict[str, Any]]:
-        """Returns the saved parameter group of each live one."""
+        """Restore the optimizer. Returns the saved parameter group of each live group."""
         names = self.names()
         parameters = {n: p for p, n in names.items()}
         saved = {name for group in facts["groups"] for name in group["names"]}
         live = {names[p] for g in self.optimizer.param_groups for p in g["params"]}
         _same_names(saved, live, "optimizer")
         state: dict[str, dict[str, Any]] = {
-            n: {k: _read(v) for k, v in entries.items()} for n, entries in facts["values"].items()}
+            n: {k: _from_json(v) for k, v in entries.items()}
+            for n, entries in facts["values"].items()}
         for name, value in tensors.items():
             parameter, _, key = name.rpartition("|")
             if parameter not in parameters:
-                raise CheckpointDamaged(f"optimizer: an entry for unknown parameter {parameter!r}")
+                raise CheckpointDamaged(f"optimizer: entry of unknown parameter {parameter!r}")
             shape = parameters[parameter].shape
             if value.dim() and value.shape != shape and value.numel() == shape.numel():
-                raise CheckpointDamaged(f"optimizer: {name} has shape {tuple(value.shape)}, the "
-                                        f"parameter {tuple(shape)}")
+                raise CheckpointDamaged(f"optimizer: {name} has shape {tuple(value.shape)} in the "
+                                        f"checkpoint, the parameter has {tuple(shape)}")
             state.setdefault(parameter, {})[key] = value
         self.optimizer.state.clear()
         for name, entries in state.items():
@@ -241,15 +252,18 @@ class TrainState:
         groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
             for key, value in saved_group.items():
-                if key not in CONFIGURED:  # an optimizer's own counters, which it may add later
+                if key not in CONFIGURED:  # counters of the optimizer, possibly added later
                     as_now = isinstance(value, list) and key in group
                     group[key] = type(group[key])(value) if as_now else value
         return groups
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """An entry of optimizer state where the optimizer wants it: counters as they are, moments in
-    the layout and on the device of the parameter; the dtype stays the saved one."""
+    """An entry of optimizer state, on the device that the optimizer needs.
+
+    Scalars stay as they are; moments get the parameter's memory layout and device. The dtype
+    remains the saved one.
+    """
     if value.dim() == 0:
         fused_on_device = parameter.device.type != "cpu"
         return value.to(parameter.device) if fused_on_device else value.clone()
@@ -267,7 +281,7 @@ def _copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> 
     for name, tensor in live.items():
         if tensor.shape != saved[name].shape:
             raise CheckpointDamaged(f"{what}: {name} has shape {tuple(saved[name].shape)} in the "
-                                    f"checkpoint and {tuple(tensor.shape)} here")
+                                    f"checkpoint and {tuple(tensor.shape)} in this run")
     with torch.no_grad():
         for name, tensor in live.items():
             tensor.copy_(saved[name])
@@ -277,9 +291,9 @@ def _same_names(saved: set[str], live: set[str], what: str) -> None:
     if saved != live:
         parts = []
         if live - saved:
-            parts.append(f"the checkpoint lacks {', '.join(sorted(live - saved)[:5])}")
+            parts.append(f"missing from the checkpoint: {', '.join(sorted(live - saved)[:5])}")
         if saved - live:
-            parts.append(f"there is no {', '.join(sorted(saved - live)[:5])} here")
+            parts.append(f"unknown to this run: {', '.join(sorted(saved - live)[:5])}")
         raise CheckpointDamaged(f"{what}: {'; '.join(parts)}")
 
 
@@ -290,11 +304,13 @@ def _entry(facts: dict[str, Any], name: str) -> Any:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """By numpy where it has a way: called in a writer's thread, in which torch would start threads
-    of its own beside those that train."""
+    """Whether all values are finite; computed by numpy for the usual dtypes.
+
+    This runs in the writer thread, where torch would start further threads beside the training's.
+    """
     if tensor.dtype in (torch.float32, torch.float64, torch.float16):
         return bool(np.isfinite(tensor.numpy()).all())
-    if tensor.dtype is torch.bfloat16:  # an infinity or a NaN has all bits of the exponent set
+    if tensor.dtype is torch.bfloat16:  # in a NaN or infinity all exponent bits are set
         exponents = tensor.view(torch.int16).numpy() & 0x7F80
         return not bool((exponents == 0x7F80).any())
     return bool(torch.isfinite(tensor).all())
@@ -303,17 +319,17 @@ def _is_finite(tensor: Tensor) -> bool:
 _TUPLE = "a tuple of"
 
 
-def _written(value: Any) -> Any:
-    """As JSON, which has no tuples."""
+def _to_json(value: Any) -> Any:
+    """A JSON value; a tuple is marked, since JSON has none."""
     return {_TUPLE: list(value)} if type(value) is tuple else value
 
 
-def _read(value: Any) -> Any:
+def _from_json(value: Any) -> Any:
     return tuple(value[_TUPLE]) if isinstance(value, dict) and _TUPLE in value else value
 
 
 def is_plain(value: Any) -> bool:
-    """Whether JSON can hold it; a tuple comes back as a list."""
+    """Whether a value can be stored as JSON; a nested tuple comes back as a list."""
     if isinstance(value, tuple | list):
         return all(is_plain(v) for v in value)
     if type(value) is dict:

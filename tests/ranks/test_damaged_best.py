@@ -1,4 +1,4 @@
-"""Best weights in an older checkpoint that are damaged: made again, or said to be lost."""
+"""Damaged best weights in an older checkpoint: computed again, or reported as lost."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def best_in_checkpoint(run, step):
     return facts["best"]["step"]
 
 
-def test_a_start_goes_back_to_before_the_best_weights_and_makes_them_again(ranks, tmp_path):
+def test_a_start_resumes_before_the_best_weights_and_computes_them_again(ranks, tmp_path):
     straight, harmed = tmp_path / "straight", tmp_path / "harmed"
     command = [*RUN, "--eval.best=val_loss:min"]
     assert ranks(2, train, *command, f"--run={straight}", group=False) == [0, 0]
@@ -44,7 +44,7 @@ def test_a_start_goes_back_to_before_the_best_weights_and_makes_them_again(ranks
     assert list(differences(straight, harmed)) == []
 
 
-def test_best_weights_that_nothing_makes_again_give_way_to_the_last_and_it_is_said(
+def test_best_weights_that_cannot_be_computed_again_are_replaced_by_the_last_with_a_warning(
     ranks, tmp_path, capfd
 ):
     harmed = tmp_path / "harmed"

@@ -33,7 +33,7 @@ def test_a_new_head_learns_and_frozen_parts_stay_bit_identical(ranks, tmp_path, 
 
     assert codes == [75, 75, 0, 0]
     told = capfd.readouterr().out
-    assert "new head, as the model makes it: fc.weight (4, 512), in the file (1000, 512)" in told
+    assert "new head, initialized by the model: fc.weight (4, 512), in the file (1000, 512)" in told
     before = torch.load(tmp_path / "moved.pth", weights_only=True)["state_dict"]
     after = weights(run, 2)
     assert after["fc.weight"].shape == (4, 512)

@@ -36,7 +36,7 @@ def test_what_has_a_place_in_a_checkpoint_comes_back(ranks, tmp_path, arguments)
 
 @pytest.mark.parametrize(("way", "told"), [
     ("grows", "makes its buffer mean (2, 4) float32, and it was (0, 4) float32"),
-    ("adds", "forward has made, taken away or unfrozen more.bias, more.weight"),
+    ("adds", "forward has added, removed or unfrozen more.bias, more.weight"),
     ("one rank", "doesn't depend on the trainable parameters body.bias; freeze"),
     ("parts", "moves the parameters own, on each rank by its own samples"),
     ("data of a rank", 'dataset("train") is another one on rank 1'),

@@ -1,4 +1,4 @@
-"""A node comes back with a disk from before a rollback."""
+"""A node rejoins with a disk from before a rollback."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ def save(folder: Path, step: int, generation: int, best: int) -> None:
 
 
 def levelled(path: str) -> dict[int, tuple[int, int]]:
-    """In a rank, as if it were the only one of its node: step → generation, by the manifest and by
-    the content, of what its folder holds once the nodes are level."""
+    """In a rank, as if it were the only one of its node.
+
+    Returns:
+        Step → generation, by manifest and by content, in its folder after the copy.
+    """
     from trainer.level import level
     from trainer.log import Log
     from trainer.source import STATE, find
@@ -29,7 +32,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
     with World.form(device="cpu", threads=1) as world:
         world.has_nodes = world.keeps_folder = True
         folder = Path(path, str(world.rank))
-        for step in (10, 20):  # rank 0's are those that a rollback to step 0 has abandoned
+        for step in (10, 20):  # rank 0's were abandoned by a rollback to step 0
             save(folder, step, world.rank, best=10)
         save(folder, 30 - world.rank, world.rank, best=10)
         store = Store(folder, run="a run")
@@ -42,7 +45,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
                 for i in store.checkpoints()}
 
 
-def test_what_is_gone_on_from_and_the_best_weights_replace_those_of_an_abandoned_history(
+def test_the_resumed_and_the_best_checkpoint_replace_those_of_an_abandoned_history(
     ranks, tmp_path
 ):
     stale, good = ranks(2, levelled, str(tmp_path), group=False)

@@ -1,4 +1,4 @@
-"""A checkpoint comes back alike on all ranks, whoever sees it."""
+"""A checkpoint is restored equally on all ranks, whichever of them can read it."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import pytest
 
 
 def bring_back(folder: str, view: str) -> tuple[str, int]:
-    """In a rank: restore what rank 0 has saved, with another `view` of it on rank 1; a digest of
-    the state that is there then, and how often tensors were sent."""
+    """In a rank: restore what rank 0 has saved, with another `view` of it on rank 1.
+
+    Returns:
+        A digest of the restored state, and how often tensors were broadcast.
+    """
     import torch
     import xxhash
 
@@ -53,7 +56,7 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("view", ["whole", "damaged", "another", "none"])
-def test_each_rank_reads_a_checkpoint_that_all_see_and_gets_it_sent_otherwise(
+def test_ranks_read_a_checkpoint_that_all_can_see_and_receive_it_otherwise(
     ranks, tmp_path, view
 ):
     (first, sends), (second, _) = ranks(2, bring_back, str(tmp_path), view, group=False)

@@ -177,7 +177,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(ranks, tmp_path,
     assert "step-00000010" in output
     if damage == "all":
         assert codes == [2, 2]
-        assert "no whole checkpoint is left; nothing was touched" in output
+        assert "no valid checkpoint is left; nothing was changed" in output
         assert files == {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
         return
     assert codes == [0, 0]

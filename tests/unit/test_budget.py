@@ -1,4 +1,4 @@
-"""A survivor begins a save only where it will come to its end, or nothing newer is kept."""
+"""Emergency saves are started only if they can complete, or nothing recent is saved."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def state() -> TrainState:
 
 
 def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) -> Store:
-    """A checkpoint, and the event that tells how long it took."""
+    """Write a checkpoint and the event with its duration."""
     store = Store(folder / "checkpoints")
     with store.stage(step, generation=0) as stage:
         stage.write("state.json", b"{}")
@@ -47,9 +47,9 @@ def saved(folder: Path, step: int, *, seconds: float | None, size: int = 4_000) 
     (20, 25.0, 10, 9.0, False),
     (15, 40.0, 10, 0.0, True),  # a whole interval would be lost
     (20, 40.0, 0, 0.0, True),
-    (20, None, 10, 0.0, True),  # how fast a save is isn't known
+    (20, None, 10, 0.0, True),  # unknown speed of a save
 ])  # fmt: skip
-def test_a_save_is_left_out_where_it_would_be_cut_off_and_little_is_lost(
+def test_a_save_is_not_started_if_it_would_be_killed_and_little_is_lost(
     tmp_path, state, step, seconds, interval, spent_s, begun
 ):
     store = saved(tmp_path, step, seconds=seconds)

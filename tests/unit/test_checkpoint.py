@@ -1,4 +1,4 @@
-"""A save beside the training holds the step boundary at which it was asked for."""
+"""An asynchronous save contains the state of the step boundary at which it was requested."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 from trainer import tensorfile
 from trainer.checkpoint import Checkpointer
+from trainer.job import SavePolicy
 from trainer.source import STATE, Found
 
 LIMIT_S = 100.0
@@ -25,7 +26,7 @@ LIMIT_S = 100.0
 @pytest.fixture
 def subject() -> Subject:
     torch.manual_seed(0)
-    return make_subject(10)  # its large tensors are 140 kB each
+    return make_subject(10)  # its large tensors have 140 kB each
 
 
 @pytest.fixture
@@ -39,13 +40,13 @@ def checkpoint(subject: Subject, tmp_path: Path) -> Iterator[Checkpointer]:
 
 @pytest.fixture
 def gate(checkpoint: Checkpointer) -> threading.Event:
-    """The writer does nothing before this is set."""
+    """Blocks the writer until it is set."""
     opened = threading.Event()
     checkpoint._writer.submit(opened.wait, LIMIT_S)
     return opened
 
 
-def test_an_update_waits_until_the_state_before_it_is_copied(
+def test_an_update_waits_until_the_previous_state_is_copied(
     subject: Subject, checkpoint: Checkpointer, gate: threading.Event
 ) -> None:
     expected = _copy(subject)
@@ -88,7 +89,7 @@ def test_a_forward_that_changes_parameters_costs_one_save_and_the_next_is_exact(
     subject: Subject, checkpoint: Checkpointer, gate: threading.Event,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    checkpoint._on_error = "continue"
+    checkpoint._policy = SavePolicy(on_error="continue")
     subject.state.progress.step = 1
     checkpoint.save("periodic")
     with torch.no_grad():
@@ -108,24 +109,24 @@ def test_a_forward_that_changes_parameters_costs_one_save_and_the_next_is_exact(
     assert "a forward changed parameters" in capsys.readouterr().err
 
 
-def test_what_a_start_goes_on_from_is_no_news(
+def test_a_loaded_checkpoint_is_not_reported_as_a_new_save(
     subject: Subject, checkpoint: Checkpointer
 ) -> None:
     subject.state.progress.step = 1
     checkpoint.save("periodic")
     checkpoint.finish_pending(must=True)
-    told = checkpoint.has_news  # now all would forget the lines up to step 1
+    reported = checkpoint.has_news  # all ranks would drop the lines up to step 1
     facts = json.loads((checkpoint.store.folder / "step-00000001" / STATE).read_bytes())
 
     checkpoint.load(Found(1, 0, 0, facts))
 
-    assert told
-    assert not checkpoint.has_news  # a validation that was owed may have added a line
+    assert reported
+    assert not checkpoint.has_news  # an outstanding validation may have added a line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_save_starts_no_threads_beside_those_that_train(tmp_path: Path, dtype: torch.dtype
+def test_a_save_starts_no_further_threads(tmp_path: Path, dtype: torch.dtype
                                                          ) -> None:
     subject = make_subject(10)
     subject.model.to(dtype).register_parameter("filters", nn.Parameter(
@@ -136,7 +137,7 @@ def test_a_save_starts_no_threads_beside_those_that_train(tmp_path: Path, dtype:
     torch.set_num_threads(2)
     try:
         checkpoint._writer.submit(torch.get_num_threads).result(LIMIT_S)
-        torch.ones(10**6).add_(1)  # makes this thread's own
+        torch.ones(10**6).add_(1)  # starts this thread's own threads
         threads = set(os.listdir("/proc/self/task"))
         subject.state.progress.step = 1
         checkpoint.save("periodic")

@@ -1,4 +1,4 @@
-"""Weights to begin with: each way in which they are kept, and what is said where they don't fit."""
+"""Initial weights: supported file formats, and the messages for weights that don't fit."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ def same(model: nn.Module, other: nn.Module, names: list[str] | None = None) -> 
     lambda s: {"model_state_dict": {f"_orig_mod.module.{n}": t for n, t in s.items()}},
     lambda s: {"model": {"state_dict": {f"module._orig_mod.{n}": t for n, t in s.items()}}},
 ])  # fmt: skip
-def test_a_torch_checkpoint_is_read_in_whatever_it_is_wrapped(tmp_path, wrap):
+def test_a_torch_checkpoint_is_read_whatever_it_is_wrapped_in(tmp_path, wrap):
     source, model = net(seed=1), net()
     torch.save(wrap(dict(source.state_dict())), tmp_path / "old.pt")
 
-    told = begin_with(model, tmp_path / "old.pt", strict=True)
+    lines = begin_with(model, tmp_path / "old.pt", strict=True)
 
-    assert told == []
+    assert lines == []
     assert same(model, source)
 
 
@@ -55,34 +55,35 @@ def test_a_head_of_another_size_is_new_and_named(tmp_path):
     head = {n: t.clone() for n, t in model[2].state_dict().items()}
     save_file(source.state_dict(), tmp_path / "model.safetensors")
 
-    told = begin_with(model, tmp_path, strict=True)
+    lines = begin_with(model, tmp_path, strict=True)
 
-    assert told == [
-        "new head, as the model makes it: 2.weight (3, 4), in the file (1000, 4)",
-        "new head, as the model makes it: 2.bias (3,), in the file (1000,)"]
+    assert lines == [
+        "new head, initialized by the model: 2.weight (3, 4), in the file (1000, 4)",
+        "new head, initialized by the model: 2.bias (3,), in the file (1000,)"]
     assert same(model[:2], source[:2])
     assert all(torch.equal(t, head[n]) for n, t in model[2].state_dict().items())
 
 
-def test_names_and_sizes_that_do_not_fit_are_refused_unless_told(tmp_path):
+def test_names_and_sizes_that_do_not_fit_are_refused_unless_allowed(tmp_path):
     source = net(seed=1).state_dict()
     source["aux.weight"] = source.pop("2.bias")
     save_file(source, tmp_path / "model.safetensors")
 
     with pytest.raises(ConfigError) as error:
         begin_with(net(), tmp_path, strict=True)
-    assert "it lacks 2.bias; the model has no aux.weight" in str(error.value)
+    assert "missing from the file: 2.bias; unknown to the model: aux.weight" in str(error.value)
     assert "--init-strict off" in str(error.value)
     assert begin_with(net(), tmp_path, strict=False) == [
-        "not taken: it lacks 2.bias", "not taken: the model has no aux.weight"]
+        "not loaded: missing from the file: 2.bias", "not loaded: unknown to the model: aux.weight"]
 
     # Another width is in a later layer's second dimension: no head.
     save_file(net(width=8, seed=1).state_dict(), tmp_path / "model.safetensors")
-    with pytest.raises(ConfigError, match=r"of another size are 2\.weight \(3, 8\), here \(3, 4\)"):
+    with pytest.raises(
+            ConfigError, match=r"shapes: 2\.weight \(3, 8\), in the model \(3, 4\)"):
         begin_with(net(), tmp_path, strict=True)
 
 
-def test_an_older_file_without_the_count_of_batches_is_whole(tmp_path):
+def test_an_older_file_without_num_batches_tracked_is_complete(tmp_path):
     source = {n: t for n, t in net(seed=1).state_dict().items() if "num_batches" not in n}
     torch.save(source, tmp_path / "old.pth")
 
@@ -97,23 +98,23 @@ class Code:
 def test_a_file_that_would_run_code_is_refused(tmp_path, capfd):
     torch.save({"model": net().state_dict(), "hook": Code()}, tmp_path / "bad.pt")
 
-    with pytest.raises(ConfigError, match="can't be read without running what it holds"):
+    with pytest.raises(ConfigError, match="can't be read without running code from it"):
         begin_with(net(), tmp_path / "bad.pt", strict=False)
     assert "this must not run" not in capfd.readouterr().out
 
 
-def test_what_is_no_state_is_refused(tmp_path):
+def test_a_file_without_a_state_dict_is_refused(tmp_path):
     torch.save([1, 2], tmp_path / "list.pt")
     (tmp_path / "text.safetensors").write_text("no weights")
     save_file({"other": torch.ones(2)}, tmp_path / "other.safetensors")
 
-    with pytest.raises(ConfigError, match="it holds a list, no state_dict"):
+    with pytest.raises(ConfigError, match="the file holds a list and no state_dict"):
         read(tmp_path / "list.pt")
     with pytest.raises(ConfigError, match="can't be read"):
         read(tmp_path / "text.safetensors")
     with pytest.raises(ConfigError, match="there is no such file"):
         read(tmp_path / "absent.pt")
-    with pytest.raises(ConfigError, match="in this folder; name the file"):
+    with pytest.raises(ConfigError, match="in this folder; give a weights file"):
         read(tmp_path)
-    with pytest.raises(ConfigError, match="none of its tensors fits; it has other"):
+    with pytest.raises(ConfigError, match="no tensor fits the model; the file has other"):
         begin_with(net(), tmp_path / "other.safetensors", strict=False)

@@ -1,4 +1,4 @@
-"""Which checkpoint a start goes on from, and what becomes of the ones that it leaves behind."""
+"""Which checkpoint a start resumes from, and what happens to the ones it abandons."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def save(store: Store, step: int, generation: int = 0) -> Path:
 
 
 def start(store: Store, world: World) -> tuple[Found, int]:
-    """What a start finds, and the generation that it goes on as."""
+    """The checkpoint that a start finds, and the generation it continues in."""
     found = find(store, world, RUN)
     assert found is not None
-    store.in_use = None  # as once it is restored
+    store.in_use = None  # as after restoring it
     return found, abandon_newer(found, store, world, Log(stream=io.StringIO()))
 
 
@@ -58,7 +58,7 @@ def test_each_checkpoint_with_a_damaged_manifest_is_named(store: Store, world: W
         find(store, world, RUN)
 
 
-def test_a_damaged_checkpoint_of_a_later_generation_is_left_behind_for_good(
+def test_a_damaged_checkpoint_of_a_later_generation_is_abandoned(
     store: Store, world: World
 ) -> None:
     save(store, 5)

@@ -1,4 +1,4 @@
-"""What survives: by name, exactly, or with an error that names what doesn't fit."""
+"""The training state is restored by name, exactly, or with an error that names the entry."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def moments(state: TrainState) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("reverse", [False, True])
-def test_the_optimizer_comes_back_by_name_in_any_order_of_groups(reverse):
+def test_the_optimizer_is_restored_by_name_in_any_order_of_groups(reverse):
     before = train(make(), 4)
     tensors, facts = saved(before)
 
@@ -74,7 +74,7 @@ def test_the_optimizer_comes_back_by_name_in_any_order_of_groups(reverse):
     assert decay["0.bias"] == 0.0
 
 
-def test_a_restored_state_trains_on_to_the_same_bits():
+def test_a_restored_state_continues_to_the_same_bits():
     straight = train(make(), 9)
     tensors, facts = saved(train(make(), 4))
 
@@ -93,7 +93,7 @@ def test_a_restored_state_trains_on_to_the_same_bits():
         g["lr"] for g in resumed.optimizer.param_groups]
 
 
-def test_moments_keep_their_dtype_beside_parameters_of_another():
+def test_moments_keep_their_dtype_if_parameters_have_another():
     before = train(make(dtype=torch.bfloat16), 2)
     for entries in before.optimizer.state.values():
         entries["exp_avg"] = entries["exp_avg"].float()
@@ -117,7 +117,7 @@ def test_a_rate_changed_on_purpose_takes_effect():
         2 * facts["optimizer"]["groups"][0]["lr"])
 
 
-def test_the_schedule_goes_on_for_the_length_it_began_with():
+def test_the_schedule_keeps_the_length_it_began_with():
     tensors, facts = saved(train(make(), 4))
 
     after = make()
@@ -143,7 +143,7 @@ def test_another_shape_or_name_is_an_error_that_names_it():
     with pytest.raises(CheckpointDamaged, match=r"0\.weight has shape"):
         make(width=5).load(tensors, facts)
     del tensors[MODEL]["2.bias"]
-    with pytest.raises(CheckpointDamaged, match=r"lacks 2\.bias"):
+    with pytest.raises(CheckpointDamaged, match=r"missing from the checkpoint: 2\.bias"):
         make().load(tensors, facts)
 
 
@@ -164,7 +164,7 @@ def test_each_rank_has_random_states_of_its_own_at_each_step():
     assert len(digests) == 6
 
 
-def test_an_optimizers_own_counters_in_its_groups_come_back():
+def test_an_optimizers_own_counters_in_its_groups_are_restored():
     before = train(make(), 2)
     before.optimizer.param_groups[0]["steps_seen"] = 7
     tensors, facts = saved(before)
@@ -181,7 +181,7 @@ def with_average(state: TrainState) -> TrainState:
     return state
 
 
-def test_the_averaged_weights_come_back_and_begin_anew_where_there_were_none():
+def test_averaged_weights_are_restored_or_start_from_the_model_if_there_were_none():
     state = with_average(train(make(), 2))
     for _ in range(2):
         state.ema.update()
