@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import html
 import io
 import os
+import re
 import shutil
 import socket
 import subprocess
@@ -53,13 +55,22 @@ def _draw(url: str, width: int, height: int, *options: str) -> str:
 
 
 def scroll_width(page: Path, width: int, work: Path) -> int:
-    """How wide a page becomes in a window of this width, in pixels: more, if it has to be scrolled.
+    """Width in pixels of a page in a viewport of `width`: more than `width` if it scrolls sideways.
+
+    The viewport is a frame, because a window of headless Chromium is at least 500 pixels wide.
     """
     probe = work / "probe.html"
-    told = "<script>document.title = 'wide ' + document.documentElement.scrollWidth</script>"
-    probe.write_text(page.read_text().replace("</body>", f"{told}</body>"))
-    text = _draw(probe.as_uri(), width, 1000, "--dump-dom")
-    return int(text.partition("<title>wide ")[2].partition("<")[0])
+    probe.write_text(
+        f'<!DOCTYPE html><title></title><iframe srcdoc="{html.escape(page.read_text())}" '
+        f'style="border: 0; width: {width}px; height: 1000px"></iframe><script>onload = () => '
+        '{ const { contentWindow: view, contentDocument: page } = document.querySelector("iframe");'
+        ' document.title = `wide ${view.innerWidth} ${page.documentElement.scrollWidth}` }'
+        '</script>')
+    text = _draw(probe.as_uri(), max(width, 500), 1000, "--dump-dom")
+    found = re.search(r"<title>wide (\d+) (\d+)</title>", text)
+    if found is None or int(found[1]) != width:
+        raise RuntimeError(f"{page} was not laid out at {width} pixels")
+    return int(found[2])
 
 
 def screenshot(url: str, target: Path, *, width: int, dark: bool = False,

@@ -196,12 +196,24 @@ def test_a_missing_library_is_one_clear_error(run, tmp_path, capsys, monkeypatch
     assert "pip install matplotlib" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(pictures.browser() is None, reason="no Chromium on this machine")
+needs_a_browser = pytest.mark.skipif(pictures.browser() is None, reason="no Chromium here")
+
+
+@needs_a_browser
 @pytest.mark.parametrize(("name", "width"), [("out", 380), ("both", 380), ("both", 1200)])
 def test_a_page_fits_its_window(request, tmp_path, width, name):
     page = request.getfixturevalue(name) / "report.html"
 
     assert pictures.scroll_width(page, width, tmp_path) <= width
+
+
+@needs_a_browser
+def test_a_page_with_a_wide_part_does_not_fit_its_window(out, tmp_path):
+    page = tmp_path / "wide.html"
+    text = (out / "report.html").read_text()
+    page.write_text(text.replace("</body>", '<div style="width: 600px">wide</div></body>'))
+
+    assert pictures.scroll_width(page, 380, tmp_path) >= 600
 
 
 @pytest.mark.long
@@ -240,7 +252,7 @@ def test_the_next_start_goes_on_and_says_from_where(copy):
     told = inspect.inspect(copy)
 
     assert (told["next"], told["why"]) == ("exact", "")
-    assert told["does"] == "goes on from step 40"
+    assert told["does"] == "continues from step 40"
 
 
 def test_another_library_makes_it_equivalent(copy):
