@@ -131,7 +131,7 @@ BAD = {
     "export into a run": (["export", "{run}", "--to={run}"], "this is a run or a checkpoint"),
     "unknown flag": (["predict", "{run}", "--optm.lr=1"], "did you mean --optim.lr?"),
     "unknown split": (["predict", "{run}", "--split=tset"], "--split tset: dataset('tset') raised"),
-    "unknown kind of file": (["predict", "{run}", "--out=p.npz"], "--out p.npz: the name ends"),
+    "unknown kind of file": (["predict", "{run}", "--out=p.npz"], "--out p.npz: the name must end"),
     "out in a file": (["predict", "{run}", "--out={file}/p.jsonl"], "--out"),
     "out is a folder": (["predict", "{run}", "--out={folder}"], "this is a folder"),
     "an impossible tolerance": (["export", "{run}", "--to={out}", "--tolerance=nan"],
@@ -141,7 +141,7 @@ BAD = {
     "a misspelt flag": (["evaluate", "{run}", "--chekpoint=last"], "--chekpoint: there is no such "
                         "flag; did you mean --checkpoint?"),
     "plot in no folder": (["lr-find", "--plot={out}/p.png"], "there is no folder {out}"),
-    "plot of no kind": (["lr-find", "--plot={out}.txt"], "the name ends with one of ."),
+    "plot of no kind": (["lr-find", "--plot={out}.txt"], "the name must end with one of ."),
     "plot is a folder": (["lr-find", "--plot={folder}.png"], "this is a folder"),
     "rates without an end": (["lr-find", "--to=inf"], "--to inf: use two rates above 0"),
     "too few rates": (["lr-find", "--points=3"], "--points 3: use 10 or more"),

@@ -1,1 +1,1 @@
-"""Commands that read a run folder; committed things only."""
+"""Commands other than training. They read only committed data of a run folder."""

@@ -1,4 +1,4 @@
-"""How a plot is drawn: by matplotlib, as SVG in the page's colours, or as a PNG."""
+"""Render a plot with matplotlib, as SVG in the colours of the page or as PNG."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from matplotlib.figure import Figure
 
 NARROW, WIDE = (5.2, 3.1), (11.4, 3.1)
 POINTS = 500
-"""More steps than that are drawn as means of so many groups."""
+"""Longer series are reduced to the means of this many groups."""
 
 @dataclass(frozen=True)
 class Colors:
-    """What things are drawn in: colours, or in SVG what the page's style sheet replaces."""
+    """Palette of a plot: colours, or placeholders that the style sheet of the page replaces."""
 
     ink: str
     faint: str
     series: tuple[str, ...]
     parts: tuple[str, ...]
-    """Of `PARTS`; the steps' parts take some of them."""
+    """One for each of `history.PARTS`; the plot of step times uses four of them."""
     alarm: str
 
 
@@ -41,23 +41,23 @@ DARK = Colors(
 )  # fmt: skip
 _VARIABLES = ("ink", "faint", "alarm", *(f"series{i}" for i in range(8)),
               *(f"part{i}" for i in range(6)))
-_PLACES = {name: f"#0b0c{16 + i:02x}" for i, name in enumerate(_VARIABLES)}
+_PLACEHOLDERS = {name: f"#0b0c{16 + i:02x}" for i, name in enumerate(_VARIABLES)}
 BY_NAME = Colors(
-    ink=_PLACES["ink"], faint=_PLACES["faint"], alarm=_PLACES["alarm"],
-    series=tuple(_PLACES[f"series{i}"] for i in range(8)),
-    parts=tuple(_PLACES[f"part{i}"] for i in range(6)),
+    ink=_PLACEHOLDERS["ink"], faint=_PLACEHOLDERS["faint"], alarm=_PLACEHOLDERS["alarm"],
+    series=tuple(_PLACEHOLDERS[f"series{i}"] for i in range(8)),
+    parts=tuple(_PLACEHOLDERS[f"part{i}"] for i in range(6)),
 )  # fmt: skip
 
 
 def style(colors: Colors) -> str:
-    """The CSS variables that SVG of this module is drawn in."""
+    """CSS variables that the SVG of this module refers to."""
     values = [colors.ink, colors.faint, colors.alarm, *colors.series, *colors.parts]
     return " ".join(f"--{n}: {v};" for n, v in zip(_VARIABLES, values, strict=True))
 
 
 @dataclass(frozen=True)
 class Plot:
-    """One plot: `draw` fills axes."""
+    """A plot with its captions. `draw` draws it on axes."""
 
     name: str
     title: str
@@ -67,19 +67,19 @@ class Plot:
     height: float = NARROW[1]
 
     def svg(self, *, wide: bool = False) -> str:
-        """An <svg> element, for a page whose style sheet has the variables of `style`."""
+        """Return an <svg> element for a page that defines the CSS variables of `style`."""
         buffer = io.StringIO()
         with self._figure(BY_NAME, wide) as figure:
             figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(
                 ("Creator", "Date", "Format", "Type")))
         text = buffer.getvalue()
         text = text[text.index("<svg"):]
-        for name, place in _PLACES.items():
-            text = text.replace(place, f"var(--{name})")
+        for name, placeholder in _PLACEHOLDERS.items():
+            text = text.replace(placeholder, f"var(--{name})")
         return text
 
     def png(self) -> bytes:
-        """A picture on white, with its title."""
+        """Return a PNG image with a title, on white."""
         buffer = io.BytesIO()
         with self._figure(LIGHT, self.wide) as figure:
             figure.axes[0].set_title(self.title, loc="left", fontsize=11, color=LIGHT.ink)
@@ -87,11 +87,11 @@ class Plot:
         return buffer.getvalue()
 
     def _figure(self, colors: Colors, wide: bool) -> Any:
-        return _Drawn(self, colors, (WIDE if wide else NARROW)[0])
+        return _FigureContext(self, colors, (WIDE if wide else NARROW)[0])
 
 
-class _Drawn:
-    """A figure as long as it is needed, under settings of its own."""
+class _FigureContext:
+    """Context manager: a drawn figure, under matplotlib settings that end with the block."""
 
     def __init__(self, plot: Plot, colors: Colors, width: float) -> None:
         self._plot, self._colors, self._width = plot, colors, width
@@ -130,31 +130,31 @@ class _Drawn:
 
 
 def grouped(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
-    """x and y of at most `POINTS` points: means of groups, where there are more."""
+    """Return x and y of at most `POINTS` points. A longer series gives the means of groups."""
     size = max(1, math.ceil(len(points) / POINTS))
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [g[-1][0] for g in groups], [sum(y for _, y in g) / len(g) for g in groups]
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """A running mean that weighs the last 2 % of the values most, without a lag at its start."""
+    """Exponential moving average over about 2 % of the values, with bias correction."""
     keep = 1 - 1 / max(1.0, 0.02 * len(values))
     total = weight = 0.0
-    found = []
+    means = []
     for value in values:
         total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        found.append(total / weight)
-    return found
+        means.append(total / weight)
+    return means
 
 
 def time_unit(seconds: float) -> tuple[float, str]:
-    """Seconds of a fitting unit, and its name."""
+    """Choose a unit for a duration: (its length in seconds, its name)."""
     return (1.0, "seconds") if seconds < 300 else (60.0, "minutes") if seconds < 3 * 3600 else (
         3600.0, "hours") if seconds < 3 * 86400 else (86400.0, "days")
 
 
 def span(seconds: float) -> str:
-    """A length of time for people, on one line: 3.4 s, 12 min 5 s, 7 h 3 min."""
+    """Format a duration on one line: 3.4 s, 12 min 5 s, 7 h 3 min."""
     if seconds < 0.1:
         text = f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "0 s"
     elif seconds < 100:

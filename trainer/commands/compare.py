@@ -1,4 +1,4 @@
-"""`python -m trainer compare RUN_A RUN_B`: whether two runs have the same bits."""
+"""`python -m trainer compare RUN_A RUN_B`: check that two runs are bitwise equal."""
 
 from __future__ import annotations
 
@@ -24,16 +24,21 @@ COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "par
 
 
 class Unreadable(Exception):
-    """A run can't be read or isn't finished."""
+    """A run cannot be read, or it is not finished."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare two runs; 0: same bits, 1: the first difference by name, 2: can't be compared."""
+    """Compare two runs and print the first difference.
+
+    Returns:
+        0: same bits; 1: they differ; 2: they cannot be compared.
+    """
     parser = argparse.ArgumentParser(
         prog="trainer compare",
-        description="Compare the last checkpoint (weights, optimizer, schedule, scaler, progress; "
-        "random states where the numbers of ranks agree) and metrics.jsonl of two runs, bit by "
-        "bit. Exit code 0: same bits; 1: they differ; 2: one can't be read or isn't finished.",
+        description="Compare two runs bit by bit: the last checkpoint (weights, optimizer, "
+        "schedule, scaler, progress; random states if both have the same number of ranks) and "
+        "metrics.jsonl. Exit code 0: same bits; 1: they differ; 2: a run can't be read or isn't "
+        "finished.",
     )
     parser.add_argument("run_a", type=Path)
     parser.add_argument("run_b", type=Path)
@@ -53,10 +58,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[str]:
-    """Each difference between two runs, by name.
+    """Yield a description of each difference between two runs.
 
     Raises:
-        Unreadable: a run can't be read, or isn't finished (with `at`: has no such checkpoint).
+        Unreadable: a run cannot be read or is not finished (with `at`: it has no such checkpoint).
     """
     infos = [_checkpoint(run, at) for run in (run_a, run_b)]
     if infos[0].step != infos[1].step:
@@ -121,7 +126,7 @@ def _tensor_differences(name: str, infos: Sequence[CheckpointInfo]) -> Iterator[
 def tensor_differences(
     what: str, left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
 ) -> Iterator[str]:
-    """Each tensor that isn't bit for bit the same, with how many of its elements differ."""
+    """Yield a description of each tensor that differs, with the number of unequal elements."""
     for key in sorted({**left, **right}):
         if key not in left or key not in right:
             yield f"{what}: {key} is in one run only"
@@ -130,8 +135,8 @@ def tensor_differences(
         if a.dtype != b.dtype or a.shape != b.shape:
             yield f"{what}: {key} is {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
         elif a.numel():
-            unlike = _bytes(a) != _bytes(b)
-            count = int(unlike.reshape(a.numel(), -1).any(1).sum())
+            unequal = _bytes(a) != _bytes(b)
+            count = int(unequal.reshape(a.numel(), -1).any(1).sum())
             if count:
                 yield f"{what}: {key} differs in {count} of {a.numel()} elements"
 

@@ -1,4 +1,4 @@
-"""`python -m trainer evaluate RUN`: the metrics of a checkpoint, as the run itself logs them."""
+"""`python -m trainer evaluate RUN`: the metrics of a checkpoint, as the run logs them."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from trainer.errors import ConfigError
 from trainer.log import Log
 from trainer.reader import Reader, read
 
-EPILOG = "Any flag of the run may follow and wins over its configuration, such as --device cpu."
+EPILOG = "Any flag of the run may follow; it overrides the saved configuration (--device cpu)."
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the metrics of the validation and the test set; 2: there is nothing to evaluate."""
+    """Print the metrics of the validation and the test set; exit code 2 if it has neither."""
     parser = argparse.ArgumentParser(
         prog="trainer evaluate", epilog=EPILOG, allow_abbrev=False,
-        description="Evaluate a checkpoint of a run, which may be under way, on the validation "
-        "and the test set: to the bits of what the run has logged of that step. Nothing is "
-        "written.",
+        description="Evaluate a checkpoint of a run on the validation and the test set. The result "
+        "is bitwise equal to what the run logs for that step. The run may still be training; "
+        "nothing is written.",
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options, overrides = flags.split(parser, argv)
     try:
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
@@ -43,10 +43,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluate(reader: Reader) -> dict[str, Any]:
-    """Split → "loss", the metrics and figures, "samples"; of the splits that the task has.
+    """Return, for each split that the task has, "loss", its metrics and "samples".
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the task has neither a validation nor a test set.
     """
     found = {}
     for split in ("validation", "test"):

@@ -1,4 +1,4 @@
-"""`python -m trainer export RUN --to FOLDER`: a model for others, read back and compared."""
+"""`python -m trainer export RUN --to FOLDER`: export a model, and verify the exported file."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ from trainer.reader import Call, Reader, first_call, load, read, writing
 
 SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
 TOLERANCE = {"safetensors": 0.0, "program": 1e-4}
-"""By how much the largest output may differ, relative to the largest of all and 1: the same code
-computes the same, an exported program uses other operations."""
+"""Largest difference of an output, relative to max(1, the largest output). Loaded weights run the
+same code, so they must agree exactly; an exported program uses other operations."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Export; 1: what was read back computes something else, 2: there is nothing to export."""
+    """Export; exit code 1: the output of a file read back differs, 2: the export failed."""
     parser = argparse.ArgumentParser(
         prog="trainer export", allow_abbrev=False,
-        epilog="Any flag of the run may follow and wins over its configuration.",
-        description="Write a checkpoint's model for others: its weights (safetensors, plain names) "
-        "or a torch.export program of its forward in fp32, for batches of any size where the "
-        "model allows. Each file is read back, computes a batch of the run's data, and is kept "
-        "only if that gives the same. Exit code 0: it does; 1: it differs; 2: it can't be made.",
+        epilog="Any flag of the run may follow; it overrides the saved configuration.",
+        description="Export the model of a checkpoint: its weights (safetensors, plain names) or a "
+        "torch.export program of its forward in fp32, for batches of any size if the model allows "
+        "it. Each file is read back and evaluated on a batch of the run's data; it is kept only "
+        "if the output is the same. Exit code 0: it is; 1: it differs; 2: the export failed.",
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
@@ -57,7 +57,7 @@ def main(argv: Sequence[str]) -> int:
         call = _example(reader)
         if any((options.to / name).exists() for name in (folder.IDENTITY, MANIFEST)):
             raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
-                              f"{SAFETENSORS} of its own; give another folder.")
+                              f"{SAFETENSORS} of its own; choose another folder.")
         to_folder = partial(writing, f"--to {options.to}", "choose a folder that can be written")
         with to_folder():
             options.to.mkdir(parents=True, exist_ok=True)
@@ -71,13 +71,13 @@ def main(argv: Sequence[str]) -> int:
                 difference = _difference(call.output, again)
                 if difference <= tolerance:
                     (Path(aside) / name).rename(options.to / name)
-            told = f"{options.to / name}: largest difference {difference:.3g}"
+            summary = f"{options.to / name}: largest difference {difference:.3g}"
             if difference <= tolerance:
                 files[name] = {"difference": difference, "tolerance": tolerance, **notes}
-                print(told + "".join(f", {key} {notes[key]}" for key in notes))
+                print(summary + "".join(f", {key} {notes[key]}" for key in notes))
             else:
                 exact = False
-                log.error(f"{told}, more than --tolerance {tolerance:g}: it isn't kept.")
+                log.error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
         if files:
             with to_folder():
                 folder.replace_json(options.to / ABOUT, {
@@ -91,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _example(reader: Reader) -> Call:
-    """How the model is called with the first batch of the run's data; in fp32, on no graph."""
+    """Record a call of the model on the first batch of the data, in fp32, without a graph."""
     for split in ("validation", "test", "train"):
         evaluator = reader.evaluator(split)
         if evaluator is None:
@@ -99,9 +99,10 @@ def _example(reader: Reader) -> Call:
         batch = to_device(next(iter(evaluator.every_batch())).batch, reader.world.device)
         with torch.no_grad():
             call = first_call(reader.model, reader.task.loss, batch)
-            # Once more, as it will be compared: without what the loss may do around it.
+            # The loss may wrap the call (in autocast, for example). The reference output comes from
+            # a call outside of it, like the outputs that it is compared with.
             return Call(call.args, call.kwargs, _output(reader.model, call))
-    raise ConfigError("--task: there are no data to compare an exported model on.")
+    raise ConfigError("--task: there is no data to compare an exported model on.")
 
 
 def _write_safetensors(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
@@ -113,7 +114,7 @@ def _write_safetensors(reader: Reader, call: Call, path: Path) -> tuple[Any, dic
 
 
 def _output(model: Callable[..., Any], call: Call) -> Any:
-    """What a model gives, from the same keys each time: it may draw, as a variational one does."""
+    """Return the output of a model. Each call uses the same random keys: the model may sample."""
     rng.key_generators(0, rng.EVALUATE)
     with torch.no_grad():
         return model(*call.args, **call.kwargs)
@@ -123,22 +124,23 @@ def _write_program(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[st
     args, kwargs = call.args, call.kwargs
     sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs))
              if isinstance(leaf, Tensor) and leaf.dim()]
-    many, notes = sizes[0] if sizes else 0, {"batch": "of any size"}
+    batch_size, notes = sizes[0] if sizes else 0, {"batch": "of any size"}
 
     def dynamic(leaf: Any) -> Any:
-        batched = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == many
+        batched = isinstance(leaf, Tensor) and leaf.dim() and leaf.shape[0] == batch_size
         return {0: torch.export.Dim("batch")} if batched else None
 
     try:
         program = _exported(reader.model, args, kwargs, dynamic)
     except Exception as error:
         try:
-            program, notes = _exported(reader.model, args, kwargs, None), {"batch": f"of {many}"}
+            program = _exported(reader.model, args, kwargs, None)
+            notes = {"batch": f"of {batch_size}"}
         except Exception as again:
-            raise ConfigError(f"--format program: torch.export can't follow this model: "
+            raise ConfigError(f"--format program: torch.export can't trace this model: "
                               f"{type(again).__name__}: {str(again).strip().splitlines()[0]}; "
                               "export it as safetensors.") from error
-    program.example_inputs = None  # the user's data
+    program.example_inputs = None  # they are the user's data
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("ignore")
         torch.export.save(program, path)
@@ -153,12 +155,12 @@ def _exported(
         named = inspect.signature(model.forward).bind(*args, **kwargs).arguments
         shapes = {name: tree_map(dynamic, value) for name, value in named.items()}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's, of its own workings
+        warnings.simplefilter("ignore")  # torch warns about its internals
         return torch.export.export(model, args, dict(kwargs), dynamic_shapes=shapes)
 
 
 def _difference(left: Any, right: Any) -> float:
-    """The largest between two outputs of any nesting, relative to the largest value and 1."""
+    """Return the largest difference of two nested outputs, relative to max(1, largest value)."""
     pairs = list(zip_longest(tree_leaves(left), tree_leaves(right)))
     worst = 0.0
     for a, b in pairs:

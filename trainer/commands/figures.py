@@ -1,4 +1,4 @@
-"""What is worth knowing of a run, in numbers and in words."""
+"""Summary of a run: figures and notable events."""
 
 from __future__ import annotations
 
@@ -10,39 +10,42 @@ from trainer.attempts import Event
 from trainer.commands.history import History
 
 ORDINARY = ("start", "fresh", "restore", "first-step", "save", "lost-peer")
-"""Events of any run that goes well, and echoes of others."""
+"""Events of every healthy run, and `lost-peer`, which follows the failure of another rank."""
 
 WINDOWS = 150
-"""So many lines of timing are drawn; more are added up."""
+"""Largest number of timing lines in a plot; more lines are summed in groups."""
 
 STEP_PARTS = ("data", "compute", "communication", "save")
 
 
 def happenings(history: History) -> list[tuple[float, Event, str]]:
-    """(seconds since the start, event, in words) of what people want to know of, each told once
-    though several ranks tell it; what merely echoes a failure is left out."""
-    found, told = list[tuple[float, Event, str]](), set[tuple[Any, ...]]()
+    """Return the notable events as (seconds since the start, event, description).
+
+    An event that several ranks report appears once. Secondary failures, which follow from the
+    failure of another rank, are left out.
+    """
+    found, seen = list[tuple[float, Event, str]](), set[tuple[Any, ...]]()
     for event in history.events:
         name = event["event"]
         if name in ORDINARY or event.get("echo") or event.get("error") == "StaleAttempt":
             continue
         what = event.get("fault") or event.get("why") or event.get("what") or ""
         key = (event["attempt"], name, event.get("at_step", event["step"]), what)
-        if key not in told:
-            told.add(key)
+        if key not in seen:
+            seen.add(key)
             text = f"{name}: {what}" if what else name
             found.append((event["time"] - history.begun, event, text))
     return found
 
 
 def whose(event: Event) -> int:
-    """The rank that an event is about: of a hang another one tells."""
+    """Return the rank that an event is about: for a hang its culprit, not the reporting rank."""
     culprit = event.get("culprit")
     return event["rank"] if culprit is None else culprit
 
 
 def figures(history: History) -> dict[str, Any]:
-    """What is worth knowing of a run, by name: for the page's table, and for programs."""
+    """Return the figures of a run by name."""
     steps, summary = history.steps, history.summary or {}
     last = steps[-1] if steps else {}
     norms, limit = [s.get("grad_norm") for s in steps], history.config.get("clip.norm") or 0.0
@@ -74,8 +77,10 @@ def figures(history: History) -> dict[str, Any]:
 
 
 def windows(timing: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """The lines of a timing.jsonl; where there are more than `WINDOWS`, sums of so many groups, in
-    which lines that lack a rank are left out, and memory is the most."""
+    """Return the lines of timing.jsonl, summed in at most `WINDOWS` groups.
+
+    A group has the largest memory, and lines without the times of every rank are left out.
+    """
     lines = [line for line in timing if line["steps"]]
     if len(lines) <= WINDOWS:
         return lines
@@ -87,13 +92,14 @@ def windows(timing: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
         whole: dict[str, Any] = {"step": group[-1]["step"]}
         whole |= {key: sum(line[key] for line in group) for key in ("steps", "samples")}
         for key in ("step_s", *(f"{part}_s" for part in STEP_PARTS), "memory_mb"):
-            of = max if key == "memory_mb" else sum
-            whole[key] = [of(values) for values in zip(*(line[key] for line in group), strict=True)]
+            reduce = max if key == "memory_mb" else sum
+            by_rank = zip(*(line[key] for line in group), strict=True)
+            whole[key] = [reduce(values) for values in by_rank]
         found.append(whole)
     return found
 
 
 def _share(norms: Sequence[float | None], limit: float) -> float | None:
-    """The share of steps whose gradient was clipped."""
+    """Return the share of steps whose gradient was clipped."""
     known = [norm for norm in norms if norm is not None]
     return sum(norm > limit for norm in known) / len(known) if known and limit else None

@@ -1,4 +1,7 @@
-"""What happened in a run: its records → attempts, phases and goodput. Pure but for `read`."""
+"""History of a run, from the files in its folder: attempts, their phases, goodput.
+
+Only `read` reads files; the other functions are pure.
+"""
 
 from __future__ import annotations
 
@@ -16,47 +19,51 @@ from trainer.attempts import Attempt, Event, read_attempts
 from trainer.log import read_events
 
 PARTS = ("useful", "redone", "saving", "detecting", "restarting", "waiting")
-"""What the wall time of a run goes into: training and validating · steps that are made again ·
-held up by saves · from a fault until somebody notices · from then, or from the start, to the next
-step · nobody runs it."""
+"""Uses of the wall time of a run.
+
+useful: training and validation. redone: steps that are repeated. saving: training is held up by
+saves. detecting: from a fault until it is noticed. restarting: from then, or from the start of the
+processes, to the next step. waiting: no process of the run exists.
+"""
 
 FATAL = ("kill", "exit", "raise", "hang", "stop", "corrupt")
-"""Injected faults that stop the step they happen in."""
+"""Injected faults that end the step in which they happen."""
 _NOTICES = ("failure", "lost-peer", "death", "hang")
-_BEFORE_TRAINING = ("stop", "rendezvous", "fork")  # phases of the launcher, in `entered`
+_BEFORE_TRAINING = ("stop", "rendezvous", "fork")  # phases of the launcher, in the field `entered`
 
 
 class NoRun(ValueError):
-    """There is no run in a folder."""
+    """A folder contains no run."""
 
 
 @dataclass(kw_only=True)
 class Passage:
-    """An attempt in time, in seconds since the epoch; in order, each None where it wasn't reached.
-
-    `begun` processes start · `trains` the first step begins · `fault` what ends it happens ·
-    `noticed` the run knows · `over` its last sign.
-    """
+    """Times of an attempt, in this order, in seconds since the epoch. None: not reached."""
 
     attempt: Attempt
     begun: float
+    """The processes start."""
     trains: float | None
+    """The first step begins."""
     fault: float | None
+    """The fault that ends the attempt happens."""
     noticed: float | None
+    """The fault is noticed."""
     over: float
+    """Time of the last record."""
     ranks: dict[int, tuple[float, float]] = field(default_factory=dict)
-    """First and last sign of each rank."""
+    """Time of the first and the last record of each rank."""
 
 
 @dataclass(kw_only=True)
 class History:
-    """All that a run folder tells, however far the run has come."""
+    """Contents of a run folder, of a finished or an unfinished run."""
 
     name: str
     path: Path
     events: list[dict[str, Any]]
     steps: list[dict[str, Any]]
-    """The lines of training steps in metrics.jsonl."""
+    """Lines of training steps in metrics.jsonl."""
     validations: list[dict[str, Any]]
     timing: list[dict[str, Any]]
     config: dict[str, Any]
@@ -65,49 +72,49 @@ class History:
     summary: dict[str, Any] | None
     passages: list[Passage] = field(default_factory=list)
     goodput: dict[str, float] = field(default_factory=dict)
-    """Part → seconds; together `wall_s`."""
+    """Seconds for each of `PARTS`; their sum is `wall_s`."""
 
     @property
     def begun(self) -> float:
-        """When the first process of the first attempt started."""
+        """Time at which the first process of the first attempt started."""
         return self.passages[0].begun if self.passages else 0.0
 
     @property
     def over(self) -> float:
-        """The last sign of the run."""
+        """Time of the last record of the run."""
         return max((p.over for p in self.passages), default=0.0)
 
     @property
     def wall_s(self) -> float:
-        """From the first process to the last sign."""
+        """Seconds from the start of the first process to the last record."""
         return self.over - self.begun
 
     @property
     def useful_share(self) -> float | None:
-        """The part of the wall time that the result needed."""
+        """Share of the wall time that is useful."""
         return self.goodput["useful"] / self.wall_s if self.wall_s > 0 else None
 
     @property
     def useful_share_running(self) -> float | None:
-        """The same of the time in which somebody ran it."""
-        ran = self.wall_s - self.goodput["waiting"]
-        return self.goodput["useful"] / ran if ran > 0 else None
+        """Share of the wall time without waiting that is useful."""
+        running_s = self.wall_s - self.goodput["waiting"]
+        return self.goodput["useful"] / running_s if running_s > 0 else None
 
     @property
     def lost_steps(self) -> int:
-        """Finished steps that were made again."""
+        """Number of finished steps that were repeated."""
         return sum(lost_steps(p, after) for p, after in _pairs(self.passages)) + sum(
             redone_by(e) for e in self.events)
 
 
 def read(path: Path, *others: Path) -> History:
-    """Everything in a run folder, also of a run that is being written.
+    """Read a run folder. The run may still be writing to it.
 
     Args:
-        others: folders of the same run on other nodes, for their events.
+        others: folders of the same run on other nodes. Their events are included.
 
     Raises:
-        NoRun: there is none.
+        NoRun: the folder contains no run.
     """
     if not path.is_dir():
         raise NoRun(f"{path}: there is no such folder")
@@ -132,16 +139,16 @@ def read(path: Path, *others: Path) -> History:
 
 
 def straighten(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -> None:
-    """Put attempts behind those before them, in place, where the clock was set back in between."""
-    shift, before = 0.0, (-math.inf, 0.0)
+    """Shift the times of an attempt, in place, if the clock was set back since the previous one."""
+    shift, previous = 0.0, (-math.inf, 0.0)
     for number in sorted({event["attempt"] for event in events}):
         own = [event for event in events if event["attempt"] == number]
         lines = [line for line in timing if line["attempt"] == number]
         times = [record["time"] for record in (*own, *lines)]
         times += [at for event in own for at in (event.get("entered") or {}).values()]
-        if min(times) + shift < before[0]:
-            shift = before[1] - min(times)
-        before = min(times) + shift, max(times) + shift
+        if min(times) + shift < previous[0]:
+            shift = previous[1] - min(times)
+        previous = min(times) + shift, max(times) + shift
         if shift:
             for record in (*own, *lines):
                 record["time"] += shift
@@ -152,7 +159,7 @@ def straighten(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -
 
 
 def passages(events: Sequence[Event], timing: Sequence[Mapping[str, Any]]) -> list[Passage]:
-    """The attempts in time, none beginning before the one before it was over."""
+    """Return the times of each attempt. Attempts do not overlap."""
     found: list[Passage] = []
     attempts = read_attempts(events)
     by_number: dict[int, list[Event]] = {a.number: [] for a in attempts}
@@ -176,10 +183,10 @@ def _passage(
     limit: float | None,
 ) -> Passage:  # fmt: skip
     entered = [e["entered"] for e in events if e["event"] == "first-step" and e.get("entered")]
-    starts = [min(v for k, v in told.items() if k not in _BEFORE_TRAINING) for told in entered
-              if set(told) - set(_BEFORE_TRAINING)]
-    trains = [min(told[k] for k in ("train", "evaluate") if k in told) for told in entered
-              if {"train", "evaluate"} & set(told)]
+    starts = [min(v for k, v in phases.items() if k not in _BEFORE_TRAINING) for phases in entered
+              if set(phases) - set(_BEFORE_TRAINING)]
+    trains = [min(phases[k] for k in ("train", "evaluate") if k in phases) for phases in entered
+              if {"train", "evaluate"} & set(phases)]
     ends = [e["time"] for e in events if e["event"] in _NOTICES]
     noticed = min(ends, default=None)
     fault = None
@@ -189,11 +196,12 @@ def _passage(
         hangs = [e["time"] - e.get("idle_s", 0.0) for e in events if e["event"] == "hang"]
         fault = min([*faults[-1:], *hangs, noticed])
     over = max([e["time"] for e in events] + [line["time"] for line in timing])
-    reached, told = attempt.reached, [(e["time"], e["step"]) for e in events]
-    told += [(line["time"], line["step"]) for line in timing]
+    reached, steps = attempt.reached, [(e["time"], e["step"]) for e in events]
+    steps += [(line["time"], line["step"]) for line in timing]
     if noticed is None and attempt.end == "died" and reached is not None and limit is not None:
-        # It vanished with its launcher, which told nobody: metrics.jsonl knows how far it came.
-        last, step = max(told)
+        # The ranks and their launcher died without an event. The next attempt has read from
+        # metrics.jsonl which step was reached: extrapolate the end from the last record.
+        last, step = max(steps)
         over = min(limit, max(over, last + max(0, reached - step) * step_seconds(timing)))
     passage = Passage(
         attempt=attempt, begun=min([e["time"] for e in events] + starts),
@@ -212,19 +220,19 @@ def _passage(
 
 
 def _in_order(passage: Passage) -> None:
-    """Clocks of several nodes may differ: no point of an attempt comes before the one before."""
-    least = passage.begun
+    """Make the times of an attempt monotonic: the clocks of several nodes may differ."""
+    earliest = passage.begun
     for name in ("trains", "fault", "noticed"):
         value = getattr(passage, name)
         if value is not None:
-            least = min(max(least, value), passage.over)
-            setattr(passage, name, least)
+            earliest = min(max(earliest, value), passage.over)
+            setattr(passage, name, earliest)
 
 
 def goodput(
     found: Sequence[Passage], events: Sequence[Event], timing: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
-    """What the wall time went into; the parts cover it without a gap, once."""
+    """Return the seconds for each of `PARTS`. Their sum is the wall time."""
     parts = dict.fromkeys(PARTS, 0.0)
     for passage, after in _pairs(found):
         number = passage.attempt.number
@@ -249,7 +257,7 @@ def goodput(
         parts["useful"] += training - saving - redone
 
         parts["detecting"] += noticed - stopped
-        # What follows is the way to the next attempt, if one launcher has made both.
+        # The rest of the attempt is part of the restart, if one launcher started both attempts.
         rest = passage.over - noticed
         last_save = min(rest, sum(e.get("seconds", 0.0) for e in saves
                                   if e.get("kind") == "survivor"))
@@ -262,7 +270,7 @@ def goodput(
 
 
 def lost_steps(passage: Passage, after: Passage | None) -> int:
-    """Finished steps of an attempt that the next one made again."""
+    """Return the number of finished steps of an attempt that the next attempt repeats."""
     if after is None:
         return 0
     reached = max(passage.attempt.end_step, passage.attempt.reached or 0)
@@ -270,21 +278,21 @@ def lost_steps(passage: Passage, after: Passage | None) -> int:
 
 
 def redone_by(event: Event) -> int:
-    """Finished steps that a rollback within an attempt had made again."""
+    """Return the number of finished steps that a rollback within an attempt repeats."""
     if event["event"] != "rollback" or "at_step" not in event or event["rank"] != 0:
         return 0
     return int(max(0, event["at_step"] - event["to_step"]))
 
 
 def step_seconds(timing: Sequence[Mapping[str, Any]], passage: Passage | None = None) -> float:
-    """Mean time of a step; from the attempt's length, where none was recorded."""
+    """Return the mean time of a step, from the length of the attempt if no step was timed."""
     steps = sum(line["steps"] for line in timing)
     if steps:
         return float(sum(line["step_s"][0] for line in timing) / steps)
     if passage is None or passage.trains is None:
         return 0.0
-    made = passage.attempt.end_step - passage.attempt.start_step
-    return ((passage.fault or passage.over) - passage.trains) / made if made > 0 else 0.0
+    steps = passage.attempt.end_step - passage.attempt.start_step
+    return ((passage.fault or passage.over) - passage.trains) / steps if steps > 0 else 0.0
 
 
 def _pairs(found: Sequence[Passage]) -> list[tuple[Passage, Passage | None]]:
@@ -299,7 +307,7 @@ def _config(path: Path) -> dict[str, Any]:
 
 
 def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with what is in an inner dict under dotted names."""
+    """Return the dict with the items of inner dicts under dotted names."""
     found: dict[str, Any] = {}
     for key, value in nested.items():
         found |= {f"{key}.{name}": inner for name, inner in value.items()} if (

@@ -1,4 +1,4 @@
-"""`python -m trainer inspect RUN`: what is in a run folder, for people and (--json) programs."""
+"""`python -m trainer inspect RUN`: print the contents of a run folder, as text or as JSON."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from trainer.store import Store
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print what a run folder holds; exit code 2 if there is no run in it."""
+    """Print the contents of a run folder; exit code 2 if it contains no run."""
     parser = argparse.ArgumentParser(
         prog="trainer inspect",
-        description="Checkpoints and their validity, attempts, the step, what the time went into, "
-        "and how the next start would go on.",
+        description="Print the checkpoints and their validity, the attempts, the step, the uses of "
+        "the wall time, and what the next start would do.",
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("others", type=Path, nargs="*", default=[], metavar="other",
-                        help="folders of the same run on other nodes: their events count too")
-    parser.add_argument("--json", action="store_true", help="for programs: one JSON object")
+                        help="folders of the same run on other nodes, for their events")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     if folder.read_json(options.run / folder.IDENTITY) is None:
         print(f"{options.run}: there is no run in this folder (no whole {folder.IDENTITY})")
@@ -38,10 +38,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def inspect(run: Path, *others: Path) -> dict[str, Any]:
-    """Everything that `--json` prints; each checkpoint is read and compared with its hashes.
+    """Return the object that `--json` prints. Each checkpoint is read and its hashes are verified.
 
     Args:
-        others: folders of the same run on other nodes, for their events.
+        others: folders of the same run on other nodes. Their events are included.
     """
     story = history.read(run, *others)
     found = checkpoints(run)
@@ -52,12 +52,12 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
     if found and not valid:
         kind, why, then = "refused", "there are checkpoints and none is whole", "fails"
     elif finished:
-        kind, why, then = *_judged(run, step), "nothing to do: the run is complete"
+        kind, why, then = *_label_of_step(run, step), "nothing to do: the run is complete"
     else:
         kind, why, then = _following(run, story, step, has_checkpoint=newest is not None)
     at_work = is_at_work(run / folder.LOCK)
     if at_work:
-        then = f"is turned away while the run is at work; after it: {then}"
+        then = f"is refused while the run is in progress; afterwards: {then}"
     return {
         "step": step, "finished": finished, "running": at_work,
         "attempts": [_attempt(p) for p in story.passages],
@@ -70,7 +70,7 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
 
 
 def checkpoints(run: Path) -> list[dict[str, Any]]:
-    """Each checkpoint of a run, oldest first, with whether it is whole, and why not."""
+    """Return each checkpoint of a run, oldest first, with its validity."""
     store = Store(run / folder.CHECKPOINTS)
     found = []
     for info in store.checkpoints():
@@ -86,7 +86,7 @@ def checkpoints(run: Path) -> list[dict[str, Any]]:
 
 
 def _attempt(passage: history.Passage) -> dict[str, Any]:
-    """From what every rank has noted. A node's own folder tells of its ranks only."""
+    """Describe an attempt by its events. The folder of a node has those of its own ranks only."""
     a = passage.attempt
     return {"attempt": a.number, "world_size": a.world_size, "start_step": a.start_step,
             "end_step": a.end_step, "end": a.end, "seconds": round(passage.over - passage.begun, 6),
@@ -96,33 +96,35 @@ def _attempt(passage: history.Passage) -> dict[str, Any]:
 def _following(
     run: Path, story: history.History, step: int, *, has_checkpoint: bool
 ) -> tuple[str, str, str]:
-    """What the same command would do now: (label, why, in words)."""
+    """Return what the same command would do now: (label, reason, description)."""
     attempts = [p.attempt for p in story.passages]
     limit = story.config.get("restart.max_same_step", 3)
     version = next((a.version for a in reversed(attempts)), None) or ""
-    row = repeated(attempts, version=version)
-    if len(row) >= limit:
-        first = next((a.cause for a in row if a.cause is not None), None)
-        why = f"step {row[0].failed_step} has failed {len(row)} times in a row"
+    failures = repeated(attempts, version=version)
+    if len(failures) >= limit:
+        first = next((a.cause for a in failures if a.cause is not None), None)
+        why = f"step {failures[0].failed_step} has failed {len(failures)} times in a row"
         if first is not None:
             why += f": {sentence(first)}"
         return "refused", why, "gives up, unless the configuration or the task's file has changed"
     if not has_checkpoint:
         return "exact", "", "begins at step 0: there is no checkpoint"
-    return *_judged(run, step), f"goes on from step {step}"
+    return *_label_of_step(run, step), f"continues from step {step}"
 
 
-def _judged(run: Path, step: int) -> tuple[str, str]:
+def _label_of_step(run: Path, step: int) -> tuple[str, str]:
     facts = folder.read_json(run / folder.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
     return label(run, facts)
 
 
 def label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
-    """How a start from a checkpoint would be called, and why: with the last start's configuration,
-    ranks and kind of device, and the libraries that are installed here.
+    """Return the label of a start from a checkpoint (exact, equivalent or refused) and the reason.
+
+    It is the start with the configuration, the ranks and the kind of device of the last start, and
+    with the libraries that are installed here.
 
     Args:
-        facts: of the checkpoint: its state.json.
+        facts: content of the state.json of the checkpoint.
     """
     determinism = (folder.read_json(run / folder.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
@@ -133,9 +135,9 @@ def label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
             cli.load(run / folder.CONFIG), facts["settings"], before=facts.get("inexact", ()),
             now=_here(facts["circumstances"]), then=facts["circumstances"])
     except ConfigError as error:
-        # Where the task can't be found from here, what the last start has said holds.
+        # The task can't be imported from here: use the label of the last start.
         return ("refused", str(error)) if "--accept" in str(error) else last
-    # The last start may have had another reason, such as the kernels.
+    # The last start may have had a reason that isn't known here, such as its kernels.
     return last if verdict.label == "exact" else (verdict.label, verdict.why)
 
 
@@ -155,7 +157,7 @@ def _table(report: dict[str, Any], run: Path) -> str:
     if wall_s > 0:
         lines.append(f"goodput {parts['useful'] / wall_s:.1%} of {wall_s:.1f} s: " + ", ".join(
             f"{part} {seconds:.1f} s" for part, seconds in parts.items() if seconds >= 0.05)
-            + f"; {report['lost_steps']} steps made again")
+            + f"; {report['lost_steps']} steps repeated")
     lines += ["", "attempt  ranks  from  to    seconds  ended"]
     lines += [f"{a['attempt']:<8} {a['world_size']:<6} {a['start_step']:<5} {a['end_step']:<5} "
               f"{a['seconds']:<8.1f} {a['end']}" + f": {a['cause']}" * bool(a["cause"])

@@ -1,4 +1,4 @@
-"""`python -m trainer lr-find`: a range test of the learning rate on the real task."""
+"""`python -m trainer lr-find`: a learning-rate range test on the real task."""
 
 from __future__ import annotations
 
@@ -14,24 +14,27 @@ from trainer import flags
 from trainer.errors import ConfigError
 
 SMOOTHING = 0.9
-"""Weight of the losses before in the smoothed one."""
+"""Decay of the exponential average of the losses."""
 DIVERGED = 4.0
-"""The test ends where the smoothed loss is so many times its lowest."""
+"""The test ends when the smoothed loss is this many times its minimum."""
 ROWS = 20
+"""Rows of the printed table."""
 
 
 @dataclass(frozen=True)
 class Suggestion:
-    """What a range test says. Rates at which the smoothed loss falls fastest and is lowest; and the
-    one to take, a tenth of the latter, 0 where the loss never fell."""
+    """Result of a range test."""
 
     steepest: float
+    """The rate at which the smoothed loss falls fastest."""
     lowest: float
+    """The rate at which the smoothed loss is lowest."""
     rate: float
+    """The suggested rate: a tenth of `lowest`, or 0 if the loss never fell."""
 
 
 def smooth(losses: Sequence[float]) -> list[float]:
-    """The exponential average, corrected for its beginning."""
+    """Return the exponential moving average, with bias correction."""
     smoothed, average = [], 0.0
     for number, loss in enumerate(losses, 1):
         average = SMOOTHING * average + (1 - SMOOTHING) * loss
@@ -40,8 +43,10 @@ def smooth(losses: Sequence[float]) -> list[float]:
 
 
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
-    """From the losses of steps at rising rates (Smith, "Cyclical learning rates for training neural
-    networks", 2015)."""
+    """Suggest a rate from the losses of steps at increasing rates.
+
+    The range test is that of Smith, "Cyclical learning rates for training neural networks", 2015.
+    """
     smoothed = smooth(losses)
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     start = min(lowest, len(smoothed) // 10)
@@ -54,15 +59,16 @@ def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the test and print what it says; the exit code."""
+    """Run the range test, print its result, return the exit code."""
     parser = argparse.ArgumentParser(
         prog="trainer lr-find", allow_abbrev=False,
-        description="Train at rates that rise from step to step, with a copy of the weights that "
-        "is thrown away, and suggest one. The other arguments are those of a training.")
+        description="Train for a few steps at an increasing learning rate, discard the weights, "
+        "and suggest a rate. The other arguments are those of a training run.")
     parser.add_argument("--from", dest="low", type=float, default=1e-6, help="first rate (1e-6)")
     parser.add_argument("--to", dest="high", type=float, default=10.0, help="last rate (10)")
     parser.add_argument("--points", type=int, default=100, help="steps (100)")
-    parser.add_argument("--plot", type=Path, default=Path("lr-find.png"), help="(lr-find.png)")
+    parser.add_argument("--plot", type=Path, default=Path("lr-find.png"),
+                        help="file of the plot (lr-find.png)")
     options, rest = flags.split(parser, argv)
     try:
         if not 0 < options.low < options.high < math.inf:
@@ -70,13 +76,13 @@ def main(argv: Sequence[str]) -> int:
                               "0, the lower one first.")
         if options.points < 10:
             raise ConfigError(f"--points {options.points}: use 10 or more.")
-        _ask_for(options.plot)
+        _check_plot_path(options.plot)
         rates, losses = measure(rest, options.low, options.high, options.points)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     if len(losses) < 2:
-        print("the loss was no number within the first steps: nothing can be suggested")
+        print("the loss was not finite in the first steps: no suggestion")
         return 1
     found = suggest(rates, losses)
     print(_table(rates, losses))
@@ -90,31 +96,32 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _ask_for(plot: Path) -> None:
-    """Before anything is measured.
+def _check_plot_path(plot: Path) -> None:
+    """Check that the plot can be written, before anything is measured.
 
     Raises:
-        ConfigError: there is no drawing this file.
+        ConfigError: it cannot.
     """
     try:
         from matplotlib.backend_bases import FigureCanvasBase
     except ModuleNotFoundError:
-        return  # said where the plot would be
+        return  # `_plot` reports it
     kinds = FigureCanvasBase.get_supported_filetypes()
     if plot.suffix[1:].lower() not in kinds:
-        raise ConfigError(f"--plot {plot}: the name ends with one of .{', .'.join(sorted(kinds))}.")
+        raise ConfigError(f"--plot {plot}: the name must end with one of "
+                          f".{', .'.join(sorted(kinds))}.")
     if plot.is_dir():
         raise ConfigError(f"--plot {plot}: this is a folder; name a file.")
     if not plot.parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}; make it first.")
+        raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}; create it first.")
     if not os.access(plot if plot.exists() else plot.parent, os.W_OK):
-        raise ConfigError(f"--plot {plot}: it can't be written; choose another place.")
+        raise ConfigError(f"--plot {plot}: it can't be written; choose another path.")
 
 
 def measure(
     argv: Sequence[str], low: float, high: float, points: int
 ) -> tuple[list[float], list[float]]:
-    """Rates, and the loss of the step made before each rate was applied; up to where it diverges.
+    """Return the rates, and for each the loss of its step before the update, until they diverge.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -131,7 +138,7 @@ def measure(
             for group, share in zip(groups, shares, strict=True):
                 group["lr"] = rate * share
             result = run.step(run.loader.window())
-            if result is None:  # a stream's epoch was over
+            if result is None:  # the stream's epoch has ended
                 run.loader.next_epoch()
                 continue
             if result.loss is None or not math.isfinite(result.loss):
@@ -145,16 +152,16 @@ def measure(
 
 
 def _table(rates: Sequence[float], losses: Sequence[float]) -> str:
-    smoothed, every = smooth(losses), max(1, -(-len(rates) // ROWS))
+    smoothed, stride = smooth(losses), max(1, -(-len(rates) // ROWS))
     rows = [f"{rates[i]:>10.2e}  {losses[i]:>10.4g}  {smoothed[i]:>10.4g}"
-            for i in range(0, len(rates), every)]
+            for i in range(0, len(rates), stride)]
     return "\n".join([f"{'rate':>10}  {'loss':>10}  {'smoothed':>10}", *rows])
 
 
 def _plot(
     path: Path, rates: Sequence[float], losses: Sequence[float], found: Suggestion
 ) -> str:
-    """Draw the curve; a line that says where, or why not."""
+    """Draw the curve. Return a line with its path, or with the reason why there is none."""
     try:
         import matplotlib
     except ModuleNotFoundError:

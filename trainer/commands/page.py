@@ -1,4 +1,4 @@
-"""The page of a report: one file that needs nothing else, for any screen, in light and dark."""
+"""Page of a report: one self-contained HTML file, for any screen size, light and dark."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from trainer.commands.figures import happenings, whose
 from trainer.commands.history import History, flat
 
 MOST = 100
-"""So many events are shown, and so many attempts."""
+"""Largest number of events, and of attempts, on the page."""
 
 _LEFT_OUT = ("command",)
-"""Of the environment: differs always, and is shown by itself."""
+"""Keys of the environment that are not in its table: the command line is shown above it."""
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f5f6f9; --card: #ffffff; --soft: #5b6472;
@@ -64,12 +64,13 @@ def page(
     runs: Sequence[History], found: Sequence[Mapping[str, Any]],
     checkpoints: Sequence[Sequence[Mapping[str, Any]]], drawn: Iterable[Plot], *, now: float,
 ) -> str:  # fmt: skip
-    """The whole page.
+    """Return the text of the page.
 
     Args:
         found: `figures` of each run.
-        checkpoints: of each run, as `inspect` has them.
-        now: when it is made, in seconds since the epoch.
+        checkpoints: `inspect.checkpoints` of each run.
+        drawn: the plots, in order.
+        now: the current time, in seconds since the epoch.
     """
     title = " · ".join(run.name for run in runs)
     parts = [
@@ -94,7 +95,7 @@ def page(
 
 
 def rows(run: History, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """(what, value) of a run, the most wanted first."""
+    """Return the rows (name, value) of the summary of a run, the most important first."""
     f = figures
     total = f["step"]
     test = {k: v for k, v in (f["test"] or {}).items() if k not in ("samples",)}
@@ -109,7 +110,7 @@ def rows(run: History, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("not useful", ", ".join(f"{part} {span(value)}" for part, value in f["parts_s"].items()
                                  if part != "useful" and value >= 0.0005) or "nothing"),
         ("attempts", f"{f['attempts']}"), ("injected faults", f"{f['faults']}" * bool(f["faults"])),
-        ("steps made again", f"{f['lost_steps']:,}"),
+        ("repeated steps", f"{f['lost_steps']:,}"),
         ("steps without an update", f"{f['skipped']:,}"),
         ("clipped steps", "" if f["clipped"] is None else
          f"{f['clipped']:.1%}, in the last half {f['clipped_last_half']:.1%}"),
@@ -125,17 +126,17 @@ def rows(run: History, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def state(run: History, figures: Mapping[str, Any]) -> str:
-    """How a run stands, in a word or two."""
+    """Return the state of a run in a few words."""
     if figures["finished"]:
         return "finished"
     if not run.passages:
         return "not started"
     last = run.passages[-1].attempt
-    return last.end if last.end != "died" or last.cause else "running, or vanished"
+    return last.end if last.end != "died" or last.cause else "running, or died"
 
 
 def goodput(figures: Mapping[str, Any]) -> str:
-    """The useful share of the wall time, and of the time in which somebody ran it."""
+    """Format the useful share of the wall time, and of the wall time without waiting."""
     whole, running = figures["goodput"], figures["goodput_running"]
     if whole is None or running is None:
         return ""
@@ -156,7 +157,7 @@ def _summary(runs: Sequence[History], found: Sequence[Mapping[str, Any]]) -> str
                 "" if f["goodput_running"] is None else f"{f['goodput_running']:.1%}"),
                ("wall time", span(f["wall_s"])),
                ("attempts", str(f["attempts"])),
-               ("steps made again", str(f["lost_steps"]))]
+               ("repeated steps", str(f["lost_steps"]))]
         facts = "<div class=facts>" + "".join(
             f"<div><span class=soft>{_text(what)}</span><b>{_text(value)}</b></div>"
             for what, value in top if value) + "</div>"
@@ -214,7 +215,7 @@ def _checkpoints(run: History, found: Sequence[Mapping[str, Any]], *, several: b
 
 
 def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[History]) -> str:
-    """Of one run: folded. Of several: what differs, highlighted; the rest folded."""
+    """Table of settings. With several runs, differing settings are highlighted, the rest folded."""
     names = list(dict.fromkeys(name for own in values for name in own if name not in _LEFT_OUT))
     differ = [n for n in names if any(own.get(n) != values[0].get(n) for own in values)]
     head = _row(["", *(run.name for run in runs)], "th") if len(runs) > 1 else ""
@@ -224,17 +225,17 @@ def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[Hi
                             mark=mark) for n in chosen)
         return f"<table class=any><thead>{head}</thead><tbody>{body}</tbody></table>"
 
-    alike = [name for name in names if name not in differ]
+    same = [name for name in names if name not in differ]
     shown = ""
     if len(runs) > 1:
         shown = table(differ, "differs") if differ else "<p class=soft>The same in all runs.</p>"
-    same = " that are the same" * (len(runs) > 1)
-    folded = (f"<details><summary>{len(alike)} values{same}</summary>{table(alike, '')}"
+    suffix = " that are the same" * (len(runs) > 1)
+    folded = (f"<details><summary>{len(same)} values{suffix}</summary>{table(same, '')}"
               "</details>")
     commands = "".join(f"<p class=soft>{_text(' '.join(map(str, own['command'])))}</p>"
                        for own in values if isinstance(own.get("command"), list))
     return (f'<section class="card wide scroll"><h2>{_text(title)}</h2>{commands}{shown}'
-            f"{folded if alike else ''}</section>")
+            f"{folded if same else ''}</section>")
 
 
 def _table(title: str, head: str, body: str, *, wide: bool = False) -> str:

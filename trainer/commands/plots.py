@@ -1,4 +1,4 @@
-"""The plots of a report: what is drawn of one or more runs."""
+"""Plots of a report, of one or more runs."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from trainer.metrics import RESERVED
 from trainer.timing import own_s
 
 RANKS, MOST_RANKS = 8, 24
-"""More ranks than that are drawn as the slowest, the median and the fastest; so many have a bar in
+"""RANKS: with more ranks, the slowest, the median and the fastest are drawn. MOST_RANKS: ranks in
 the time line."""
 
 
 def plots(runs: Sequence[History]) -> Iterator[Plot]:
-    """The plots that these runs have something for, in the order of interest."""
+    """Yield the plots for which the runs have data, the most important first."""
     several = len(runs) > 1
     if any(run.steps for run in runs):
         note = "Line: training; dots: validation; dotted: a restart."
@@ -35,37 +35,37 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
         yield Plot("lr", "Learning rate", "Of the first parameter group.",
                    partial(_curves, runs, "lr", "learning rate", marks=False))
     if any(run.wall_s > 0 for run in runs):
-        yield Plot("goodput", "Goodput", "What the wall time went into.",
+        yield Plot("goodput", "Goodput", "Uses of the wall time.",
                    partial(_goodput, runs), wide=True, height=1.3 + 0.35 * max(2, len(runs)))
     for number, run in enumerate(runs):
         if run.passages:
             own = f" of {run.name}" * several
             yield Plot(f"timeline{number or ''}", f"Time line{own}",
-                       "A bar for each rank and attempt.", partial(_timeline, run), wide=True,
+                       "One bar for each rank and attempt.", partial(_timeline, run), wide=True,
                        height=1.5 + 0.3 * min(len(_ranks_of(run)), MOST_RANKS))
     if any(run.steps for run in runs):
         yield Plot("gradients", "Gradient norm before clipping",
-                   "How many steps had which norm; dashed: where clipping begins.",
+                   "Number of steps by norm; dashed: the clipping threshold.",
                    partial(_norms, runs))
     if any(run.timing for run in runs):
         yield Plot("step-time", "Time of a step",
-                   "Mean over the ranks; communication is what isn't hidden by computation.",
+                   "Mean over the ranks; communication is the part that isn't hidden.",
                    partial(_step_time, runs))
-        yield Plot("samples", "Samples per second", "Of all ranks, while they train.",
+        yield Plot("samples", "Samples per second", "Sum over all ranks, while they train.",
                    partial(_samples, runs))
     for number, run in enumerate(runs):
         if any(len(line["step_s"]) > 1 and None not in line["step_s"] for line in run.timing):
             own = f" of {run.name}" * several
             yield Plot(f"ranks{number or ''}", f"Ranks{own}",
-                       "What each rank itself needs for a step, without its waiting for others.",
+                       "Time of a step on each rank, without waiting for the other ranks.",
                        partial(_ranks, run))
     if any(run.timing for run in runs):
-        yield Plot("memory", "Memory", "Of the rank that has most: resident, or on its GPU.",
+        yield Plot("memory", "Memory", "Largest of all ranks: resident memory, or GPU memory.",
                    partial(_memory, runs))
 
 
 def primary_metric(runs: Sequence[History]) -> str | None:
-    """The figure to show beside the loss: accuracy, or the first that training steps have."""
+    """Choose the metric to show beside the loss: accuracy, or the first one in the records."""
     names = [name for run in runs for line in run.steps[-1:] for name, value in line.items()
              if name not in RESERVED and isinstance(value, int | float)]
     names += [name.removeprefix("val_") for run in runs for line in run.validations[-1:]
@@ -86,11 +86,12 @@ def _curves(
             axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
             y = smoothed(y)
         axes.plot(x, y, color=color, linewidth=1.5, label=run.name if several else "training")
-        checked = [(v["step"], v[f"val_{key}"]) for v in run.validations
-                   if v.get(f"val_{key}") is not None]
-        if checked:
-            axes.plot(*zip(*checked, strict=True), "o", color=colors.ink if not several else color,
-                      markersize=4, label=None if several else "validation")
+        validated = [(v["step"], v[f"val_{key}"]) for v in run.validations
+                     if v.get(f"val_{key}") is not None]
+        if validated:
+            axes.plot(*zip(*validated, strict=True), "o", markersize=4,
+                      color=color if several else colors.ink,
+                      label=None if several else "validation")
         if marks and run.passages[1:]:
             axes.vlines([p.attempt.start_step for p in run.passages[1:]], 0, 1, linewidth=1,
                         transform=axes.get_xaxis_transform(), linestyle=":",
@@ -146,7 +147,7 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
             fault = max(trains, min(end, passage.over if passage.fault is None else passage.fault))
             for label, part, left, right in (
                 ("starting", "restarting", begin, trains), ("training", "useful", trains, fault),
-                ("not getting on", "detecting", fault, end),
+                ("stalled", "detecting", fault, end),
             ):  # fmt: skip
                 if right > left and rank in ranks:
                     bars.setdefault((label, part, rank), []).append(
@@ -176,7 +177,7 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     left_out = sum(end - begin for begin, end in gaps)
-    axes.set_xlabel(f"{name} since the start" + f", {span(left_out)} of waiting left out"
+    axes.set_xlabel(f"{name} since the start" + f", without {span(left_out)} of waiting"
                     * bool(gaps))
     axes.grid(False, axis="y")
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
@@ -186,15 +187,17 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
 def without_waiting(
     run: History,
 ) -> tuple[Callable[[float], float], list[tuple[float, float]]]:
-    """Time → seconds since the start in which long gaps, where nobody ran it, are short; the gaps.
+    """Return a map from time to position on the axis, and the long waiting gaps that it shortens.
+
+    A position is in seconds since the start of the run.
     """
-    ran = max(1e-9, run.wall_s - run.goodput["waiting"])
+    running_s = max(1e-9, run.wall_s - run.goodput["waiting"])
     gaps = [(before.over, after.begun) for before, after in itertools.pairwise(run.passages)
-            if not before.attempt.relaunched and after.begun - before.over > ran / 10]
+            if not before.attempt.relaunched and after.begun - before.over > running_s / 10]
     knots = [(run.begun, 0.0)]
     for begin, end in gaps:
         x = knots[-1][1] + begin - knots[-1][0]
-        knots += [(begin, x), (end, x + ran / 25)]
+        knots += [(begin, x), (end, x + running_s / 25)]
 
     def at(time: float) -> float:
         start, x = max((k for k in knots if k[0] <= time), default=knots[0])
@@ -297,9 +300,10 @@ def _ranks(run: History, axes: Axes, colors: Colors) -> None:
             axes.plot(x, y, color=color, linewidth=1.4, label=f"rank {rank}",
                       marker="." if len(x) < 30 else None)
     else:
-        for name, of, color in (("slowest", max, colors.alarm), ("fastest", min, colors.series[2]),
-                                ("median", statistics.median, colors.series[0])):
-            axes.plot(x, [of(row) for row in rows], color=color, linewidth=1.4, label=name)
+        for name, reduce, color in (("slowest", max, colors.alarm),
+                                    ("fastest", min, colors.series[2]),
+                                    ("median", statistics.median, colors.series[0])):
+            axes.plot(x, [reduce(row) for row in rows], color=color, linewidth=1.4, label=name)
     axes.set_ylim(bottom=0)
     _steps_along(axes)
     axes.set_ylabel("ms a step")

@@ -1,4 +1,4 @@
-"""`python -m trainer predict RUN`: what a checkpoint's model gives for each sample, as a file."""
+"""`python -m trainer predict RUN`: write the outputs of a checkpoint's model to a file."""
 
 from __future__ import annotations
 
@@ -22,36 +22,36 @@ from trainer.reader import Reader, first_call, read, writing
 
 KINDS = (".safetensors", ".jsonl")
 INDEX = "index"
-REMEDY = "name a file that can be written"
+REMEDY = "choose a file that can be written"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the predictions; 2: there is nothing to predict with, or for."""
+    """Write the predictions; exit code 2 if there is no checkpoint or no such data."""
     parser = argparse.ArgumentParser(
         prog="trainer predict", allow_abbrev=False,
-        epilog="Any flag of the run may follow and wins over its configuration.",
-        description="Write what a checkpoint's model gives for each sample of a split, in the "
-        "data set's order: the task's predict(model, batch), or the model's output in its loss. "
-        "A safetensors file holds `index` (N) and `output` (N rows), or several outputs by name; "
-        "a .jsonl file has a line {\"index\": …, \"output\": …} a sample, which may differ in "
-        "size.",
+        epilog="Any flag of the run may follow; it overrides the saved configuration.",
+        description="Write the output of a checkpoint's model for each sample of a split, in the "
+        "order of the data set: the result of the task's predict(model, batch), or the output of "
+        "the model in its loss. A safetensors file has `index` (N) and `output` (N rows), or "
+        "several outputs by name; a .jsonl file has one line {\"index\": …, \"output\": …} for "
+        "each sample, and the outputs may differ in size.",
     )
     parser.add_argument("run", type=Path)
     parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
-    parser.add_argument("--split", help="test (where there is one), validation, or any that the "
-                        "task's dataset() knows, such as predict")
+    parser.add_argument("--split", help="any split that the task's dataset() accepts; default: "
+                        "test, or validation if there is no test set")
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
                         help="default: RUN/predictions/SPLIT-step-N.safetensors")
     options, overrides = flags.split(parser, argv)
     log = Log()
     try:
         if options.out is not None and options.out.suffix not in KINDS:
-            raise ConfigError(f"--out {options.out}: the name ends with {' or '.join(KINDS)}.")
+            raise ConfigError(f"--out {options.out}: the name must end with {' or '.join(KINDS)}.")
         if options.out is not None:
             with writing(f"--out {options.out}", REMEDY):
-                _ask_for(options.out)
+                _prepare_folder(options.out)
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
-        split, rows = _predicted(reader, options.split)
+        split, rows = _predict(reader, options.split)
         step = reader.weights.step
         out = options.out or options.run / "predictions" / f"{split}-step-{step:08d}.safetensors"
         origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
@@ -66,11 +66,11 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _ask_for(out: Path) -> None:
-    """Make the folder, before anything is computed.
+def _prepare_folder(out: Path) -> None:
+    """Create the folder of the file, before anything is computed.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: the file cannot be written.
     """
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_dir():
@@ -79,8 +79,8 @@ def _ask_for(out: Path) -> None:
         raise PermissionError(f"{out.parent} can't be written to")
 
 
-def _predicted(reader: Reader, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
-    """The split, and the named outputs of each batch."""
+def _predict(reader: Reader, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
+    """Return the name of the split, and the outputs of each batch by name."""
     evaluator = None
     for name in (split,) if split else ("test", "validation"):
         try:
@@ -109,7 +109,7 @@ def _predicted(reader: Reader, split: str | None) -> tuple[str, list[dict[str, T
 
 
 def _named(output: Any, samples: int) -> dict[str, Tensor]:
-    """The outputs by name, a row a sample, on the CPU."""
+    """Return the outputs of a batch by name, one row for each sample, on the CPU."""
     if isinstance(output, Tensor):
         named = {"output": output}
     elif isinstance(output, Mapping):
@@ -119,14 +119,14 @@ def _named(output: Any, samples: int) -> dict[str, Tensor]:
     else:
         named = {"output": output}
     if INDEX in named:
-        raise ConfigError(f"--task: an output is named {INDEX}, as the samples' numbers are in the "
-                          "file; give the task a method predict(model, batch) that names it "
-                          "otherwise.")
+        raise ConfigError(f"--task: an output is named {INDEX}, which is the name of the sample "
+                          "numbers in the file; give the task a method predict(model, batch) that "
+                          "uses another name.")
     for name, value in named.items():
         if not isinstance(value, Tensor) or value.shape[:1] != (samples,):
             form = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
             raise ConfigError(f"--task: {name} of a batch of {samples} samples is {form}, not a "
-                              "tensor with a row for each; give the task a method "
+                              "tensor with one row for each sample; give the task a method "
                               "predict(model, batch) that returns one, or several by name.")
     return {name: value.detach().cpu() for name, value in named.items()}
 
@@ -143,21 +143,21 @@ def _stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def _lines(rows: list[dict[str, Tensor]]) -> Iterator[bytes]:
     index = 0
     for row in rows:
-        for place in range(_size(row)):
-            values = {name: _plain(value[place]) for name, value in row.items()}
+        for position in range(_size(row)):
+            values = {name: _to_json(value[position]) for name, value in row.items()}
             yield (json.dumps({INDEX: index, **values}, allow_nan=False) + "\n").encode()
             index += 1
 
 
-def _plain(value: Tensor) -> Any:
-    """As JSON has it, which knows no NaN and no infinity: null."""
+def _to_json(value: Tensor) -> Any:
+    """Convert to numbers and lists. NaN and infinity become None: JSON has neither."""
     numbers = value.tolist()
-    return numbers if bool(value.isfinite().all()) else _nulled(numbers)
+    return numbers if bool(value.isfinite().all()) else _without_nonfinite(numbers)
 
 
-def _nulled(numbers: Any) -> Any:
+def _without_nonfinite(numbers: Any) -> Any:
     if isinstance(numbers, list):
-        return [_nulled(number) for number in numbers]
+        return [_without_nonfinite(number) for number in numbers]
     return numbers if math.isfinite(numbers) else None
 
 

@@ -1,4 +1,4 @@
-"""`python -m trainer profile`: where the time of a step goes, by torch's profiler."""
+"""`python -m trainer profile`: time the phases and operations of a step."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from trainer.errors import ConfigError
 from trainer.status import Phase
 
 WARM_UP = 3
-"""Steps before the ones that are looked at."""
+"""Steps before the profiled steps."""
 OPERATIONS = 10
+"""Rows of the table of operations."""
 PHASES = {
     Phase.READING: "data", Phase.DATA: "data", Phase.FORWARD: "forward",
     Phase.BACKWARD: "backward and clip", Phase.OPTIMIZER: "update", Phase.STEP_END: "between steps",
 }  # fmt: skip
-"""What follows each mark of a step."""
+"""Phase that begins at each progress mark."""
 
 
 class PhaseClock:
-    """Subscriber of progress marks that times each phase of a step and names it in the profile.
+    """Subscriber of progress marks that times each phase of a step and labels it in the profile.
 
-    On a GPU it waits for the device at each mark, so that a phase has its own time.
+    On a GPU it synchronizes at each mark, so that the time of a kernel counts in its own phase.
     """
 
     def __init__(self) -> None:
@@ -41,7 +42,7 @@ class PhaseClock:
             self.switch(PHASES[point])
 
     def switch(self, phase: str) -> None:
-        """The phase begins; "" is none."""
+        """End the current phase and begin another; "" begins none."""
         if phase == self._phase:
             return
         if torch.cuda.is_available():
@@ -59,14 +60,15 @@ class PhaseClock:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Profile and print; the exit code."""
+    """Profile a few steps, print the tables, return the exit code."""
     parser = argparse.ArgumentParser(
         prog="trainer profile", allow_abbrev=False,
-        description="A few steps of a training that is thrown away, under torch's profiler: a "
-        "trace for TensorBoard (pip install torch-tb-profiler) or ui.perfetto.dev, and tables. The "
-        "other arguments are those of a training.")
-    parser.add_argument("--active", type=int, default=10, help="steps to look at (10)")
-    parser.add_argument("--to", type=Path, default=Path("profile"), help="folder (profile)")
+        description="Run a few training steps under torch's profiler and discard them. Writes a "
+        "trace for TensorBoard (pip install torch-tb-profiler) or ui.perfetto.dev, and prints "
+        "tables. The other arguments are those of a training run.")
+    parser.add_argument("--active", type=int, default=10, help="number of profiled steps (10)")
+    parser.add_argument("--to", type=Path, default=Path("profile"),
+                        help="folder of the trace (profile)")
     options, rest = flags.split(parser, argv)
     try:
         if options.active < 1:
@@ -74,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
         try:
             options.to.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--to {options.to}: {error}; name a folder.") from error
+            raise ConfigError(f"--to {options.to}: {error}; choose a folder.") from error
         spent_s, averages, on_gpu = measure(rest, options.active, options.to)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -89,7 +91,7 @@ def main(argv: Sequence[str]) -> int:
 def measure(
     argv: Sequence[str], active: int, folder: Path
 ) -> tuple[dict[str, float], list[Any], bool]:
-    """Seconds in each phase, the profiler's sums by operation, and whether a GPU computed.
+    """Return the seconds of each phase, the profiler's sums by operation, and whether on a GPU.
 
     Raises:
         ConfigError: the configuration is wrong.
@@ -112,7 +114,7 @@ def measure(
                     clock.on = True
                     clock.switch("between steps")
                 result = run.step(run.loader.window())
-                if result is None:  # a stream's epoch was over
+                if result is None:  # the stream's epoch has ended
                     run.loader.next_epoch()
                 else:
                     run.metrics.step(result, waited_s=run.loader.waited_s)
@@ -127,7 +129,7 @@ def _phases(spent_s: dict[str, float], steps: int) -> str:
     total = sum(spent_s.values())
     rows = [f"{name:<18} {1e3 * s / steps:>9.3f} {100 * s / total:>6.1f} %"
             for name, s in sorted(spent_s.items(), key=lambda item: -item[1])]
-    return "\n".join([f"{'phase':<18} {'ms a step':>9} {'share':>8}", *rows, ""])
+    return "\n".join([f"{'phase':<18} {'ms/step':>9} {'share':>8}", *rows, ""])
 
 
 def _operations(averages: list[Any], on_gpu: bool, steps: int) -> str:
@@ -139,5 +141,5 @@ def _operations(averages: list[Any], on_gpu: bool, steps: int) -> str:
             f"{100 * getattr(a, own) / total:>6.1f} % {a.count / steps:>7.1f}"
             for a in found[:OPERATIONS]]
     where = "on the GPU" if on_gpu else "on the CPU"
-    return "\n".join([f"{f'operation ({where})':<48} {'ms a step':>9} {'share':>8} {'calls':>7}",
+    return "\n".join([f"{f'operation ({where})':<48} {'ms/step':>9} {'share':>8} {'calls':>7}",
                       *rows, ""])

@@ -1,4 +1,4 @@
-"""`python -m trainer report RUN …`: one page that shows what happened, and its plots as files."""
+"""`python -m trainer report RUN …`: write the history of runs as one HTML page, and its plots."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ PAGE, PLOTS = "report.html", "report"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report; exit code 2 if there is no run, or nothing to draw with."""
+    """Write the report; exit code 2 if there is no run or matplotlib is not installed."""
     parser = argparse.ArgumentParser(
         prog="trainer report",
-        description=f"Write {PAGE}, one page for a browser that needs nothing else, and its plots "
-        f"as PNG files in {PLOTS}/. Several runs are shown in the same plots.",
+        description=f"Write {PAGE}, one self-contained page for a browser, and its plots as PNG "
+        f"files in {PLOTS}/. Several runs are shown in the same plots.",
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, help="folder to write to; default: the first run's")
@@ -35,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     except ImportError as error:
         if (error.name or "").partition(".")[0] != "matplotlib":
             raise
-        print("the report draws with matplotlib, which isn't installed: pip install matplotlib",
+        print("the report needs matplotlib, which isn't installed: pip install matplotlib",
               file=sys.stderr)
         return 2
     except OSError as error:
@@ -47,12 +47,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def report(runs: Sequence[Path], out: Path) -> Path:
-    """Read the runs, write the page and its plots into a folder; the page's path.
+    """Read the runs and write the page and its plots into a folder. Return the path of the page.
 
     Raises:
-        NoRun: one of the runs isn't there.
+        NoRun: a run does not exist.
         ImportError: matplotlib isn't installed.
-        OSError: the folder can't be written.
+        OSError: the folder cannot be written.
     """
     stories = [history.read(path) for path in runs]
     if len({story.name for story in stories}) < len(stories):
@@ -67,16 +67,16 @@ def report(runs: Sequence[Path], out: Path) -> Path:
     (out / PLOTS).mkdir(parents=True, exist_ok=True)
     for plot in drawn:
         _replace(out / PLOTS / f"{plot.name}.png", plot.png())
-    _replace(out / PAGE, text.encode(errors="surrogateescape"))  # as a file's name may need
+    _replace(out / PAGE, text.encode(errors="surrogateescape"))  # a file name need not be UTF-8
     return out / PAGE
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Whoever looks at the old file sees it whole."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Replace a file atomically: a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        aside.write_bytes(data)
-        aside.replace(path)
+        temporary.write_bytes(data)
+        temporary.replace(path)
     finally:
         with contextlib.suppress(FileNotFoundError):
-            aside.unlink()
+            temporary.unlink()
