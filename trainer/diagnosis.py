@@ -1,4 +1,4 @@
-"""What an exception says to people: kind and message, the user's line, the phase, and remedies."""
+"""Explain an exception to people: its kind and message, the user's line, and remedies."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import trainer
 
 MOST_CHARS = 400
-"""Of a message: it has to fit a line; the traceback has all of it."""
+"""Longest message of one line; the traceback has all of it."""
 
 _OURS = os.path.dirname(os.path.abspath(str(trainer.__file__))) + os.sep
 _LAUNCH = os.path.join(os.path.dirname(_OURS[:-1]), "launch") + os.sep
@@ -45,58 +45,58 @@ _LIMITS = (
     (errno.EDQUOT, "disk quota exceeded", "make room, or raise the quota"),
     (errno.ENOSPC, "no space left on device", "make room on that disk"),
 )
-"""A shortage's number, the words that tell it where there is none, and what helps."""
+"""Shortages of a system: error number, a pattern for errors without one, and the remedy."""
 
 
-EMPTY = ("that was a micro-batch of 0 samples, which a rank computes where the ranks don't divide "
-         "the micro-batches; where your model can't, let loss() return Outcome(sum(p.sum() for p "
-         "in model.parameters()) * 0, 0) for it, or choose --batch.micro-size so that the ranks "
+EMPTY = ("this was a micro-batch of 0 samples: a rank computes one if the number of ranks doesn't "
+         "divide the micro-batches; if your model can't, let loss() return Outcome(sum(p.sum() for "
+         "p in model.parameters()) * 0, 0) for it, or choose --batch.micro-size so that the ranks "
          "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)")
-"""The note of an exception in the loss of an empty micro-batch: what it means, and what helps."""
+"""Note that is added to an exception in the loss of an empty micro-batch."""
 
 _DOUBLE = re.compile(r"same dtype, but got Double and Float|"
                      r"\(double\) and (bias|weight) type \(float\)")
-_DOUBLE_HELPS = ("numbers of float64, numpy's default, meet weights of float32: make the samples "
+_DOUBLE_HELPS = ("samples of float64, numpy's default, meet weights of float32: make the samples "
                  "float32 in dataset() or collate()")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """An exception, understood."""
+    """What an exception means."""
 
     kind: str
-    """Its class's name."""
+    """Name of its class."""
     message: str
-    """In one line."""
+    """One line."""
     where: str | None
-    """`file:line in function`: the innermost of the user's own lines that the trainer has called,
-    or else the innermost of all."""
+    """`file:line in function`: the innermost line of user code that the trainer has called, else
+    the innermost line of all."""
     is_import: bool
-    """Whether code could not be imported: another attempt would find the same."""
+    """Whether an import failed: another attempt would fail in the same way."""
     memory: str | None
-    """What ran out of memory, if something did: "rank" or "worker"."""
+    """What ran out of memory: "rank", "worker" or None."""
 
 
 def diagnose(error: BaseException) -> Diagnosis:
-    """Understand an exception, also one that a loader worker has sent as text."""
+    """Diagnose an exception, also one that a loader worker has sent as text."""
     text = text_of(error)
     kind, message, frames = type(error).__name__, text, _frames(error)
     kinds = {c.__name__ for e in _chain(error) for c in type(e).__mro__}
-    if "Original Traceback (most recent call last)" in text:  # as DataLoader passes it on
+    if "Original Traceback (most recent call last)" in text:  # sent by a worker
         first = text.partition("\n\nThe above exception was")[0]
         frames = [(path, int(line), name) for path, line, name in _FRAME.findall(first)]
         said = list(re.finditer(rf"^(?:[\w.]+\.)?{kind}: ", text, re.MULTILINE))
         message = text[said[-1].end():] if said else text.strip().splitlines()[-1]
     elif (cause := _chain(error)[-1]) is not error:
-        # Also of one in a loader worker, whose traceback comes as text.
-        told = _FRAME.findall(text_of(cause))
-        frames = [(path, int(line), name) for path, line, name in told] or _frames(
+        # Also for an error in a loader worker, whose traceback comes as text.
+        found = _FRAME.findall(text_of(cause))
+        frames = [(path, int(line), name) for path, line, name in found] or _frames(
             cause) or frames
     kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
     handing_over = isinstance(error, ConnectionError | EOFError) and any(
         path == _file_of("torch.utils.data.dataloader") for path, _, _ in frames)
     if worker := handing_over or bool(_WORKER_DIED.search(text)):
-        frames = []  # torch raises it wherever the rank is just then
+        frames = []  # torch raises it at whatever line the rank is
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
         "DefaultCPUAllocator" in text and "memory" in text)
     if (exhausted and "DataLoader worker" in text) or (
@@ -115,10 +115,10 @@ def diagnose(error: BaseException) -> Diagnosis:
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether the machine is short of something, memory or room or open files: that says nothing
-    of a sample, and another attempt may find it otherwise.
+    """Whether the machine is short of memory, disk or open files: not the fault of a sample, and
+    another attempt may succeed.
 
-    torch and the dynamic linker tell it in a RuntimeError or ImportError, by words alone.
+    torch and the dynamic linker report it as RuntimeError or ImportError, by words only.
     """
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_shortage, error.exceptions))
@@ -130,8 +130,8 @@ def is_shortage(error: BaseException | None) -> bool:
 
 
 def remedy(error: BaseException) -> str:
-    """What helps where a limit of the system, an empty micro-batch or a usual mistake is behind an
-    error; "" where none is known."""
+    """Remedy for an error caused by a system limit, an empty micro-batch or a common mistake; ""
+    if none is known."""
     seen: BaseException | None = error
     while seen is not None:
         number = seen.errno if isinstance(seen, OSError) else None
@@ -149,45 +149,44 @@ def remedy(error: BaseException) -> str:
 
 
 def remedies(memory: str, config: Any) -> list[str]:
-    """What to do where memory was used up, in the order in which to try it.
+    """Remedies for a lack of memory, in the order in which to try them.
 
     Args:
         memory: as in `Diagnosis`.
         config: the run's `Config`.
     """
     batch, workers = config.batch, config.data.workers
-    told = []
+    found = []
     if memory == "worker":
         fewer = "1" if workers == "auto" else str(max(0, workers // 2))
-        told.append(f"fewer loader workers, and less read ahead: --data.workers {fewer} "
+        found.append(f"fewer loader workers, and less read ahead: --data.workers {fewer} "
                     "--data.prefetch 1")
     smaller = [d for d in range(1, batch.micro_size) if batch.global_size % d == 0]
     if smaller:
-        told.append(f"a smaller micro-batch at the same global batch: --batch.micro-size "
+        found.append(f"a smaller micro-batch at the same global batch: --batch.micro-size "
                     f"{smaller[-1]} --accept batch.micro-size (schedule and sample order stay)")
     if memory == "rank":
         if config.precision.dtype in ("auto", "fp32"):
-            told.append("mixed precision: --precision.dtype bf16")
-        told.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
+            found.append("mixed precision: --precision.dtype bf16")
+        found.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
                     "use_reentrant=False) around the blocks of the model")
-    return told
+    return found
 
 
 def text_of(error: BaseException) -> str:
-    """What an exception says, also where its own code for that fails; of a group what those in it
-    say, too."""
+    """Text of an exception, also if its `__str__` fails; of a group, with those of its members."""
     try:
         if not isinstance(error, BaseExceptionGroup):
             return str(error)
         inside = [": ".join(filter(None, (type(e).__name__, text_of(e)))) for e in error.exceptions]
         return f"{error.message} ({'; '.join(inside)})"
     except Exception as problem:
-        return f"(its text can't be had: {type(problem).__name__})"
+        return f"(its text is not available: {type(problem).__name__})"
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error of ours and what is behind it, down to the user's own, which says what it means; of
-    a group, the first in it."""
+    """An error of the trainer and its causes, down to the user's own; of a group, its first member.
+    """
     chain = [error]
     while True:
         last = chain[-1]
@@ -200,19 +199,18 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def is_foreign(error: BaseException) -> bool:
-    """Whether code other than ours, torch's and Python's raised it, so that its traceback tells
-    more than a message of ours."""
+    """Whether code other than the trainer's, torch's and Python's raised it, so that its traceback
+    explains more than the message."""
     return isinstance(error, SyntaxError) or any(
         _strangeness(path) < 2 for path, _, _ in _frames(error))
 
 
 def lost_peer(error: BaseException) -> bool:
-    """Whether an error is the echo of another rank's end: a collective that broke, or waited in
-    vain.
+    """Whether an error is secondary: a collective broke or timed out because another rank ended.
 
-    Gloo and NCCL raise plain RuntimeErrors for it, told apart by their words alone; what another
-    rank reports in `World.agree` begins with its number, and is no echo. Nor is what code other
-    than ours and torch's raises in such words, unless it handles one that is.
+    Gloo and NCCL raise plain RuntimeErrors for it, which only their words tell apart. An error
+    that another rank reports in `World.agree` begins with its number and is not secondary. Nor is
+    an error that user code raises in such words, unless it handles a secondary one.
     """
     words = ("connection closed by peer", "connection reset by peer", "broken pipe",
              "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
@@ -227,8 +225,7 @@ def lost_peer(error: BaseException) -> bool:
 
 
 def _raised_by_others(error: BaseException) -> bool:
-    """Whether a `raise` in code other than ours, torch's and Python's is where it comes from; a
-    collective that is called there raises it in C."""
+    """Whether a `raise` statement of user code raised it; a collective raises from C."""
     last = error.__traceback__
     while last is not None and last.tb_next is not None:
         last = last.tb_next
@@ -240,7 +237,7 @@ def _raised_by_others(error: BaseException) -> bool:
 
 
 def _frames(error: BaseException) -> list[_Frame]:
-    """Outermost first, from where the trainer begins."""
+    """Frames of its traceback, outermost first, from the trainer's first frame on."""
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name)
               for frame, line in traceback.walk_tb(error.__traceback__)]
     begin = next((i for i, f in enumerate(frames) if f[0].startswith(_OURS)), 0)
@@ -248,7 +245,7 @@ def _frames(error: BaseException) -> list[_Frame]:
 
 
 def _file_of(module: str) -> str | None:
-    """Path of a module that is imported; None of another."""
+    """Path of an imported module; None if it is not imported."""
     return getattr(sys.modules.get(module), "__file__", None)
 
 
@@ -261,15 +258,15 @@ def _where(frames: list[_Frame]) -> str | None:
 
 
 def near(path: str | os.PathLike[str]) -> str:
-    """A path as it is told: from the current folder on, where it lies in it."""
+    """A path for people: relative to the current folder if it lies inside it."""
     path = os.fspath(path)
-    with contextlib.suppress(OSError):  # the folder may be gone by now
+    with contextlib.suppress(OSError):  # the current folder may be gone
         path = path.removeprefix(os.getcwd() + os.sep)
     return path
 
 
 def _strangeness(path: str) -> int:
-    """0: the user's own file; 1: a library's; 2: ours, torch's, Python's."""
+    """0: the user's own file; 1: a library's; 2: the trainer's, torch's or Python's."""
     if path.startswith(_OURS):
         return 0 if path.startswith(os.path.join(_OURS, "tasks", "")) else 2
     parts = path.split(os.sep)

@@ -57,8 +57,8 @@ def patience(
     if phase is Phase.TRAIN:
         return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
     starting = phase in PREPARING - {Phase.RESTORE}
-    own_code = (phase, point) in ((Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA))
-    if starting and not own_code:
+    past_user_code = (phase, point) in ((Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA))
+    if starting and not past_user_code:
         quiet_s = max(START_S, 2 * limit_s) if start_s is None else start_s
         return Patience(quiet_s=quiet_s, idle_s=math.inf, flag=f"--watchdog.start-s {quiet_s:g}")
     return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)

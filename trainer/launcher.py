@@ -1,4 +1,4 @@
-"""What a rank tells its launcher: that the run is over for good, and what failed first."""
+"""Messages of a rank to its launcher: the run has ended for good, and what failed first."""
 
 from __future__ import annotations
 
@@ -23,45 +23,45 @@ _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
-    exit_code: int, launch: Launch, num_told: Callable[[], int], *, last_words: str = "",
+    exit_code: int, launch: Launch, count_signals: Callable[[], int], *, last_words: str = "",
     timeout_s: float = LEAVE_TIMEOUT_S,
 ) -> None:  # fmt: skip
-    """Returns when this rank may exit with `exit_code`, so that torchrun doesn't start it again.
+    """Return when this rank may exit with `exit_code` without being restarted by torchrun.
 
-    torchrun restarts every exit but 0. So where the trainer itself ends the run, local rank 0 sends
-    SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has reached it
-    (a rank that left earlier would be taken for a failure), or `timeout_s` seconds have passed. If
-    local rank 0 has not spoken by then, the others do, and wait another second. Nothing happens
-    with other exit codes, or under a launcher that knows them. Nor after a stop that torchrun has
-    asked for: it knows whether it is the end, or the answer to a rank's death or a new node.
+    torchrun restarts every exit code but 0. So when the trainer itself ends the run, local rank 0
+    sends SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has
+    reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
+    passed. If local rank 0 has sent nothing by then, the others do, and wait another second.
+    Nothing happens with other exit codes, under a launcher that knows the codes, or after a stop
+    that torchrun requested: it knows whether that is the end, or a reaction to a death or a node.
 
     Args:
-        num_told: how often torchrun has sent this rank a signal so far. Once it has, another one
-            will not come unless torchrun is told once more, soon.
-        last_words: why the run is over, said once more below the traceback with which torchrun
-            reports that signal.
+        count_signals: returns how many signals torchrun has sent this rank so far. After one,
+            another comes only if torchrun is signalled once more, soon.
+        last_words: why the run has ended; printed once more below the traceback with which
+            torchrun reports that signal.
     """
-    agent, before = os.getppid(), num_told()
+    agent, before = os.getppid(), count_signals()
     if exit_code not in FINAL_EXIT_CODES:
         return
-    tell("returned", exit_code)  # so that `python -m launch` takes the code for the trainer's own
+    tell("returned", exit_code)  # so `python -m launch` knows that the code is the trainer's
     if not _restarts_us(agent, launch):
         return
 
-    def told() -> bool:
-        return num_told() > before
+    def signalled() -> bool:
+        return count_signals() > before
 
     # Whoever signals a rank to stop often signals torchrun as well.
-    if exit_code == EXIT_STOPPED and (before or _wait(told, agent, SIGNALLED_TIMEOUT_S)):
+    if exit_code == EXIT_STOPPED and (before or _wait(signalled, agent, SIGNALLED_TIMEOUT_S)):
         return
     if last_words:
         _say_after(agent, f"trainer: exit code {exit_code}: {last_words}\n")
     if launch.local_rank == 0:
         _terminate(agent)
-        _wait(told, agent, timeout_s)
-    elif not _wait(told, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if before else timeout_s):
+        _wait(signalled, agent, timeout_s)
+    elif not _wait(signalled, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if before else timeout_s):
         _terminate(agent)
-        _wait(told, agent, 1.0)
+        _wait(signalled, agent, 1.0)
 
 
 def has_lost_rank(launch: Launch) -> bool:
@@ -75,37 +75,37 @@ def has_lost_rank(launch: Launch) -> bool:
 
 
 def tell(word: str, value: Any) -> None:
-    """A line for `python -m launch`, if it is there: `word`, and a value as JSON."""
+    """Send a line to `python -m launch`, if it is the launcher: a keyword and a JSON value."""
     descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
     if descriptor is not None:
-        with contextlib.suppress(OSError):  # it is gone, and its watcher knows
+        with contextlib.suppress(OSError):  # it is gone, which its watcher notices
             os.write(int(descriptor), f"{word} {json.dumps(value)}\n".encode())
 
 
-def record_failure(told: str, stack: str, *, echo: bool) -> None:
-    """Tell torchrun, in the file that it gives each rank, what it shows when it gives up.
+def record_failure(message: str, stack: str, *, secondary: bool) -> None:
+    """Write the failure into torchrun's error file, which it shows when it gives up.
 
-    It shows the failure with the earliest second as the root cause, and takes the second in which
-    it noticed an end for a rank that was killed. So an echo bears a somewhat later one.
+    torchrun shows the failure with the earliest second as the root cause, and dates the death of a
+    killed rank by when it noticed it. So a secondary failure gets a somewhat later time.
 
     Args:
-        told: the failure in one line.
+        message: the failure in one line.
         stack: its traceback.
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
-    at_s = math.ceil(time.time()) + 2 if echo else int(time.time())
-    message = {"message": told,
-               "extraInfo": {"py_callstack": f"{stack}{told}", "timestamp": str(at_s)}}
+    at_s = math.ceil(time.time()) + 2 if secondary else int(time.time())
+    content = {"message": message,
+               "extraInfo": {"py_callstack": f"{stack}{message}", "timestamp": str(at_s)}}
     with contextlib.suppress(OSError), open(path, "w") as file:  # it is for people only
-        json.dump({"message": message}, file)
+        json.dump({"message": content}, file)
 
 
-def _wait(told: Callable[[], bool], agent: int, timeout_s: float) -> bool:
-    """Whether torchrun has told this rank to leave, or is gone, within the time."""
+def _wait(signalled: Callable[[], bool], agent: int, timeout_s: float) -> bool:
+    """Whether torchrun signals this rank to leave, or ends, within the time."""
     deadline = time.monotonic() + timeout_s
-    while not told() and os.getppid() == agent:
+    while not signalled() and os.getppid() == agent:
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
@@ -113,7 +113,7 @@ def _wait(told: Callable[[], bool], agent: int, timeout_s: float) -> bool:
 
 
 def _say_after(agent: int, text: str) -> None:
-    """Let a process of its own write to stderr when the agent is gone."""
+    """Let a separate process write to stderr when the agent is gone."""
     if not hasattr(os, "pidfd_open"):
         return
     descriptor = os.pidfd_open(agent)
@@ -125,10 +125,10 @@ def _say_after(agent: int, text: str) -> None:
 
 
 def _restarts_us(parent: int, launch: Launch) -> bool:
-    """Whether the parent is torch's elastic agent in its own process, and doesn't know our codes.
+    """Whether the parent is torch's elastic agent in its own process and ignores our exit codes.
 
-    Its command line is looked at as well, since a variable may have been handed on: SIGTERM to a
-    shell or a test runner would be much worse than one restart too many.
+    The command line is checked too, since environment variables are inherited: SIGTERM to a shell
+    or a test runner would be much worse than one restart too many.
     """
     if launch.run_id is None or launch.knows_exit_codes:
         return False
@@ -148,5 +148,5 @@ def _command_line(pid: int) -> list[str]:
 
 
 def _terminate(agent: int) -> None:
-    if os.getppid() == agent:  # else it is dead, and its number may be another process's
+    if os.getppid() == agent:  # else it is dead, and its pid may be another process's
         os.kill(agent, signal.SIGTERM)

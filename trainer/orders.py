@@ -1,5 +1,4 @@
-"""What `python -m launch` tells a rank that runs: a rank or a node is lost, or a newer attempt has
-begun."""
+"""Orders of `python -m launch` to a running rank: a rank is lost, or a newer attempt has begun."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from trainer.errors import EXIT_FAILURE
 
 
 class Group(Protocol):
-    """This attempt's ranks, as far as orders go."""
+    """The ranks of this attempt, as orders need them."""
 
     stale: bool
 
@@ -19,34 +18,34 @@ class Group(Protocol):
 
 
 class Orders:
-    """Reads the launcher's words in a thread of its own.
+    """Reads the launcher's orders in a thread of its own.
 
-    `lost`: this rank may wait for one that is gone for ever: the connections with all of them are
-    ended, and what waits finds its peer dead. `stale`: the same, and nothing is saved. `absent`: a
-    rank has ended, which one that still waits for all to come can't see; the others can.
+    `lost`: this rank may wait for a rank that is gone: end all connections, so that every wait
+    finds its peer dead. `stale`: the same, and save nothing. `absent`: a rank has ended before all
+    have joined, which the ranks that still wait cannot see.
     """
 
     def __init__(self) -> None:
         self._group: Group | None = None
 
     def attach(self, group: Group) -> None:
-        """Orders are for this group from now on. Before, they end the process: there is nothing
-        to save, and it may wait for a rank that never comes."""
+        """Apply orders to this group from now on. Before, an order ends the process: there is
+        nothing to save, and it may wait for a rank that never joins."""
         self._group = group
 
     def follow(self, channel_fd: int) -> int:
-        """Listen to the launcher; returns a descriptor that becomes readable once it is gone."""
-        gone, tell = os.pipe()
+        """Listen to the launcher; returns a descriptor that becomes readable when it is gone."""
+        gone, signal_end = os.pipe()
         threading.Thread(
-            target=self._listen, args=(channel_fd, tell), name="orders", daemon=True
+            target=self._listen, args=(channel_fd, signal_end), name="orders", daemon=True
         ).start()
         return gone
 
-    def _listen(self, channel_fd: int, tell: int) -> None:
+    def _listen(self, channel_fd: int, signal_end: int) -> None:
         while words := _read(channel_fd):
             for word in words.split():
                 self._obey(word)
-        os.write(tell, b"!")  # closing it wouldn't do: loader processes have inherited it
+        os.write(signal_end, b"!")  # closing it has no effect: loader processes have inherited it
 
     def _obey(self, word: str) -> None:
         if word not in ("lost", "stale", "absent"):

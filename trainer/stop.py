@@ -1,4 +1,4 @@
-"""Requests to stop: signals and the launcher's death set a flag; the step takes it to all ranks."""
+"""Stop requests: signals and the launcher's death set a flag, which the step sends to all ranks."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LAST_S = 60.0
-"""Seconds that the last words of a stop may take: there may be a state to save."""
+"""Seconds that the end of a stop may take: there may be a state to save."""
 
 ORPHAN_LIMIT_S = 4.0
-"""Seconds that a rank lives on without its launcher, to save."""
+"""Seconds that a rank has to save after its launcher is gone."""
 
 
 class StopRequest:
-    """A flag that signals set. Any number of signals is one request; a second SIGINT leaves at
+    """A flag that signals set. Any number of signals is one request; a second SIGINT exits at
     once.
 
-    A thread attends to it, so that the request counts from the signal on, also while the main
-    thread is in C for long: it leaves where nothing has to be saved, or when the time is up.
+    A thread handles it, so that the request counts from the signal on, also while the main thread
+    runs C code: the thread ends the process if nothing has to be saved, or when the time is up.
 
     Args:
         clock: seconds, monotonic.
 
     Attributes:
-        senders: after `shield`, how many signals came from which process.
+        senders: after `shield`, the number of signals by sending process.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -45,8 +45,8 @@ class StopRequest:
         self._clock = clock
         self._numbers: set[signal.Signals] = set()
         self._interrupts = 0
-        self._told, self._tell = os.pipe()
-        os.set_blocking(self._tell, False)
+        self._wake_reader, self._wake_writer = os.pipe()
+        os.set_blocking(self._wake_writer, False)
         self._grace_s = math.inf
         self._late: Callable[[], int] = lambda: 1
         self._idle: Callable[[], bool] = lambda: False
@@ -58,21 +58,21 @@ class StopRequest:
         self._over = False
 
     def install(self) -> None:
-        """Handle the signals from now on. As early as possible: before torch is imported."""
+        """Handle the signals from now on. Call it early, before torch is imported."""
         for number in SIGNALS:
-            # `nohup` ignores SIGHUP so that the run outlives its terminal: leave it so.
+            # `nohup` ignores SIGHUP so that the run outlives its terminal: keep that.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
                 self._numbers.add(number)
-        # Python's handlers wait for the main thread; this is written by the signal itself.
-        self._wakeup_before = signal.set_wakeup_fd(self._tell, warn_on_full_buffer=False)
+        # Python's handlers wait for the main thread; the signal itself writes to this.
+        self._wakeup_before = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: self._over or signal.set_wakeup_fd(-1))
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # for the thread, which inherits it
+        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the thread inherits the mask
         threading.Thread(target=self._attend, name="stop", daemon=True).start()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def uninstall(self) -> None:
-        """Leave the signals as they were before `install`. Main thread only."""
+        """Restore the signals as they were before `install`. Main thread only."""
         self._over = True
         self._wake()
         if self._taker is not None:
@@ -84,65 +84,64 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def close(self) -> None:
-        """Let go of what a request that was never installed holds."""
-        for descriptor in (self._told, self._tell):
+        """Close the descriptors of an object that was never installed."""
+        for descriptor in (self._wake_reader, self._wake_writer):
             os.close(descriptor)
 
     def shield(self) -> None:
-        """Let a thread of its own take the signals, which sees who sends them.
+        """Receive the signals in a thread, which sees who sends them.
 
-        Main thread only. What it starts from now on (compilers, loader processes) has the signals
-        blocked: it outlives one that is sent to the whole process group.
+        Main thread only. Processes started from now on (compilers, loader workers) have the
+        signals blocked: they survive a signal to the whole process group.
         """
-        if self._taker is None and self._numbers:  # where they are another's, they stay so
+        if self._taker is None and self._numbers:  # signals that others handle stay theirs
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             self._taker = threading.Thread(target=self._take, name="stop-signals", daemon=True)
             self._taker.start()
 
     def request(self, reason: str) -> None:
-        """Ask for a stop at the next step boundary."""
+        """Request a stop at the next step boundary."""
         if not self.requested:
             self.reason, self.since_s = reason, self._clock()
             self.requested = True
             self._wake()
 
     def only_from(self, process: int) -> bool:
-        """Whether it is known that nobody but this process has sent signals."""
+        """Whether all signals are known to come from this process."""
         return self.requested and set(self.senders) == {process}
 
     def limit(self, grace_s: float, late: Callable[[], int]) -> None:
-        """Leave for good when a stop takes longer than `grace_s` seconds from the signal on.
+        """End the process if a stop takes longer than `grace_s` seconds from the signal on.
 
         Args:
-            late: called then, in a thread; returns the exit code.
+            late: called before, in a thread; returns the exit code.
         """
         self._grace_s, self._late = grace_s, late
         self._wake()
 
     def leave_when(self, idle: Callable[[], bool], leave: Callable[[], int]) -> None:
-        """Leave for good, at once, when a stop is asked for and there is nothing to save.
+        """End the process at once if a stop is requested and there is nothing to save.
 
         Args:
-            idle: whether that is so now.
-            leave: called then, in a thread; returns the exit code.
+            idle: returns whether there is nothing to save.
+            leave: called before, in a thread; returns the exit code.
         """
         self._idle, self._leave = idle, leave
         self._wake()
 
     def disarm(self) -> None:
-        """The state is saved: there is no limit any more to what is left to do."""
+        """The state is saved: remove the time limit."""
         self._grace_s = math.inf
         self._wake()
 
     def leave_if_idle(self) -> None:
-        """Don't return if a stop is asked for and there is nothing to save."""
+        """End the process if a stop is requested and there is nothing to save."""
         if self.requested and self._idle():
             self._end(self._leave)
 
     def watch(self, descriptor: int, who: str, *, gone: bool = False) -> None:
-        """Take it as a request when `descriptor` (a pidfd, a pipe) tells that `who` is gone, or at
-        once if it is known to be `gone`, and leave for good `ORPHAN_LIMIT_S` later, so that an
-        orphan never lives on."""
+        """Request a stop when `descriptor` (a pidfd or a pipe) shows that `who` is gone, or at once
+        if `gone`; end the process `ORPHAN_LIMIT_S` later, so that no orphan stays."""
         thread = threading.Thread(
             target=self._watch, args=(descriptor, who, gone), name="launcher-watch", daemon=True
         )
@@ -171,9 +170,9 @@ class StopRequest:
     def _attend(self) -> None:
         while not self._over:
             left_s = self.since_s + self._grace_s - self._clock() if self.requested else math.inf
-            if is_readable(self._told, left_s):
-                for number in os.read(self._told, 512):
-                    if number not in self._numbers:  # 0, or one that is none of ours (SIGCHLD)
+            if is_readable(self._wake_reader, left_s):
+                for number in os.read(self._wake_reader, 512):
+                    if number not in self._numbers:  # 0, or a signal of others (SIGCHLD)
                         continue
                     self._interrupts += number == signal.SIGINT
                     if self._interrupts > 1:
@@ -184,11 +183,11 @@ class StopRequest:
             self.leave_if_idle()
 
     def _wake(self, number: int = 0) -> None:
-        with contextlib.suppress(BlockingIOError):  # it is full: the thread is awake
-            os.write(self._tell, bytes([number]))
+        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is awake
+            os.write(self._wake_writer, bytes([number]))
 
     def _end(self, last: Callable[[], int]) -> NoReturn:
-        with self._leaving:  # for good: a second thread that comes here waits for the end
+        with self._leaving:  # a second thread waits here for the end
             codes: list[int] = []
 
             def run() -> None:
@@ -201,30 +200,30 @@ class StopRequest:
             thread.start()
             deadline_s = self._clock() + LAST_S
             while thread.is_alive() and self._clock() < deadline_s:
-                if is_readable(self._told, 0.05):
-                    self._interrupts += os.read(self._told, 512).count(signal.SIGINT)
+                if is_readable(self._wake_reader, 0.05):
+                    self._interrupts += os.read(self._wake_reader, 512).count(signal.SIGINT)
                     if self._interrupts > 1:
                         os._exit(128 + signal.SIGINT)
             os._exit(codes[0] if codes else 1)
 
 
 def attend() -> StopRequest:
-    """A rank's request, which signals set from now on, and under torchrun the end of torchrun.
+    """Install a rank's stop request: signals set it, and under torchrun the end of torchrun.
 
-    To be called before anything heavy is imported: that takes seconds, in which torchrun may be
-    killed, and an orphan that doesn't notice meets the ranks of the next start in their store.
+    Call it before heavy imports: they take seconds, in which torchrun may be killed, and an orphan
+    that does not notice would join the store of the next start.
     """
     stop = StopRequest()
     stop.install()
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
-        stop.shield()  # torchrun signals whole process groups, and for more reasons than to stop
+        stop.shield()  # torchrun signals whole process groups, not only to stop
         parent = os.getppid()
         stop.watch(process_descriptor(parent), "the launcher", gone=parent == 1 and _is_init())
     return stop
 
 
 def _is_init() -> bool:
-    """Whether process 1, which orphans are given to, is certainly no torchrun."""
+    """Whether process 1, the parent of orphans, is certainly not torchrun."""
     with contextlib.suppress(OSError), open("/proc/1/cmdline", "rb") as file:
         words = file.read()
         return b"python" not in words and b"torch" not in words
@@ -232,8 +231,8 @@ def _is_init() -> bool:
 
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:
-    """Whether there is something to read, after waiting so long for it, or for 24 days. Of any
-    descriptor: `select` takes none from 1,024 on, and a program may have more files open."""
+    """Wait until there is something to read, for at most `timeout_s` seconds or 24 days; returns
+    whether there is. `select` takes no descriptors from 1,024 on, `poll` does."""
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(min(1000 * max(0.0, timeout_s), 2.0**31 - 1)))

@@ -47,7 +47,7 @@ def test_a_loss_that_cannot_bear_0_samples_is_told_what_they_are_and_what_helps(
     assert codes == [1] * 3
     (failure,) = {e["why"] for e in read_events(tmp_path / "run/events.jsonl")
                   if e["event"] == "failure" and not e["echo"]}
-    assert "ValueError: nothing to reshape; that was a micro-batch of 0 samples" in failure
+    assert "ValueError: nothing to reshape; this was a micro-batch of 0 samples" in failure
     assert any("or choose --batch.micro-size so that the ranks divide" in text for text in said)
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, tmp_path,
     ("name", r"step 12 \(forward\), attempt 0: FileNotFoundError: no file \\udcff.jpg", 11),
     ("codes", r"step 12 \(forward\), attempt 0: Red\\x1b\[31m: \\x1b\[2Jgone \\x9b1m\\u202e", 11),
     ("words", r"step 12 \(forward\), attempt 0: RuntimeError: Connection reset by peer", 11),
-    ("mute", r"step 12 \(forward\), attempt 0: Mute: \(its text can't be had: RuntimeError\)", 11),
+    ("mute", r"step 12 \(forward\), attempt 0: Mute: \(its text is not available: RuntimeError\)", 11),
     ("exit", r"step 12 \(forward\), attempt 0: SystemExit: 0", 11),
     ("exit-early", r"step 0 \(build\), attempt 0: SystemExit: 0", None),
 ])  # fmt: skip
@@ -157,7 +157,7 @@ def test_code_that_can_not_be_imported_is_never_started_again(ranks, tmp_path):
     codes, [said] = run(ranks, 1, tmp_path / "run", "--task.how=import", "--data.workers=2")
 
     assert codes == [2]
-    assert "nothing is started again" in said
+    assert "the run is not restarted" in said
     assert "No module named 'no_such_module_anywhere' (tests/support/failing_task.py:" in said
 
 
