@@ -70,7 +70,7 @@ def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, tmp_path,
     ("name", r"step 12 \(forward\), attempt 0: FileNotFoundError: no file \\udcff.jpg", 11),
     ("codes", r"step 12 \(forward\), attempt 0: Red\\x1b\[31m: \\x1b\[2Jgone \\x9b1m\\u202e", 11),
     ("words", r"step 12 \(forward\), attempt 0: RuntimeError: Connection reset by peer", 11),
-    ("mute", r"step 12 \(forward\), attempt 0: Mute: \(its text is not available: RuntimeError\)", 11),
+    ("mute", r"step 12 \(forward\), attempt 0: Mute: \(its text is not .*RuntimeError\)", 11),
     ("exit", r"step 12 \(forward\), attempt 0: SystemExit: 0", 11),
     ("exit-early", r"step 0 \(build\), attempt 0: SystemExit: 0", None),
 ])  # fmt: skip
