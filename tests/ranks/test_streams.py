@@ -1,4 +1,4 @@
-"""Training on streams: neither ranks, workers, uneven lanes nor stops move a sample."""
+"""Training on streams: the order is independent of ranks, workers, uneven lanes and stops."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BATCH = ("--batch.global-size=8", "--batch.micro-size=2")
 
 
 def run(ranks, size: int, folder: Path, tape: Path, *arguments: str, code: int = 0, **fields):
-    """Train; what the ranks saw is then at `tape`, which no other attempt of the run writes to."""
+    """Train; moves the records of samples to `tape`, so that no other attempt appends to them."""
     flags = [f"--task.{name}={value}" for name, value in fields.items()]
     codes = ranks(size, train, "--task=stream_task:StreamTape", "--device=cpu", "--clip.norm=0",
                   f"--task.tape={folder}-tape", *flags, *BATCH, "--checkpoint.keep=9",
@@ -28,7 +28,7 @@ def run(ranks, size: int, folder: Path, tape: Path, *arguments: str, code: int =
 
 
 def whole(found):
-    """The windows that are whole: the others don't count with drop_last on."""
+    """The complete windows; drop_last drops the others."""
     return [window for window in found if len(window) == 8]
 
 
@@ -37,7 +37,9 @@ def whole(found):
     ({"kind": "lanes", "sizes": "9,6,7,10"},
      [LANE * lane + place for lane in range(4) for place in range(2)]),
 ])  # fmt: skip
-def test_neither_ranks_nor_workers_move_a_sample_or_a_draw(ranks, tmp_path, fields, first_window):
+def test_samples_and_draws_are_independent_of_ranks_and_workers(
+    ranks, tmp_path, fields, first_window
+):
     found = []
     for size, workers in ((1, 0), (2, 2), (3, 0)):
         tape = tmp_path / f"tape-{size}"
@@ -69,7 +71,7 @@ def test_lanes_that_end_unevenly_give_short_and_empty_micro_batches(
 
 
 @pytest.mark.parametrize("drop_last", ["on", "off"])
-def test_ranks_with_different_numbers_of_batches_neither_hang_nor_mix_their_sums(
+def test_ranks_with_different_numbers_of_batches_do_not_hang_or_mix_sums(
     ranks, tmp_path, drop_last
 ):
     # Rank 0 has 5 full micro-batches an epoch and rank 1 has 4; a validation follows at once.
@@ -91,9 +93,9 @@ def test_ranks_with_different_numbers_of_batches_neither_hang_nor_mix_their_sums
         assert one["val_loss"] == pytest.approx(two["val_loss"], rel=1e-5)
 
 
-def test_the_window_that_an_epoch_ends_in_leaves_no_trace(ranks, tmp_path):
-    # The samples that are kept are the same ones: the first 8 of each lane. With fp16 the scaler
-    # has something to forget too.
+def test_the_partial_last_window_of_an_epoch_has_no_effect(ranks, tmp_path):
+    # Both runs use the same samples: the first 8 of each lane. With fp16 the state of the gradient
+    # scaler must be restored too.
     folders = [
         run(ranks, 2, tmp_path / f"run-{sizes}", tmp_path / f"tape-{sizes}", "--steps=8",
             "--precision.dtype=fp16", kind="lanes", sizes=sizes, norm="batch", dropout="0.1")
@@ -107,7 +109,7 @@ def test_the_window_that_an_epoch_ends_in_leaves_no_trace(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["stateful", "whole"])
-def test_a_stopped_run_goes_on_with_the_next_sample_on_any_number_of_ranks_and_workers(
+def test_a_stopped_run_continues_with_the_next_sample_on_any_number_of_ranks_and_workers(
     ranks, tmp_path, kind
 ):
     # 4 steps an epoch: it stops in the middle of epochs 1 and 2, the second time one step later.
@@ -148,7 +150,7 @@ def test_a_stopped_run_ends_with_the_same_bits(ranks, tmp_path, capsys):
     assert same == 0, capsys.readouterr().out
 
 
-def test_a_lane_that_knows_its_place_is_not_read_again(ranks, tmp_path):
+def test_a_lane_with_a_state_dict_is_not_read_again(ranks, tmp_path):
     log = tmp_path / "log"
     fields = {"kind": "stateful", "sizes": "20,20,20,20", "log": str(log)}
     arguments = ["--steps=8", "--data.workers=0"]
@@ -195,7 +197,7 @@ def test_lengths_in_epochs_of_a_stream_without_a_length_are_refused(
 
 
 @pytest.mark.parametrize(("drop_last", "count"), [("on", 6), ("off", 8)])
-def test_a_stream_that_knows_its_length_is_trained_on_for_epochs(
+def test_a_stream_with_a_length_can_be_trained_for_epochs(
     ranks, tmp_path, drop_last, count
 ):
     folder = run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--epochs=2",
@@ -205,7 +207,7 @@ def test_a_stream_that_knows_its_length_is_trained_on_for_epochs(
 
 
 @pytest.mark.parametrize(("sizes", "drop_last"), [("9,9,9,1", "on"), ("0,0,0,0", "off")])
-def test_an_epoch_without_a_global_batch_is_an_error_and_no_endless_run(
+def test_an_epoch_without_a_global_batch_is_an_error(
     ranks, tmp_path, sizes, drop_last
 ):
     run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--steps=4", "--data.workers=0",
@@ -213,7 +215,7 @@ def test_an_epoch_without_a_global_batch_is_an_error_and_no_endless_run(
 
 
 @pytest.mark.parametrize(("size", "workers", "first"), [(1, 0, 8), (2, 2, 7)])
-def test_after_a_rollback_a_stream_is_read_from_the_older_place(
+def test_after_a_rollback_a_stream_is_read_from_the_older_position(
     ranks, tmp_path, size, workers, first
 ):
     # Steps 7 to 12 are epoch 1, whose sample 1 is the first of step 7.
@@ -229,7 +231,7 @@ def test_after_a_rollback_a_stream_is_read_from_the_older_place(
     assert [line["step"] for line in lines if line.get("skipped")] == [first, first + 1, first + 2]
     went = windows(tmp_path / "tape-back", size, 4), windows(tmp_path / "tape-on", size, 4)
     back, on = (whole(found) for found in went)
-    # The steps from 6 on, after which an epoch ends, are made twice; the bad ones are not.
+    # The steps from 6 on (an epoch ends there) are repeated; the bad ones are not.
     assert back == [*on[: first + 2], *on[5 : first - 1], *on[first + 2 :]]
     back, on = (weights(tmp_path / name, 14) for name in ("back", "on"))
     assert all(torch.equal(back[name], on[name]) for name in on)

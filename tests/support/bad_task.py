@@ -1,4 +1,4 @@
-"""The task of `tape_task` with samples that raise: when they are read, or collated."""
+"""The task of `tape_task` with samples that raise when they are read or collated."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainer.data import batch as batches
 
 
 class Bad(Indexed):
-    """`Indexed` with samples that can't be read."""
+    """`Indexed` with some samples that raise when they are read."""
 
     def __init__(self, count: int, width: int, bad: set[int], error: str = "ValueError") -> None:
         super().__init__(count, width)
@@ -27,7 +27,7 @@ class Bad(Indexed):
 
 
 class BadAtOnce(Bad):
-    """The same, asked for many at once."""
+    """The same, read in batches by `__getitems__`."""
 
     def __getitems__(self, indices: Any) -> list[dict[str, Any]]:
         return [self[index] for index in indices]
@@ -39,7 +39,7 @@ def numbers(text: str) -> set[int]:
 
 @dataclasses.dataclass(frozen=True)
 class BadTape(Tape):
-    """`Tape` on such samples; their numbers are given as 3,5."""
+    """`Tape` on these samples; the bad ones are listed as 3,5."""
 
     bad: str = ""
     uncollatable: str = ""

@@ -1,4 +1,4 @@
-"""The task of `tape_task`, which fails in ways of its own where it meets a certain sample."""
+"""The task of `tape_task`, failing in a chosen way at a chosen sample."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Fragile(Indexed):
 
 
 class Mute(Exception):
-    """Can't even be told."""
+    """An exception whose str() raises."""
 
     def __str__(self) -> str:
         raise RuntimeError("no words")
@@ -48,7 +48,7 @@ class Mute(Exception):
 @dataclasses.dataclass(frozen=True)
 class Failing(Tape):
     """With --data.shuffle off, global batches of 8 and micro-batches of 2, sample 88 is the first
-    of step 12, on rank 0; 92 on rank 1 of 2. It is met only in training."""
+    of step 12, on rank 0; 92 on rank 1 of 2. It fails only in training."""
 
     how: str = ""
     at: int = 88
@@ -106,7 +106,7 @@ class Failing(Tape):
 
 
 class Thief:
-    """A sink that removes the run's records at step 10."""
+    """A sink that deletes the run's records at step 10."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -1,4 +1,4 @@
-"""Tasks with fields of many kinds, among them such as a file of settings can't hold."""
+"""Tasks with fields of many types, some of which a TOML file can't hold."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tape_task import Tape
 
 
 class Norm(enum.Enum):
-    """Written by name: the values need not be texts."""
+    """An enum is written by name: its values need not be strings."""
 
     BATCH = 1
     LAYER = 2
@@ -20,14 +20,14 @@ class Norm(enum.Enum):
 
 @dataclasses.dataclass(frozen=True)
 class Inner:
-    """A table of its own."""
+    """A nested table."""
 
     rate: float | None = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
 class Fields(Tape):
-    """`Tape` with more fields, which it doesn't use."""
+    """`Tape` with more fields, which are unused."""
 
     width: int | None = 5  # type: ignore[assignment]
     depth: int | None = None
@@ -41,7 +41,7 @@ class Fields(Tape):
 
 @dataclasses.dataclass(frozen=True)
 class Kinds(Tape):
-    """Fields of several values, and switches."""
+    """Fields with several values, and boolean fields."""
 
     widths: tuple[int, ...] = (64, 64)
     names: list[str] = dataclasses.field(default_factory=lambda: ["a"])
@@ -52,7 +52,7 @@ class Kinds(Tape):
 
 @dataclasses.dataclass(frozen=True)
 class Rooted(Tape):
-    """A field that has to be given, though it has a default."""
+    """A field that must be set although it has a default."""
 
     root: str = ""
 
@@ -63,7 +63,7 @@ class Rooted(Tape):
 
 @dataclasses.dataclass(frozen=True)
 class Unknown(Tape):
-    """A field of a type that only a type checker sees."""
+    """A field whose type is imported only for type checkers."""
 
     width: Nowhere = 3  # type: ignore[name-defined]  # noqa: F821
 

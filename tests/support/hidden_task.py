@@ -1,4 +1,4 @@
-"""A task whose model or data keep something, or are made, in a way that `way` names."""
+"""A task whose model or data have hidden state of the kind given by `way`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ COUNT = {"forwards": 0}
 
 
 class Net(nn.Module):
-    """Two linear layers, and what `way` does beside them."""
+    """Two linear layers, and hidden state of the kind `way`."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.register_buffer("mean", torch.zeros(0 if way == "grows" else 1, WIDTH))
         self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
         self.register_buffer("cache", None, persistent=False)
-        if way == "teacher":  # equal to its student at first: moved, and not changed
+        if way == "teacher":  # equal to its student at first: updated without a change
             self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
             self.teacher.load_state_dict(self.body.state_dict())
         if way == "parts":
@@ -43,7 +43,7 @@ class Net(nn.Module):
             case "assigns":
                 self.mean = 0.9 * self.mean + 0.1 * h.detach().sum(0, keepdim=True)
                 h = h - self.mean
-            case "caches":  # as of positions: made by the first forward
+            case "caches":  # such as positions: created by the first forward
                 if self.cache is None:
                     self.cache = torch.arange(1.0, WIDTH + 1)
                 h = h * self.cache
@@ -79,7 +79,7 @@ class Net(nn.Module):
 
 
 class Counting(Dataset):
-    """A data set whose samples know how often they were read."""
+    """A data set that counts how often its samples are read."""
 
     def __init__(self) -> None:
         self.reads = 0
@@ -93,7 +93,7 @@ class Counting(Dataset):
 
 
 class Keeping(Counting):
-    """One whose order goes on from the epoch before, or whose samples stay as first drawn."""
+    """A data set whose order depends on the previous epoch, or that caches its random draws."""
 
     def __init__(self, *, draws: bool) -> None:
         self.draws, self.drawn = draws, dict[int, Tensor]()
@@ -139,7 +139,7 @@ class Hidden:
 
 
 class Keeps(torch.optim.Optimizer):
-    """Gradient descent whose rate falls with what it keeps, and with noise."""
+    """Gradient descent with noise and a learning rate that falls with its own state."""
 
     def __init__(self, groups: Any, lr: float, weight_decay: float, kept: str = "state") -> None:
         super().__init__(groups, {"lr": lr})
@@ -151,7 +151,7 @@ class Keeps(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            group["count"] = group.get("count", 0) + 1  # which a new one doesn't have
+            group["count"] = group.get("count", 0) + 1  # absent in a new optimizer
             for parameter in group["params"]:
                 state = self.state[parameter]
                 match self.kept:

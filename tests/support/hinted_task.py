@@ -1,4 +1,4 @@
-"""A task in which each fault that a hint is about can be made."""
+"""A task that can show each problem for which there is a hint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.confusion import confusion
 
 
 class Net(nn.Module):
-    """Points of the plane → two logits; with a batch norm, and a layer that learns nothing."""
+    """Points of the plane → two logits; with a batch norm and a layer without gradient."""
 
     def __init__(self, *, dead: bool) -> None:
         super().__init__()
@@ -29,7 +29,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Hinted:
-    """Is a point above a line?"""
+    """Whether a point is above a line."""
 
     scale: float = 1.0
     shuffled: bool = False

@@ -1,4 +1,4 @@
-"""Each loss beside torch's own, with inputs of eight samples; the trainer's step over them."""
+"""Each loss with torch's equivalent and inputs of eight samples; the trainer's step over them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def numbers(*shape: int, below: int = CLASSES, seed: int = 1) -> Tensor:
 
 
 def dice_bce(output: Tensor, target: Tensor) -> Tensor:
-    """Plain torch, one mask after the other."""
+    """Plain torch, mask by mask."""
     parts = []
     for logits, mask in zip(output.flatten(0, 1), target.flatten(0, 1), strict=True):
         share = torch.sigmoid(logits)
@@ -95,7 +95,7 @@ CASES: dict[str, tuple[Any, Plain, tuple[Tensor, ...]]] = {
 
 
 class Given(nn.Module):
-    """Its outputs are its parameters."""
+    """A model whose outputs are its parameters."""
 
     def __init__(self, values: Tensor) -> None:
         super().__init__()
@@ -122,8 +122,8 @@ def step_of(model: nn.Module, loss: Any, group: dist.ProcessGroup | None = None)
 def one_step(
     name: str, sizes: Sequence[int], group: dist.ProcessGroup | None = None
 ) -> tuple[float, Tensor]:
-    """Loss and gradient of the trainer's step over micro-batches of these sizes, which the ranks
-    of the group share."""
+    """Loss and gradient of the trainer's step over micro-batches of these sizes, divided among the
+    ranks of the group."""
     loss, _, (output, *others) = CASES[name]
     model, found = Given(output), []
     step = step_of(model, lambda m, batch: Outcome(*loss(m(batch[0]), *batch[1:])), group)

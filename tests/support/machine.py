@@ -1,4 +1,4 @@
-"""What tests ask of the machine, which other users, and copies of these tests, share with them."""
+"""Resources of the machine, which tests share with other users and with copies of these tests."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterable
 
 
 def free_port() -> int:
-    """A port that nobody listens on.
+    """A free port.
 
     Below the ephemeral range, where no outgoing connection takes it before the test does.
     """
@@ -25,12 +25,12 @@ def free_port() -> int:
 
 
 def shared_memory() -> set[str]:
-    """The names there are in /dev/shm."""
+    """The names in /dev/shm."""
     return set(os.listdir("/dev/shm"))
 
 
 def left_in_shared_memory(before: set[str], pids: Iterable[int], limit_s: float = 30.0) -> set[str]:
-    """The names that weren't there `before` and stay, but for those with another process's number.
+    """The names not in `before` that remain, except those with the id of another process.
 
     Args:
         pids: the processes that may have left them. A name without a number is not theirs if it
@@ -49,7 +49,7 @@ def left_in_shared_memory(before: set[str], pids: Iterable[int], limit_s: float 
 
 
 def default_signals() -> None:
-    """As in a terminal: whoever runs the tests under `nohup` or in a shell's background has some
-    signals ignored, which every process inherits."""
+    """Reset signals to their defaults, as in a terminal: under `nohup` or in a shell's background
+    some are ignored, which child processes inherit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)

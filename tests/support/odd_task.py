@@ -1,5 +1,5 @@
-"""A task with all that could depend on the number of ranks: convolution, batch norms of each kind,
-dropout, augmentation, a buffer of its own, parameters of several dtypes and unused ones."""
+"""A task with everything that could depend on the number of ranks: convolution, batch norms of each
+kind, dropout, augmentation, a custom buffer, parameters of several dtypes and unused ones."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CLASSES = 4
 
 
 class Images(Dataset):
-    """Noisy 1x8x8 images, each reading of one moved and disturbed anew."""
+    """Noisy 1x8x8 images with random shifts and noise at each read."""
 
     def __init__(self, count: int, *, augment: bool) -> None:
         generator = torch.Generator().manual_seed(count)
@@ -38,7 +38,7 @@ class Images(Dataset):
 
 
 class Net(nn.Module):
-    """`width` decides whether gradients travel whole or in slices."""
+    """`width` decides whether gradients are reduced whole or in slices."""
 
     def __init__(self, width: int, odd: bool) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""A task for runs that are disturbed from outside: its steps take their time, its metrics tell
-which samples each step has consumed."""
+"""A task for runs that are disturbed from outside: its steps are slow, and its metrics encode the
+samples that each step has consumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.utils.data import Dataset
 from trainer import Outcome
 
 SAMPLES, BITS = 48, 12
-"""A metric names the samples of a group of 12 by a bit each: exact in float32, averages too."""
+"""A metric encodes the samples of a group of 12 by one bit each; float32 keeps it exact."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,7 @@ class Paced:
     """Regression on 48 numbered samples."""
 
     pace_s: float = 0.05
-    """How long each micro-batch takes, until the file `hurry` exists."""
+    """Seconds per micro-batch, until the file `hurry` exists."""
     hurry: str = ""
     norm: str = "batch"
 
@@ -49,7 +49,7 @@ class Paced:
 
 
 def consumed(run: Path) -> list[frozenset[int]]:
-    """The samples of each step in metrics.jsonl, which must tell each step once and in order."""
+    """The samples of each step in metrics.jsonl, which must have each step once and in order."""
     lines = steps(run)
     assert [line["step"] for line in lines] == list(range(1, len(lines) + 1))
     found = []

@@ -1,4 +1,4 @@
-"""Training in forked ranks, by the real command line, and reading what it left."""
+"""Train in forked ranks by the real command line, and read the results."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def metrics(run: Path | str) -> list[dict[str, Any]]:
 
 
 def steps(run: Path | str) -> list[dict[str, Any]]:
-    """The training steps' lines."""
+    """The lines of training steps."""
     return [line for line in metrics(run) if "loss" in line]
 
 
 def validations(run: Path | str) -> list[dict[str, Any]]:
-    """The validations' lines."""
+    """The lines of validations."""
     return [line for line in metrics(run) if "val_loss" in line]
 
 
 def weights(run: Path | str, step: int) -> dict[str, Any]:
-    """The model of a checkpoint, as a plain script loads it."""
+    """The model of a checkpoint, loaded as in a plain script."""
     from safetensors.torch import load_file
 
     return load_file(Path(run) / f"checkpoints/step-{step:08d}/model.safetensors")

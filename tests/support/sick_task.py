@@ -1,4 +1,4 @@
-"""A task whose samples, loss or gradient can be made sick."""
+"""A task whose samples, loss or gradient can be made non-finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer import Outcome
 
 
 class Centred(nn.Module):
-    """The model inside, and a mean of what it has seen, which 0 samples make a NaN."""
+    """A model with a running mean of its inputs, which becomes NaN with 0 samples."""
 
     def __init__(self, model: nn.Module, width: int) -> None:
         super().__init__()
@@ -29,15 +29,15 @@ class Centred(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Sick(Tape):
-    """The tape's regression; samples from `first` up to, not including, `end` are sick."""
+    """The regression of `Tape`; samples from `first` up to, not including, `end` are bad."""
 
     first: int = 0
     end: int = 0
     way: str = "loss"
-    """input: NaN in the sample; loss: an infinite loss; gradient: a finite loss whose gradient is
-    NaN; spike: a loss a thousand times as high; outlier: a finite sample whose square isn't."""
+    """input: NaN in the sample; loss: infinite loss; gradient: finite loss with NaN gradient;
+    spike: a loss 1000 times as high; outlier: a finite sample whose square is infinite."""
     centred: bool = False
-    """Whether the model keeps a mean of its samples."""
+    """Whether the model has a running mean of its samples."""
 
     def model(self) -> nn.Module:
         model = super().model()

@@ -1,4 +1,4 @@
-"""A task whose samples take time to read, and whose losses and models may, without moving a bit."""
+"""A task with slow samples, losses or models, without an effect on the results."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from trainer import Outcome
 
 
 def wait(what: str) -> None:
-    """As long as the environment says."""
+    """Sleep for the seconds in an environment variable."""
     time.sleep(float(os.environ.get(f"SLOW_{what}_S", "0")))
 
 
 class SlowSet(Dataset):
-    """`Indexed`, read slowly."""
+    """`Indexed` with slow reads."""
 
     def __init__(self, samples: Indexed, split: str) -> None:
         self._samples, self._split = samples, split
@@ -37,7 +37,7 @@ class SlowSet(Dataset):
 @dataclasses.dataclass(frozen=True)
 class Slow(Tape):
     """`Tape`; the seconds come from SLOW_TRAIN_S, SLOW_VALIDATION_S, SLOW_TEST_S (a sample),
-    SLOW_LOSS_S (a forward), SLOW_MODEL_S and SLOW_THREAD_S (how long a thread of its own lives)."""
+    SLOW_LOSS_S (a forward), SLOW_MODEL_S and SLOW_THREAD_S (lifetime of an extra thread)."""
 
     def model(self) -> nn.Module:
         wait("MODEL")

@@ -1,4 +1,4 @@
-"""A small task with everything that an evaluation has: batch norm, metrics, a table, figures."""
+"""A small task for evaluations, with batch norm, metrics, a table and figures."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from trainer.confusion import confusion, macro
 
 
 class Net(nn.Module):
-    """Two layers with a norm between them; `drift` makes no output like the one before,
-    and below 0 draws."""
+    """Two layers with a norm between them; `drift` changes each output, and below 0 adds
+    random draws."""
 
     def __init__(self, drift: float = 0.0) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ def samples(count: int, seed: int) -> tuple[Tensor, Tensor]:
 
 @dataclasses.dataclass(frozen=True)
 class Small:
-    """Which of the first three of six numbers is the largest."""
+    """Classify which of the first three of six numbers is the largest."""
 
     drift: float = 0.0
 
@@ -66,14 +66,14 @@ class Small:
 
 
 class Classifier(nn.Sequential):
-    """Of grey images, for --task.model."""
+    """A model of grey images, for --task.model."""
 
     def __init__(self, classes: int) -> None:
         super().__init__(nn.Flatten(), nn.Linear(784, classes))
 
 
 class Held:
-    """The same as a plain object with its tensors in memory, and something to do at a batch.
+    """The same as a plain object with tensors in memory, and an action at a chosen batch.
 
     Args:
         at: of the training micro-batches that this object has seen, at which to `act`.
@@ -101,18 +101,18 @@ class Held:
 
 
 def send(number: int) -> Callable[[], None]:
-    """What signals this process."""
+    """A function that signals this process."""
     return lambda: os.kill(os.getpid(), number)
 
 
 def interrupt_twice() -> None:
-    """What an impatient person does."""
+    """Send two interrupts, as an impatient user does."""
     for _ in range(2):
         os.kill(os.getpid(), signal.SIGINT)
 
 
 def fail() -> None:
-    """What a mistake does."""
+    """Raise an exception, as a mistake in user code does."""
     raise KeyError("the user's own mistake")
 
 
@@ -120,7 +120,7 @@ HANDLED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.
 
 
 def process_state() -> list[Any]:
-    """What a library call is to leave as it was."""
+    """State of the process that a library call must not change."""
     return [
         [signal.getsignal(number) for number in HANDLED],
         torch.get_rng_state().tolist(), torch.get_num_threads(),
@@ -131,7 +131,7 @@ def process_state() -> list[Any]:
 
 @dataclasses.dataclass(frozen=True)
 class Switched(Small):
-    """With two switches."""
+    """With two boolean fields."""
 
     plain: bool = False
     fancy: bool = True

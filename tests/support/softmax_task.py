@@ -1,4 +1,4 @@
-"""The spiral with a softmax at the end of its model, where the loss wants logits."""
+"""The spiral task with a mistaken softmax at the end of its model: the loss expects logits."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.tasks.spiral import Spiral
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Softmax(Spiral):
-    """Probabilities into cross-entropy."""
+    """Passes probabilities to cross-entropy."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(super().model(), nn.Softmax(1))

@@ -1,5 +1,5 @@
-"""The task of `tape_task` on streams: without random access, in uneven lanes, with and without a
-state and a length."""
+"""The task of `tape_task` on streams: in uneven lanes, with and without a state_dict, with and
+without a length."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LANE = 1000
 
 
 class Whole(IterableDataset):
-    """Samples 0, 1, 2, …, rotated by the epoch; each with draws of all kinds of generators."""
+    """Samples 0, 1, 2, …, rotated by the epoch; each with draws from all kinds of generators."""
 
     def __init__(self, count: int, width: int, log: str = "") -> None:
         self.count, self.width, self.log = count, width, log
@@ -51,7 +51,7 @@ class Whole(IterableDataset):
 
 
 class Lanes(Whole):
-    """Lane k gives `sizes[k]` samples."""
+    """Lane k has `sizes[k]` samples."""
 
     def __init__(self, sizes: list[int], width: int, log: str = "") -> None:
         super().__init__(sum(sizes), width, log)
@@ -64,7 +64,7 @@ class Lanes(Whole):
 
 
 class StatefulLanes(Lanes):
-    """The same lanes, whose iterators know their place."""
+    """The same lanes, with iterators that have a state_dict."""
 
     def lane(self, number: int, lanes: int) -> Iterator[dict[str, Any]]:
         return LaneIterator(self, number)
@@ -91,7 +91,7 @@ class LaneIterator:
 
 
 class Measured(Whole):
-    """A stream that knows its length."""
+    """A stream with a length."""
 
     def __len__(self) -> int:
         return self.count
@@ -128,7 +128,7 @@ class StreamTape(Tape):
 
 
 def windows(tape: Path | str, ranks: int, lanes: int) -> list[list[tuple[int, int, tuple]]]:
-    """What each window held, as (epoch, id, draws) in the order of the lanes."""
+    """The contents of each window as (epoch, id, draws), in the order of the lanes."""
     count = micro_batches_per_rank(lanes, ranks)
     tapes = read_tape(tape, ranks)
     assert len({len(lines) for lines in tapes}) == 1, "ranks ran different numbers of forwards"

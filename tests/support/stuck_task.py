@@ -1,4 +1,4 @@
-"""A task that gets stuck once at a chosen place, or takes its time."""
+"""A task that hangs once at a chosen place, or is slow."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer import Outcome
 
 
 def once(marks: str, name: str) -> bool:
-    """Whether it is the first time, over all processes and attempts."""
+    """Whether this is the first call, over all processes and attempts."""
     try:
         Path(marks, name).touch(exist_ok=False)
     except FileExistsError:
@@ -44,20 +44,20 @@ class StuckSamples(Indexed):
 
 @dataclasses.dataclass(frozen=True)
 class Stuck(Tape):
-    """The tape's task, and where it gets stuck: each once in a run."""
+    """The `Tape` task, hanging once per run at each chosen place."""
 
     marks: str = ""
-    """An empty folder, made by the test."""
+    """An empty folder, created by the test."""
     endless: int = -1
-    """Sample that is never read."""
+    """Sample whose read never ends."""
     stops: int = -1
-    """Sample whose reader is stopped."""
+    """Sample whose loader worker is stopped."""
     busy_at: int = -1
     """Forward in training, counted in each process, in which rank 0 computes for a minute."""
     first_s: float = 0.0
-    """Seconds that the first forward of each process takes, asleep."""
+    """Seconds that the first forward of each process sleeps."""
     validation_s: float = 0.0
-    """Seconds that each forward of a validation takes, asleep."""
+    """Seconds that each forward of a validation sleeps."""
 
     def dataset(self, split: str) -> Dataset | None:
         if split == "train" and self.marks:

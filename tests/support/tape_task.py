@@ -1,4 +1,4 @@
-"""Tasks for tests whose data set returns its own index, and which write down what they see."""
+"""Tasks for tests: the samples contain their index, and each micro-batch is recorded in a file."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Tape:
-    """Regression on numbered samples; each rank appends a line a micro-batch to its tape."""
+    """Regression on numbered samples; each rank appends one line per micro-batch to its tape."""
 
     tape: str = ""
     samples: int = 20
@@ -102,7 +102,7 @@ class Tape:
 
 @dataclasses.dataclass(frozen=True)
 class Unused(Tape):
-    """A parameter that no loss ever reaches: its gradient stays None."""
+    """A parameter that is unused in the loss: its gradient stays None."""
 
     def model(self) -> nn.Module:
         model = super().model()
@@ -112,7 +112,7 @@ class Unused(Tape):
 
 @dataclasses.dataclass(frozen=True)
 class Tokens:
-    """Samples of 1, 2, 3, … valid tokens: the mean over tokens is no mean of means."""
+    """Samples of 1, 2, 3, … valid tokens: the mean over tokens differs from the mean of means."""
 
     samples: int = 12
 
@@ -147,7 +147,7 @@ class TokenSet(Dataset):
 
 
 def read_tape(path: Path | str, ranks: int, *, training: bool = True) -> list[list[dict]]:
-    """The lines of each rank, without those of the attempt's rehearsals, which are like the first
+    """The lines of each rank, without those of the attempt's warm-up, which equal the first
     training line (two at the first start, otherwise one)."""
     tapes = []
     for rank in range(ranks):

@@ -1,5 +1,5 @@
-"""A task whose model does something that a sum by the numbers of the micro-batches can't bear, or
-hardly."""
+"""A task whose model does something that rank-invariant reduction doesn't support, or hardly
+supports."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ WIDTH = 6
 
 
 def limit(parameter: Tensor) -> None:
-    """A hook on the gradient that is there."""
+    """A hook that clips an existing gradient."""
     assert parameter.grad is not None
     parameter.grad.clamp_(-0.01, 0.01)
 
 
 class Net(nn.Module):
-    """`way` is what it does."""
+    """`way` selects the unusual behaviour."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Net(nn.Module):
         if self.way == "skips" and not len(x):
             return self.head(x.new_zeros(0, WIDTH, dtype=torch.float32))
         h = self.body(self.table(x))
-        if self.way == "reentrant":  # the body is in the graph, and in one of its own
+        if self.way == "reentrant":  # the body is in the graph, and in a graph of the checkpoint
             h = checkpoint(self.body, h, use_reentrant=True)
         if self.way == "passing":
             self.passing += len(x)
@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 @dataclasses.dataclass(frozen=True)
 class Unfit:
-    """Numbers from a table."""
+    """Regression of numbers from an embedding table."""
 
     way: str = "skips"
     samples: int = 13

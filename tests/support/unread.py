@@ -1,4 +1,4 @@
-"""Programs whose output nobody reads."""
+"""Run programs whose output pipe has no reader."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 
 def ended(*command: str, unbuffered: bool = False) -> tuple[int, str]:
-    """Exit code, and what was said, of a program whose output nobody reads."""
+    """Exit code and stderr of a program whose stdout has no reader."""
     reader, writer = os.pipe()
     os.close(reader)
     done = subprocess.run([sys.executable, *command], stdout=writer, stderr=subprocess.PIPE,

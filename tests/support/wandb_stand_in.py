@@ -1,4 +1,4 @@
-"""In place of wandb: what a sink asks of it, written down."""
+"""A fake wandb module that records the calls of a sink."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 
 
 class StandIn:
-    """`init` gives a run; `calls` has what each did, in order."""
+    """`init` returns a run; `calls` lists all calls in order."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []

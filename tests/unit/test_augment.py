@@ -1,4 +1,4 @@
-"""Augmentation: what happens to an image depends on it and on its key, on nothing else."""
+"""Augmentation: the result for an image depends only on the image and its key."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ quick = settings(max_examples=40, deadline=None)
 
 
 def pictures(number: int, *, channels: int = 1, height: int = 6, width: int = 5) -> torch.Tensor:
-    """Different values everywhere, none of them 0."""
+    """Images with distinct, non-zero values."""
     count = number * channels * height * width
     return torch.arange(1, count + 1, dtype=torch.float32).view(number, channels, height, width)
 
@@ -80,7 +80,7 @@ def test_every_shift_occurs_about_equally_often_and_flips_take_half():
     assert abs(int(flipped[..., 0].sum()) - 25_000) < 600
 
 
-def test_the_flip_says_nothing_about_the_crop():
+def test_flip_and_crop_are_independent():
     images = pictures(1).to(torch.uint8)
     even, odd = (np.array([0x1234_5678_9ABC_DEF0 | bit], dtype=np.uint64) for bit in (0, 1))
 
@@ -88,7 +88,7 @@ def test_the_flip_says_nothing_about_the_crop():
 
 
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.int64])
-def test_the_type_stays_and_the_input_is_left_as_it_is(kind):
+def test_dtype_and_input_are_unchanged(kind):
     images = (pictures(4) % 200).to(kind)
     before = images.clone()
     keys = np.full(4, 2**64 - 1, dtype=np.uint64)

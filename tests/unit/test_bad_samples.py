@@ -1,4 +1,4 @@
-"""Bad samples: named as the user knows them, or replaced as a function of (seed, epoch, index)."""
+"""Bad samples: named by their index, or replaced as a function of (seed, epoch, index)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read(samples: KeyedSamples, *indices: int) -> Micro:
 
 
 def fussy(samples: list[dict[str, Any]]) -> Any:
-    """A collate that can do nothing with the bad samples."""
+    """A collate that raises for the bad samples."""
     wrong = {sample["index"] for sample in samples} & BAD
     if wrong:
         raise ValueError(f"no shape for {min(wrong)}")
@@ -45,7 +45,7 @@ def fussy(samples: list[dict[str, Any]]) -> Any:
 
 
 def in_place_of(index: int, bad: set[int] = BAD) -> int:
-    """What the documentation says."""
+    """The replacement as documented."""
     choices = [rng.mix(SEED, rng.REPLACE, EPOCH, index, i) % COUNT for i in range(1, 11)]
     return next(choice for choice in choices if choice not in bad)
 
@@ -64,11 +64,11 @@ READERS = {
 }
 
 
-# --- the choice
+# --- the replacement
 
 @pytest.mark.parametrize("kind", READERS)
 @pytest.mark.parametrize("indices", [(3,), (3, 1), (0, 3, 7, 8), (5, 20, 3), (8, 7, 20)])
-def test_a_bad_sample_gives_way_to_the_documented_choice(kind, indices):
+def test_a_bad_sample_is_replaced_by_the_documented_choice(kind, indices):
     micro = read(READERS[kind](), *indices)
 
     bad = [index for index in indices if index in BAD]
@@ -81,7 +81,7 @@ def test_a_bad_sample_gives_way_to_the_documented_choice(kind, indices):
     assert {r.epoch for r in micro.replaced} == {EPOCH}
 
 
-def test_another_seed_and_another_epoch_choose_otherwise():
+def test_the_replacement_depends_on_seed_and_epoch():
     def choices(seed: int, epoch: int) -> list[int]:
         samples = KeyedSamples(Bad(COUNT, 3, BAD), seed=seed, skip=True)
         return [r.by for r in samples[Slot(1, epoch, 0, True, tuple(BAD))].replaced]
@@ -89,7 +89,7 @@ def test_another_seed_and_another_epoch_choose_otherwise():
     assert len({tuple(choices(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
 
 
-def test_a_choice_that_is_bad_as_well_is_passed_over():
+def test_a_bad_replacement_is_skipped():
     first = rng.mix(SEED, rng.REPLACE, EPOCH, 3, 1) % COUNT
     bad = {3, first}
 
@@ -98,7 +98,7 @@ def test_a_choice_that_is_bad_as_well_is_passed_over():
 
 @pytest.mark.parametrize("kind", [Bad, BadAtOnce])
 @pytest.mark.parametrize(("num_ranks", "workers"), [(1, 2), (2, 0), (3, 2)])
-def test_neither_ranks_nor_workers_move_a_choice(kind, num_ranks, workers):
+def test_the_replacement_is_independent_of_ranks_and_workers(kind, num_ranks, workers):
     def run(num_ranks: int, workers: int) -> dict[tuple[int, int], Micro]:
         found = {}
         plan = Plan(samples=COUNT, global_size=8, micro_size=2, drop_last=True)
@@ -123,16 +123,16 @@ def test_neither_ranks_nor_workers_move_a_choice(kind, num_ranks, workers):
     assert sum(len(m.replaced) for m in found.values()) == 2 * len(BAD)
 
 
-def test_an_empty_micro_batch_has_its_form_without_sample_0_and_counts_nothing():
+def test_an_empty_micro_batch_works_without_sample_0_and_counts_nothing():
     micro = read(reader(bad={0}))
 
     assert micro.batch["x"].shape == (0, 3)
     assert micro.replaced == ()
 
 
-# --- what is no bad sample
+# --- errors that are not the fault of a sample
 
-def test_where_all_choices_are_bad_too_the_first_error_is_raised():
+def test_if_all_replacements_are_bad_the_first_error_is_raised():
     with pytest.raises(SampleError, match=r"reading sample 3 of epoch 2 raised ValueError: no "
                        r"picture in 3, and so did the 10 samples") as caught:
         read(reader(bad=set(range(COUNT))), 3)
@@ -141,7 +141,7 @@ def test_where_all_choices_are_bad_too_the_first_error_is_raised():
 
 
 @pytest.mark.parametrize("kind", [Bad, BadAtOnce])
-def test_memory_that_is_short_says_nothing_of_the_sample(kind):
+def test_a_memory_error_is_not_blamed_on_the_sample(kind):
     samples = KeyedSamples(kind(COUNT, 3, BAD, "MemoryError"), seed=SEED, skip=True, advice="skip")
 
     with pytest.raises(SampleError, match="MemoryError") as caught:
@@ -155,7 +155,7 @@ def test_memory_that_is_short_says_nothing_of_the_sample(kind):
                  "on device (28)"),
     OSError(errno.EMFILE, "Too many open files"),
 ])  # fmt: skip
-def test_a_machine_that_is_short_of_something_says_nothing_of_the_sample(error):
+def test_a_resource_shortage_is_not_blamed_on_the_sample(error):
     def collate(samples: list[Any]) -> Any:
         raise error
 
@@ -174,7 +174,7 @@ def test_an_interrupt_passes_through(kind):
 
 
 @pytest.mark.parametrize("skip", [False, True])
-def test_samples_that_only_together_make_no_batch_are_named(skip):
+def test_samples_that_fail_only_together_are_all_named(skip):
     def picky(samples: list[Any]) -> Any:
         if len(samples) > 1:
             raise ValueError("no two of them fit")
@@ -185,7 +185,7 @@ def test_samples_that_only_together_make_no_batch_are_named(skip):
         read(reader(bad=set(), collate=picky, skip=skip, advice="skip"), 4, 5)
 
 
-# --- the name of a bad sample
+# --- naming a bad sample
 
 @pytest.mark.parametrize(("kind", "collate", "doing"), [
     (Bad, batches.collate, "reading sample 7 "), (BadAtOnce, batches.collate, "reading sample 7 "),
@@ -195,14 +195,14 @@ def test_the_one_that_is_bad_is_named_among_many(kind, collate, doing):
     bad = {7} if collate is batches.collate else set()
 
     with pytest.raises(SampleError) as caught:
-        read(reader(kind, bad, collate=collate, skip=False, rank=2, advice="mend it"), 5, 7, 1)
+        read(reader(kind, bad, collate=collate, skip=False, rank=2, advice="fix it"), 5, 7, 1)
 
     text = str(caught.value)
     assert text.startswith(f"{doing}of epoch 2 raised ValueError: no ")
-    assert text.endswith(" (rank 2); mend it")
+    assert text.endswith(" (rank 2); fix it")
 
 
-def test_a_subsets_sample_is_named_as_in_the_data_set_and_with_its_place():
+def test_a_sample_of_a_subset_is_named_by_both_indices():
     subset = Subset(Subset(Bad(COUNT, 3, BAD), range(10)), [9, 8, 7])
 
     with pytest.raises(SampleError, match=r"sample 8 \(in the subset: 1\) of epoch 2 raised"):
@@ -229,7 +229,7 @@ def test_an_error_in_a_loader_worker_names_it_and_shows_the_users_line():
 
 # --- limits
 
-def test_a_tenth_of_the_samples_is_the_most_and_a_hundred_are_free():
+def test_at_most_a_hundred_or_a_tenth_of_the_samples_may_be_replaced():
     refuse_copies(100, 100)
     refuse_copies(1000, 10_000)
     for replaced, consumed in ((101, 101), (1001, 10_000)):
@@ -237,7 +237,7 @@ def test_a_tenth_of_the_samples_is_the_most_and_a_hundred_are_free():
             refuse_copies(replaced, consumed)
 
 
-def test_a_stream_can_not_skip_and_says_so_before_anything_starts():
+def test_skipping_in_a_stream_is_refused_before_anything_starts():
     config = Config(task=StreamTape(), data=Data(on_error="skip"), steps=2,
                     batch=Batch(global_size=4, micro_size=2))
 
@@ -245,7 +245,7 @@ def test_a_stream_can_not_skip_and_says_so_before_anything_starts():
         prepare(config, World(Launch(), CPU, threads=torch.get_num_threads()))
 
 
-def test_the_datas_fingerprint_passes_over_bad_samples_where_the_run_does():
+def test_the_fingerprint_of_the_data_skips_bad_samples_if_the_run_does():
     task = BadTape(samples=8, bad="0,1,2")
     skip, stop = (Config(task=task, data=Data(on_error=on_error), steps=2,
                          batch=Batch(global_size=4, micro_size=2)) for on_error in ("skip", "stop"))

@@ -1,4 +1,4 @@
-"""Batches of any nesting are mapped, stacked, measured, and emptied."""
+"""Map, stack, measure and empty batches of any nesting."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_numbers_become_tensors_and_strings_a_list():
     assert stacked["s"] == ["a", "b"]
 
 
-@pytest.mark.parametrize(("samples", "told"), [
+@pytest.mark.parametrize(("samples", "message"), [
     ([(torch.ones(1),), (torch.ones(1), torch.ones(1))], "tuples of different lengths, such as 1 "
                                                          "and 2, .* collate"),
     ([{"ids": [1, 2]}, {"ids": [1]}], "lists of different lengths, such as 1 and 2, .* collate"),
@@ -95,12 +95,12 @@ def test_numbers_become_tensors_and_strings_a_list():
     ([Path("a"), Path("b")], "PosixPath can't be stacked; .* collate"),
     ([np.array([1, "a"], object)] * 2, "numpy.ndarray of object can't be stacked"),
 ])  # fmt: skip
-def test_samples_that_can_not_be_stacked_are_refused_with_the_reason_and_the_remedy(samples, told):
-    with pytest.raises((ValueError, TypeError), match=told):
+def test_unstackable_samples_are_refused_with_reason_and_remedy(samples, message):
+    with pytest.raises((ValueError, TypeError), match=message):
         batch.collate(samples)
 
 
-def test_an_error_of_another_kind_stays_torchs_own(monkeypatch):
+def test_other_errors_of_torch_are_not_changed(monkeypatch):
     def fails(samples):
         raise RuntimeError("unable to allocate shared memory")
 
@@ -111,7 +111,7 @@ def test_an_error_of_another_kind_stays_torchs_own(monkeypatch):
 
 
 @pytest.mark.parametrize("make", NESTINGS)
-def test_an_empty_batch_has_the_form_of_a_full_one_and_no_samples(make):
+def test_an_empty_batch_has_the_structure_of_a_full_one_and_no_samples(make):
     full = batch.collate([make(torch.ones(2, dtype=torch.int32)) for _ in range(3)])
 
     empty = batch.empty(full)
@@ -129,7 +129,7 @@ def test_an_empty_batch_has_the_form_of_a_full_one_and_no_samples(make):
     (Pair(torch.ones(2), ["a", "b"]), lambda e: e.y),
     (Record(torch.ones(2), {"deep": (["a", "b"],)}), lambda e: e.names["deep"][0]),
 ])
-def test_names_beside_the_tensors_are_emptied_too(full, read):
+def test_lists_of_strings_are_emptied_too(full, read):
     assert read(batch.empty(full)) == []
 
 
@@ -145,7 +145,7 @@ def test_the_size_is_the_first_dimension_of_the_first_tensor_that_has_one():
     assert batch.size({"scale": torch.tensor(1.0)}) == 0
 
 
-def test_a_copy_in_memory_of_its_own_can_be_differentiated_as_what_it_is_a_copy_of():
+def test_a_copied_batch_has_the_graph_properties_of_the_original():
     leaf = torch.ones(2, requires_grad=True)
     given = (leaf, nn.Parameter(torch.ones(2)), leaf * 2, torch.ones(1).expand(3))
 

@@ -1,4 +1,4 @@
-"""`check_task` finds each way in which a task can break its promises, and nothing in a good one."""
+"""`check_task` finds each violation of the requirements on a task, and accepts correct tasks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Points(Dataset):
 
 @dataclasses.dataclass(frozen=True)
 class Good:
-    """Least squares; what the broken tasks are made from."""
+    """Least squares: the base of the broken tasks."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 1))
@@ -59,7 +59,7 @@ def problems(task: Any, **arguments: Any) -> str:
     Good(), Images(), Images(norm="group", augment="flip+crop", dropout=0.1), Tokens(),
     Tape(norm="batch", dropout=0.2, validation=3),
 ], ids=lambda task: type(task).__name__)  # fmt: skip
-def test_a_task_that_keeps_its_promises_passes(task):
+def test_a_correct_task_passes(task):
     check_task(task)
 
 
@@ -74,7 +74,7 @@ def test_the_check_moves_no_generator(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
-def test_a_data_set_smaller_than_the_batch_is_checked_with_what_there_is(count):
+def test_a_data_set_smaller_than_the_batch_is_checked(count):
     class Small(Good):
         def dataset(self, split: str) -> Any:
             return Points(count) if split == "train" else None
@@ -93,7 +93,7 @@ def test_noise_in_the_loss_is_no_reason_to_refuse_a_sum():
     check_task(Noisy())
 
 
-def test_data_kept_by_the_task_and_traces_of_the_last_batch_are_no_state():
+def test_cached_data_and_values_of_the_last_batch_are_no_state():
     class Cached(Good):
         @cached_property
         def points(self) -> Points:
@@ -150,7 +150,7 @@ def test_an_item_that_counts_its_reads_is_found():
     assert "differ when they are read again under the same key" in problems(with_data(Counting))
 
 
-def test_an_item_from_a_generator_out_of_sight_is_found():
+def test_draws_from_a_hidden_generator_are_found():
     hidden = [random.Random()] * 100
 
     class Unkeyed(Points):
@@ -160,7 +160,7 @@ def test_an_item_from_a_generator_out_of_sight_is_found():
     assert "differ when they are read again" in problems(with_data(Unkeyed))
 
 
-def test_a_data_set_that_is_another_one_after_a_restart_is_found():
+def test_a_data_set_that_differs_after_a_restart_is_found():
     made: list[float] = []
 
     class Fresh(Points):
@@ -262,7 +262,7 @@ def test_a_loss_that_breaks_the_protocol_is_found(loss, problem):
     assert problem in problems(with_loss(loss))
 
 
-def test_a_model_that_cannot_bear_0_samples_is_told_once_with_what_helps():
+def test_a_model_that_fails_with_0_samples_is_reported_once_with_a_remedy():
     def pooled(model: nn.Module, batch: Any) -> Outcome:
         return Outcome((squares(model, batch) + 0 * batch[0].max()).sum(), len(batch[0]))
 
@@ -315,7 +315,7 @@ def test_the_vectors_of_a_spectral_norm_may_move_without_samples(spectral_norm):
                          lambda: spectral_norm(nn.Linear(3, 1))))
 
 
-def test_what_no_checkpoint_could_hold_is_found():
+def test_values_that_safetensors_cannot_hold_are_found():
     class Turning(nn.Linear):
         def __init__(self) -> None:
             super().__init__(3, 1)
@@ -355,7 +355,7 @@ def test_all_problems_are_reported_together():
 # --- hidden state
 
 class Hiding(nn.Linear):
-    """Keeps something that its training forward moves, in one of several places."""
+    """Has hidden state, in one of several places, that the training forward changes."""
 
     def __init__(self, place: str) -> None:
         super().__init__(3, 1)
@@ -398,7 +398,7 @@ def test_state_outside_parameters_and_buffers_is_found(place, path):
 
 
 @pytest.mark.parametrize("place", ["nowhere", "generator"])
-def test_nothing_is_hidden_where_the_forward_moves_nothing_or_what_is_keyed(place):
+def test_no_hidden_state_is_found_in_a_model_without_it_or_with_a_keyed_generator(place):
     class Fine(Good):
         def model(self) -> nn.Module:
             return Hiding(place)

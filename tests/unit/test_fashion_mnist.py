@@ -119,7 +119,7 @@ def test_a_damaged_sample_is_an_error_that_names_it(damage, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("layout", [".", "FashionMNIST/raw"])
-def test_the_files_are_found_packed_or_not_in_either_layout(layout, packed, tmp_path):
+def test_the_files_are_found_compressed_or_not_in_either_layout(layout, packed, tmp_path):
     files = contents()
     folder = write(tmp_path / "root" / layout, files, packed=packed)
 
@@ -145,7 +145,7 @@ def test_the_places_are_tried_in_order(tmp_path):
     assert found == places
 
 
-def test_where_nothing_is_found_the_error_lists_each_place_and_the_remedy(tmp_path):
+def test_if_nothing_is_found_the_error_lists_each_place_and_the_remedy(tmp_path):
     write(tmp_path / "root", {FILES[0]: b"", FILES[1]: b"", FILES[2]: b""})
 
     with pytest.raises(ConfigError) as caught:
@@ -167,7 +167,7 @@ def test_where_nothing_is_found_the_error_lists_each_place_and_the_remedy(tmp_pa
 
 
 def damaged(folder: Path, kind: str) -> Path:
-    """A folder in which one file has something wrong with it."""
+    """A folder with one damaged file."""
     files = contents()
     images, labels = FILES[0], FILES[1]
     if kind.startswith("packed"):
@@ -236,7 +236,7 @@ def test_a_download_lands_in_the_root_and_is_found_from_then_on(tmp_path):
         ".fashion-mnist.lock", "FashionMNIST"]
 
 
-def test_a_download_that_breaks_off_leaves_no_part_where_data_are_looked_for(tmp_path):
+def test_an_interrupted_download_leaves_no_partial_files(tmp_path):
     def break_off(target: Path) -> None:
         write(target / "FashionMNIST" / "raw", {FILES[0]: b"half"})
         raise RuntimeError("File not found or corrupted.")
@@ -247,7 +247,7 @@ def test_a_download_that_breaks_off_leaves_no_part_where_data_are_looked_for(tmp
     assert not (tmp_path / "root").exists()
 
 
-def test_a_download_that_breaks_off_leaves_what_was_there(tmp_path):
+def test_an_interrupted_download_leaves_existing_files(tmp_path):
     (tmp_path / "root").mkdir()
     (tmp_path / "root" / "notes.txt").write_text("mine")
 
@@ -298,7 +298,7 @@ def wait_until(happened, deadline_s: float = 200) -> None:
 
 @pytest.fixture
 def mirror(tmp_path):
-    """A folder with the packed files, and the address at which it is served."""
+    """A folder with the compressed files, and the address of an HTTP server for it."""
     folder = write(tmp_path / "mirror", contents(), packed=True)
 
     class Quiet(http.server.SimpleHTTPRequestHandler):

@@ -22,7 +22,7 @@ from trainer.tasks.images import Images
 
 
 class Indices(list):
-    """What the loader hands to `__getitems__`."""
+    """The indices that the loader passes to `__getitems__`."""
 
     def __init__(self, indices, keys):
         super().__init__(indices)
@@ -35,7 +35,7 @@ def idx(array: np.ndarray) -> bytes:
 
 
 def tiny(folder: Path, *, change: tuple[int, int] | None = None, **fields) -> Images:
-    """A task on 50 + 10 images; `change` = (file, byte) is one byte that is different."""
+    """A task with 50 + 10 images; `change` = (file, byte) changes one byte."""
     folder.mkdir(parents=True, exist_ok=True)
     draw = np.random.default_rng(1)
     for number, name in enumerate(FILES):
@@ -62,7 +62,7 @@ def test_a_fifth_of_the_training_file_is_held_out_and_none_of_it_trained_on():
     assert sorted(map(bytes, rows)) == sorted(map(bytes, whole))
 
 
-def test_the_split_depends_on_the_seed_alone_and_stays_what_it_has_been():
+def test_the_split_depends_on_the_seed_alone_and_is_stable():
     first, again, other = (Images(seed=s)._parts(12_000) for s in (0, None, 1))
 
     assert np.array_equal(first[1], again[1])
@@ -135,7 +135,7 @@ def test_an_augmented_sample_is_the_same_in_any_batch(augment):
 def test_flip_mirrors_and_crop_lets_black_in():
     data = Images(augment="flip+crop").dataset("train")
     plain = data[3][0]
-    black = data.__getitems__([3])[0].min()  # of Fashion-MNIST's background
+    black = data.__getitems__([3])[0].min()  # background of Fashion-MNIST
 
     centre = 0x8000 << 16 | 0x8000 << 32  # the third of five places, each way
     (flipped,), _ = data.__getitems__(Indices([3], [centre | 1]))
@@ -164,7 +164,7 @@ def test_a_batch_of_no_samples_has_the_form_of_any_other():
         assert (labels.shape, labels.dtype) == ((0,), torch.int64)
 
 
-def test_a_data_set_survives_the_way_to_a_loader_process(tmp_path):
+def test_a_data_set_can_be_pickled(tmp_path):
     data = tiny(tmp_path).dataset("train")
 
     copied = pickle.loads(pickle.dumps(data))
@@ -186,7 +186,7 @@ def test_the_fingerprint_tells_data_and_splits_apart_but_not_folders(tmp_path):
     assert tiny(tmp_path / "a", seed=0, augment="none").fingerprint() == plain
 
 
-def test_what_a_viewer_shows_are_training_images_as_they_are():
+def test_the_preview_shows_unaugmented_training_images():
     task = Images()
 
     shown = task.preview(16)
@@ -233,7 +233,7 @@ def test_the_flag_and_the_recipe_key_of_the_model_are_model():
     ({"architecture": "resnet18", "norm": "group"}, r"task\.norm group.*task\.model resnet18"),
     ({"architecture": "resnet18", "dropout": 0.1}, r"task\.dropout 0\.1.*task\.model resnet18"),
 ])
-def test_a_setting_that_cannot_be_is_refused_by_name(fields, message):
+def test_an_invalid_setting_is_refused_by_name(fields, message):
     with pytest.raises(ConfigError, match=message):
         Images(**fields)
 
@@ -297,7 +297,7 @@ def test_an_unknown_model_is_refused_with_the_nearest_names():
 
 
 class Fixed(torch.nn.Module):
-    """Gives the logits that it was made with."""
+    """Returns fixed logits."""
 
     def __init__(self, logits):
         super().__init__()

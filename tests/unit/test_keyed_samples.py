@@ -1,4 +1,4 @@
-"""Reading a map-style data set: each sample under its own key, through subsets too."""
+"""Reading a map-style data set: each sample has its own key, also in subsets."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Plain(Dataset):
 
 
 class Batched(Plain):
-    """The same at once, with the keys in the draws' place, or -1 without."""
+    """The same in batches, with the keys instead of draws, or -1 without keys."""
 
     def __getitems__(self, indices: Any) -> list[tuple[int, int, int]]:
         keys = indices.keys if hasattr(indices, "keys") else np.full(len(indices), -1)
@@ -48,7 +48,7 @@ class Batched(Plain):
 
 
 class Doubled(Subset):
-    """A subset that does more than to choose."""
+    """A subset that does more than select samples."""
 
     def __getitem__(self, index: int) -> Any:
         number, epoch, drawn = self.dataset[self.indices[index]]
@@ -68,7 +68,7 @@ def read(dataset: Any, *places: int, epoch: int = 3, augment: bool = True) -> li
 
 @pytest.mark.parametrize("kind", [Plain, Batched])
 @pytest.mark.parametrize("indices", [[7, 5, 3, 1], torch.tensor([7, 5, 3, 1]), range(7, 0, -2)])
-def test_a_subsets_samples_are_keyed_by_their_places_in_it(kind, indices):
+def test_samples_of_a_subset_are_keyed_by_their_position_in_it(kind, indices):
     subset = Subset(kind(), indices)
 
     found = read(subset, 2, 0)
@@ -94,7 +94,7 @@ def test_without_augmentation_no_keys_are_given_through_a_subset():
 
 
 @pytest.mark.parametrize("kind", [Plain, Batched])
-def test_a_subset_that_does_more_than_to_choose_is_asked_itself(kind):
+def test_a_subset_that_does_more_than_select_is_read_itself(kind):
     subset = Doubled(kind(), [5, 4])
 
     found = read(subset, 0, 1)
@@ -103,11 +103,11 @@ def test_a_subset_that_does_more_than_to_choose_is_asked_itself(kind):
     assert [row[2] for row in found] == [row[2] for row in read(Batched(), 0, 1)]
 
 
-def test_a_single_sample_of_a_subset_is_the_one_that_it_chose():
+def test_a_single_sample_of_a_subset_is_the_selected_one():
     assert KeyedSamples(Subset(Plain(), torch.tensor([9, 8])), seed=1).sample(1)[0] == 8
 
 
-def test_data_in_memory_are_so_in_a_subset():
+def test_a_subset_of_data_in_memory_is_in_memory():
     assert in_memory(Subset(Subset(Batched(), [1, 2]), [0]))
     assert not in_memory(Subset(Plain(), [1, 2]))
 
@@ -128,7 +128,7 @@ def test_samples_that_are_left_out_by_getitems_are_an_error():
     lambda one, other: ConcatDataset([one, other]), lambda one, other: StackDataset(one, other),
     lambda one, other: StackDataset(a=one, b=Subset(other, [*range(12)])),
 ])  # fmt: skip
-def test_data_sets_that_are_put_together_are_told_the_epoch(join):
+def test_combined_data_sets_get_set_epoch(join):
     one, other = Plain(), Plain()
 
     KeyedSamples(join(one, other), seed=1)[Slot(9, 4, 0, True, (0,))]
@@ -136,7 +136,7 @@ def test_data_sets_that_are_put_together_are_told_the_epoch(join):
     assert one.epoch == other.epoch == 4
 
 
-def test_a_data_set_that_several_read_is_told_by_each_its_epoch():
+def test_each_reader_of_a_shared_data_set_sets_its_epoch():
     whole = Plain()
     one, other = (KeyedSamples(part, seed=1) for part in random_split(whole, [6, 6]))
 
@@ -162,7 +162,7 @@ class Shuffling(Plain):
 
 
 class Reseeded(Plain):
-    """Has another generator in each epoch."""
+    """Creates a new generator in each epoch."""
 
     def set_epoch(self, epoch: int) -> None:
         self.own = np.random.default_rng(epoch)
@@ -171,7 +171,7 @@ class Reseeded(Plain):
         return self.own.random()
 
 
-def test_a_generator_that_is_made_for_an_epoch_is_keyed_too():
+def test_a_generator_created_in_set_epoch_is_keyed_too():
     straight, later = (KeyedSamples(Reseeded(), seed=1) for _ in "12")
     for slot in (Slot(1, 0, 0, True, (0, 1)), Slot(2, 1, 0, True, (2, 3))):
         straight[slot]
@@ -180,18 +180,18 @@ def test_a_generator_that_is_made_for_an_epoch_is_keyed_too():
     assert torch.equal(straight[slot].batch, later[slot].batch)
 
 
-def test_what_a_data_set_draws_for_an_epoch_is_keyed():
+def test_random_draws_in_set_epoch_are_keyed():
     whole = tuple(range(12))
     orders = [KeyedSamples(Shuffling(), seed=seed)[Slot(1, epoch, 0, True, whole)].batch.tolist()
               for seed, epoch in [(1, 2), (1, 2), (1, 3), (2, 2)]]
 
     assert orders[0] == orders[1]
     assert len({tuple(order) for order in orders}) == 3
-    assert KeyedSamples(Shuffling(), seed=1).sample(0) in whole, "told the epoch before the first"
+    assert KeyedSamples(Shuffling(), seed=1).sample(0) in whole, "set_epoch comes first"
 
 
 class Refilling(TensorDataset):
-    """Fills the same memory again each time; or the next of several."""
+    """Reuses one buffer for all batches, or several buffers in turn."""
 
     def __init__(self, buffers: int, *, numpy: bool) -> None:
         super().__init__(torch.arange(24.0).view(12, 2))
@@ -209,7 +209,7 @@ def slots(count: int) -> list[Slot]:
 
 
 @pytest.mark.parametrize(("buffers", "numpy"), [(1, False), (3, False), (1, True)])
-def test_batches_in_memory_that_is_filled_again_stay_what_they_were(buffers, numpy):
+def test_batches_in_reused_memory_are_copied(buffers, numpy):
     data = Refilling(buffers, numpy=numpy)
     samples = KeyedSamples(data, seed=1)
 
@@ -219,7 +219,7 @@ def test_batches_in_memory_that_is_filled_again_stay_what_they_were(buffers, num
 
 
 class Slicing(TensorDataset):
-    """Hands out views of what it has: a column less, one row for all, and constants."""
+    """Returns views of its data: without a column, one row expanded, and constants."""
 
     def __getitems__(self, indices: list[int]) -> Any:
         x = self.tensors[0]
@@ -227,7 +227,7 @@ class Slicing(TensorDataset):
         return rows[:, 1:], rows.t(), x[0].expand(2, -1), torch.full((2,), float("nan"))
 
 
-def test_batches_in_memory_of_their_own_lie_in_it_as_they_were_given():
+def test_copied_batches_keep_their_strides():
     data = Slicing(torch.arange(36.0).view(12, 3))
     samples = KeyedSamples(data, seed=1)
 
@@ -238,7 +238,7 @@ def test_batches_in_memory_of_their_own_lie_in_it_as_they_were_given():
     assert batch[0].data_ptr() == given[0].data_ptr(), "no copy, once it is known that none is due"
 
 
-def test_batches_that_are_more_than_their_tensors_are_left_so():
+def test_other_attributes_of_a_batch_are_kept():
     def packed(samples: list[torch.Tensor]) -> PackedSequence:
         return pack_sequence([torch.arange(n + 1.0) for n in samples], enforce_sorted=False)
 

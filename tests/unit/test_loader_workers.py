@@ -1,4 +1,4 @@
-"""A loader worker whose rank is gone before it has begun; a batch that it can't hand over."""
+"""Loader workers: a rank that dies early, file offsets, and batches that can't be sent."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def enter(start: Callable[[int], None]) -> None:
 
 
 @pytest.mark.parametrize(("gone", "code"), [(False, 7), (True, 0)])
-def test_a_worker_goes_on_only_below_the_rank_that_asked_for_it(gone: bool, code: int) -> None:
+def test_a_worker_runs_only_as_a_child_of_its_rank(gone: bool, code: int) -> None:
     start = loader_arguments(1, 2, torch.device("cpu"))["worker_init_fn"]
     if gone:  # as if its parent had been another process
         start = partial(start.func, os.getppid())
@@ -58,13 +58,13 @@ class Opened:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux")
 @pytest.mark.parametrize("buffering", [0, 64])
-def test_workers_do_not_move_each_others_place_in_a_file_of_the_data_set(
+def test_workers_have_separate_file_offsets_in_files_of_the_data_set(
     tmp_path: Path, buffering: int
 ) -> None:
     path = tmp_path / "rows"
     path.write_bytes(b"".join(bytes([row]) * 4096 for row in range(6)))
     dataset = Opened(path, buffering=buffering)
-    path.unlink()  # a file that has lost its name is opened anew too
+    path.unlink()  # a deleted file is reopened too
 
     rows = list(DataLoader(dataset, **loader_arguments(2, 2, torch.device("cpu"))))
 
@@ -73,7 +73,7 @@ def test_workers_do_not_move_each_others_place_in_a_file_of_the_data_set(
     dataset.file.close()
 
 
-def test_what_is_open_for_writing_stays_shared_so_that_none_writes_over_another(
+def test_files_open_for_writing_keep_a_shared_offset(
     tmp_path: Path,
 ) -> None:
     path = tmp_path / "log"
@@ -89,8 +89,8 @@ def test_what_is_open_for_writing_stays_shared_so_that_none_writes_over_another(
 
 
 class Unsendable:
-    """A data set whose third batch can't be handed over; the worker's shared memory is left as
-    torch leaves it where there is no room."""
+    """A data set whose third batch can't be sent; a file stays in shared memory, as torch leaves it
+    when there is no space."""
 
     def __getitem__(self, index: int) -> object:
         if index != 2:
@@ -102,7 +102,7 @@ class Unsendable:
         return 4
 
 
-def test_a_batch_that_can_not_be_handed_over_is_an_error_and_no_endless_wait() -> None:
+def test_a_batch_that_cannot_be_sent_raises_instead_of_hanging() -> None:
     before = shared_memory()
     loader = DataLoader(Unsendable(), **loader_arguments(1, 2, torch.device("cpu")))
     batches = iter(loader)
@@ -117,7 +117,7 @@ def test_a_batch_that_can_not_be_handed_over_is_an_error_and_no_endless_wait() -
 
 
 SHARED = torch.arange(4.0).share_memory_()
-"""Tensors that a data set has put in shared memory stay there: others write to them."""
+"""Tensors that a data set has put in shared memory remain shared: others write to them."""
 
 
 class Odd:
@@ -152,11 +152,11 @@ class Odd:
         return 3
 
 
-def test_tensors_of_any_kind_come_out_of_a_loader_process_as_they_went_in() -> None:
+def test_a_loader_process_preserves_all_kinds_of_tensors() -> None:
     source = iter(DataLoader(Odd(), **loader_arguments(2, 2, torch.device("cpu"))))
     try:
         batches = list(source)
-    finally:  # else they would live as long as what went wrong is remembered
+    finally:  # otherwise a raised exception would keep the workers alive
         shut_down(source)
 
     for index, found in enumerate(batches):
@@ -169,7 +169,7 @@ def test_tensors_of_any_kind_come_out_of_a_loader_process_as_they_went_in() -> N
                 type(tensor), tensor.dtype, tensor.shape, tensor.stride(),
                 tensor.requires_grad), name
             assert torch.equal(there, tensor), name
-        # As without loader processes: what is written into one is seen in the other.
+        # As without loader processes: both tensors share memory.
         assert (found["part"].untyped_storage().data_ptr()
                 == found["same part"].untyped_storage().data_ptr())
     inside = [name for name in batches[0] if batches[0][name].untyped_storage().is_shared()]

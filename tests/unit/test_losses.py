@@ -23,7 +23,7 @@ def test_every_loss_has_a_case():
     assert {type(loss) for loss, _, _ in CASES.values()} == set(losses.LOSSES.values())
 
 
-def test_sum_over_count_is_torchs_mean_with_torchs_gradient(case):
+def test_total_over_count_is_torchs_mean_with_torchs_gradient(case):
     loss, plain, (output, *others) = case
     ours, theirs = (output.clone().requires_grad_() for _ in range(2))
 

@@ -24,7 +24,7 @@ COLOURS = {"blue": (30, 40, 200), "green": (30, 160, 40), "red": (200, 40, 30)}
 
 
 def make_folder(root: Path, counts: dict[str, int], split: str = "train") -> Path:
-    """Noisy images of one colour, a folder for each, of sides that differ."""
+    """Noisy images of one colour in one folder per colour, with different sizes."""
     generator = np.random.default_rng(len(split))
     for name, count in counts.items():
         folder = root / split / name
@@ -53,7 +53,7 @@ def root(tmp_path) -> Path:
 
 
 def small(root: Path, **fields: Any) -> Photos:
-    # Its own random convolutions and no BatchNorm: the smallest of torchvision's.
+    # The smallest torchvision classifier without BatchNorm.
     return Photos(**{"root": str(root), "architecture": "squeezenet1_1", "crop": 32, **fields})
 
 
@@ -62,7 +62,7 @@ def read(task: Photos, split: str, indices: tuple[int, ...], epoch: int = 0) -> 
     return samples[Slot(1, epoch, 0, True, indices)].batch
 
 
-def test_a_task_on_photographs_keeps_its_promises(root):
+def test_a_task_on_photographs_passes_check_task(root):
     check_task(small(root, class_weights="balanced", label_smoothing=0.1))
 
 
@@ -94,7 +94,7 @@ def test_validation_images_are_resized_and_cropped_in_the_middle(root):
     assert torch.equal(images, read(task, "validation", (0, 1), epoch=1)[0])
 
 
-def test_folders_of_their_own_are_taken_for_validation_and_test(root):
+def test_separate_folders_are_used_for_validation_and_test(root):
     task = small(root)
     assert [len(task.dataset(s)) for s in ("train", "validation")] == [18, 2]
     assert task.dataset("test") is None
@@ -182,7 +182,7 @@ def test_a_cut_or_missing_cifar_file_is_named(tmp_path):
 
 @pytest.fixture
 def cached(tmp_path, monkeypatch) -> dict[str, Tensor]:
-    """Weights under the name of the published ones, in torch's cache."""
+    """Weights in torch's cache, under the name of the published ones."""
     from torchvision import models
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path / "home"))
@@ -195,7 +195,7 @@ def cached(tmp_path, monkeypatch) -> dict[str, Tensor]:
     return values
 
 
-def test_published_weights_are_loaded_but_for_the_last_layer(root, cached):
+def test_published_weights_are_loaded_except_for_the_last_layer(root, cached):
     model = small(root, weights="IMAGENET1K_V1").model()
 
     found = model.state_dict()

@@ -48,7 +48,7 @@ def test_a_picture_is_drawn_in_eval_mode_and_moves_no_generator_or_buffer(tmp_pa
         assert np.asarray(image).tolist() == np.full((4, 6, 3), 40).tolist()
 
 
-def test_a_picture_that_is_there_is_drawn_again_only_if_asked(tmp_path):
+def test_an_existing_picture_is_drawn_again_only_on_request(tmp_path):
     calls: list[int] = []
     taken = pictures(tmp_path, lambda m: calls.append(1) or np.zeros((2, 2, 3)), [])
 
@@ -75,7 +75,7 @@ def test_a_picture_that_fails_is_a_warning(tmp_path, capfd):
 
 @pytest.mark.parametrize("image", [np.zeros((3, 3)), np.zeros((3, 4, 4)), np.zeros(()),
                                    np.zeros((4, 4, 1))])
-def test_a_picture_of_another_form_is_a_warning_and_shown_nowhere(tmp_path, capfd, image):
+def test_a_picture_of_another_shape_is_a_warning_and_is_not_shown(tmp_path, capfd, image):
     shown = []
     taken = pictures(tmp_path, lambda model: image, shown)
 
@@ -96,7 +96,7 @@ def test_a_picture_of_samples_that_fails_is_a_warning(capfd):
     assert "no picture of samples: the task's preview(32)" in "".join(capfd.readouterr())
 
 
-def test_the_film_has_the_pictures_up_to_the_last_step_in_order(tmp_path):
+def test_the_animation_has_the_pictures_up_to_the_last_step_in_order(tmp_path):
     levels = iter([10, 90, 170, 250])
     taken = pictures(tmp_path, lambda m: np.full((2, 2, 3), next(levels)), [])
     for step in (5, 10, 100, 200):

@@ -1,4 +1,4 @@
-"""The shipped tasks keep a task's promises; their data, targets and teachers."""
+"""Shipped tasks: they pass `check_task`; their data, targets and teachers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from trainer.testing import check_task
     Shapes(images=16, loss_name="bce", balanced=True), Text(context=16, dropout=0.1),
     Text(context=16, stream=True),
 ], ids=str)  # fmt: skip
-def test_a_shipped_task_keeps_its_promises(task):
+def test_a_shipped_task_passes_check_task(task):
     check_task(task)
 
 
@@ -39,9 +39,9 @@ def test_each_built_in_task_has_a_recipe(name):
 
 @pytest.mark.parametrize("recipe", cli.recipe_names())
 def test_a_recipe_is_in_the_docs(recipe):
-    told = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
+    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
 
-    assert f"`{recipe}`" in told
+    assert f"`{recipe}`" in page
 
 
 @pytest.mark.parametrize("task", [Spiral(), Shapes(images=8), Shapes(images=8, target="labels")],
@@ -56,9 +56,9 @@ def test_a_picture_is_drawn_of_a_fresh_model(task):
     assert picture.std() > 1
 
 
-# --- drawn data
+# --- synthetic data
 
-def test_splits_hold_other_points_and_the_seed_decides_them():
+def test_splits_are_disjoint_and_depend_on_the_seed():
     points = [Spiral(seed=seed).dataset(split).tensors[0]
               for seed, split in ((0, "train"), (0, "validation"), (1, "validation"))]
 
@@ -85,10 +85,10 @@ def text(tmp_path) -> Path:
     return path
 
 
-def test_pieces_are_the_text_and_what_follows_and_the_last_one_is_shorter(text):
+def test_pieces_are_the_text_with_next_bytes_and_the_last_one_is_shorter(text):
     data = Text(file=str(text), context=16, validation_fraction=0.0).dataset("train")
 
-    assert len(data) == 13  # 199 bytes have one that follows
+    assert len(data) == 13  # 199 bytes have a next byte
     inputs, targets = data.__getitems__(range(13))
     assert inputs.flatten()[:199].tolist() == list(text.read_bytes()[:-1])
     assert targets.flatten()[:199].tolist() == list(text.read_bytes()[1:])
@@ -116,7 +116,7 @@ def test_the_end_of_the_text_is_held_out(text):
     assert task.dataset("test") is None
 
 
-def test_lanes_read_on_in_parts_of_the_text_and_know_their_place(text):
+def test_lanes_read_contiguous_parts_of_the_text_and_save_their_position(text):
     stream = Text(file=str(text), context=16, stream=True, validation_fraction=0.0).dataset("train")
 
     lanes = [list(stream.lane(number, 3)) for number in range(3)]
@@ -143,14 +143,14 @@ def test_the_gpt_does_not_look_ahead():
     assert float(difference[9:].min()) > 0
 
 
-@pytest.mark.parametrize(("content", "told"), [(None, "No such file"), (b"", "empty"),
+@pytest.mark.parametrize(("content", "message"), [(None, "No such file"), (b"", "empty"),
                                                (b"a", "too few")])
-def test_a_text_that_cannot_be_read_is_named(tmp_path, content, told):
+def test_a_text_that_cannot_be_read_is_named(tmp_path, content, message):
     path = tmp_path / "text"
     if content is not None:
         path.write_bytes(content)
 
-    with pytest.raises(ConfigError, match=f"task.file {path}.*{told}"):
+    with pytest.raises(ConfigError, match=f"task.file {path}.*{message}"):
         Text(file=str(path)).dataset("train")
 
 
@@ -163,11 +163,11 @@ def teacher(tmp_path) -> Path:
     return tmp_path
 
 
-def test_a_task_with_a_teacher_keeps_its_promises(teacher):
+def test_a_task_with_a_teacher_passes_check_task(teacher):
     check_task(Images(teacher=str(teacher)))
 
 
-def test_a_taught_loss_is_the_mixture_of_labels_and_teacher(teacher):
+def test_the_distillation_loss_mixes_labels_and_teacher(teacher):
     task = Images(teacher=str(teacher), teacher_share=0.3, temperature=2.0)
     rng.key_generators(0, rng.MODEL)
     model = task.model()
@@ -189,7 +189,7 @@ def test_a_taught_loss_is_the_mixture_of_labels_and_teacher(teacher):
         assert float(task.loss(model, batch).total) == float(Images().loss(model, batch).total)
 
 
-def test_the_teacher_is_no_part_of_what_is_trained_and_its_weights_are_in_the_fingerprint(teacher):
+def test_the_teacher_is_not_trained_and_its_weights_are_in_the_fingerprint(teacher):
     task = Images(teacher=str(teacher))
     before = task.fingerprint()
     assert task.model().state_dict().keys() == Images().model().state_dict().keys()
@@ -200,7 +200,7 @@ def test_the_teacher_is_no_part_of_what_is_trained_and_its_weights_are_in_the_fi
     assert task.fingerprint() != before != Images().fingerprint()
 
 
-def test_a_teacher_that_is_not_there_or_does_not_fit_is_named(teacher, tmp_path):
+def test_a_missing_or_unfit_teacher_is_named(teacher, tmp_path):
     with pytest.raises(ConfigError, match=r"--task.teacher nowhere: there is no nowhere"):
         Images(teacher="nowhere").fingerprint()
     task = Images(teacher=str(teacher), norm="group")

@@ -1,4 +1,4 @@
-"""A stream read in this process and in its workers: places, orders, states, errors."""
+"""Streams read in this process and in workers: positions, orders, states, errors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainer.errors import ConfigError
 
 
 class Counted(IterableDataset):
-    """Lane k gives 100 k, 100 k + 1, …, `size` of them."""
+    """Lane k has `size` samples 100 k, 100 k + 1, …"""
 
     def __init__(self, size: int = 12) -> None:
         self.size = size
@@ -46,7 +46,7 @@ class Shuffled(IterableDataset):
 
 
 class Ordered(IterableDataset):
-    """Draws its order when it is told the epoch, and has none before."""
+    """Draws its order in `set_epoch`, and has no order before."""
 
     def set_epoch(self, epoch: int) -> None:
         self.order = random.sample(range(8), 8)
@@ -55,14 +55,14 @@ class Ordered(IterableDataset):
         return iter(self.order)
 
 
-def test_a_streams_first_samples_are_those_of_an_order_that_is_keyed():
+def test_first_samples_of_a_stream_come_from_a_keyed_order():
     read = [first_samples(Ordered(), lanes=2, count=8, seed=1) for _ in "12"]
 
     assert read[0] == read[1]
 
 
 class DividedByWorker(Counted):
-    """A stream that takes each worker for a part of itself, as many do."""
+    """A stream that splits itself by worker, as many do."""
 
     def lane(self, number: int, lanes: int) -> Iterator[int]:
         info = get_worker_info()
@@ -71,7 +71,7 @@ class DividedByWorker(Counted):
 
 
 class Resumable(IterableDataset):
-    """A stream that holds its place itself, in an object that it gives out and goes on changing."""
+    """A stream that holds its own position, in an object that it returns and keeps changing."""
 
     def __init__(self) -> None:
         self.place = {"next": 0}
@@ -119,7 +119,7 @@ class Broken(Counted):
 
 
 class Rank:
-    """A rank's stream, and how many steps it has made."""
+    """A rank's stream, and its number of completed steps."""
 
     def __init__(
         self, dataset: IterableDataset, rank: int = 0, size: int = 1, *, workers: int = 0,
@@ -134,7 +134,7 @@ class Rank:
         )  # fmt: skip
 
     def window(self) -> dict[int, list[int]]:
-        """Make a step: lane → samples."""
+        """Make a step; returns lane → samples."""
         lanes = {}
         while True:
             micro = next(self.stream)
@@ -149,18 +149,18 @@ class Rank:
         return self
 
 
-def test_a_lone_ranks_state_continues_the_lanes_of_the_others_too():
-    told: list[Any] = []
+def test_the_state_of_a_single_rank_continues_the_lanes_of_the_others():
+    positions: list[Any] = []
 
     def gather(mine: Any) -> list[Any]:
-        told.append(json.loads(json.dumps(mine)))
-        return told
+        positions.append(json.loads(json.dumps(mine)))
+        return positions
 
     first, second = (Rank(Counted(), rank, 2, gather=gather) for rank in range(2))
     for rank in (second, first, second, first):
         rank.window()
     second.stream.share()
-    first.stream.share()  # the one that hears both, as in a save
+    first.stream.share()  # the one that receives both positions, as in a save
     for rank in (second, first, second, first):
         rank.window()
     lone = first.stream.state_dict()
@@ -171,7 +171,7 @@ def test_a_lone_ranks_state_continues_the_lanes_of_the_others_too():
     assert resumed.window() == {**first.window(), **second.window()}
 
 
-def test_the_state_is_that_of_the_last_step_and_not_of_what_was_read_ahead():
+def test_the_state_is_that_of_the_last_step_and_not_of_prefetched_windows():
     dataset = Resumable()
     run = Rank(dataset)
     run.window()
@@ -200,7 +200,7 @@ def test_a_state_of_the_last_window_of_an_epoch_leads_to_the_next_epoch():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_a_stream_whose_order_is_drawn_is_still_one_order_for_all_lanes(workers):
+def test_a_random_order_of_a_stream_is_the_same_for_all_lanes(workers):
     orders = []
     for size in (1, 2):
         ranks = [Rank(Shuffled(), r, size, workers=workers) for r in range(size)]
@@ -215,7 +215,7 @@ def test_a_stream_whose_order_is_drawn_is_still_one_order_for_all_lanes(workers)
     assert orders[0] == orders[1]
 
 
-def test_a_stream_that_divides_itself_by_worker_loses_nothing_to_it():
+def test_a_stream_that_splits_itself_by_worker_loses_no_samples():
     run = Rank(DividedByWorker(size=4), workers=2)
 
     windows = [run.window() for _ in range(2)]
@@ -229,7 +229,7 @@ def test_a_stream_that_divides_itself_by_worker_loses_nothing_to_it():
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_the_next_epoch_drops_what_was_read_ahead_of_the_last_one(workers):
+def test_next_epoch_drops_prefetched_windows(workers):
     run = Rank(Counted(size=6), workers=workers)
     first = [run.window() for _ in range(3)]
     assert next(run.stream).samples == 0
@@ -242,7 +242,7 @@ def test_the_next_epoch_drops_what_was_read_ahead_of_the_last_one(workers):
     assert first[0] == {k: [100 * k, 100 * k + 1] for k in range(4)}
 
 
-def test_a_place_in_other_lanes_is_refused():
+def test_a_position_with_another_lane_layout_is_refused():
     state = {"epoch": 0, "start": 0, "lanes": 2, "micro_size": 4, "feeds": [{}, {}]}
 
     with pytest.raises(ConfigError, match=r"2 lanes of 4 samples .* 4 lanes of 2 samples"):
