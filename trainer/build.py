@@ -1,9 +1,10 @@
-"""Config + World → the parts of a run: the only place that constructs."""
+"""Construct a run from its configuration, in stages: the only place that constructs."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ from trainer.agreement import Agreement
 from trainer.card import announce, card_lines, doubts
 from trainer.checkpoint import Checkpointer
 from trainer.config import Config
+from trainer.context import Claim, Context
 from trainer.data import batch as batches
 from trainer.data.loader import Loader
 from trainer.data.reading import in_memory
@@ -43,11 +45,11 @@ from trainer.evaluate import Evaluator
 from trainer.health import Health
 from trainer.job import RunRecord, SavePolicy
 from trainer.leaks import shared_samples
-from trainer.level import level, record
+from trainer.level import Lines, level, record
 from trainer.lock import RunLock
 from trainer.log import Log
 from trainer.metrics import Metrics
-from trainer.opening import open_metrics, open_source, open_timing
+from trainer.opening import RecordedRun, open_metrics, open_source, open_timing
 from trainer.parts import Parts
 from trainer.pictures import FOLDER, Pictures
 from trainer.prepare import Work, prepare, refuse_unreachable
@@ -62,20 +64,57 @@ from trainer.store import Store
 from trainer.world import World
 
 
+@dataclass(frozen=True, kw_only=True)
+class Saving:
+    """The state of the run, and how it is saved and recorded."""
+
+    state: TrainState
+    health: Health
+    checkpoint: Checkpointer
+    metrics: Metrics
+    circumstances: dict[str, Any]
+    """What decides bits besides the configuration; saved with each checkpoint."""
+    inexact: list[str]
+    """Reasons why this run is no longer exact; saved with each checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """Where the run continues."""
+
+    found: Found | None
+    verdict: resume.Verdict
+    position: int
+    """Completed steps."""
+
+
 def build(
     config: Config[Any], world: World, log: Log, stop: StopRequest, marks: ProgressMarks
 ) -> Parts:
-    """Collective. Construct the run, on every rank the same.
+    """Collective. Construct the run, in the same way on every rank.
 
     Raises:
         ConfigError: the configuration doesn't fit the data, the model, the ranks or the run that
             is resumed, on any rank: all raise, before anything is changed.
     """
     log.status.enter(Phase.BUILD)
-    path, named, init = (Path(p or "").absolute() for p in (  # a task may call chdir
+    # Absolute paths: a task may call chdir.
+    path, named, init = (Path(p or "").absolute() for p in (
         config.run or f"runs/{cli.DEFAULT_RECIPE}", config.resume, config.init))
+    context = Context(config=config, world=world, log=log, stop=stop, marks=marks, path=path)
     work = _agreed(world, partial(prepare, config, world))
     alike.check_data(work, world)
+    claim = _claim(context, work)
+    saving = _make_state(context, work, claim)
+    resumption = _find_position(context, work, claim, saving, named, init)
+    lines = _enter_folder(context, work, claim, saving, resumption)
+    step = _make_step(context, work, claim, saving)
+    return _open(context, work, claim, saving, resumption, step, lines)
+
+
+def _claim(context: Context, work: Work) -> Claim:
+    """Collective. Find out which run the folder holds, and arm the injected faults."""
+    config, world, log, path = context.config, context.world, context.log, context.path
     identity = folder.look(path, world, log, resume=config.resume)
     lock = RunLock(path / folder.LOCK, world.nonce, revoked=lambda: world.stale)
     drills = [faults.parse(text) for text in config.inject]
@@ -84,25 +123,25 @@ def build(
         drills, rank=world.rank, attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
     )  # fmt: skip
     if injector:
-        marks.subscribe(injector)
+        context.marks.subscribe(injector)
+    return Claim(identity=identity, lock=lock, injector=injector)
 
+
+def _make_state(context: Context, work: Work, claim: Claim) -> Saving:
+    """Make the state of a new run, its checkpointer and its metrics."""
+    config, world, marks = context.config, context.world, context.marks
     horizon = Horizon(epoch=work.plan.steps_per_epoch, total=work.intervals.total)
     health = Health(config.nonfinite)
     state = TrainState(
-        model=work.model,
-        optimizer=work.optimizer,
+        model=work.model, optimizer=work.optimizer,
         schedule=schedules.build(config.schedule, work.optimizer, horizon),
         scaler=precision.scaler(work.choice, world.device, config.precision.loss_scale),
-        progress=Progress(),
-        best=Best(),
-        meter=LossMeter(),
-        seed=config.seed,
-        num_ranks=world.size,
-        parts={"horizon": horizon, "health": health},
+        progress=Progress(), best=Best(), meter=LossMeter(), seed=config.seed,
+        num_ranks=world.size, parts={"horizon": horizon, "health": health},
     )
     if state.schedule.metric and work.data["validation"] is None:
-        raise ConfigError("--schedule.name plateau: it falls when a validation's figure no longer "
-                          "gets better, and the task has no validation data.")
+        raise ConfigError("--schedule.name plateau: it lowers the rate when a validation metric "
+                          "stops improving, but the task has no validation data.")
     metrics = Metrics()
     circumstances = {
         "task": cli.task_path(config.task), "data": work.fingerprint, "world_size": world.size,
@@ -114,28 +153,42 @@ def build(
     keep_every = config.checkpoint.keep_every.steps(epoch=horizon.epoch, total=horizon.total)
     checkpoint = Checkpointer(
         store=Store(
-            path / folder.CHECKPOINTS, run=identity.run, keep=config.checkpoint.keep,
-            keep_every=keep_every or None, guard=lock.committing,
+            context.path / folder.CHECKPOINTS, run=claim.identity.run, keep=config.checkpoint.keep,
+            keep_every=keep_every or None, guard=claim.lock.committing,
             mark=lambda point: marks.mark(point, checkpoint.saved_step),
         ),
-        state=state, world=world, log=log, marks=marks,
+        state=state, world=world, log=context.log, marks=marks,
         record=RunRecord(
-            run_id=identity.run, metric_lines=metrics.recent, sync=metrics.sync,
+            run_id=claim.identity.run, metric_lines=metrics.recent, sync=metrics.sync,
             attempt={"settings": resume.settings(config), "circumstances": circumstances,
                      "inexact": inexact}),
         policy=SavePolicy(on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s),
     )  # fmt: skip
-    found = _find(config, named, checkpoint.store, identity.run, world, log)
+    return Saving(state=state, health=health, checkpoint=checkpoint, metrics=metrics,
+                  circumstances=circumstances, inexact=inexact)
+
+
+def _find_position(
+    context: Context, work: Work, claim: Claim, saving: Saving, named: Path, init: Path
+) -> Resumption:
+    """Collective. Find the checkpoint to continue from, or begin with initial weights.
+
+    Args:
+        named: the folder that --resume names.
+        init: the weights that --init names.
+    """
+    config, world, log, state = context.config, context.world, context.log, saving.state
+    found = _find(config, named, saving.checkpoint.store, claim.identity.run, world, log)
     verdict = resume.Verdict()
     if found is not None:
         then = found.facts["circumstances"]
         by_number = config.parallel.reduction == "canonical"
         if config.world.threads == "auto" and (by_number or then["world_size"] == world.size):
             world.use_threads(then["threads"])  # their number decides bits
-            circumstances["threads"] = world.threads
-        verdict = resume.judge(config, found.facts["settings"], now=circumstances, then=then,
-                               before=found.facts.get("inexact", ()))
-        inexact.extend(verdict.reasons)
+            saving.circumstances["threads"] = world.threads
+        verdict = resume.judge(config, found.facts["settings"], now=saving.circumstances,
+                               then=then, before=found.facts.get("inexact", ()))
+        saving.inexact.extend(verdict.reasons)
         state.progress.load_state_dict(found.facts["progress"])
     elif config.init is not None:
         work.card["init"] = _agreed(world, partial(
@@ -145,48 +198,76 @@ def build(
         alike.check_reading(work, log, config.seed)
     position = state.progress.step
     log.status.move_to(position)
-    _arm(injector, checkpoint, state)
+    _arm(claim.injector, saving.checkpoint, state)
     waited = found is not None and found.facts["best"]["waited"]
     if position >= work.intervals.total or 0 < config.eval.patience <= waited:
-        folder.refuse_finished(path, world, position)
-    folder.enter(path, identity, lock, world, log)
-    folder.begin(path, identity, world, log, position=position, version=_version(config),
-                 max_same_step=config.restart.max_same_step)
-    lines = level(found, checkpoint.store, path / folder.METRICS, identity.run, world, log)
-    marks.mark(Phase.START, position)
+        folder.refuse_finished(context.path, world, position)
+    return Resumption(found=found, verdict=verdict, position=position)
 
+
+def _enter_folder(
+    context: Context, work: Work, claim: Claim, saving: Saving, resumption: Resumption
+) -> Lines:
+    """Collective. Take the run folder, begin the attempt, and bring each node up to date."""
+    config, world, log, path = context.config, context.world, context.log, context.path
+    folder.enter(path, claim.identity, claim.lock, world, log)
+    folder.begin(path, claim.identity, world, log, position=resumption.position,
+                 version=_version(config), max_same_step=config.restart.max_same_step)
+    lines = level(resumption.found, saving.checkpoint.store, path / folder.METRICS,
+                  claim.identity.run, world, log)
+    context.marks.mark(Phase.START, resumption.position)
     if work.choice.compile:
-        stop.shield()  # compilers outlive a signal to the whole process group
+        context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / folder.COMPILED, world)
+    return lines
+
+
+def _make_step(context: Context, work: Work, claim: Claim, saving: Saving) -> Step:
+    """Collective. Wrap the model, and make the optimizer step of this run."""
+    config, world, log = context.config, context.world, context.log
+    state, checkpoint, health = saving.state, saving.checkpoint, saving.health
     wrapped, objective = _wrap(config, work, world)
     if config.optim.ema:
         state.ema = Ema(work.model, config.optim.ema, before=checkpoint.finish_copy)
-    injector.actions["nan"] = partial(setattr, objective, "poisoned", True)
+    claim.injector.actions["nan"] = partial(setattr, objective, "poisoned", True)
     step = Step(
         objective=objective, wrapped=wrapped, model=work.model, optimizer=work.optimizer,
         schedule=state.schedule, scaler=state.scaler,
         autocast=precision.autocast(work.choice, world.device), clip=config.clip,
         progress=state.progress, seed=config.seed, num_ranks=world.size,
-        nominal_count=config.batch.global_size, status=log.status, marks=marks,
-        broadcast=world.broadcast, health=health, ema=state.ema, all_sum=world.all_sum,
-        before_update=checkpoint.finish_copy,
+        nominal_count=config.batch.global_size, status=log.status, marks=context.marks,
+        broadcast=world.broadcast, health=health, ema=state.ema,
+        all_sum=world.all_sum, before_update=checkpoint.finish_copy,
     )  # fmt: skip
     if config.parallel.reduction == "canonical":
         canonical.reduce(step, world, work.plan, config.parallel.find_unused)
     if config.numerics.anomaly == "on":
         step.hunt = lambda slot: anomaly.hunt(wrapped, work.model, partial(_tell_origin, log, slot))
-    collate = getattr(work.task, "collate", batches.collate)
-    workers = loader_workers(config, work.data["train"], world)
-    at_place = partial(open_source, config, work, world, state, workers)
-    leak = ""
-    if world.is_main and found is None and not {"all", "shared-samples"} & {*config.log.hints_off}:
-        leak = shared_samples(work.data["train"], work.data["validation"], seed=config.seed)
     if isinstance(work.data["train"], IterableDataset):
-        # No sampler knows where its epochs end: the first window that isn't whole tells.
+        # The length of an epoch is unknown: the first incomplete window ends it.
         whole = config.data.drop_last == "on"
         step.least_samples = config.batch.global_size if whole else 1
-    loader = Loader(at_place(found), device=world.device, marks=marks, log=log,
+    return step
+
+
+def _open(
+    context: Context, work: Work, claim: Claim, saving: Saving, resumption: Resumption, step: Step,
+    lines: Lines,
+) -> Parts:
+    """Open the data and the record at the place of the run; returns the run."""
+    config, world, log, path = context.config, context.world, context.log, context.path
+    state, metrics, found = saving.state, saving.metrics, resumption.found
+    workers = loader_workers(config, work.data["train"], world)
+    at_place = partial(open_source, config, work, world, state, workers)
+    hints_off = {"all", "shared-samples"} & {*config.log.hints_off}
+    leak = ""
+    if world.is_main and found is None and not hints_off:
+        leak = shared_samples(work.data["train"], work.data["validation"], seed=config.seed)
+    loader = Loader(at_place(found), device=world.device, marks=context.marks, log=log,
                     at_once=not workers)
+    open_record = partial(open_metrics, metrics, RecordedRun(
+        config=config, work=work, world=world, path=path, log=log,
+        run_id=claim.identity.run, guard=claim.lock.committing))
 
     def reopen(found: Found) -> None:
         state.progress.load_state_dict(found.facts["progress"])
@@ -194,49 +275,65 @@ def build(
         metrics.rewind()
         lines = record(found, path / folder.METRICS, world)
         if world.keeps_folder:
-            open_metrics(metrics, path, log, lines, world, work, found.step, config,
-                         run_id=identity.run, guard=lock.committing)
+            open_record(lines, found.step)
 
-    evaluators = {
+    evaluators = _make_evaluators(context, work, state, step, workers)
+    card = work.card | {
+        "workers": workers, "precision": str(work.choice), "fingerprint": work.fingerprint,
+    }  # fmt: skip
+    if world.keeps_folder:
+        about = _describe(context, work, card, resumption, saving.checkpoint.store)
+        open_record(lines, position=resumption.position, summary=about, leak=leak)
+    pictures = None
+    if world.is_main and hasattr(work.task, "picture"):
+        pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,
+                            show=metrics.picture, log=log)
+    return Parts(
+        config=config, path=path, identity=claim.identity, world=world, log=log,
+        stop=context.stop, faults=claim.injector, marks=context.marks, lock=claim.lock,
+        state=state, step=step, loader=loader, validate=evaluators["validation"],
+        test=evaluators["test"], checkpoint=saving.checkpoint, metrics=metrics,
+        intervals=work.intervals, found=found, card=card, reopen=reopen, pictures=pictures,
+        agreement=Agreement(partial(_shared, state, step), world, resumption.position),
+        timing=open_timing(path, claim.identity, world, log, workers),
+    )  # fmt: skip
+
+
+def _make_evaluators(
+    context: Context, work: Work, state: TrainState, step: Step, workers: int
+) -> dict[str, Evaluator | None]:
+    """The evaluations of the validation and the test set; None for a split without data."""
+    config, world, log, stop = context.config, context.world, context.log, context.stop
+    collate = getattr(work.task, "collate", batches.collate)
+    return {
         split: None if work.data[split] is None else Evaluator(
             model=work.model, loss=work.task.loss, dataset=work.data[split], collate=collate,
             batch_size=evaluation_batch(config), workers=workers, seed=config.seed,
             rank=world.rank, num_ranks=world.size, device=world.device, autocast=step.autocast,
-            all_sum=world.all_sum, marks=marks, step=lambda: state.progress.step,
+            all_sum=world.all_sum, marks=context.marks, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
             weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
             stopped=lambda: stop.requested, announce=log.announce, figures=work.figures,
         )
         for split in ("validation", "test")
     }  # fmt: skip
-    card = work.card | {
-        "workers": workers, "precision": str(work.choice), "fingerprint": work.fingerprint,
-    }  # fmt: skip
+
+
+def _describe(
+    context: Context, work: Work, card: dict[str, Any], resumption: Resumption, store: Store
+) -> list[str]:
+    """Write configuration and environment into the run folder; returns the start-up summary."""
+    config, world, path = context.config, context.world, context.path
     about = card_lines(config, card, world, path)
-    if world.keeps_folder:
-        folder.clean(path)
-        folder.replace_text(path / folder.CONFIG, cli.to_toml(config))
-        label, why = _determinism(config, world, verdict)
-        folder.replace_json(path / folder.ENVIRONMENT,
-                            folder.environment(world, card, label=label, why=why))
-        checkpoint.store.clean()
-        announce(log, about, doubts(config, card, epoch=work.plan.steps_per_epoch,
-                                    total=work.intervals.total), found, verdict, path)
-        open_metrics(metrics, path, log, lines, world, work, position, config,
-                     run_id=identity.run, guard=lock.committing, about=about, leak=leak)
-    pictures = None
-    if world.is_main and hasattr(work.task, "picture"):
-        pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,
-                            show=metrics.picture, log=log)
-    return Parts(
-        config=config, path=path, identity=identity, world=world, log=log, stop=stop,
-        faults=injector, marks=marks, lock=lock, state=state, step=step, loader=loader,
-        validate=evaluators["validation"], test=evaluators["test"], checkpoint=checkpoint,
-        metrics=metrics, intervals=work.intervals, found=found, card=card, reopen=reopen,
-        pictures=pictures,
-        agreement=Agreement(partial(_shared, state, step), world, position),
-        timing=open_timing(path, identity, world, log, workers),
-    )  # fmt: skip
+    folder.clean(path)
+    folder.replace_text(path / folder.CONFIG, cli.to_toml(config))
+    label, why = _determinism(config, world, resumption.verdict)
+    folder.replace_json(path / folder.ENVIRONMENT,
+                        folder.environment(world, card, label=label, why=why))
+    store.clean()
+    warnings = doubts(config, card, epoch=work.plan.steps_per_epoch, total=work.intervals.total)
+    announce(context.log, about, warnings, resumption.found, resumption.verdict, path)
+    return about
 
 
 def _version(config: Config[Any]) -> str:

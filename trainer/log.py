@@ -135,7 +135,8 @@ class Log:
         assert self._events is not None
         with contextlib.suppress(OSError):  # it may be there again at the next event
             if self._events.damage and self._events.restore(others=True) == "removed":
-                self.warning("somebody has removed events.jsonl in mid-run; it is written again")
+                self.warning("another process has removed events.jsonl during the run; it is "
+                             "written again")
         self._events.append((json.dumps(line) + "\n").encode())
 
     def _line(self, level: str, text: str) -> None:

@@ -1,4 +1,4 @@
-"""What is opened at a place of the run, at the start and after a rollback: data and record."""
+"""Open the data source and the record of a run, at the start and after a rollback."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from trainer.level import Lines
 from trainer.log import Log, read_events
 from trainer.metrics import Metrics, Sink, order_of
 from trainer.prepare import REMEDY, Work
-from trainer.sinks import Own, TensorBoard, grid
+from trainer.sinks import Introduction, Own, TensorBoard, TensorHistograms, grid
 from trainer.source import Found
 from trainer.state import TrainState
 from trainer.timing import Timing, resident_mb
@@ -45,8 +46,14 @@ def open_source(
     config: Config[Any], work: Work, world: World, state: TrainState, workers: int,
     found: Found | None,
 ) -> Source:
-    """Where the micro-batches come from, at the place of `state.progress`: a map-style data set,
-    or a stream, which is a part of the state and begins where the checkpoint says.
+    """Open the source of the micro-batches at the position of `state.progress`.
+
+    It reads a map-style data set or a stream. The stream becomes a part of the state, and begins at
+    the position in the checkpoint.
+
+    Args:
+        workers: number of loader processes.
+        found: the checkpoint that is resumed, if any.
     """
     progress = state.progress
     data = work.data["train"]
@@ -77,34 +84,53 @@ def open_source(
                          device=world.device)
 
 
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """The run that is recorded, the same at the start and after a rollback."""
+
+    config: Config[Any]
+    work: Work
+    world: World
+    path: Path
+    """The run folder."""
+    log: Log
+    run_id: str
+    guard: Callable[[], AbstractContextManager[None]]
+    """Context for changes of the folder; raises if a newer attempt owns it."""
+
+
 def open_metrics(
-    metrics: Metrics, path: Path, log: Log, lines: Lines, world: World, work: Work, position: int,
-    config: Config[Any], *, run_id: str, guard: Callable[[], AbstractContextManager[None]],
-    about: Sequence[str] = (), leak: str = "",
-) -> None:
-    """metrics.jsonl, cut to the step that is resumed and completed, and the sinks.
+    metrics: Metrics, run: RecordedRun, lines: Lines, position: int, *,
+    summary: Sequence[str] = (), leak: str = "",
+) -> None:  # fmt: skip
+    """Open metrics.jsonl, cut to the step that is resumed, and the sinks.
 
     Args:
-        guard: around a change of the folder; raises where it belongs to a newer attempt.
-        about: the run's card.
-        leak: the evidence that validation samples are trained on, if there is any.
+        lines: new content of the file, and the lines that an earlier attempt may not have shown.
+        position: the step that is resumed.
+        summary: lines of the startup summary.
+        leak: the evidence that validation samples are training samples, or "".
     """
-    kept, lacking = lines
-    elsewhere = config.resume not in ("auto", "never")
-    _tell_gaps(path / folder.METRICS, kept, position, log, elsewhere=elsewhere)
+    config, work, world, path, log = run.config, run.work, run.world, run.path, run.log
+    kept, unshown = lines
+    from_other_run = config.resume not in ("auto", "never")
+    _report_gaps(path / folder.METRICS, kept, position, log, from_other_run=from_other_run)
     total, every = work.intervals.total, work.intervals.log or work.intervals.total
-    first = min((line["step"] for line in lacking), default=position + 1)
-    if position >= total:  # the final figures are shown again
+    first = min((line["step"] for line in unshown), default=position + 1)
+    if position >= total:  # the final metrics are shown again
         first = min(first, position)
-        lacking = [line for line in kept if line["step"] >= first]
+        unshown = [line for line in kept if line["step"] >= first]
     names = getattr(work.task, "class_names", ())
     lengths = {"epoch": work.plan.steps_per_epoch, "total": total}
     scalars_every = config.log.tensorboard_every.steps(**lengths) or total
     board = TensorBoard(
         path / folder.TENSORBOARD, every=scalars_every, first=first if position else 0,
-        images=preview(work.task, log) if position == 0 else None, card=about,
-        restarts=log.attempt, class_names=names, norms=_norms_before(kept, first),
-        histograms=config.log.histograms.steps(**lengths), tensors=partial(_tensors, work.model),
+        introduction=Introduction(
+            summary=summary, restarts=log.attempt,
+            images=preview(work.task, log) if position == 0 else None),
+        class_names=names, norms=_norms_before(kept, first),
+        histograms=TensorHistograms(every=config.log.histograms.steps(**lengths),
+                                    tensors=partial(_tensors, work.model)),
     )  # fmt: skip
     sinks: list[Sink] = [board]
     if world.is_main:
@@ -112,47 +138,47 @@ def open_metrics(
         sinks += [Console(log, total=total, every=every, start=position, bar=bar,
                           restarts=log.attempt)]
         if config.log.wandb != "off":
-            sinks.append(WandB(path, run_id, log, mode=config.log.wandb, every=scalars_every,
+            sinks.append(WandB(path, run.run_id, log, mode=config.log.wandb, every=scalars_every,
                                settings=resume.settings(config), class_names=names))
-        sinks.append(_hints(config, work, world, log, path, kept, leak))
+        sinks.append(_hints(run, kept, leak))
         if config.log.graph == "on" and not position:
-            _show_graph(board, config, work, world, log)
+            _show_graph(board, run)
         sinks += [Own(name, make, path, log) for name, make in work.sinks.items()]
-    metrics.open(path / folder.METRICS, sinks, kept=kept, lacking=lacking, guard=guard,
-                 tell=log.warning)
+    metrics.open(path / folder.METRICS, sinks, kept=kept, unshown=unshown, guard=run.guard,
+                 warn=log.warning)
 
 
 def open_timing(path: Path, identity: Identity, world: World, log: Log, workers: int) -> Timing:
-    """The record of where the time goes; rank 0 writes it, the others tell theirs."""
+    """Create the timing of the steps. Rank 0 writes the file."""
     on_cuda = world.device.type == "cuda"
     timing = Timing(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
-                    cores=share_of_cores(world.local_size), tell=log.warning,
+                    cores=share_of_cores(world.local_size), warn=log.warning,
                     memory=partial(device_mb, world.device) if on_cuda else resident_mb)
     if world.is_main:
         timing.open(path / TIMING)
     return timing
 
 
-def _tell_gaps(
-    path: Path, kept: Sequence[dict[str, Any]], position: int, log: Log, *, elsewhere: bool
+def _report_gaps(
+    path: Path, kept: Sequence[dict[str, Any]], position: int, log: Log, *, from_other_run: bool
 ) -> None:  # fmt: skip
-    """Say which steps' lines the record has lost, if any: they aren't made again.
+    """Warn about steps whose lines are missing in the record: these steps are not repeated.
 
     Args:
-        elsewhere: the run may have begun at a step of another one, whose record isn't its own.
+        from_other_run: the run may have started at a step of another run, with its own record.
     """
-    there = {line["step"] for line in kept if not order_of(line)[1]}
-    begin = min(there, default=position + 1) if elsewhere else 1
-    if lost := [step for step in range(begin, position + 1) if step not in there]:
+    present = {line["step"] for line in kept if not order_of(line)[1]}
+    begin = min(present, default=position + 1) if from_other_run else 1
+    if lost := [step for step in range(begin, position + 1) if step not in present]:
         log.warning(f"{near(path)}: the lines of {len(lost)} of {position} steps are gone (the "
                     f"first is step {lost[0]}, the last {lost[-1]}), and no checkpoint holds them; "
-                    "compare will find that. The training itself goes on exactly. A copy of the "
-                    "file, put there before a start, mends it")
+                    "compare will report them as missing. The training itself is not affected. "
+                    "To repair the record, put a copy of the file there before the next start")
         log.event("lines-lost", first=lost[0], last=lost[-1], count=len(lost))
 
 
 def _norms_before(kept: Sequence[dict[str, Any]], first: int) -> list[float]:
-    """Gradient norms of the steps that were shown before `first`, since the last validation."""
+    """Return the gradient norms of the steps before `first`, since the last validation."""
     norms: list[float] = []
     for line in kept:
         if line["step"] >= first:
@@ -165,19 +191,18 @@ def _norms_before(kept: Sequence[dict[str, Any]], first: int) -> list[float]:
 
 
 def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Each parameter, and each gradient as it was applied last, on the host."""
+    """Yield each parameter, and its last applied gradient, by name, on the CPU."""
     for name, parameter in model.named_parameters():
         yield f"parameters/{name}", parameter.detach().float().cpu().numpy()
         if parameter.grad is not None:
             yield f"gradients/{name}", parameter.grad.to_dense().float().cpu().numpy()
 
 
-def _hints(
-    config: Config[Any], work: Work, world: World, log: Log, path: Path,
-    kept: Sequence[dict[str, Any]], leak: str,
-) -> Hints:  # fmt: skip
-    """The hints, of which those about what the run consists of are given at once."""
-    said = [e["hint"] for e in read_events(path / folder.EVENTS) if e.get("event") == "hint"]
+def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints:
+    """Create the hints. Those about the data, the model and the batch are given now."""
+    config, work, world = run.config, run.work, run.world
+    events = read_events(run.path / folder.EVENTS)
+    given = [event["hint"] for event in events if event.get("event") == "hint"]
     expected = work.task.first_loss() if hasattr(work.task, "first_loss") else None
     facts = Facts(
         total=work.intervals.total, epoch=work.plan.steps_per_epoch,
@@ -186,7 +211,7 @@ def _hints(
         expected_loss=0.0 if config.init is not None else expected,
         zero_gradients=partial(_zero_gradients, work.model), memory=partial(_memory, world.device),
     )  # fmt: skip
-    hints = Hints(log, facts, off=config.log.hints_off, said=said, lines=kept)
+    hints = Hints(run.log, facts, off=config.log.hints_off, given=given, lines=kept)
     hints.give("small-batchnorm", judge_batchnorm(
         card.batchnorm_samples(config, world.size, work.card)))
     if world.device.type == "cuda":
@@ -196,14 +221,14 @@ def _hints(
 
 
 def _zero_gradients(model: nn.Module) -> list[str]:
-    """Parameters whose gradient is exactly zero. Waits for the device."""
-    found = [(n, p.grad) for n, p in model.named_parameters()
-             if p.grad is not None and p.grad.numel()]
-    if not found:
+    """Return the parameters whose gradient is exactly zero. Synchronizes with the device."""
+    gradients = [(n, p.grad) for n, p in model.named_parameters()
+                 if p.grad is not None and p.grad.numel()]
+    if not gradients:
         return []
-    largest = torch._foreach_norm([g for _, g in found], math.inf)
+    largest = torch._foreach_norm([g for _, g in gradients], math.inf)
     values = torch.stack([value.float() for value in largest]).tolist()
-    return [name for (name, _), value in zip(found, values, strict=True) if value == 0]
+    return [name for (name, _), value in zip(gradients, values, strict=True) if value == 0]
 
 
 def _memory(device: torch.device) -> tuple[int, int] | None:
@@ -214,32 +239,31 @@ def _memory(device: torch.device) -> tuple[int, int] | None:
 
 
 def _widths(model: nn.Module) -> Iterator[tuple[str, int]]:
-    """What a layer gives, and how many words an embedding has."""
+    """Yield the output widths of layers and the sizes of embedding tables, by name."""
     for name, module in model.named_modules():
         for attribute in ("out_features", "out_channels", "num_embeddings"):
             if isinstance(width := getattr(module, attribute, None), int):
                 yield name, width
 
 
-def _show_graph(
-    board: TensorBoard, config: Config[Any], work: Work, world: World, log: Log
-) -> None:
-    """A picture that fails costs a warning and not the run."""
+def _show_graph(board: TensorBoard, run: RecordedRun) -> None:
+    """Show the graph of the model in TensorBoard. A failure is only a warning."""
+    config, work = run.config, run.work
     try:
         data = work.data["train"]
         if isinstance(data, IterableDataset):
-            raise RuntimeError("the training data are a stream, which isn't read for this")
+            raise RuntimeError("the training data is a stream, which isn't read for a graph")
         collate = getattr(work.task, "collate", batches.collate)
         samples = KeyedSamples(data, seed=config.seed, collate=collate, augment=False)
         with rng.preserved():
             batch = samples[Slot(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
-        board.graph(graph.trace(work.model, work.task.loss, to_device(batch, world.device)))
+        board.graph(graph.trace(work.model, work.task.loss, to_device(batch, run.world.device)))
     except Exception as error:
-        log.warning(f"no graph of the model: {type(error).__name__}: {error}")
+        run.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
 
 
 def preview(task: Any, log: Log) -> Any:
-    """Some of the task's samples as one image; one that fails costs a warning and not the run."""
+    """Return some samples of the task as one image. A failure is only a warning."""
     try:
         return grid(task.preview(32)) if hasattr(task, "preview") else None
     except Exception as error:

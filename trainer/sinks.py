@@ -1,4 +1,4 @@
-"""What TensorBoard shows of a run."""
+"""Sinks: TensorBoard, and sinks written by the user."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import platform
 import time
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,38 +30,59 @@ LAYOUT = {
         "restarts": ["Multiline", ["run/restarts"]],
     }
 }
-"""The charts of the page "custom scalars"."""
+"""Charts of TensorBoard's page "custom scalars"."""
 
 BINS = 64
-"""Of a histogram: a number that numpy chose could be any, for a tensor with one value far out."""
+"""Bins of a histogram. numpy would choose a very large number for a tensor with an outlier."""
 
 Tensors = Callable[[], Iterable[tuple[str, Any]]]
 
 
-class TensorBoard:
-    """Scalars at an interval, validations with their histogram of gradient norms and confusion
-    matrix, and once: layout, sample images, card; at the end hyperparameters and final figures.
+@dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """What TensorBoard shows once, at the beginning of a run or of an attempt."""
 
-    Written by this thread, record by record: torch's SummaryWriter has a thread and a buffer, which
-    a forked loader worker would inherit, and it dies of a full disk.
+    summary: Sequence[str] = ()
+    """Lines of the startup summary."""
+    images: Any = None
+    """Some samples as one uint8 image, C×H×W."""
+    restarts: int = 0
+    """Number of restarts of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHistograms:
+    """Histograms of tensors at an interval."""
+
+    every: int = 0
+    """Steps between histograms; 0: none."""
+    tensors: Tensors = lambda: ()
+    """Returns names and values."""
+
+
+class TensorBoard:
+    """Event files for TensorBoard.
+
+    They contain scalars at an interval, and validations with a histogram of gradient norms and a
+    confusion matrix. The beginning has the layout, sample images and the startup summary; the end
+    has hyperparameters and final metrics.
+
+    The calling thread writes record by record. torch's SummaryWriter is not used: it has a thread
+    and a buffer, which a forked loader worker would inherit, and a full disk ends it.
 
     Args:
         every: steps between scalars.
-        first: the first step that is shown from now on; what an earlier attempt showed from there
-            is dropped. 0 at the beginning of a run.
-        images: some samples as one uint8 image, C×H×W.
-        card: lines about the run, shown at its beginning.
-        restarts: how often the run has been started again.
-        class_names: of the confusion matrix.
-        norms: gradient norms since the last validation that an earlier attempt has shown.
-        histograms: steps between those of `tensors`, 0 for none.
-        tensors: names and values to make histograms of.
+        first: the first step that is shown from now on; TensorBoard drops what an earlier attempt
+            has shown from there on. 0 at the beginning of a run.
+        class_names: names for the confusion matrix.
+        norms: gradient norms since the last validation, of steps that an earlier attempt has shown.
     """
 
     def __init__(
-        self, folder: Path, *, every: int, first: int, images: Any = None,
-        card: Sequence[str] = (), restarts: int = 0, class_names: Sequence[str] = (),
-        norms: Iterable[float] = (), histograms: int = 0, tensors: Tensors = lambda: (),
+        self, folder: Path, *, every: int, first: int,
+        introduction: Introduction = Introduction(),
+        class_names: Sequence[str] = (), norms: Iterable[float] = (),
+        histograms: TensorHistograms = TensorHistograms(),
         clock: Callable[[], float] = time.time,
     ) -> None:  # fmt: skip
         from tensorboard.summary.writer.record_writer import RecordWriter
@@ -68,10 +90,10 @@ class TensorBoard:
 
         self._summary, self._every, self._clock = summary, every, clock
         self._names, self._norms = class_names, list(norms)
-        self._histograms, self._tensors = histograms, tensors
+        self._histograms = histograms
         folder.mkdir(exist_ok=True)
-        new = not any(folder.iterdir())  # a reader doesn't drop texts, so they are written once
-        # Event files are read in the order of their names.
+        new = not any(folder.iterdir())  # TensorBoard does not drop texts, so they are written once
+        # TensorBoard reads event files in the order of their names.
         name = f"events.out.tfevents.{clock():017.6f}.{platform.node()}.{os.getpid()}"
         self._file = _Records(AppendFile(folder / name))
         self._writer = RecordWriter(self._file)
@@ -79,18 +101,20 @@ class TensorBoard:
         self._event(session_log=SessionLog(status=SessionLog.START), step=first)
         if new:
             self._event(summary=summary.custom_scalars(LAYOUT))
-            self._event(summary=summary.text("run", "    " + "\n    ".join(card)), step=0)
-        if images is not None:
-            self._event(summary=summary.image("samples", images, dataformats="CHW"), step=0)
-        if restarts:
-            self._scalars({"run/restarts": restarts}, first)
+            text = "    " + "\n    ".join(introduction.summary)
+            self._event(summary=summary.text("run", text), step=0)
+        if introduction.images is not None:
+            self._event(step=0, summary=summary.image(
+                "samples", introduction.images, dataformats="CHW"))
+        if introduction.restarts:
+            self._scalars({"run/restarts": introduction.restarts}, first)
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
         if line["grad_norm"] is not None:
             self._norms.append(line["grad_norm"])
-        if self._histograms and timing and step % self._histograms == 0:
-            for tag, values in self._tensors():
+        if self._histograms.every and timing and step % self._histograms.every == 0:
+            for tag, values in self._histograms.tensors():
                 self._histogram(tag, values, step)
         if step % self._every and step != 1:
             return
@@ -113,7 +137,7 @@ class TensorBoard:
         self._image("validation", image, step)
 
     def graph(self, definition: Any) -> None:
-        """Show a graph of the model (a GraphDef)."""
+        """Show the graph of the model (a GraphDef)."""
         self._event(graph_def=definition.SerializeToString())
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
@@ -144,7 +168,7 @@ class TensorBoard:
 
 
 class _Records:
-    """The file that TensorBoard's record writer sees: one record, one append."""
+    """File object for TensorBoard's record writer that appends each record in one write."""
 
     def __init__(self, file: AppendFile) -> None:
         self._file, self._parts = file, b""
@@ -157,12 +181,12 @@ class _Records:
         self._file.append(record)
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):  # a later attempt completes it from metrics.jsonl
+        with contextlib.suppress(OSError):  # a later attempt writes the missing lines
             self._file.close()
 
 
 def train_scalars(line: dict[str, Any]) -> dict[str, float]:
-    """Tag → value of what TensorBoard shows of a training step's line."""
+    """Return tag → value for the line of a training step."""
     skip = ("step", "epoch", "lr", "lrs", "grad_norm", "samples", "scale", "skipped")
     tags = {f"train/{k}": v for k, v in line.items() if k not in skip}
     tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"]}
@@ -173,7 +197,7 @@ def train_scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
-    """Tag → value of what TensorBoard shows of a validation's line."""
+    """Return tag → value for the line of a validation."""
     tags = {f"validation/{k.removeprefix('val_')}": v for k, v in line.items()
             if k.startswith("val_") and k not in ("val_samples", "val_table")}
     tags["validation/train_loss"] = line["train_loss"]
@@ -181,11 +205,13 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 class Own:
-    """A sink of the user's. What it raises costs a warning, and that sink: nothing else depends
-    on it. It gets copies of the lines.
+    """Wrapper of a sink written by the user. It passes copies of the lines to the sink.
+
+    An exception in the sink disables it with a warning. The run does not depend on it.
 
     Args:
-        make: called with the run's folder; returns a `Sink`.
+        name: import path of the sink, for the warning.
+        make: called with the run folder; returns a `Sink`.
     """
 
     def __init__(self, name: str, make: Callable[[Path], Any], folder: Path, log: Log) -> None:
@@ -217,13 +243,13 @@ class Own:
             return function(*arguments)
         except Exception as error:
             self._sink = None
-            self._log.warning(f"--log.sinks {self._name} has failed, and is left out from here:\n"
+            self._log.warning(f"--log.sinks {self._name} has failed and is disabled:\n"
                               + "".join(traceback.format_exception(error)).rstrip())
             return None
 
 
 def grid(images: Any, columns: int = 8) -> Any:
-    """uint8 images N×C×H×W as one C×(rows·H)×(columns·W) array."""
+    """Arrange uint8 images N×C×H×W in one C×(rows·H)×(columns·W) array."""
     array = np.asarray(images)
     count, channels, height, width = array.shape
     rows = -(-count // columns)
