@@ -1,4 +1,4 @@
-"""Named points where a run can be made to fail, for drills: `--inject kill:rank=1:step=7`."""
+"""Fault injection: make a rank fail at a named progress mark (`--inject kill:rank=1:step=7`)."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ WITH_EPOCH = (*STEPPING, Phase.EVALUATE)
 
 
 class InjectedFault(RuntimeError):
-    """What `--inject raise` raises."""
+    """Raised by `--inject raise`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One drill: what happens, and the place where it does. None stands for "any"."""
+    """One fault: its kind and the mark at which it fires. None means any."""
 
     text: str
     kind: str
@@ -49,7 +49,7 @@ class Fault:
     seconds: float = 1.0
 
     def fits(self, *, rank: int, step: int, epoch: int, phase: str, attempt: int) -> bool:
-        """Whether the fault's place is this one."""
+        """Whether the fault fires at this mark."""
         return (
             phase == self.phase
             and rank == self.rank
@@ -63,7 +63,7 @@ def parse(text: str) -> Fault:
     """`KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:seconds=X][:always]`.
 
     Raises:
-        ConfigError: names the part that isn't understood.
+        ConfigError: names the part that is wrong.
     """
     kind, *rest = text.split(":")
     if kind not in KINDS:
@@ -89,7 +89,7 @@ def parse(text: str) -> Fault:
             raise ConfigError(f"--inject {text}: no part {part!r}{_nearest(name, names)}; "
                               f"there are {', '.join(names)}.")
     if "seconds" in fields and kind != "slow":
-        raise ConfigError(f"--inject {text}: {kind} takes no time; only slow has seconds=, so "
+        raise ConfigError(f"--inject {text}: {kind} takes no duration; only slow has seconds=; "
                           "leave it out.")
     fault = Fault(text=text, kind=kind, **fields)  # type: ignore[arg-type]
     if wrong := _never(fault):
@@ -98,7 +98,7 @@ def parse(text: str) -> Fault:
 
 
 def _never(fault: Fault) -> str:
-    """Why no run can come to the fault's place; empty where one can."""
+    """Why no run reaches the fault's mark; "" if one can."""
     numbers = {"rank": fault.rank, "step": fault.step, "epoch": fault.epoch,
                "attempt": fault.attempt, "seconds": fault.seconds}
     for name, value in numbers.items():
@@ -117,16 +117,16 @@ def refuse_unreachable(
     faults: Sequence[Fault], *, ranks: int | None, total: int, epochs: int | None,
     evaluated: Callable[[int], bool] | None,
 ) -> None:
-    """A drill that can't happen tests nothing.
+    """Refuse faults that this run would never reach: such a drill tests nothing.
 
     Args:
-        ranks: how many there are; None: that may change.
-        total: the run's last step.
-        epochs: in the run; None: not known.
-        evaluated: whether a step is evaluated; None: none is.
+        ranks: number of ranks; None: it may change.
+        total: last step of the run.
+        epochs: epochs of the run; None: unknown.
+        evaluated: whether a step is evaluated; None: no step is.
 
     Raises:
-        ConfigError: a fault's place isn't in this run.
+        ConfigError: the run does not reach a fault's mark.
     """
     for fault in faults:
         why = ""
@@ -143,8 +143,8 @@ def refuse_unreachable(
               and not evaluated(fault.step)):
             why = f"step {fault.step} isn't evaluated (--eval.every)"
         if why:
-            raise ConfigError(f"--inject {fault.text}: {why}, so it would never happen; "
-                              "name a place that the run comes to.")
+            raise ConfigError(f"--inject {fault.text}: {why}, so the fault would never fire; "
+                              "name a place that the run reaches.")
 
 
 class FaultInjector:
@@ -225,7 +225,7 @@ class FaultInjector:
 
 
 def no_space(path: object = "") -> OSError:
-    """The error that a full disk gives."""
+    """The error of a full disk."""
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 

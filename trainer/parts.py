@@ -1,4 +1,4 @@
-"""The parts of a run, together: what the loop works with, and how it ends."""
+"""A run: what the loop works with, and how it ends."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from trainer.world import World
 
 @dataclass(kw_only=True)
 class Parts:
-    """Everything that the loop works with."""
+    """What the loop works with."""
 
     config: Config[Any]
     path: Path
@@ -64,19 +64,19 @@ class Parts:
     agreement: Agreement
     timing: Timing
     reopen: Callable[[Found], None]
-    """Opens the data and the record once more, at the place of a checkpoint."""
+    """Reopens the data and the record at the position of a checkpoint."""
     found: Found | None
     kept_beside: bool = False
-    """Whether `survive_beside` has brought the state to disk."""
+    """Whether the state is on disk after `survive_beside`."""
     pictures: Pictures | None = None
-    """Where the task draws some, on rank 0."""
+    """Set on rank 0 if the task draws pictures."""
     memory: Memory = field(default_factory=Memory)
     card: dict[str, Any] = field(default_factory=dict)
-    """What the run consists of, for people."""
+    """Facts about the run for the start-up summary."""
 
     @property
     def progress(self) -> Progress:
-        """Where the run is."""
+        """Position of the run."""
         return self.state.progress
 
     @property
@@ -91,25 +91,25 @@ class Parts:
 
     @property
     def row_is_full(self) -> bool:
-        """Whether so many steps in a row were bad that the run has to go back."""
+        """Whether there were so many consecutive bad steps that the run has to roll back."""
         return 0 < self.config.nonfinite.max_in_row <= len(self.progress.bad_row)
 
     def wishes(self) -> tuple[bool, ...]:
-        """What this rank wants to happen after the step: one for each of `parallel.WISHES`.
+        """Requests of this rank for after the step, one for each of `parallel.WISHES`.
 
         Raises:
-            StaleAttempt: the run goes on elsewhere, without this attempt.
+            StaleAttempt: a newer attempt has taken over the run.
         """
-        if self.world.has_nodes or self.world.stale:  # on one node nobody outlives the launcher
+        if self.world.has_nodes or self.world.stale:  # on one node no rank survives the launcher
             self.lock.look()
         saved = self.checkpoint.has_news and self.metrics.durable
         return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
 
     def heed_saves(self, wishes: Collection[str]) -> None:
-        """What rank 0 tells of the last save, in the sums of a step: it is whole, or has failed.
+        """React to rank 0's report on the last save: drop the saved metric lines, or fail.
 
         Raises:
-            SaveFailed: it has, with --checkpoint.on-error stop.
+            SaveFailed: the save failed, and --checkpoint.on-error is stop.
         """
         if "saved" in wishes:
             self.metrics.forget(self.checkpoint.saved_step)
@@ -118,30 +118,29 @@ class Parts:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
 
     def draw(self, *, again: bool = True) -> None:
-        """Draw the step's picture where the task has one (`again`: also if it is there)."""
+        """Draw the picture of this step, if the task has one (`again`: also if it exists)."""
         if self.pictures is not None and self.progress.step:
             self.pictures.take(self.progress.step, again=again)
 
     def spare_updates(self) -> None:
-        """Let no death of a loader process, which torch raises at whatever line the rank is, strike
-        amid an update or what follows it, or where a validation is taken into the state: of these
-        nothing could be kept. The next wait for data notices it as well, within 5 s. Once the
-        loader reads.
+        """Defer torch's SIGCHLD handler while an exception would leave state that cannot be saved:
+        in an update, between two steps, and after a validation. The next wait for data notices
+        the dead worker too, within 5 s. To be called after the loader has started.
         """
-        strike = signal.getsignal(signal.SIGCHLD)
+        raise_death = signal.getsignal(signal.SIGCHLD)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            if callable(strike) and self._rescue(own_error=True) is not Rescue.LOST:
-                strike(number, frame)
+            if callable(raise_death) and self._rescue(own_error=True) is not Rescue.LOST:
+                raise_death(number, frame)
 
-        if callable(strike) and threading.current_thread() is threading.main_thread():
+        if callable(raise_death) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGCHLD, handle)
 
     def close(self) -> None:
-        """The orderly end: loader processes, the last save, the files.
+        """Regular end: close the loader processes, the last save and the files.
 
         Raises:
-            OSError: the state or a line of metrics.jsonl couldn't be written.
+            OSError: the state or a line of metrics.jsonl could not be written.
         """
         self.loader.close()
         self.timing.close()
@@ -149,13 +148,11 @@ class Parts:
         self.metrics.close()
 
     def survive(self, *, own: bool = False) -> bool:
-        """A rank has failed: let the others know at once, then save the boundary that this one
-        holds.
-
-        `decide_rescue` says what can be saved.
+        """After a failure, break the connections to the other ranks, then save the last step
+        boundary if `decide_rescue` allows it.
 
         Args:
-            own: this rank itself has failed, by an exception; otherwise a peer is dead.
+            own: this rank itself failed, by an exception; otherwise a peer died.
 
         Returns:
             Whether nothing is lost: the state is on disk.
@@ -170,30 +167,30 @@ class Parts:
         if rescue is Rescue.LOST or self.world.stale:
             return False
         if self.row_is_full and self.progress.step >= self.intervals.total:
-            return False  # a start that has to go back from the last step has no step to warm up by
+            return False  # a restart at the last step could not warm up
         if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
             if self.step.moves_parameters:
                 self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
-                                 "moves parameters, and one had begun")
+                                 "changes parameters, and a forward had begun")
                 return False
             if not self.step.shut and not self.step.gate.acquire(
                     timeout=self.world.launch.grace_s):
-                return False  # another thread is at it, and ends the process
+                return False  # another thread saves, and ends the process
             self.step.buffers.put_back()
         return self._save_alone(noticed_s)
 
     def survive_beside(self, *, lost: bool = True) -> bool:
-        """As `survive`, in another thread: the main thread computes, or will never come back.
+        """As `survive`, from another thread, while the main thread computes or is blocked.
 
-        Inside a step before its update only, where nothing moves but buffers, of which there are
-        copies; from then on the main thread can't make its update. On a GPU this copies on a
-        stream of its own, beside a kernel that may never end.
+        Possible only inside a step before its update: only buffers have changed, and there are
+        copies of them. Afterwards the main thread cannot update. On a GPU it copies on a separate
+        stream, beside a kernel that may never end.
 
         Args:
-            lost: a peer is gone; otherwise the time to stop is over.
+            lost: a peer is gone; otherwise the time to stop is used up.
 
         Returns:
-            Whether it could be tried; `kept_beside` tells what came of it.
+            Whether a save could be tried; `kept_beside` says whether it succeeded.
         """
         noticed_s = time.perf_counter()
         if (not self.checkpoint.overlap or self.step.buffers.strayed
@@ -222,9 +219,9 @@ class Parts:
                 return False
             try:
                 saved = self.checkpoint.save_alone(kept)
-            except OSError:  # once more, as that of a stop: there may be room again
+            except OSError:  # try once more: there may be room again
                 saved = self.checkpoint.save_alone(kept)
-        except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first one
+        except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first error
             self.log.warning(f"step {step} could not be saved: {error}")
             return False
         if saved is not None:
@@ -238,11 +235,10 @@ class Parts:
                              exchanging_weights=ema is not None and ema.exchanging)
 
     def abandon(self) -> None:
-        """The end after a failure, which it must not hide: keep what can be kept.
-
-        Loader processes end with this one.
+        """End after a failure without hiding it: keep what can be kept. Loader processes end with
+        this process.
         """
         self.timing.close()
         self.checkpoint.abandon()
-        with contextlib.suppress(OSError):  # the lines travel in the checkpoints too
+        with contextlib.suppress(OSError):  # the checkpoints hold the lines too
             self.metrics.close()

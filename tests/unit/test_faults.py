@@ -81,7 +81,7 @@ def test_parts_stand_in_any_order():
     ("kill:step=0", "steps count from 1"),
     ("kill:epoch=1:phase=start", "phase 'start' belongs to no epoch"),
     ("nan:phase=start", "there is no loss yet"),
-    ("kill:seconds=3", "kill takes no time; only slow has seconds="),
+    ("kill:seconds=3", "kill takes no duration; only slow has seconds="),
 ])
 def test_a_mistake_names_the_flag_the_text_and_what_there_is(text, told):
     with pytest.raises(ConfigError) as caught:
