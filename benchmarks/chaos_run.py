@@ -19,8 +19,9 @@ from typing import Any
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
 from trainer import processes
 from trainer.append import newest_step
+from trainer.durable import read_json
 from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED
-from trainer.folder import EVENTS, IDENTITY, METRICS, read_json
+from trainer.layout import EVENTS, IDENTITY, METRICS
 from trainer.log import read_events
 
 MAX_RESTARTS = 20

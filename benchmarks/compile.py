@@ -64,7 +64,7 @@ def code_in(cache: Path, until: float) -> set[Path]:
 
 def measure(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
     """One repeat: for each, seconds to the first step, those of the warm-up, new files."""
-    from trainer.folder import COMPILED, EVENTS
+    from trainer.layout import COMPILED, EVENTS
     from trainer.log import read_events
 
     def told(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:

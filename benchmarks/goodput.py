@@ -77,7 +77,7 @@ def run(
     Raises:
         SystemExit: it didn't end in time, or not as it should.
     """
-    from trainer.folder import EVENTS
+    from trainer.layout import EVENTS
     from trainer.log import read_events
 
     arguments = ["sample", "--run", str(folder), f"--steps={steps}", "--eval.every=off",

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import lightning_peer, reporting
-from trainer.folder import EVENTS, METRICS
+from trainer.layout import EVENTS, METRICS
 from trainer.log import read_events
 from trainer.metrics import read_metrics
 

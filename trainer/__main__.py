@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.diagnosis import is_foreign
 from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
-from trainer.flags import refuse_empty
+from trainer.flags import check_not_empty
 from trainer.limits import check_current_folder
 from trainer.pipe import fill_descriptors, quiet_pipe, say
 from trainer.rank_process import RankProcess, show_cause
@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments and arguments[0] in COMMANDS:
             from importlib import import_module
 
-            refuse_empty(arguments)
+            check_not_empty(arguments)
             name = arguments[0].replace("-", "_")
             if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may not have all letters
                 sys.stdout.reconfigure(errors="backslashreplace")

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov, Hutter 2019) by torch's fused kernel, without what stands before it."""
+"""AdamW (Loshchilov, Hutter 2019): a direct call of torch's fused kernel."""
 
 from __future__ import annotations
 
@@ -10,38 +10,38 @@ from torch import Tensor
 from torch.optim import optimizer as torchs
 
 FLAGS = ("amsgrad", "maximize", "capturable", "differentiable")
-"""Of a group; with any of them torch's own step is taken."""
+"""Options of a group that need torch's own step."""
 
 
 class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW(fused=True)`: its state, its kernel, its bits.
+    """`torch.optim.AdamW(fused=True)` with less overhead: same state, same kernel, same bits.
 
-    Around the kernel torch writes a record for its profiler, sorts all tensors by device and dtype
-    and looks at much that doesn't change from step to step; for a small model that takes longer
-    than the kernel. Here the kernel is called at once where that comes to the same, and torch's own
-    step where it doesn't: at the first update, which makes the state, with hooks, under the
-    profiler, with a gradient scaler.
+    Around the kernel, torch writes a profiler record, sorts all tensors by device and dtype and
+    checks options that do not change between steps. For a small model this takes longer than the
+    kernel. `step` calls the kernel directly if the result is the same. Otherwise it calls torch's
+    own step: at the first update, which creates the state, with hooks, under the profiler, and
+    with a gradient scaler.
     """
 
-    _alike = False
-    """Whether the parameters of each group are of one device and one dtype."""
+    _uniform = False
+    """Whether the parameters of each group have one device and one dtype."""
     _one: float | Tensor = 1.0
-    """What is added to the counts of updates: on a CPU a tensor, or each count would make one."""
+    """Increment of the update counts. A tensor on CPU, where each count would otherwise create
+    one."""
 
     def __init__(self, groups: Any, **options: Any) -> None:
         super().__init__(groups, fused=True, **options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch's."""
         super().add_param_group(param_group)
-        self._alike = all(len({(p.device, p.dtype) for p in group["params"]}) == 1
-                          and not group["params"][0].is_complex() for group in self.param_groups)
+        self._uniform = all(len({(p.device, p.dtype) for p in group["params"]}) == 1
+                            and not group["params"][0].is_complex() for group in self.param_groups)
         on_cpu = all(p.is_cpu for group in self.param_groups for p in group["params"])
         self._one = torch.tensor(1.0, device="cpu") if on_cpu else 1.0
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update the parameters that have a gradient."""
-        groups = self._tensors() if closure is None and self._is_unwatched() else None
+        """Update all parameters that have a gradient."""
+        groups = self._tensors() if closure is None and not self._is_observed() else None
         if groups is None:
             return _torchs_step(self, closure)
         counts = [tensors[-1] for group in groups for tensors in group]
@@ -59,11 +59,11 @@ class AdamW(torch.optim.AdamW):
                     weight_decay=group["weight_decay"], amsgrad=False, maximize=False)  # fmt: skip
         return None
 
-    step.hooked = True  # type: ignore[attr-defined]  # else torch puts record and hooks around it
+    step.hooked = True  # type: ignore[attr-defined]  # otherwise torch adds record and hooks
 
-    def _is_unwatched(self) -> bool:
-        """Whether nobody looks at the step or takes part in it."""
-        return not (
+    def _is_observed(self) -> bool:
+        """Whether hooks, a gradient scaler or the profiler take part in the step."""
+        return bool(
             self._optimizer_step_pre_hooks or self._optimizer_step_post_hooks
             or torchs._global_optimizer_pre_hooks or torchs._global_optimizer_post_hooks
             or getattr(self, "found_inf", None) is not None
@@ -72,9 +72,11 @@ class AdamW(torch.optim.AdamW):
         )  # fmt: skip
 
     def _tensors(self) -> list[list[tuple[Tensor, ...]]] | None:
-        """Of each group: each parameter that has a gradient, with that and its state; None where
-        the kernel can't be called for them just so."""
-        if not self._alike:
+        """For each group, (parameter, gradient, *state) of each parameter that has a gradient.
+
+        None if the kernel cannot be called directly.
+        """
+        if not self._uniform:
             return None
         found = []
         for group in self.param_groups:
@@ -94,5 +96,5 @@ class AdamW(torch.optim.AdamW):
 
 
 _torchs_step = torch.optim.AdamW.step
-if not getattr(_torchs_step, "hooked", False):  # it is from the first object of torch's class on
+if not getattr(_torchs_step, "hooked", False):  # true after the first instance of torch's class
     _torchs_step = torch.optim.Optimizer.profile_hook_step(_torchs_step)

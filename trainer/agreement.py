@@ -1,4 +1,4 @@
-"""Whether all ranks still hold the same weights and optimizer state, bit for bit."""
+"""Replica check: compare weights and optimizer state of all ranks, bit for bit."""
 
 from __future__ import annotations
 
@@ -17,17 +17,19 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Of each tensor, the sum of its bits taken as whole numbers, modulo 2^64: int64 (n,).
+    """Checksum of each tensor: the sum of its bits as integers modulo 2^64; int64 of shape (n,).
 
-    One flipped bit always changes it. On the tensors' own device.
+    A single flipped bit always changes it. The result is on the tensors' device.
     """
     sums = [_integers(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack([s.to(sums[0].device) for s in sums])
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """The bits as whole numbers of 8 bytes where the memory can be cut so (a sum over them is
-    several times as fast), otherwise one for each element."""
+    """View the bits as 8-byte integers if memory layout allows, otherwise as one per element.
+
+    A sum over 8-byte integers is several times as fast.
+    """
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     size = tensor.element_size()
@@ -39,12 +41,13 @@ def _integers(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class Disagreement:
-    """Ranks whose state differs.
+    """Result of a failed replica check.
 
     Attributes:
-        step: at whose boundary it was found.
-        ranks: those that differ from the majority; all if there is none (as with two ranks).
-        tensors: the names of those that differ.
+        step: step boundary of the check.
+        ranks: ranks that differ from the majority; all ranks if there is no majority (as with two
+            ranks).
+        tensors: names of the tensors that differ.
     """
 
     step: int
@@ -54,23 +57,23 @@ class Disagreement:
 
 @dataclass
 class Agreement:
-    """Compares checksums among ranks, and remembers the last step at which they were equal.
+    """Compares checksums over the ranks and remembers the last step at which they were equal.
 
     Args:
-        tensors: gives all parameters and optimizer tensors by name.
+        tensors: returns all parameters and optimizer tensors by name.
     """
 
     tensors: Callable[[], Mapping[str, Tensor]]
     world: World
     step: int = 0
-    """The last step at which all ranks are known to agree."""
+    """Last step at which all ranks were equal."""
     rounds: int = 0
-    """How often in a row ranks have come to differ before they got further than the last time."""
+    """Consecutive mismatches without progress beyond the step of the previous mismatch."""
     _differed: int = -1
     _evidence: dict[str, Any] = field(default_factory=dict)
 
     def check(self, step: int) -> Disagreement | None:
-        """Collective. Compare at the boundary of `step`; None if all ranks agree."""
+        """Collective. Compare at the boundary of `step`; None if all ranks are equal."""
         tensors = self.tensors()
         own = checksums(tensors.values()).cpu()
         factors = torch.arange(1, 2 * len(own), 2) * _ODD
@@ -92,24 +95,30 @@ class Agreement:
         return Disagreement(step=step, ranks=ranks, tensors=names)
 
     def is_wanted(self, step: int) -> bool:
-        """Whether the computation has come once more to where two ranks differed."""
+        """Whether the run has recomputed the step at which two ranks differed."""
         return self._evidence.get("step") == step
 
     def culprit(self) -> int | None:
-        """Collective. Which of two ranks was wrong, now that the truth is here: the elements in
-        which they differed were moved alike by the updates since, but for what was wrong in one.
-        None if both are as far from the truth."""
-        tensors, off = self.tensors(), torch.zeros(2, dtype=torch.float64)
-        for name, (places, values) in self._evidence["elements"].items():
-            truth = tensors[name].detach().cpu().reshape(-1)[places].double()
-            distance = (values.double() - truth).abs().nan_to_num(torch.inf, torch.inf)
-            off[self.world.rank] += distance.sum()
+        """Collective. Find which of two ranks was wrong, after the step has been recomputed.
+
+        Compares the recorded elements in which the ranks differed with the recomputed values. The
+        rank at the larger distance was wrong: updates since then have changed the elements of both
+        ranks by the same amount, apart from the fault.
+
+        Returns:
+            None if both distances are equal.
+        """
+        tensors, distances = self.tensors(), torch.zeros(2, dtype=torch.float64)
+        for name, (indices, values) in self._evidence["elements"].items():
+            recomputed = tensors[name].detach().cpu().reshape(-1)[indices].double()
+            distance = (values.double() - recomputed).abs().nan_to_num(torch.inf, torch.inf)
+            distances[self.world.rank] += distance.sum()
         self._evidence = {}
-        first, second = self.world.gather_json(float(off[self.world.rank]).hex())
+        first, second = self.world.gather_json(float(distances[self.world.rank]).hex())
         return None if first == second else int(float.fromhex(second) > float.fromhex(first))
 
     def _keep_evidence(self, step: int, tensors: Mapping[str, Tensor]) -> None:
-        """Collective. The elements in which two ranks differ, and this rank's values of them."""
+        """Collective. Record the elements in which two ranks differ, with this rank's values."""
         elements = {}
         for name, tensor in tensors.items():
             own = tensor.detach().cpu().reshape(-1).clone()
@@ -117,6 +126,6 @@ class Agreement:
             self.world.broadcast([other], 0)
             bits = _INTEGERS[own.element_size()]
             differ = (own.view(bits) != other.view(bits)).to(torch.int32)
-            places = self.world.all_sum(differ).nonzero().flatten()
-            elements[name] = (places, own[places])
+            indices = self.world.all_sum(differ).nonzero().flatten()
+            elements[name] = (indices, own[indices])
         self._evidence = {"step": step, "elements": elements}

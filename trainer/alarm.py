@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from trainer import processes, stacks
-from trainer.diagnosis import near
+from trainer.durable import display_path
 from trainer.errors import EXIT_FAILURE
 from trainer.hang import HangReport, Report, name_place
 from trainer.heartbeats import Heartbeats, Identity
@@ -117,7 +117,7 @@ class Alarm:
                                    saving=_describe(writer))
 
     def _report(self, alarm: dict[str, Any]) -> None:
-        where = "stderr" if self._log.folder is None else near(
+        where = "stderr" if self._log.folder is None else display_path(
             self._log.folder / stacks.FOLDER)
         why, limit_s = alarm["why"], alarm["limit_s"]
         close = f"; the stacks of all ranks are in {where}"
@@ -238,7 +238,8 @@ class Alarm:
             try:
                 tried.append(self.rescue())
             except Exception:
-                self._log.warning(f"the last boundary could not be saved:\n{traceback.format_exc()}")
+                self._log.warning("the last boundary could not be "
+                                  f"saved:\n{traceback.format_exc()}")
                 tried.append(True)
 
         thread = threading.Thread(target=rescue, name="rescue", daemon=True)

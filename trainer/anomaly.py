@@ -1,4 +1,4 @@
-"""The hunt for a NaN: every operation of a step is looked at, and the one that makes it named."""
+"""NaN detection: check every operation of a step, and name the first one that creates a NaN."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
 
-NOT_MAKERS = ("empty", "resize", "c10d")
-"""In the names of operations that return memory of any content, or what other ranks have made."""
+IGNORED_OPERATIONS = ("empty", "resize", "c10d")
+"""Parts of names of operations that return uninitialised memory or values of other ranks."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a NaN came from.
+    """The operation that created a NaN.
 
     Attributes:
         phase: "forward" or "backward".
-        module: plain name of the module; "" for the model's own forward, None outside of it.
+        module: name of the module; "" for the model itself, None outside of the model.
         operation: such as aten.log.default.
-        node: in the backward, what is differentiated, such as LogBackward0.
+        node: autograd node in backward, such as LogBackward0; "" in forward.
     """
 
     phase: str
@@ -40,12 +40,12 @@ class Origin:
             f" ({self.node})" if self.node else "")
 
 
-class _Looking(TorchDispatchMode):
-    """Calls `found` with each operation that makes a NaN out of what has none."""
+class _NanMode(TorchDispatchMode):
+    """Calls `on_nan` with the name of each operation that creates a NaN from inputs without one."""
 
-    def __init__(self, found: Callable[[str], None]) -> None:
+    def __init__(self, on_nan: Callable[[str], None]) -> None:
         super().__init__()
-        self._found = found
+        self._on_nan = on_nan
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -53,37 +53,37 @@ class _Looking(TorchDispatchMode):
         kwargs = kwargs or {}
         clean = not _has_nan((args, kwargs))
         out = func(*args, **kwargs)
-        if clean and not any(word in str(func) for word in NOT_MAKERS) and _has_nan(out):
-            self._found(str(func))
+        if clean and not any(word in str(func) for word in IGNORED_OPERATIONS) and _has_nan(out):
+            self._on_nan(str(func))
         return out
 
 
 @contextlib.contextmanager
-def hunt(wrapped: nn.Module, model: nn.Module, tell: Callable[[Origin], None]) -> Iterator[None]:
-    """Around forward and backward: tells of the first operation that makes a NaN.
+def hunt(wrapped: nn.Module, model: nn.Module, report: Callable[[Origin], None]) -> Iterator[None]:
+    """Report the first operation that creates a NaN in the forward and backward inside.
 
-    `torch.autograd.detect_anomaly` looks at the backward only, and raises: on one rank, while
-    the others wait for it. Here the step goes on, and is left out by all.
+    `torch.autograd.detect_anomaly` checks the backward only, and raises on one rank while the
+    others wait for it. Here the step continues, and all ranks skip its update.
 
     Args:
-        wrapped: what is called; holds the model.
+        wrapped: the called module, which contains `model`.
     """
     path = next(n for n, m in wrapped.named_modules() if m is model)
     root = f"{type(wrapped).__name__}.{path}" if path else type(wrapped).__name__
-    tracker, told = ModuleTracker(), False
+    tracker, reported = ModuleTracker(), False
 
-    def found(operation: str) -> None:
-        nonlocal told
-        if told:
+    def on_nan(operation: str) -> None:
+        nonlocal reported
+        if reported:
             return
-        told = True
+        reported = True
         inside = [n for n in tracker.parents if n == root or n.startswith(root + ".")]
         module = max(inside, key=len).removeprefix(root).removeprefix(".") if inside else None
         node = torch._C._current_autograd_node() if tracker.is_bw else None
-        tell(Origin("backward" if tracker.is_bw else "forward", module, operation,
-                    node.name() if node is not None else ""))
+        report(Origin("backward" if tracker.is_bw else "forward", module, operation,
+                      node.name() if node is not None else ""))
 
-    with tracker, _Looking(found):
+    with tracker, _NanMode(on_nan):
         yield
 
 

@@ -1,4 +1,4 @@
-"""What an object holds: the values among its attributes, and whether two nestings are equal."""
+"""Values in an object's attributes, and equality of nested values."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _DEPTH = 12
 
 
 def same(one: Any, other: Any) -> bool:
-    """Whether two nestings of tensors and other values are equal, NaNs too."""
+    """Whether two nested structures of tensors and other values are equal; NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         if one.shape != other.shape or one.dtype != other.dtype:
             return False
@@ -47,13 +47,14 @@ def values(
     owner: Any, *, of: Callable[[Tensor], Any] = lambda tensor: copy.deepcopy(tensor.detach()),
     state: bool = True, most: int | None = None,
 ) -> dict[str, Any]:
-    """Each number, text, tensor and generator state among the attributes of an object and of what
-    it holds, by its path.
+    """Collect numbers, strings, tensors and generator states in an object's attributes.
+
+    The search is recursive; the keys are paths.
 
     Args:
-        of: what is kept of a tensor.
-        state: of modules also the parameters and buffers.
-        most: look at so many at most.
+        of: maps a tensor to the collected value.
+        state: include parameters and buffers of modules.
+        most: maximal number of values; None: no limit.
     """
     found: dict[str, Any] = {}
     seen: set[int] = set()
@@ -90,7 +91,7 @@ def _members(item: Any, state: bool) -> list[tuple[str, Any]]:
     if isinstance(item, Mapping):
         return [(str(key), value) for key, value in item.items()]
     if isinstance(item, list | tuple | set | frozenset | deque):
-        return [(str(place), value) for place, value in enumerate(item)]
+        return [(str(index), value) for index, value in enumerate(item)]
     if isinstance(item, type | types.ModuleType | types.FunctionType | torch.device | torch.dtype
                   | Communication):
         return []
@@ -98,6 +99,6 @@ def _members(item: Any, state: bool) -> list[tuple[str, Any]]:
 
 
 def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The names of what is in one of the two only, or isn't equal in both."""
+    """Names of entries that are missing in one of the two, or not equal."""
     return [name for name in {**other, **one}
             if name not in one or name not in other or not same(one[name], other[name])]

@@ -1,4 +1,4 @@
-"""What is done between two steps: a validation, an end on request."""
+"""Work between two steps: validation, and a requested stop."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from trainer.status import Phase
 
 
 def validate(run: Parts) -> None:
-    """Collective. Validate, and save where the weights are the best so far."""
+    """Collective. Validate, and save the weights if they are the best so far."""
     if run.validate is None:
         return
     run.status.enter(Phase.EVALUATE)
     with run.world.patient():
         scores = run.validate()
     if scores is None:
-        stop(run)  # it is done first when the run goes on
-    run.status.enter(Phase.TRAIN)  # from here an error leaves a state between two
+        stop(run)  # a resumed run starts with this validation
+    run.status.enter(Phase.TRAIN)  # from here on an error leaves an inconsistent state
     step = run.progress.step
     line = validation_line(step, scores, run.state.meter.take_mean())
     run.metrics.validation(line)
@@ -33,7 +33,7 @@ def validate(run: Parts) -> None:
 
 
 def stop(run: Parts) -> NoReturn:
-    """Collective. Save this step boundary, and end."""
+    """Collective. Save this step boundary, and raise StopRequested."""
     ranks_agree(run)
     run.status.enter(Phase.STOP)
     run.checkpoint.save("stop")
@@ -43,5 +43,9 @@ def stop(run: Parts) -> NoReturn:
 
 
 def is_due(step: int, interval: int, last: int) -> bool:
-    """Whether work of this interval (0: off) falls on the step; all of it falls on the last."""
+    """Whether periodic work is due at a step. All work is due at the last step.
+
+    Args:
+        interval: in steps; 0 is off.
+    """
     return step > 0 and (step >= last or (interval > 0 and step % interval == 0))

@@ -21,9 +21,11 @@ from trainer import (
     canonical,
     cli,
     compile_cache,
+    durable,
     faults,
     folder,
     given,
+    layout,
     parallel,
     precision,
     pretrained,
@@ -116,11 +118,11 @@ def _claim(context: Context, work: Work) -> Claim:
     """Collective. Find out which run the folder holds, and arm the injected faults."""
     config, world, log, path = context.config, context.world, context.log, context.path
     identity = folder.look(path, world, log, resume=config.resume)
-    lock = RunLock(path / folder.LOCK, world.nonce, revoked=lambda: world.stale)
+    lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.stale)
     drills = [faults.parse(text) for text in config.inject]
     refuse_unreachable(drills, config, work, world, first=identity.attempt == 0)
     injector = faults.FaultInjector(
-        drills, rank=world.rank, attempt=identity.attempt, marks=path / folder.FAULTS, log=log,
+        drills, rank=world.rank, attempt=identity.attempt, marks=path / layout.FAULTS, log=log,
     )  # fmt: skip
     if injector:
         context.marks.subscribe(injector)
@@ -153,7 +155,7 @@ def _make_state(context: Context, work: Work, claim: Claim) -> Saving:
     keep_every = config.checkpoint.keep_every.steps(epoch=horizon.epoch, total=horizon.total)
     checkpoint = Checkpointer(
         store=Store(
-            context.path / folder.CHECKPOINTS, run=claim.identity.run, keep=config.checkpoint.keep,
+            context.path / layout.CHECKPOINTS, run=claim.identity.run, keep=config.checkpoint.keep,
             keep_every=keep_every or None, guard=claim.lock.committing,
             mark=lambda point: marks.mark(point, checkpoint.saved_step),
         ),
@@ -213,12 +215,12 @@ def _enter_folder(
     folder.enter(path, claim.identity, claim.lock, world, log)
     folder.begin(path, claim.identity, world, log, position=resumption.position,
                  version=_version(config), max_same_step=config.restart.max_same_step)
-    lines = level(resumption.found, saving.checkpoint.store, path / folder.METRICS,
+    lines = level(resumption.found, saving.checkpoint.store, path / layout.METRICS,
                   claim.identity.run, world, log)
     context.marks.mark(Phase.START, resumption.position)
     if work.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
-        compile_cache.use(path / folder.COMPILED, world)
+        compile_cache.use(path / layout.COMPILED, world)
     return lines
 
 
@@ -273,7 +275,7 @@ def _open(
         state.progress.load_state_dict(found.facts["progress"])
         loader.reopen(partial(at_place, found))
         metrics.rewind()
-        lines = record(found, path / folder.METRICS, world)
+        lines = record(found, path / layout.METRICS, world)
         if world.keeps_folder:
             open_record(lines, found.step)
 
@@ -326,9 +328,9 @@ def _describe(
     config, world, path = context.config, context.world, context.path
     about = card_lines(config, card, world, path)
     folder.clean(path)
-    folder.replace_text(path / folder.CONFIG, cli.to_toml(config))
+    durable.replace_text(path / layout.CONFIG, cli.to_toml(config))
     label, why = _determinism(config, world, resumption.verdict)
-    folder.replace_json(path / folder.ENVIRONMENT,
+    durable.replace_json(path / layout.ENVIRONMENT,
                         folder.environment(world, card, label=label, why=why))
     store.clean()
     warnings = doubts(config, card, epoch=work.plan.steps_per_epoch, total=work.intervals.total)

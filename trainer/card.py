@@ -1,4 +1,4 @@
-"""The card of a run: what it consists of, as lines for people."""
+"""Startup summary of a run: model, data, batch, device, and warnings."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from trainer import resume
 from trainer.config import Config
-from trainer.diagnosis import near
+from trainer.durable import display_path
 from trainer.folder import device_name
 from trainer.log import Log
 from trainer.source import Found
@@ -16,10 +16,11 @@ from trainer.world import World
 
 
 def card_lines(config: Config[Any], card: Mapping[str, Any], world: World, path: Path) -> list[str]:
-    """Model, data, batch, device, and where to look.
+    """Return the lines of the summary.
 
     Args:
-        card: what was made (`Work.card`, and precision).
+        card: `Work.card` with the precision.
+        path: the run folder.
     """
     trained = card["parameters"] - card["frozen_weights"]
     frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
@@ -31,26 +32,26 @@ def card_lines(config: Config[Any], card: Mapping[str, Any], world: World, path:
         "data": f"{card['data']}: {samples}",
         "batch": batch_line(config, world.size, card),
         "device": f"{world.size} × {device_name(world.device)}, {threads} each",
-        "look": f"tensorboard --logdir {near(path)}",
+        "look": f"tensorboard --logdir {display_path(path)}",
     }
     return [f"{name:<7} {text}" for name, text in rows.items()]
 
 
 def batch_line(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> str:
-    """How a global batch comes about, and what a batch norm sees of it."""
+    """Describe how a global batch is divided, and the number of samples of a batch norm."""
     batch, count = config.batch, config.batch.micro_batches
-    each = f"{ranks} rank{'s' * (ranks > 1)} × micro-batches of {batch.micro_size}"
+    layout = f"{ranks} rank{'s' * (ranks > 1)} × micro-batches of {batch.micro_size}"
     if count % ranks:
         steps = f"{count // ranks} or {count // ranks + 1} of them a rank"
-        text = f"{each}, {steps} (accumulated) = global batch of {batch.global_size}"
+        text = f"{layout}, {steps} (accumulated) = global batch of {batch.global_size}"
     else:
-        text = f"{each} × {count // ranks} (accumulated) = global batch of {batch.global_size}"
-    seen = batchnorm_samples(config, ranks, card)
-    return text if seen is None else f"{text}; each BatchNorm sees {seen} samples"
+        text = f"{layout} × {count // ranks} (accumulated) = global batch of {batch.global_size}"
+    samples = batchnorm_samples(config, ranks, card)
+    return text if samples is None else f"{text}; each BatchNorm sees {samples} samples"
 
 
 def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> int | None:
-    """Samples over which a batch norm that trains takes its statistics; None if there is none."""
+    """Return the number of samples in the statistics of a batch norm; None without batch norms."""
     if not card["batch_norms"]:
         return None
     return config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
@@ -59,40 +60,50 @@ def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) 
 def doubts(
     config: Config[Any], card: Mapping[str, Any], *, epoch: int, total: int
 ) -> list[str]:
-    """What is said of a start: what doesn't fit of the weights to begin with, what isn't trained,
-    and a warm-up that outlasts a run of `total` steps, `epoch` of them an epoch."""
-    told = [f"--init {config.init}: {line}" for line in card.get("init", ())]
+    """Return warnings about the start: initial weights that do not fit, parameters that no group
+    trains, a warm-up that is longer than the run.
+
+    Args:
+        epoch: steps in an epoch.
+        total: steps in the run.
+    """
+    warnings = [f"--init {config.init}: {line}" for line in card.get("init", ())]
     warmup, names = config.schedule.warmup, card.get("untrained", ())
     if names:
-        told.append(f"nothing trains {', '.join(names[:5])}{', …' * (len(names) > 5)}: no group of "
-                    "the task's parameter_groups() has it; give it one, or freeze it")
+        shown = f"{', '.join(names[:5])}{', …' * (len(names) > 5)}"
+        warnings.append(f"not trained: {shown}: not in any group of the task's parameter_groups(); "
+                        "add it to a group, or freeze it")
     if (steps := warmup.steps(epoch=epoch, total=total)) > total:
-        told.append(f"--schedule.warmup {warmup}: the run has {total} steps and the warm-up "
-                    f"{steps}, so the rate ends at {total / steps:.0%} of --optim.lr; shorten it, "
-                    "such as 5%")
-    return told
+        warnings.append(f"--schedule.warmup {warmup}: the run has {total} steps and the warm-up "
+                        f"{steps}, so the rate ends at {total / steps:.0%} of --optim.lr; shorten "
+                        "it, for example to 5%")
+    return warnings
 
 
 def announce(
-    log: Log, lines: Sequence[str], doubtful: Sequence[str], found: Found | None,
+    log: Log, lines: Sequence[str], warnings: Sequence[str], found: Found | None,
     verdict: resume.Verdict, path: Path,
 ) -> None:  # fmt: skip
-    """Show the card, and how the run starts.
+    """Log the summary, the warnings, and whether the run is new or continues.
 
     Args:
-        doubtful: see `doubts`.
+        lines: `card_lines`.
+        warnings: `doubts`.
+        found: the checkpoint that is resumed, if any.
+        path: the run folder.
     """
     for line in lines:
         log.info(line)
-    for line in doubtful:
+    for line in warnings:
         log.warning(line)
     for change in verdict.changes:
         log.warning(f"changed: {change}")
         log.event("changed", what=change)
     if found is None:
-        log.info(f"run folder {near(path)}: a fresh start")
+        log.info(f"run folder {display_path(path)}: a fresh start")
     else:
-        log.info(f"run folder {near(path)}: continuing from step {found.step} ({verdict.label}"
+        log.info(f"run folder {display_path(path)}: continuing from step {found.step} "
+                 f"({verdict.label}"
                  + (f": {verdict.why}" if verdict.why else "") + ")"
                  + f", restart {log.attempt}" * bool(log.attempt))
     log.event("restore" if found else "fresh", at_step=found.step if found else 0,

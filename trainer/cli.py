@@ -1,4 +1,4 @@
-"""Recipe (TOML) and flags → `Config`, and back; each mistake is one `ConfigError`."""
+"""Parse a recipe (TOML) and flags into a `Config`, and write a `Config` as TOML."""
 
 from __future__ import annotations
 
@@ -28,45 +28,49 @@ from trainer.task import BUILT_IN, find_task, take_task
 
 RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = "sample"
-_TASK_KEY = "class"  # a keyword of Python, so no field of a task can have this name
-_NONE_KEY = "None"  # a keyword too: the list of fields set to None, as TOML has no null
+# Both keys are keywords of Python, so that no field of a task can have their names.
+_TASK_KEY = "class"
+_NONE_KEY = "None"  # lists the fields that are None, since TOML has no null
 
 _HELP = """\
-Train a model, fault-tolerantly. RECIPE comes first: a TOML file, or one of: {recipes}
-(default: {default}). Flags win over it.
+Fault-tolerant training. RECIPE comes first: a TOML file, or one of: {recipes}
+(default: {default}). Flags override the recipe.
 
   torchrun --standalone --nproc_per_node=2 --max-restarts=3 -m trainer [RECIPE] [flags]
   python -m trainer [RECIPE] [flags]                       one process, no launcher
   python -m trainer COMMAND --help                         {commands}
 
 A LENGTH is 200 (optimizer steps), 1ep (epochs), 5% (of the run) or off.
---task NAME|module:Class chooses what is trained ({tasks}, or your own);
+--task NAME|module:Class selects the task ({tasks}, or your own);
 its fields are the flags below --task.
 
---quiet shows warnings and errors only (--log.level warning).
-Under torchrun write --run-dir PATH for --run PATH, which torchrun would take for its own.
+--quiet shows only warnings and errors (--log.level warning).
+--run is accepted for --run-dir, except under torchrun, which takes it for its own --run-path.
 """
 
 
 def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
-    """The configuration that `argv` (recipe and flags) asks for.
+    """Parse a command line: recipe and flags.
 
     Args:
-        show: whether help is printed (on one rank only).
+        show: whether to print the help text (on one rank only).
+        commands: names of the other commands, for the help text and for hints.
 
     Raises:
-        ConfigError: unknown recipe, key or flag, or a value that doesn't fit, or that config.toml
-            can't hold.
-        SystemExit: with 0, after `--help`.
+        ConfigError: a recipe, key or flag is unknown, or a value is invalid or can't be stored in
+            config.toml.
+        SystemExit: with code 0, after `--help`.
     """
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
-    task_name, arguments = take_task(flags.spelt(arguments))
-    flags.refuse_empty(arguments)
+    task_name, arguments = take_task(flags.without_aliases(arguments))
+    flags.check_not_empty(arguments)
     path = find_recipe(recipe, commands.split(", "))
-    given = any(argument.startswith(("--task.", "--task_")) for argument in arguments)
-    default = _without_rest(load(path, task_name=task_name, unchecked=given), arguments)
-    arguments = flags.gathered(arguments, flags.many(type(default.task), "task."))
+    has_task_flags = any(argument.startswith(("--task.", "--task_")) for argument in arguments)
+    default = load(path, task_name=task_name, unchecked=has_task_flags)
+    default = _without_schedule_options(default, arguments)
+    arguments = flags.join_repeated(
+        arguments, flags.multi_value_flags(type(default.task), "task."))
     registry = tyro.constructors.ConstructorRegistry()
     registry.primitive_rule(_length_rule)
     problems = io.StringIO()
@@ -90,9 +94,9 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     except SystemExit as end:
         if asks_help and end.code in (None, 0, EXIT_PIPE):
             raise
-        told = flags.told(problems.getvalue(), arguments,
-                          [(name, value) for name, value, _ in default.leaves()])
-        raise ConfigError(told) from None
+        known = [(flags.FLAG_NAMES.get(name, name), value) for name, value, _ in default.leaves()]
+        raise ConfigError(
+            flags.error_message(problems.getvalue(), arguments, known)) from None
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{error}") from error
     if config.run is None:
@@ -100,12 +104,12 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
         if task_name is not None and recipe == DEFAULT_RECIPE:
             name = task_name.rpartition(":")[2].lower()
         config = dataclasses.replace(config, run=f"runs/{name}")
-    to_toml(config)  # what can't be written is refused before anything is
+    to_toml(config)  # raises if a value can't be written, before anything has started
     return config
 
 
-def _without_rest(default: Config[Any], arguments: Sequence[str]) -> Config[Any]:
-    """A recipe without what belongs to its schedule, where the flags name another one."""
+def _without_schedule_options(default: Config[Any], arguments: Sequence[str]) -> Config[Any]:
+    """The recipe's configuration, without its schedule's options if the flags select another."""
     words = [word for argument in arguments for word in argument.split("=", 1)]
     named = dict(pairwise(words)).get("--schedule.name")
     if named in (None, default.schedule.name):
@@ -114,14 +118,14 @@ def _without_rest(default: Config[Any], arguments: Sequence[str]) -> Config[Any]
 
 
 def load(path: Path, *, task_name: str | None = None, unchecked: bool = False) -> Config[Any]:
-    """The configuration that a TOML file holds.
+    """Read a configuration from a TOML file.
 
     Args:
-        task_name: replaces the file's task; the file's `[task]` fields go with the file's task.
-        unchecked: flags are still to change the task, which needn't be fit without them.
+        task_name: replaces the file's task, together with the file's `[task]` fields.
+        unchecked: don't raise if the task's fields are invalid; flags will change them later.
 
     Raises:
-        ConfigError: names the file and the key.
+        ConfigError: the file is invalid; names the file and the key.
     """
     try:
         table = tomllib.loads(path.read_text())
@@ -129,8 +133,8 @@ def load(path: Path, *, task_name: str | None = None, unchecked: bool = False) -
         raise ConfigError(f"recipe {path}: {error}") from error
     task_table = table.pop("task", {})
     if not isinstance(task_table, dict):
-        raise ConfigError(f"{path}: task = {task_table!r}: it is a table [task], and its name is "
-                          f"the key {_TASK_KEY} in it.")
+        raise ConfigError(f"{path}: task = {task_table!r}: write a table [task], with the task's "
+                          f"name as its key {_TASK_KEY}.")
     task_table = dict(task_table)
     named = _value(str, found := task_table.pop(_TASK_KEY, "images"),
                    f"{path}: task.{_TASK_KEY} = {found!r}")
@@ -147,10 +151,10 @@ def load(path: Path, *, task_name: str | None = None, unchecked: bool = False) -
 
 
 def to_toml(config: Config[Any]) -> str:
-    """The text of `config.toml`: everything that decides the run, nothing of this attempt.
+    """The text of `config.toml`: all settings, except those of one attempt.
 
     Raises:
-        ConfigError: a field of the task has a value that TOML doesn't have.
+        ConfigError: a field of the task has a value that TOML can't represent.
     """
     table = _to_table(config)
     for name in ("run", "resume", "inject", "accept"):
@@ -161,25 +165,25 @@ def to_toml(config: Config[Any]) -> str:
 
 
 def task_path(task: Any) -> str:
-    """The name by which `--task` finds the task's class again."""
+    """The value of `--task` that selects the task's class."""
     path = f"{type(task).__module__}:{type(task).__qualname__}"
     names = {p: name for name, p in BUILT_IN.items()}
     return names.get(path, path)
 
 
 def recipe_names() -> list[str]:
-    """The shipped recipes."""
+    """Names of the shipped recipes."""
     return sorted(p.stem for p in RECIPES.glob("*.toml"))
 
 
 def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
-    """The file of a recipe given by name or path.
+    """The file of a recipe, given by name or path.
 
     Args:
-        commands: words that could have stood in its place, of which it may be a misspelt one.
+        commands: names of commands; the recipe may be a misspelt one.
 
     Raises:
-        ConfigError: there is neither.
+        ConfigError: there is no such recipe.
     """
     for path in (Path(recipe), RECIPES / f"{recipe}.toml"):
         if path.suffix == ".toml" and path.is_file():
@@ -188,9 +192,9 @@ def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
     hint = f"did you mean {near[0]!r}? " if near else ""
     if near and near[0] in commands:
         raise ConfigError(f"{recipe}: there is no such command; {hint}".strip())
-    what = ("it is no TOML file" if recipe and Path(recipe).exists() else
-            "there is no such file and no shipped recipe of this name")
-    raise ConfigError(f"recipe {recipe or repr(recipe)}: {what}; "
+    why = ("this is no TOML file" if recipe and Path(recipe).exists() else
+           "there is no such file and no shipped recipe of this name")
+    raise ConfigError(f"recipe {recipe or repr(recipe)}: {why}; "
                       f"{hint}Shipped: {', '.join(recipe_names())}.")
 
 
@@ -207,8 +211,11 @@ def _length_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
 
 
 def _instance(cls: type, table: dict[str, Any], source: str, *, unchecked: bool) -> Any:
-    """An instance of a task; fields that neither have a default nor stand in the file are left
-    for the flags to give, and so is an instance that isn't fit, where it may be `unchecked`."""
+    """Create a task from a table.
+
+    Fields without a default and without a value in the file remain to be set by flags. If
+    `unchecked`, an invalid instance is returned without calling its constructor.
+    """
     given = _fields_from_table(cls, table, "task.", source)
     required = [
         f.name for f in dataclasses.fields(cls)
@@ -222,7 +229,7 @@ def _instance(cls: type, table: dict[str, Any], source: str, *, unchecked: bool)
         if not unchecked:
             where = source if source.startswith("--") else f"{source}: [task]"
             raise ConfigError(f"{where}: {error}") from error
-    blank: Any = object.__new__(cls)
+    instance: Any = object.__new__(cls)
     for field in dataclasses.fields(cls):
         if field.name in given:
             value = given[field.name]
@@ -232,8 +239,8 @@ def _instance(cls: type, table: dict[str, Any], source: str, *, unchecked: bool)
             value = field.default_factory()
         else:
             value = field.default
-        object.__setattr__(blank, field.name, value)
-    return blank
+        object.__setattr__(instance, field.name, value)
+    return instance
 
 
 def _from_table(cls: Any, table: dict[str, Any], prefix: str, source: str, **more: Any) -> Any:
@@ -257,11 +264,11 @@ def _fields_from_table(
         field = fields[name]
         if field.name in given:
             raise ConfigError(f"{source}: {prefix}{key}: the key is given twice, as "
-                              f"{name} and {name.replace('_', '-')}; leave one out.")
+                              f"{name} and {name.replace('_', '-')}; remove one.")
         hint = hints[field.name]
         if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Length:
             if not isinstance(value, dict):
-                raise ConfigError(f"{source}: {prefix}{key} = {value!r}: it is a table "
+                raise ConfigError(f"{source}: {prefix}{key} = {value!r}: write a table "
                                   f"[{prefix}{key}].")
             given[field.name] = _from_table(hint, value, f"{prefix}{name}.", source)
         else:
@@ -270,7 +277,7 @@ def _fields_from_table(
 
 
 def _value(hint: Any, value: Any, where: str) -> Any:
-    """A TOML value as its field's type has it."""
+    """Convert a TOML value to its field's type."""
     origin = typing.get_origin(hint)
     if origin is typing.Annotated:
         return _value(typing.get_args(hint)[0], value, where)
@@ -292,7 +299,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
     elif origin in (tuple, list, set, frozenset) and isinstance(value, list):
         of = typing.get_args(hint)
         if origin is tuple and of and of[-1] is not Ellipsis and len(of) != len(value):
-            raise ConfigError(f"{where}: {len(of)} values are wanted.")
+            raise ConfigError(f"{where}: expected {len(of)} values.")
         kinds = of if origin is tuple and of and of[-1] is not Ellipsis else [of[0]] * len(value)
         return origin(_value(kind, v, where) for kind, v in zip(kinds, value, strict=True))
     elif hint is Length and isinstance(value, int | str) and not isinstance(value, bool):
@@ -311,7 +318,7 @@ def _value(hint: Any, value: Any, where: str) -> Any:
         return hint[value]
     elif origin is dict and isinstance(value, dict):
         return {k: _value(typing.get_args(hint)[1], v, where) for k, v in value.items()}
-    raise ConfigError(f"{where}: a value of type {flags.kind(hint)} is wanted.")
+    raise ConfigError(f"{where}: expected a value of type {flags.type_name(hint)}.")
 
 
 def _to_table(part: Any, prefix: str = "") -> dict[str, Any]:
@@ -329,7 +336,7 @@ def _to_table(part: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _to_value(value: Any, name: str) -> Any:
-    """A field's value as TOML has it; `_value` reads it back."""
+    """Convert a field's value to a TOML value; the inverse of `_value`."""
     if isinstance(value, enum.Enum) and value.name in type(value).__members__:
         return value.name
     if isinstance(value, bool | int | float | str):
@@ -345,5 +352,5 @@ def _to_value(value: Any, name: str) -> Any:
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         return {k: _to_value(v, name) for k, v in value.items()}
     raise ConfigError(
-        f"--{name.replace('_', '-')} {value!r}: config.toml can't hold a {type(value).__name__}; "
-        "use numbers, texts, switches, paths and enums, and lists, sets or dicts of them.")
+        f"--{name.replace('_', '-')} {value!r}: config.toml can't store a {type(value).__name__}; "
+        "use numbers, strings, booleans, paths and enums, and lists, sets or dicts of them.")

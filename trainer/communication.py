@@ -1,4 +1,4 @@
-"""How long a rank waits for the others in a step, without another collective or device sync."""
+"""Measure how long a rank waits for the others in a step, without a collective or device sync."""
 
 from __future__ import annotations
 
@@ -9,103 +9,110 @@ import torch
 from torch import Tensor
 
 SAMPLED, LONG_S = 8, 0.02
-"""To look into a backward takes 15 µs: it is done in each step that takes this long, else in every
-eighth, which then stands for eight."""
+"""Measuring a backward costs 15 µs. Steps of at least LONG_S seconds are all measured. Of shorter
+steps every SAMPLED-th is measured and counts SAMPLED times."""
 
 
 class Marks:
-    """Two points of the device's time line, so that timing waits for nothing. Nothing off CUDA."""
+    """Two events on the CUDA stream, which measure an interval without a device sync.
+
+    On other devices the methods do nothing.
+    """
 
     def __init__(self, *, on_cuda: bool) -> None:
         make = torch.cuda.Event
         self._events = (make(enable_timing=True), make(enable_timing=True)) if on_cuda else None
 
     def first(self) -> None:
-        """Mark the first point."""
+        """Record the first event."""
         if self._events is not None:
             self._events[0].record()
 
     def second(self) -> None:
-        """Mark the second point."""
+        """Record the second event."""
         if self._events is not None:
             self._events[1].record()
 
     def between_s(self) -> float | None:
-        """Seconds between the points, which the device has passed."""
+        """Return the seconds between the events. The device must have passed both."""
         if self._events is None:
             return None
         return self._events[0].elapsed_time(self._events[1]) / 1000
 
 
 class Communication:
-    """What this rank waits in collectives that its own computation doesn't hide.
+    """Measure the time of a step that this rank waits in collectives, not hidden by computation.
 
-    In the backward that is the time from when its own gradients are there until all are reduced:
-    autograd's engine calls back in between, on the way to the reducer's own callback. On a GPU it
-    is that on the device's time line. The gathers of synchronised batch norms on a CPU count too.
+    In the backward it is the time from when the gradients of this rank are ready until all are
+    reduced. The autograd engine runs a callback in between, before the callback of the reducer. On
+    a GPU the interval is measured on the device. The gathers of synchronised batch norms on a CPU
+    count as well.
 
     Args:
-        ranks: of the group; one never waits.
-        clock: seconds.
+        ranks: size of the group. A single rank never waits.
+        clock: returns seconds.
     """
 
     def __init__(
         self, *, ranks: int = 1, on_cuda: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        self._marks = Marks(on_cuda=on_cuda)
-        self._on, self._clock = ranks > 1, clock
+        self._interval = Marks(on_cuda=on_cuda)
+        self._enabled, self._clock = ranks > 1, clock
         self._gathered_s = 0.0
         self._computed_s: float | None = None
         self._weight, self._steps, self._last_s = 0, 0, 0.0
         self._waited_s = 0.0
 
     def began(self) -> float:
-        """A collective begins: what to give to `ended`."""
+        """Begin a collective. Return the argument for `ended`."""
         return self._clock()
 
     def ended(self, began_s: float) -> None:
-        """A collective that began then is over."""
+        """End the collective that began at this time."""
         self._gathered_s += self._clock() - began_s
 
     def watch(self, loss: Tensor) -> None:
-        """The backward of this loss is going to be reduced over the ranks: look into it."""
-        if not self._on:
+        """Measure the backward of this loss, whose gradients are reduced over the ranks."""
+        if not self._enabled:
             return
         self._steps += 1
-        long = self._last_s >= LONG_S
-        if long or self._steps % SAMPLED == 1:
-            self._weight = 1 if long else SAMPLED
-            loss.register_hook(self._call_back)
+        is_long = self._last_s >= LONG_S
+        if is_long or self._steps % SAMPLED == 1:
+            self._weight = 1 if is_long else SAMPLED
+            loss.register_hook(self._queue_callback)
 
     def reduced(self) -> None:
-        """The backward is over."""
+        """End the backward."""
         if not self._weight:
             return
-        self._marks.second()
+        self._interval.second()
         if self._computed_s is not None:
             self._waited_s = self._weight * (self._clock() - self._computed_s)
 
     def take(self, step_s: float) -> float:
-        """Seconds waited in the step that took `step_s`; starts anew. The device is through it."""
-        if not self._on:
+        """Return the seconds waited in a step of `step_s` seconds, and reset.
+
+        The device must have finished the step.
+        """
+        if not self._enabled:
             return 0.0
         if self._weight and self._computed_s is not None and (
-                between_s := self._marks.between_s()) is not None:
+                between_s := self._interval.between_s()) is not None:
             self._waited_s = self._weight * between_s
-        found = self._gathered_s + self._waited_s
+        waited_s = self._gathered_s + self._waited_s
         self.forget()
         self._last_s = step_s
-        return found
+        return waited_s
 
     def forget(self) -> None:
-        """Start anew, after what is no step. The device may still be at it."""
+        """Reset after work that is not a step. The device need not have finished it."""
         self._gathered_s = self._waited_s = 0.0
         self._weight, self._computed_s, self._last_s = 0, None, 0.0
 
-    def _call_back(self, _: Tensor) -> None:
+    def _queue_callback(self, _: Tensor) -> None:
         torch.autograd.Variable._execution_engine.queue_callback(self._computed)
 
     def _computed(self) -> None:
         self._computed_s = self._clock()
-        self._marks.first()
+        self._interval.first()

@@ -1,7 +1,8 @@
-"""The whole run as frozen dataclasses with checks.
+"""The configuration of a run: frozen dataclasses that check their values.
 
-Each leaf says how it may change when a run is resumed: `refused` (the run would be another one),
-`announced` (it goes on, differently, and says so) or `free` (it changes no bit of the result).
+Each setting declares how it may change when a run is resumed: `must_match` (with another value it
+would be a different run), `may_change` (the change is reported, and the run is no longer exact) or
+`ignored` (the setting has no influence on the result).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from trainer.config_training import (
     Precision,
     Schedule,
 )
-from trainer.leaf import Change, OnOff, Texts, Typed, check, leaf
+from trainer.leaf import Change, OnOff, RunDir, Texts, Typed, check, setting
 from trainer.length import Length
 
 __all__ = [
@@ -45,35 +46,36 @@ TaskT = TypeVar("TaskT")
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Typed, Generic[TaskT]):
-    """A run, whole. `config.toml` in the run folder holds it and reproduces the run."""
+    """The complete configuration; `config.toml` in the run folder stores it."""
 
-    task: TaskT = leaf(None, "refused")
-    run: str | None = leaf(None, "free")
-    """The run folder; the same command continues what is in it. Default: runs/RECIPE, or
+    task: TaskT = setting(None, "must_match")
+    run: RunDir = setting(None, "ignored")
+    """The run folder; the same command continues the run in it. Default: runs/RECIPE, or
     runs/TASK for a task without a recipe."""
-    seed: int = leaf(0, "refused")
-    """All randomness follows from it."""
-    steps: int | None = leaf(None, "announced")
+    seed: int = setting(0, "must_match")
+    """Seed of all random numbers."""
+    steps: int | None = setting(None, "may_change")
     """Length of the run in optimizer steps (global batches)."""
-    epochs: int | None = leaf(None, "announced")
-    """Length of the run in epochs, if --steps isn't given; 5 if neither is."""
-    device: Literal["auto", "cpu", "cuda", "mps"] = leaf("auto", "announced")
-    """auto: cuda where there is one, mps for a single process, else cpu."""
-    resume: str = leaf("auto", "free")
-    """auto: continue what the run folder holds; never: refuse a used folder; or the PATH of a
-    checkpoint to start from."""
-    init: str | None = leaf(None, "refused")
-    """Weights to begin with: a safetensors file, a torch checkpoint, or a folder with a
-    model.safetensors; a head of another size is left as the model makes it."""
-    init_strict: OnOff = leaf("on", "refused")
-    """Refuse weights whose names or sizes don't fit; off: take what fits and name the rest."""
-    freeze: Texts = leaf((), "refused")
-    """PATTERN: parameters whose names match aren't trained, nor their batch norms' statistics;
-    !PATTERN takes some out again, the last match counts (such as * and !fc.*)."""
-    accept: Texts = leaf((), "free")
-    """Changed keys (batch.global-size, data, …) that a resumed run is to accept all the same."""
-    inject: Texts = leaf((), "free")
-    """Faults for drills: KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:always]."""
+    epochs: int | None = setting(None, "may_change")
+    """Length of the run in epochs, if --steps is not given; 5 if neither is given."""
+    device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "may_change")
+    """auto: cuda if available, else mps for a single process, else cpu."""
+    resume: str = setting("auto", "ignored")
+    """auto: continue the run in the run folder; never: fail if the folder holds a run; or the PATH
+    of a checkpoint or run to start from."""
+    init: str | None = setting(None, "must_match")
+    """Initial weights: a safetensors file, a torch checkpoint, or a folder with a
+    model.safetensors; a head of another size keeps the model's own initial values."""
+    init_strict: OnOff = setting("on", "must_match")
+    """Fail if names or shapes of the initial weights don't fit the model; off: load the ones that
+    fit and list the others."""
+    freeze: Texts = setting((), "must_match")
+    """PATTERN: don't train the parameters whose names match, nor the statistics of their batch
+    norms; !PATTERN excludes some again, and the last match counts (such as * and !fc.*)."""
+    accept: Texts = setting((), "ignored")
+    """Changed settings (batch.global-size, data, …) that a resumed run shall accept."""
+    inject: Texts = setting((), "ignored")
+    """Faults to inject: KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:always]."""
     batch: Batch = Batch()
     data: Data = Data()
     optim: Optim = Optim()
@@ -92,29 +94,34 @@ class Config(Typed, Generic[TaskT]):
     log: Logging = Logging()
 
     def __post_init__(self) -> None:
-        check(self.run is None or bool(str(self.run).strip()), "run", self.run, "name a folder.")
-        check(_is_utf8(str(self.run)), "run", self.run, "choose a name in UTF-8: the libraries "
-              "that read the checkpoints know no other ones.")
+        check(self.run is None or bool(str(self.run).strip()), "run-dir", self.run,
+              "give the path of a folder.")
+        check(_is_utf8(str(self.run)), "run-dir", self.run, "choose a name in UTF-8: the "
+              "libraries that read checkpoints accept no other names.")
         check(bool(str(self.resume).strip()), "resume", self.resume,
               "use auto, never, or the path of a checkpoint.")
         check(self.init is None or bool(str(self.init).strip()), "init", self.init,
-              "name a file of weights, or leave it out.")
+              "give the path of a weights file, or omit the flag.")
         check(self.steps is None or self.steps >= 1, "steps", self.steps, "use 1 or more.")
         check(self.epochs is None or self.epochs >= 1, "epochs", self.epochs, "use 1 or more.")
         check(0 <= self.seed < 2**63, "seed", self.seed, "use a number from 0 to 2^63 - 1.")
         for text in self.inject:
             faults.parse(text)
-        known = {name for name, _, change in self.leaves() if change == "refused"} | {"data"}
+        known = {name for name, _, change in self.leaves() if change == "must_match"} | {"data"}
         for name in self.accept:
             check(name.replace("-", "_") in known or name.startswith("task."), "accept", name,
-                   f"no such key; there are task.FIELD, {', '.join(sorted(known))}.")
+                   f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.")
 
     def leaves(self) -> Iterator[tuple[str, Any, Change]]:
-        """Each leaf as (dotted name, value, how it may change on resume); the task's fields too."""
-        yield from _leaves(self, "", "free")
+        """All settings as (dotted name, value, change on resume), the task's fields included."""
+        yield from _leaves(self, "", "ignored")
 
     def total_steps(self, epoch: int) -> int:
-        """Length of the run in optimizer steps, for epochs of `epoch` steps."""
+        """Length of the run in optimizer steps.
+
+        Args:
+            epoch: steps of an epoch.
+        """
         return self.steps if self.steps is not None else (self.epochs or 5) * epoch
 
 

@@ -1,4 +1,4 @@
-"""Sections of the configuration that say what is trained, on what, and how."""
+"""Configuration sections about training: batches, data, optimizer, schedule, precision."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from trainer.leaf import OnOff, Texts, Typed, check, leaf
+from trainer.leaf import OnOff, Texts, Typed, check, setting
 from trainer.length import Length
 
 SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restarts", "linear",
              "multi-step", "plateau")  # fmt: skip
 
 MIN_RATIO = 0.1
-"""Where cosine and linear end, unless told."""
+"""Default final rate of cosine and linear, as a fraction of the peak."""
 MOST_SAMPLES = 10_000_000
-"""In one optimizer step: some hundred times what is trained with."""
+"""Upper limit of samples per optimizer step: some hundred times the usual sizes."""
 MOST_AHEAD = 10_000
-"""Micro-batches that a worker makes ready: far more than hide any delay."""
+"""Upper limit of prefetched micro-batches per worker: far more than hide any delay."""
 MOST_MB = 1_000_000
-"""Of a bucket: more than any device has."""
+"""Upper limit of a bucket's size: more memory than any device has."""
 MOST_SCALE = 1e38
-"""Of a loss: a larger one is infinite in fp32, and would stay so however often it is halved."""
+"""Upper limit of the loss scale: a larger one is infinite in fp32, and halving keeps it so."""
 MOST_WORKERS = 512
-"""Processes of one rank: far more than it has cores."""
+"""Upper limit of loader processes per rank: far more than it has cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch(Typed):
-    """Samples an optimizer step; accumulation follows from these and the number of ranks."""
+    """Batch sizes; gradient accumulation follows from them and the number of ranks."""
 
-    global_size: int = leaf(128, "refused")
+    global_size: int = setting(128, "must_match")
     """Samples in one optimizer step, over all ranks."""
-    micro_size: int = leaf(32, "refused")
+    micro_size: int = setting(32, "must_match")
     """Samples in one forward and backward; must divide the global size."""
 
     def __post_init__(self) -> None:
@@ -44,29 +44,29 @@ class Batch(Typed):
             divisors = [d for d in range(1, self.global_size + 1) if self.global_size % d == 0]
             near = min(divisors, key=lambda d: (abs(d - self.micro_size), d))
             check(False, "batch.micro-size", self.micro_size,
-                  f"it must divide --batch.global-size {self.global_size}; the nearest that does "
+                  f"it must divide --batch.global-size {self.global_size}; the nearest divisor "
                   f"is {near}.")
 
     @property
     def micro_batches(self) -> int:
-        """M, the number of numbered micro-batches in a full global batch."""
+        """Number of micro-batches in a full global batch (M)."""
         return self.global_size // self.micro_size
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data(Typed):
-    """How samples are read."""
+    """Reading samples."""
 
-    workers: int | Literal["auto"] = leaf("auto", "free")
-    """Loader processes a rank; auto: none for data in memory, otherwise 2 where cores allow."""
-    prefetch: int = leaf(2, "free")
-    """Micro-batches that each loader worker makes ready ahead."""
-    drop_last: OnOff = leaf("on", "refused")
-    """Leave out the last window of an epoch if it is smaller than the global batch."""
-    shuffle: OnOff = leaf("on", "refused")
-    """Order each epoch anew, by (seed, epoch)."""
-    on_error: Literal["stop", "skip"] = leaf("stop", "free")
-    """A training sample that raises: stop the run, or skip the sample: another takes its place."""
+    workers: int | Literal["auto"] = setting("auto", "ignored")
+    """Loader processes per rank; auto: 0 for data in memory, else 2 if there are enough cores."""
+    prefetch: int = setting(2, "ignored")
+    """Micro-batches that each loader process prepares in advance."""
+    drop_last: OnOff = setting("on", "must_match")
+    """Drop the last batch of an epoch if it is smaller than the global batch."""
+    shuffle: OnOff = setting("on", "must_match")
+    """Shuffle each epoch, in an order derived from (seed, epoch)."""
+    on_error: Literal["stop", "skip"] = setting("stop", "ignored")
+    """If reading a training sample raises: stop the run, or skip the sample and use another one."""
 
     def __post_init__(self) -> None:
         check(self.workers == "auto" or 0 <= self.workers <= MOST_WORKERS, "data.workers",
@@ -77,28 +77,29 @@ class Data(Typed):
 
 @dataclass(frozen=True, kw_only=True)
 class Optim(Typed):
-    """The optimizer."""
+    """Optimizer."""
 
-    name: str = leaf("adamw", "refused")
+    name: str = setting("adamw", "must_match")
     """adamw (fused), sgd, or your own as module:Class (called with groups, lr, weight_decay)."""
-    lr: float = leaf(3e-3, "announced")
+    lr: float = setting(3e-3, "may_change")
     """Peak learning rate."""
-    rates: Texts = leaf((), "announced")
-    """PATTERN=FACTOR: parameters whose names match (as file names do) learn at FACTOR times the
-    rate, such as body.*=0.1; the first match counts."""
-    weight_decay: float = leaf(0.01, "announced")
-    """Decay of weights; biases and norms (and parameters of fewer than 2 dimensions) have none."""
-    betas: tuple[float, float] = leaf((0.9, 0.999), "announced")
+    rates: Texts = setting((), "may_change")
+    """PATTERN=FACTOR: the learning rate of parameters whose names match is multiplied by FACTOR,
+    such as body.*=0.1; patterns are those of file names, and the first match counts."""
+    weight_decay: float = setting(0.01, "may_change")
+    """Weight decay; not applied to biases, norms and other parameters with fewer than 2
+    dimensions."""
+    betas: tuple[float, float] = setting((0.9, 0.999), "may_change")
     """AdamW: decay rates of the two moments."""
-    eps: float = leaf(1e-8, "announced")
+    eps: float = setting(1e-8, "may_change")
     """AdamW: added to the denominator."""
-    momentum: float = leaf(0.9, "announced")
+    momentum: float = setting(0.9, "may_change")
     """SGD: momentum."""
-    nesterov: OnOff = leaf("off", "announced")
-    """SGD: Nesterov's momentum."""
-    ema: float = leaf(0.0, "announced")
-    """Decay of an average of the weights over the updates (0.999), which is then what is
-    validated, tested and exported; 0 is off."""
+    nesterov: OnOff = setting("off", "may_change")
+    """SGD: Nesterov momentum."""
+    ema: float = setting(0.0, "may_change")
+    """Decay of an exponential moving average of the weights (such as 0.999), which is then
+    validated, tested and exported in their place; 0 is off."""
 
     def __post_init__(self) -> None:
         check(self.name in ("adamw", "sgd") or ":" in self.name, "optim.name", self.name,
@@ -107,70 +108,70 @@ class Optim(Typed):
         for text in self.rates:
             pattern, _, factor = text.rpartition("=")
             check(bool(pattern) and _is_above_0(factor), "optim.rates", text,
-                  "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (parameters "
-                  "that aren't to move at all: --freeze).")
+                  "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (to keep "
+                  "parameters unchanged, use --freeze).")
         check(0 <= self.weight_decay < math.inf, "optim.weight-decay", self.weight_decay,
               "use 0 or more.")
         check(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas,
-              "each lies from 0 up to, not including, 1.")
+              "use two numbers from 0 to below 1.")
         check(0 < self.eps < math.inf, "optim.eps", self.eps, "use a number above 0.")
         check(0 <= self.momentum < 1, "optim.momentum", self.momentum,
-              "it lies from 0 up to, not including, 1.")
+              "use a number from 0 to below 1.")
         check(self.nesterov == "off" or self.momentum > 0, "optim.nesterov", self.nesterov,
               "it needs --optim.momentum above 0.")
         check(0 <= self.ema < 1, "optim.ema", self.ema,
-              "it lies from 0 (off) up to, not including, 1.")
+              "use a number from 0 (off) to below 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule(Typed):
-    """The learning rate over the optimizer steps."""
+    """Learning rate schedule over the optimizer steps."""
 
-    name: str = leaf("cosine", "announced")
+    name: str = setting("cosine", "may_change")
     """After the warm-up: cosine (down to min-ratio), constant, one of torch's (cosine-annealing,
-    one-cycle, warm-restarts, linear, multi-step, plateau), or your own module:function, from the
-    number of the update (from 0) to a factor of the peak."""
-    warmup: Length = leaf(Length(5, "percent"), "announced")
-    """Linear rise to the peak, the first update at peak / warm-up steps (never zero)."""
-    min_ratio: float = leaf(MIN_RATIO, "announced")
-    """cosine, linear: the last update's rate as a part of the peak."""
-    options: Texts = leaf((), "announced")
-    """KEY=VALUE: arguments of torch's class (T_0=1ep, milestones=30ep,60ep, gamma=0.1,
-    pct_start=0.3, patience=5), lengths in steps, epochs or as a part of the run; plateau also has
-    metric=NAME:max|min (val_loss:min)."""
+    one-cycle, warm-restarts, linear, multi-step, plateau), or your own module:function that maps
+    the number of the update (from 0) to a factor of the peak."""
+    warmup: Length = setting(Length(5, "percent"), "may_change")
+    """Linear warm-up to the peak; the first update's rate is peak / warm-up steps, never zero."""
+    min_ratio: float = setting(MIN_RATIO, "may_change")
+    """cosine, linear: the rate of the last update as a fraction of the peak."""
+    options: Texts = setting((), "may_change")
+    """KEY=VALUE: arguments of torch's scheduler class (T_0=1ep, milestones=30ep,60ep, gamma=0.1,
+    pct_start=0.3, patience=5), with durations in steps, epochs or percent of the run; plateau also
+    takes metric=NAME:max|min (val_loss:min)."""
 
     def __post_init__(self) -> None:
         check(self.name in SCHEDULES or ":" in self.name, "schedule.name", self.name,
               f"use {', '.join(SCHEDULES)}, or your own as module:function.")
         check(0 <= self.min_ratio <= 1, "schedule.min-ratio", self.min_ratio,
-              "it lies from 0 to 1.")
+              "use a number from 0 to 1.")
         check(self.min_ratio == MIN_RATIO or self.name in ("cosine", "linear"),
               "schedule.min-ratio", self.min_ratio,
-              f"--schedule.name {self.name} doesn't use it, only cosine and linear do; leave it "
-              "out.")
+              f"--schedule.name {self.name} doesn't use it, only cosine and linear do; omit the "
+              "flag.")
         for text in self.options:
             key, _, value = text.partition("=")
             check(bool(key and value), "schedule.options", text,
                   "write KEY=VALUE, such as T_0=1ep.")
             check(self.name not in ("cosine", "constant") and ":" not in self.name,
                   "schedule.options", text,
-                  f"--schedule.name {self.name} takes no options; leave them out, or use one of "
+                  f"--schedule.name {self.name} takes no options; omit them, or use one of "
                   f"{', '.join(s for s in SCHEDULES if s not in ('cosine', 'constant'))}.")
 
     @property
     def arguments(self) -> dict[str, str]:
-        """The options by key, as texts."""
+        """The options: key → value, both as strings."""
         return {key: value for key, _, value in (text.partition("=") for text in self.options)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(Typed):
-    """Gradient clipping, once per optimizer step, on the mean gradient of the global batch."""
+    """Gradient clipping, once per optimizer step, of the mean gradient of the global batch."""
 
-    norm: float = leaf(1.0, "announced")
-    """Largest global norm; 0 is off."""
-    value: float = leaf(0.0, "announced")
-    """Largest absolute value of an element; 0 is off. Used instead of the norm."""
+    norm: float = setting(1.0, "may_change")
+    """Maximum global norm; 0 is off."""
+    value: float = setting(0.0, "may_change")
+    """Maximum absolute value of an element; 0 is off. Replaces clipping by norm."""
 
     def __post_init__(self) -> None:
         check(self.norm >= 0, "clip.norm", self.norm, "use 0 (off) or more.")
@@ -179,68 +180,70 @@ class Clip(Typed):
 
 @dataclass(frozen=True, kw_only=True)
 class Precision(Typed):
-    """Number formats, compilation, memory layout."""
+    """Number formats, compilation and memory."""
 
-    dtype: Literal["auto", "fp32", "bf16", "fp16"] = leaf("auto", "announced")
+    dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "may_change")
     """auto: bf16 autocast on CUDA with bf16 units, else fp32. fp16 uses a gradient scaler."""
-    compile: Literal["auto", "on", "off"] = leaf("auto", "announced")
+    compile: Literal["auto", "on", "off"] = setting("auto", "may_change")
     """torch.compile; auto: on CUDA only."""
-    channels_last: Literal["auto", "on", "off"] = leaf("auto", "announced")
-    """Memory layout of conv nets; auto: on where the model has 2-D convolutions."""
-    loss_scale: float = leaf(65536.0, "announced")
-    """fp16: initial scale of the loss."""
-    recompute_every: int = leaf(0, "announced")
-    """Activation checkpointing: of every n-th block the backward computes the activations anew
-    instead of keeping them in memory; 0 is off."""
+    channels_last: Literal["auto", "on", "off"] = setting("auto", "may_change")
+    """channels_last memory layout; auto: on if the model has 2-D convolutions."""
+    loss_scale: float = setting(65536.0, "may_change")
+    """fp16: initial loss scale."""
+    recompute_every: int = setting(0, "may_change")
+    """Activation checkpointing: the backward recomputes the activations of every n-th block instead
+    of keeping them in memory; 0 is off."""
 
     def __post_init__(self) -> None:
         check(self.recompute_every >= 0, "precision.recompute-every", self.recompute_every,
               "use 0 (off), 1 (each block) or more.")
         check(0 < self.loss_scale <= MOST_SCALE, "precision.loss-scale", self.loss_scale,
-              f"use more than 0, and {MOST_SCALE:.0e} at most.")
+              f"use a number above 0 and up to {MOST_SCALE:.0e}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Parallel(Typed):
-    """Several ranks."""
+    """Data-parallel training."""
 
-    reduction: Literal["ddp", "canonical"] = leaf("ddp", "announced")
-    """How gradients are summed: DDP's all-reduce; or a fixed tree over the numbers of the
-    micro-batches, with the same bits for any number of ranks (batch norms see a micro-batch)."""
-    sync_bn: Literal["auto", "on", "off"] = leaf("auto", "announced")
-    """BatchNorm statistics over all ranks; auto: where there are several, unless the reduction is
-    canonical."""
-    find_unused: OnOff = leaf("off", "announced")
-    """Allow trainable parameters that some batches don't use (DDP's find_unused_parameters)."""
-    bucket_mb: float = leaf(25.0, "announced")
-    """Size of the buckets in which gradients are all-reduced, in MiB."""
-    verify_every: Length = leaf(Length(100), "free")
-    """Interval at which ranks compare checksums of weights and optimizer; they do so before each
-    save too. off: never."""
+    reduction: Literal["ddp", "canonical"] = setting("ddp", "may_change")
+    """How gradients are summed. ddp: DDP's all-reduce; canonical: a fixed tree over the numbered
+    micro-batches, with the same bits for any number of ranks (a batch norm sees a micro-batch)."""
+    sync_bn: Literal["auto", "on", "off"] = setting("auto", "may_change")
+    """Compute BatchNorm statistics over all ranks; auto: on with several ranks, unless the
+    reduction is canonical."""
+    find_unused: OnOff = setting("off", "may_change")
+    """Allow trainable parameters that are unused in some batches (DDP's find_unused_parameters)."""
+    bucket_mb: float = setting(25.0, "may_change")
+    """Size in MiB of the buckets for the gradient all-reduce."""
+    verify_every: Length = setting(Length(100), "ignored")
+    """Interval at which ranks compare checksums of weights and optimizer state; they also compare
+    them before each save. off: never."""
 
     def __post_init__(self) -> None:
         check(self.reduction == "ddp" or self.sync_bn != "on", "parallel.sync-bn", self.sync_bn,
-              "with --parallel.reduction canonical nothing may depend on the number of ranks, as "
-              "statistics over all of them do; use auto or off, or --parallel.reduction ddp.")
+              "statistics over all ranks depend on their number, which --parallel.reduction "
+              "canonical does not allow; use auto or off, or --parallel.reduction ddp.")
         check(0 < self.bucket_mb <= MOST_MB, "parallel.bucket-mb", self.bucket_mb,
-              f"use more than 0, and {MOST_MB} at most.")
+              f"use a number above 0 and up to {MOST_MB}.")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Eval(Typed):
     """Validation."""
 
-    every: Length = leaf(Length(1, "epochs"), "announced")
-    """Interval of validations; the last step is always validated."""
-    batch_size: int | Literal["auto"] = leaf("auto", "announced")
-    """Samples in one forward; auto: twice the micro-batch. It moves bits of the scores."""
-    best: str = leaf("auto", "announced")
-    """What the best weights are chosen by, NAME:max or NAME:min (val_loss:min); auto:
-    val_accuracy:max where the task reports accuracy, else val_loss:min."""
-    patience: int = leaf(0, "announced")
-    """End the run after so many validations in a row without a better one; 0 is off."""
-    min_delta: float = leaf(0.0, "announced")
-    """How much better it has to be for that, in the figure's own unit."""
+    every: Length = setting(Length(1, "epochs"), "may_change")
+    """Validation interval; the last step is always validated."""
+    batch_size: int | Literal["auto"] = setting("auto", "may_change")
+    """Samples in one forward; auto: twice the micro-batch. It influences the last bits of the
+    metrics."""
+    best: str = setting("auto", "may_change")
+    """The metric that selects the best weights, NAME:max or NAME:min (val_loss:min); auto:
+    val_accuracy:max if the task reports accuracy, else val_loss:min."""
+    patience: int = setting(0, "may_change")
+    """Early stopping: end the run after this many consecutive validations without improvement; 0
+    is off."""
+    min_delta: float = setting(0.0, "may_change")
+    """Early stopping: minimum improvement that counts, in the metric's unit."""
 
     def __post_init__(self) -> None:
         check(self.patience >= 0, "eval.patience", self.patience, "use 0 (off) or more.")

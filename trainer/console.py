@@ -1,4 +1,4 @@
-"""The run for people at a terminal: a progress bar, or plain lines."""
+"""Progress on the terminal: a progress bar, or plain lines."""
 
 from __future__ import annotations
 
@@ -10,17 +10,18 @@ from trainer.log import Log
 from trainer.metrics import RESERVED
 
 REFRESH_S = 0.5
-"""How often the figures beside the bar are brought up to date."""
+"""Interval between updates of the metrics beside the bar, in seconds."""
 
 
 class Console:
-    """The run for people: a progress bar on a terminal, plain lines elsewhere.
+    """Sink that shows the run as a progress bar on a terminal, or as plain lines.
 
     Args:
         total: steps of the run.
         every: steps between plain lines.
-        start: steps made by earlier attempts.
-        restarts: how often the run has been started again.
+        start: steps of earlier attempts.
+        bar: show a progress bar.
+        restarts: number of restarts of the run.
     """
 
     def __init__(
@@ -40,27 +41,28 @@ class Console:
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
         if not timing:
-            return  # made by an earlier attempt
+            return  # a step of an earlier attempt
         if self._bar is not None:
             self._refresh(self._bar, line, timing)
         elif not step % self._every or step == self._total:
             done = max(1, step - self._start)
-            left = (self._clock() - self._began) / done * (self._total - step)
-            self._log.info(f"{self._place(step)}  {_columns(line, timing)}  ETA {_span(left)}"
-                           f"{self._tail}")
+            left_s = (self._clock() - self._began) / done * (self._total - step)
+            self._log.info(f"{self._step_label(step)}  {_columns(line, timing)}  "
+                           f"ETA {_format_time(left_s)}{self._tail}")
 
     def validation(self, line: dict[str, Any]) -> None:
         if line["step"] < self._start:
             return
-        # The loss and the first figure stand below those of the training lines.
+        # The loss and the first metric have the same columns as in the lines of training steps.
         others = "  ".join(f"{k.removeprefix('val_')} {v:.3f}" for k, v in line.items()
                            if isinstance(v, float) and k not in ("train_loss", "val_loss"))
         train = _loss(line["train_loss"], "none").replace("  ", " ")
-        self._log.info(f"{self._place(line['step'])}  {_loss(line['val_loss'], 'nan')}  {others}"
-                       + "  " * bool(others) + f"(validation; training {train})")
+        label = self._step_label(line["step"])
+        self._log.info(f"{label}  {_loss(line['val_loss'], 'nan')}  {others}" + "  " * bool(others)
+                       + f"(validation; training {train})")
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        pass  # the closing lines say it
+        pass  # the last lines of the log have the final metrics
 
     def close(self) -> None:
         if self._bar is not None:
@@ -74,7 +76,7 @@ class Console:
             bar.set_postfix_str(_columns(line, timing) + self._tail, refresh=False)
         bar.update(1)
 
-    def _place(self, step: int) -> str:
+    def _step_label(self, step: int) -> str:
         return f"step {step:>{len(str(self._total))}}/{self._total}"
 
 
@@ -90,7 +92,7 @@ def _loss(value: float | None, otherwise: str = "skipped") -> str:
     return f"loss {otherwise:>7}" if value is None else f"loss {value:7.4f}"
 
 
-def _span(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     minutes, seconds = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,4 +1,4 @@
-"""The device and the number of threads that one rank gets of its host."""
+"""Device and number of threads of a rank."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from trainer.errors import ConfigError
 
 
 def choose_device(wanted: str, *, size: int, local_rank: int, local_size: int) -> torch.device:
-    """The device of this rank: `--device auto|cpu|cuda|mps`.
+    """Select the device of this rank: `--device auto|cpu|cuda|mps`.
 
     Args:
-        size: ranks in all; local_size: ranks on this host; local_rank: which of those this is.
+        size: number of ranks.
+        local_rank: index of this rank on its host.
+        local_size: number of ranks on this host.
 
     Raises:
-        ConfigError: there is no such device here, or not one for each rank.
+        ConfigError: the device is missing, or there are fewer devices than ranks.
     """
     if wanted == "auto":
         alone_on_mps = size == 1 and torch.backends.mps.is_available()
@@ -26,36 +28,36 @@ def choose_device(wanted: str, *, size: int, local_rank: int, local_size: int) -
             return torch.device("cpu")
         case "cuda":
             if not torch.cuda.is_available():
-                raise ConfigError(f"--device cuda: PyTorch {torch.__version__} sees no CUDA device "
-                                  "here; use --device cpu or auto, or look at nvidia-smi, at "
+                raise ConfigError(f"--device cuda: PyTorch {torch.__version__} finds no CUDA "
+                                  "device; use --device cpu or auto, or check nvidia-smi, "
                                   "CUDA_VISIBLE_DEVICES, and whether this is a CUDA build.")
             found = torch.cuda.device_count()
             if found < local_size:
                 raise ConfigError(f"--device cuda: {local_size} ranks on this host but {found} "
-                                  f"CUDA device{'s' * (found != 1)}, and each rank needs its own; "
+                                  f"CUDA device{'s' * (found != 1)}; each rank needs its own: "
                                   f"use --nproc_per_node={found}, or --device cpu.")
             return torch.device("cuda", local_rank)
         case "mps":
             if size > 1:
-                raise ConfigError(f"--device mps with {size} ranks: neither gloo nor nccl can "
-                                  "reduce tensors on mps, and a Mac has one such device; use one "
+                raise ConfigError(f"--device mps with {size} ranks: gloo and nccl cannot reduce "
+                                  "tensors on mps, and a Mac has one such device; use one "
                                   "process (python -m trainer), or --device cpu.")
             if not torch.backends.mps.is_available():
-                raise ConfigError("--device mps: there is no Apple GPU that PyTorch "
-                                  f"{torch.__version__} can use; use --device cpu or auto.")
+                raise ConfigError(f"--device mps: PyTorch {torch.__version__} finds no usable "
+                                  "Apple GPU; use --device cpu or auto.")
             return torch.device("mps")
-    raise ConfigError(f"--device {wanted}: there is no such device; use auto, cpu, cuda or mps.")
+    raise ConfigError(f"--device {wanted}: unknown device; use auto, cpu, cuda or mps.")
 
 
 def share_of_cores(local_size: int) -> int:
-    """Intra-op threads for a rank: the cores this process may use / ranks on this host, or 1.
+    """Intra-op threads of a rank: cores available to this process / ranks on this host, at least 1.
 
-    The variable OMP_NUM_THREADS is no help here: torchrun sets it to 1 unless the user did.
+    OMP_NUM_THREADS is ignored: torchrun sets it to 1 unless the user has set it.
     """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return max(1, (cores or 1) // local_size)
 
 
 def device_mb(device: torch.device) -> float:
-    """The most memory that tensors of this process have had on a GPU, in MB."""
+    """Peak memory of this process's tensors on a GPU, in MB."""
     return round(torch.cuda.max_memory_allocated(device) / 1e6, 1)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import dis
 import errno
-import os
 import re
 import sys
-import sysconfig
 import traceback
 from dataclasses import dataclass
 from typing import Any
 
-import trainer
+from trainer.durable import display_path
+from trainer.outcome import EMPTY
+from trainer.peer_errors import TRAINER_FOLDER, foreignness, text_of
 
 MOST_CHARS = 400
 """Longest message of one line; the traceback has all of it."""
 
-_OURS = os.path.dirname(os.path.abspath(str(trainer.__file__))) + os.sep
-_LAUNCH = os.path.join(os.path.dirname(_OURS[:-1]), "launch") + os.sep
-_STDLIB = sysconfig.get_path("stdlib") + os.sep
 _FRAME = re.compile(r'^[ |]*File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 _WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
 _Frame = tuple[str, int, str]
@@ -47,12 +42,6 @@ _LIMITS = (
 )
 """Shortages of a system: error number, a pattern for errors without one, and the remedy."""
 
-
-EMPTY = ("this was a micro-batch of 0 samples: a rank computes one if the number of ranks doesn't "
-         "divide the micro-batches; if your model can't, let loss() return Outcome(sum(p.sum() for "
-         "p in model.parameters()) * 0, 0) for it, or choose --batch.micro-size so that the ranks "
-         "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)")
-"""Note that is added to an exception in the loss of an empty micro-batch."""
 
 _DOUBLE = re.compile(r"same dtype, but got Double and Float|"
                      r"\(double\) and (bias|weight) type \(float\)")
@@ -173,17 +162,6 @@ def remedies(memory: str, config: Any) -> list[str]:
     return found
 
 
-def text_of(error: BaseException) -> str:
-    """Text of an exception, also if its `__str__` fails; of a group, with those of its members."""
-    try:
-        if not isinstance(error, BaseExceptionGroup):
-            return str(error)
-        inside = [": ".join(filter(None, (type(e).__name__, text_of(e)))) for e in error.exceptions]
-        return f"{error.message} ({'; '.join(inside)})"
-    except Exception as problem:
-        return f"(its text is not available: {type(problem).__name__})"
-
-
 def _chain(error: BaseException) -> list[BaseException]:
     """An error of the trainer and its causes, down to the user's own; of a group, its first member.
     """
@@ -202,45 +180,14 @@ def is_foreign(error: BaseException) -> bool:
     """Whether code other than the trainer's, torch's and Python's raised it, so that its traceback
     explains more than the message."""
     return isinstance(error, SyntaxError) or any(
-        _strangeness(path) < 2 for path, _, _ in _frames(error))
-
-
-def lost_peer(error: BaseException) -> bool:
-    """Whether an error is secondary: a collective broke or timed out because another rank ended.
-
-    Gloo and NCCL raise plain RuntimeErrors for it, which only their words tell apart. An error
-    that another rank reports in `World.agree` begins with its number and is not secondary. Nor is
-    an error that user code raises in such words, unless it handles a secondary one.
-    """
-    words = ("connection closed by peer", "connection reset by peer", "broken pipe",
-             "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
-             "application timeout caused")
-    kinds = ("RuntimeError", "DistError", "DistBackendError", "DistNetworkError")
-    if type(error).__name__ not in kinds or (text := text_of(error).lower()).startswith("rank "):
-        return False
-    if not any(word in text for word in words):
-        return False
-    behind = error.__cause__ or error.__context__
-    return not _raised_by_others(error) or (behind is not None and lost_peer(behind))
-
-
-def _raised_by_others(error: BaseException) -> bool:
-    """Whether a `raise` statement of user code raised it; a collective raises from C."""
-    last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
-    if last is None:
-        return False
-    code = last.tb_frame.f_code
-    by_statement = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
-    return by_statement and _strangeness(code.co_filename) < 2
+        foreignness(path) < 2 for path, _, _ in _frames(error))
 
 
 def _frames(error: BaseException) -> list[_Frame]:
     """Frames of its traceback, outermost first, from the trainer's first frame on."""
     frames = [(frame.f_code.co_filename, line, frame.f_code.co_name)
               for frame, line in traceback.walk_tb(error.__traceback__)]
-    begin = next((i for i, f in enumerate(frames) if f[0].startswith(_OURS)), 0)
+    begin = next((i for i, f in enumerate(frames) if f[0].startswith(TRAINER_FOLDER)), 0)
     return frames[begin:]
 
 
@@ -252,27 +199,9 @@ def _file_of(module: str) -> str | None:
 def _where(frames: list[_Frame]) -> str | None:
     if not frames:
         return None
-    nearest = min(_strangeness(path) for path, _, _ in frames)
-    path, line, function = next(f for f in reversed(frames) if _strangeness(f[0]) == nearest)
-    return f"{near(path)}:{line} in {function}"
-
-
-def near(path: str | os.PathLike[str]) -> str:
-    """A path for people: relative to the current folder if it lies inside it."""
-    path = os.fspath(path)
-    with contextlib.suppress(OSError):  # the current folder may be gone
-        path = path.removeprefix(os.getcwd() + os.sep)
-    return path
-
-
-def _strangeness(path: str) -> int:
-    """0: the user's own file; 1: a library's; 2: the trainer's, torch's or Python's."""
-    if path.startswith(_OURS):
-        return 0 if path.startswith(os.path.join(_OURS, "tasks", "")) else 2
-    parts = path.split(os.sep)
-    if "site-packages" in parts or "dist-packages" in parts:
-        return 2 if "torch" in parts else 1
-    return 2 if path.startswith(("<", _STDLIB, _LAUNCH)) else 0
+    nearest = min(foreignness(path) for path, _, _ in frames)
+    path, line, function = next(f for f in reversed(frames) if foreignness(f[0]) == nearest)
+    return f"{display_path(path)}:{line} in {function}"
 
 
 def _one_line(text: str) -> str:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 CHUNK = 1 << 20
 """Bytes per read or write: small enough for the CPU cache, large enough to release the GIL for."""
@@ -86,3 +88,43 @@ def remove_folder(folder: Path) -> None:
                 with suppress(FileNotFoundError):
                     os.unlink(entry.path)
         folder.rmdir()
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """A JSON object of the run folder; None if it isn't there or isn't whole."""
+    try:
+        value = json.loads(path.read_bytes())
+    except (FileNotFoundError, NotADirectoryError, ValueError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def replace_json(path: Path, value: Mapping[str, Any]) -> None:
+    """Write a JSON object aside and put it in place, durably."""
+    replace_text(path, json.dumps(value, indent=2) + "\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write a text aside and put it in place, durably. A name of a file in it may be no UTF-8, or
+    read in a locale that knows no other letters: its bytes are kept."""
+    replace_bytes(path, [text.encode(errors="surrogateescape")])
+
+
+def replace_bytes(path: Path, chunks: Any) -> None:
+    """Write bytes aside and put them in place, durably; the old file stays whole until then."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    aside.unlink(missing_ok=True)
+    try:
+        write_file(aside, (memoryview(chunk) for chunk in chunks))
+        aside.rename(path)
+        fsync_folder(path.parent)
+    finally:
+        aside.unlink(missing_ok=True)
+
+
+def display_path(path: str | os.PathLike[str]) -> str:
+    """A path for people: relative to the current folder if it lies inside it."""
+    path = os.fspath(path)
+    with suppress(OSError):  # the current folder may be gone
+        path = path.removeprefix(os.getcwd() + os.sep)
+    return path

@@ -1,6 +1,6 @@
-"""An exponential moving average of the weights, over the updates: what is validated and exported.
+"""Exponential moving average (EMA) of the weights, used for validation and export.
 
-Buffers aren't averaged: those of batch norms are averages already.
+Buffers are not averaged: those of batch norms are averages already.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trainer.errors import CheckpointDamaged
 
 
 class Ema:
-    """The average of the trainable parameters, as `AveragedModel` makes it: the first update's
-    weights, then decay · average + (1 - decay) · weights.
+    """Average of the trainable parameters, with the values of `AveragedModel`: the weights of the
+    first update, then decay · average + (1 - decay) · weights.
 
-    It doesn't copy the module as that does: batch norms that are synchronised hold a process
+    Unlike `AveragedModel`, it does not copy the module: synchronised batch norms hold a process
     group, frozen parts need no copy, and compiled code stays in use.
 
     Args:
-        before: called before the weights are exchanged.
+        before: called before weights and average are exchanged.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class Ema:
         self._mix, self._before = get_ema_multi_avg_fn(decay), before
         self.updates = 0
         self.in_place = False
-        """Whether the model holds the average now, and `tensors` the weights."""
+        """Whether the model currently holds the average."""
         self.exchanging = False
-        """Whether neither can be told, since an exchange has begun and isn't made."""
+        """Whether an exchange is in progress: both sets of tensors are incomplete."""
 
     def update(self) -> None:
-        """Take in the weights of an update."""
+        """Add the weights after an update."""
         if self.updates:
             self._mix(list(self._average.values()), list(self._live.values()), self.updates)
         else:
@@ -52,7 +52,10 @@ class Ema:
 
     @contextlib.contextmanager
     def exchanged(self) -> Iterator[None]:
-        """With the average in the model's parameters, in the storage that they have."""
+        """Put the average into the model's parameters while the context is active.
+
+        The parameters keep their storage.
+        """
         self._before()
         self._exchange()
         try:
@@ -68,17 +71,17 @@ class Ema:
         self.in_place, self.exchanging = not self.in_place, False
 
     def tensors(self) -> dict[str, Tensor]:
-        """The average, by parameter name; of tied parameters by the first."""
+        """The average by parameter name. Tied parameters appear once, under their first name."""
         average = self._live if self.in_place else self._average
         return {n: t.detach() for n, t in average.items()}
 
     def averages(self) -> dict[str, Tensor]:
-        """The average, by every name of each parameter."""
+        """The average by parameter name. Tied parameters appear under each name."""
         average = self.tensors()
         return {n: average[first] for n, first in self._named.items()}
 
     def weights(self) -> dict[str, Tensor]:
-        """The weights that are trained, by every name of each parameter."""
+        """The trained weights by parameter name. Tied parameters appear under each name."""
         trained = self._average if self.in_place else self._live
         return {n: trained[first].detach() for n, first in self._named.items()}
 
@@ -86,17 +89,20 @@ class Ema:
         return {"updates": self.updates}
 
     def load(self, tensors: Mapping[str, Tensor] | None, state: Mapping[str, Any]) -> None:
-        """Put it back; None where it is new: it begins with the next update.
+        """Restore the average.
+
+        Args:
+            tensors: None if the checkpoint has no average; it then starts with the next update.
 
         Raises:
-            CheckpointDamaged: other parameters than these were averaged.
+            CheckpointDamaged: a parameter is missing or has another shape.
         """
         if tensors is None:
             tensors, state = self._live, {"updates": 0}
         for name in self._average:
             if name not in tensors or tensors[name].shape != self._average[name].shape:
-                raise CheckpointDamaged(f"the averaged weights lack {name}, or have another size "
-                                        "of it")
+                raise CheckpointDamaged(f"the averaged weights do not contain {name}, or contain "
+                                        "it with another shape")
         _copy(self._average, tensors)
         self.updates = int(state["updates"])
 

@@ -1,4 +1,4 @@
-"""Exact evaluation: sharded without padding, the same numbers for any number of ranks."""
+"""Exact evaluation: sharded without padding, with the same result for any number of ranks."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from trainer.data.batch import to_device
 from trainer.data.lanes import StreamBatches
 from trainer.data.loader import loader_arguments
 from trainer.data.reading import KeyedSamples, Micro
-from trainer.data.sampler import Slot, block
+from trainer.data.sampler import Slot
 from trainer.errors import ConfigError
 from trainer.outcome import check_outcome
+from trainer.partition import block
 from trainer.pulse import ProgressMarks
 from trainer.status import Phase
 from trainer.task import Outcome
 
-REMEDY = ("mend it, or leave it out in dataset(): --data.on-error skip is for training samples "
-          "only, since scores over others would be other scores")
-"""How to go on after a bad sample."""
+REMEDY = ("correct it, or exclude it in dataset(): --data.on-error skip is for training samples "
+          "only, since scores over other samples are not comparable")
+"""Advice for a bad sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,21 +39,22 @@ class Scores:
 
     loss: float
     metrics: dict[str, float]
-    """The task's metrics, and its figures."""
+    """Metrics of the task, and values of its `figures()`."""
     samples: int
     table: Tensor | None = None
-    """The sum of the tables, float64; None where the task gives none."""
+    """Sum of the tables, float64; None if the task returns none."""
 
 
 @dataclass(kw_only=True)
 class Evaluator:
-    """Evaluates a data set: batches of fixed, numbered content, shared out over the ranks.
+    """Evaluates a data set, in numbered batches with fixed content that the ranks share.
 
     Args:
-        all_sum: adds a tensor over the ranks, in place (collective).
+        all_sum: sums a tensor over the ranks, in place (collective).
         figures: name → function of the means and the table.
-        step, epoch: tell the current ones, for fault points.
-        weights: the context in which the model has the weights to evaluate.
+        step: returns the current step, for progress marks.
+        epoch: returns the current epoch, for progress marks.
+        weights: context in which the model holds the weights to evaluate.
     """
 
     model: nn.Module
@@ -72,21 +74,22 @@ class Evaluator:
     epoch: Callable[[], int] = lambda: 0
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     stopped: Callable[[], bool] = lambda: False
-    """Whether this rank wants to stop: looked at before each batch."""
+    """Whether this rank is asked to stop; called before each batch."""
     announce: Callable[[str], None] = lambda text: None
-    told: bool = False
-    """Whether it has announced that the model's buffers move."""
+    has_warned: bool = False
+    """Whether the warning about changed buffers has been logged."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def __call__(self) -> Scores | None:
-        """Evaluate the whole data set in eval mode, and return to the mode it found.
+        """Collective. Evaluate the whole data set in eval mode, then restore the previous mode.
 
-        Collective. Draws nothing from the training's generators, and leaves no gradient.
+        Random generators of the training do not change, and no gradient is left.
 
         Returns:
-            None, on all ranks, if some rank has stopped in the middle.
+            None, on all ranks, if some rank was asked to stop.
 
         Raises:
+            ConfigError: the metrics differ between ranks or batches.
             ValueError: the data set is empty.
         """
         training = self.model.training
@@ -96,19 +99,20 @@ class Evaluator:
                 sums = self._sums()
         finally:
             self.model.train(training)
-        # Alike on all ranks where the mean of the squares is the square of the mean.
-        mark = float(zlib.crc32(repr(sums and sums[0]).encode()) >> 16)
+        # Compare a hash of the names: it is equal on all ranks if the mean of the squares is the
+        # square of the mean.
+        name_hash = float(zlib.crc32(repr(sums and sums[0]).encode()) >> 16)
         stopped, total, squares = self.all_sum(torch.tensor(
-            [float(sums is None), mark, mark * mark], dtype=torch.float64)).tolist()
+            [float(sums is None), name_hash, name_hash * name_hash], dtype=torch.float64)).tolist()
         if stopped or sums is None:
             return None
         names, rows, table = sums
         if squares * self.num_ranks != total * total:
             raise ConfigError(f"the task's loss returns the metrics {names[1:]} on rank {self.rank}"
-                              " and others elsewhere; return the same for each batch, (0, 0) "
-                              "for one that has nothing to count.")
+                              " and others on other ranks; return the same for each batch, (0, 0) "
+                              "for a batch with nothing to count.")
         # Each row belongs to one rank and the others add zeros: the same bits for any split. The
-        # table holds whole numbers, which add up exactly in any order.
+        # table holds integers, whose sum is exact in any order.
         shared = rows if table is None else torch.cat([rows.flatten(), table.flatten()])
         self.all_sum(shared)
         if table is not None:
@@ -122,8 +126,13 @@ class Evaluator:
                       samples=round(float(rows[:, -1].sum())))
 
     def _sums(self) -> tuple[list[str], Tensor, Tensor | None] | None:
-        """One row a batch: (sum, count) of the loss and of each metric, and the samples; and the
-        sum of this rank's tables. None if this rank has stopped before the end."""
+        """Evaluate this rank's batches.
+
+        Returns:
+            (names, rows, table): a row for each batch of all ranks, with (sum, count) of the loss
+            and of each metric, and the number of samples; the table is the sum over this rank's
+            batches. None if this rank was asked to stop.
+        """
         stream = isinstance(self.dataset, IterableDataset)
         count = 0 if stream else -(-len(self.dataset) // self.batch_size)
         if not count and not stream:
@@ -134,7 +143,7 @@ class Evaluator:
         table: Tensor | None = None
         buffers, moved = Buffers(self.model), set[str]()
         own = generators.kept_by(*self.model.modules(), self.loss)
-        # A rank without a batch evaluates the first one too, for the form of the table.
+        # A rank without a batch evaluates the first one, to know the shape of the table.
         for micro in self.batches(mine or range(1)):
             if self.stopped():
                 return None
@@ -142,14 +151,15 @@ class Evaluator:
             self.marks.mark(Phase.EVALUATE, self.step(), self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
             generators.key(own, self.seed, rng.EVALUATE, number)
-            # A restart may evaluate again, and another number of ranks in another order.
+            # Buffers must not carry over: a restart evaluates again, and another number of ranks
+            # evaluates in another order.
             with buffers.untouched(moved), torch.no_grad(), self.autocast():
                 outcome = self.loss(self.model, to_device(micro.batch, self.device))
             total, metrics = check_outcome(outcome)
             if names and names != ["loss", *metrics]:
                 raise ConfigError(f"the task's loss returned the metrics {names[1:]} for a batch of"
                                   f" the evaluation and {[*metrics]} for another; return the same "
-                                  "for each, (0, 0) where one has nothing to count.")
+                                  "for each batch, (0, 0) for a batch with nothing to count.")
             names = ["loss", *metrics]
             pairs = [(total, outcome.count), *metrics.values()]
             row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
@@ -158,12 +168,13 @@ class Evaluator:
                 counts = outcome.table.cpu().double()  # mps has no float64
                 table = torch.zeros_like(counts) if table is None else table
                 table += counts * (stream or number in mine)
-        if moved and not self.told:
-            self.told = True
-            self.announce(f"the model's forward moves its buffers {', '.join(sorted(moved)[:5])} "
-                          "when it is evaluated too; they are put back, since evaluations leave "
-                          "nothing behind: what is to stay belongs under `if self.training`")
-        if stream:  # all ranks have read to its end, and have the row of the empty batch there
+        if moved and not self.has_warned:
+            self.has_warned = True
+            self.announce(f"the model's forward changes its buffers {', '.join(sorted(moved)[:5])} "
+                          "in eval mode too; they are restored after each batch, since an "
+                          "evaluation must not change the model: guard the change with "
+                          "`if self.training`")
+        if stream:  # all ranks have read to the end of the stream, and have its empty last batch
             if not rows:
                 raise ValueError("the stream to evaluate is empty")
             count, mine = max(rows), [number for number in rows if number < max(rows)]
@@ -174,16 +185,16 @@ class Evaluator:
         return names, every, table
 
     def every_batch(self) -> Iterator[Micro]:
-        """All batches of the data set, in order."""
+        """Yield all batches of the data set, in order."""
         stream = isinstance(self.dataset, IterableDataset)
         return self.batches(() if stream else range(-(-len(self.dataset) // self.batch_size)))
 
     def batches(self, numbers: Sequence[int]) -> Iterator[Micro]:
-        """The batches of these numbers; of a stream, this rank's share."""
+        """Yield the batches with these numbers; for a stream, this rank's share."""
         if isinstance(self.dataset, IterableDataset):
             share = StreamBatches(self.dataset, batch_size=self.batch_size, seed=self.seed,
                                   collate=self.collate, rank=self.rank, num_ranks=self.num_ranks)
-            # More workers would each read the whole stream.
+            # At most one worker: each would read the whole stream.
             alone: DataLoader[Micro] = DataLoader(
                 share, **loader_arguments(min(1, self.workers), 2, self.device))
             yield from map(received, alone)
@@ -202,7 +213,7 @@ class Evaluator:
 
 
 def _pairs(table: Tensor) -> list[tuple[float, float]]:
-    """(sum, count) columns, each added in the order of the rows."""
+    """Sum the columns in the order of rows, and pair them as (sum, count)."""
     sums = [0.0] * (table.shape[1] - 1)
     for row in table.tolist():
         for column in range(len(sums)):
@@ -211,8 +222,12 @@ def _pairs(table: Tensor) -> list[tuple[float, float]]:
 
 
 def _number(name: str, value: Any) -> float:
-    """Raises: ConfigError: a task's figure is none."""
+    """Convert a value of `figures()` to float.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
     if isinstance(value, str) or not isinstance(value, SupportsFloat):
-        raise ConfigError(f"--task: {name!r} of figures() gave {value!r}; a number is wanted (NaN "
-                          "where there is none).")
+        raise ConfigError(f"--task: {name!r} of figures() returned {value!r}; return a number (NaN "
+                          "for an undefined value).")
     return float(value)

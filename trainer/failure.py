@@ -8,10 +8,11 @@ import traceback
 from typing import Any
 
 from trainer.attempts import sentence
-from trainer.diagnosis import Diagnosis, diagnose, lost_peer, remedies
+from trainer.diagnosis import Diagnosis, diagnose, remedies
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
 from trainer.launcher import record_failure, tell
 from trainer.log import Log, writable
+from trainer.peer_errors import lost_peer
 from trainer.pipe import say
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import errno
 import functools
-import json
 import os
 import platform
 import secrets
@@ -19,22 +18,33 @@ from typing import Any
 
 from trainer.append import Mark, newest_step
 from trainer.attempts import read_attempts, repeated, sentence
-from trainer.diagnosis import near
-from trainer.durable import fsync_folder, make_folder, write_file
+from trainer.durable import (
+    display_path,
+    make_folder,
+    read_json,
+    replace_json,
+)
 from trainer.errors import UNFIT, AlreadyFinished, ConfigError, GaveUp
+from trainer.layout import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    IDENTITY,
+    LAST_STEP,
+    METRICS,
+    PRODUCT,
+    SUMMARY,
+    TENSORBOARD,
+    TIMING,
+)
 from trainer.lock import RunLock
 from trainer.log import Log, read_events
 from trainer.store import FULL, Store
 from trainer.world import World
 
-IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
-SUMMARY, PRODUCT, METRICS, EVENTS = (
-    "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
-)  # fmt: skip
 FULL_S = 15.0
 """How long a restart waits for room on a full disk, before the attempt fails."""
-CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
-COMPILED, TIMING, LAST_STEP = "compile-cache", "timing.jsonl", "last-step"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +68,8 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
         launch = _launch_id(world)
         restarted = old is not None and launch is not None and old.get("launch") == launch
         if resume == "never" and old is not None and not restarted:
-            error = ConfigError(f"--resume never: {near(path)} holds a run already; choose another "
-                                "--run, or leave --resume out to continue that run.")
+            error = ConfigError(f"--resume never: {display_path(path)} holds a run already; "
+                                "choose another --run-dir, or leave --resume out to continue that run.")
         if old is not None:
             steps = [info.step for info in Store(path / CHECKPOINTS).checkpoints()
                      if info.run == old["run"]]
@@ -73,8 +83,9 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
     run = max(seen, key=lambda record: record["step"])["run"]
     attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
     if mine is not None and mine["run"] != run:
-        log.warning(f"{near(path)} holds another run ({mine['run']}, step {mine['step']}) than "
-                    f"the one that goes on here ({run}); its checkpoints stay, and aren't used")
+        log.warning(f"{display_path(path)} holds another run ({mine['run']}, step {mine['step']}) "
+                    f"than the one that goes on here ({run}); its checkpoints stay, and aren't "
+                    "used")
     return Identity(run=run, attempt=attempt)
 
 
@@ -85,8 +96,8 @@ def _whose(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
     except OSError as problem:
         if problem.errno not in UNFIT:
             raise
-        return None, ConfigError(f"--run {near(path)}: {problem}; choose a folder that can be "
-                                 "read and written.")
+        return None, ConfigError(f"--run-dir {display_path(path)}: {problem}; choose a folder that "
+                                 "can be read and written.")
 
 
 def _adopted(path: Path) -> dict[str, Any] | None:
@@ -107,8 +118,8 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
     found = world.gather_json(read_json(path / SUMMARY) if world.local_rank == 0 else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
-        lines = [f"{near(path)}: the run is complete; nothing to do",
-                 *closing_lines(summary, near(path))]
+        lines = [f"{display_path(path)}: the run is complete; nothing to do",
+                 *closing_lines(summary, display_path(path))]
         raise AlreadyFinished("\n".join(lines))
 
 
@@ -170,7 +181,8 @@ def _take(
         if identity.attempt and problem.errno not in UNFIT:
             raise  # no mistake of the configuration, which was right before, and it may pass
         raise ConfigError(
-            f"--run {near(path)}: {problem}; choose a folder that can be written.") from problem
+            f"--run-dir {display_path(path)}: {problem}; choose a folder that can be "
+            "written.") from problem
     return note
 
 
@@ -242,38 +254,6 @@ def _launch_id(world: World) -> str | None:
     if world.launch.launch_id is not None:
         return world.launch.launch_id
     return f"{world.launch.run_id} {world.launch.master_address} {os.getppid()}"
-
-
-def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object of the run folder; None if it isn't there or isn't whole."""
-    try:
-        value = json.loads(path.read_bytes())
-    except (FileNotFoundError, NotADirectoryError, ValueError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
-def replace_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object aside and put it in place, durably."""
-    replace_text(path, json.dumps(value, indent=2) + "\n")
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Write a text aside and put it in place, durably. A name of a file in it may be no UTF-8, or
-    read in a locale that knows no other letters: its bytes are kept."""
-    replace_bytes(path, [text.encode(errors="surrogateescape")])
-
-
-def replace_bytes(path: Path, chunks: Any) -> None:
-    """Write bytes aside and put them in place, durably; the old file stays whole until then."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    aside.unlink(missing_ok=True)
-    try:
-        write_file(aside, (memoryview(chunk) for chunk in chunks))
-        aside.rename(path)
-        fsync_folder(path.parent)
-    finally:
-        aside.unlink(missing_ok=True)
 
 
 def clean(path: Path) -> None:

@@ -1,5 +1,7 @@
-"""The generators that a user's objects keep for themselves: found, and keyed as the process-wide
-ones are (see `rng`)."""
+"""Random generators inside objects of the user: find them, and key them like the process-wide ones.
+
+See `rng`.
+"""
 
 from __future__ import annotations
 
@@ -25,17 +27,19 @@ _PROCESS_WIDE = (random.seed.__self__, np.random.mtrand._rand,  # type: ignore[a
 _FOREIGN = ("builtins", "torch", "typing", "collections", "abc")
 _LIBRARIES = (sysconfig.get_path("stdlib"), "site-packages", "dist-packages")
 _MANY = 64
-"""More entries than that are samples, not transforms."""
+"""Containers with more entries hold samples, not transforms, and are not searched."""
 
 
 def kept_by(*owners: Any) -> list[Any]:
-    """The `random.Random`, `torch.Generator` and generators of numpy that objects keep: among
-    their attributes and those of their classes, in what they wrap (Subset, ConcatDataset,
-    transforms, functools.partial, …), and in what their functions refer to."""
+    """Find `random.Random`, `torch.Generator` and numpy generators in objects.
+
+    The search covers attributes of objects and their classes, wrapped objects (Subset,
+    ConcatDataset, transforms, functools.partial, …), and objects that functions refer to.
+    """
     found: list[Any] = []
     seen = {id(one) for one in _PROCESS_WIDE}
     queue = list(owners)
-    for item in queue:  # which grows, and keeps what is in it: an id is one object's
+    for item in queue:  # it grows, and keeps its items alive, so that ids stay unique
         if id(item) in seen:
             continue
         seen.add(id(item))
@@ -47,7 +51,7 @@ def kept_by(*owners: Any) -> list[Any]:
 
 
 def _parts(item: Any) -> Iterable[Any]:
-    """What an object of the user's may have a generator in."""
+    """Parts of an object that may hold a generator."""
     if isinstance(item, list | tuple | dict | collections.deque):
         entries = item.values() if isinstance(item, dict) else item
         return entries if len(item) <= _MANY else ()
@@ -73,13 +77,15 @@ def _parts(item: Any) -> Iterable[Any]:
 
 
 def _referred(function: types.FunctionType) -> Iterator[Any]:
-    """What a function refers to: defaults, variables of the functions around it, and of what is
-    global to it generators, objects, and functions, those of libraries left out."""
+    """Objects that a function refers to: defaults, closure variables, and global objects.
+
+    Functions of libraries are excluded.
+    """
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
     for cell in function.__closure__ or ():
-        with contextlib.suppress(ValueError):  # it is empty yet
+        with contextlib.suppress(ValueError):  # the cell is empty
             yield cell.cell_contents
     codes = [function.__code__]
     for code in codes:
@@ -97,16 +103,16 @@ def _referred(function: types.FunctionType) -> Iterator[Any]:
 
 @functools.cache
 def _is_library(module: str) -> bool:
-    """Whether a module is Python's own, or of an installed package."""
+    """Whether a module belongs to the standard library or an installed package."""
     file = getattr(sys.modules.get(module), "__file__", None)
     return module != "__main__" and (file is None or any(part in file for part in _LIBRARIES))
 
 
 def key(generators: Iterable[Any], *parts: int) -> None:
-    """Key generators that an object keeps for itself (see `kept_by`), each by its place."""
+    """Key generators of an object (see `kept_by`), each by its index."""
     base = rng.mix(rng.VECTOR, *parts)
-    for place, generator in enumerate(generators):
-        number = rng.mix(place, state=base)
+    for index, generator in enumerate(generators):
+        number = rng.mix(index, state=base)
         if isinstance(generator, random.Random):
             generator.seed(number)
         elif isinstance(generator, torch.Generator):

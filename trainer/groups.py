@@ -1,4 +1,4 @@
-"""The process groups of one attempt, each with its own time limit, and the way to end them."""
+"""Process groups of an attempt: creation, timeouts, and immediate shutdown."""
 
 from __future__ import annotations
 
@@ -13,24 +13,25 @@ from trainer import network
 
 
 class Groups:
-    """Three groups of all ranks.
+    """Three process groups, each of all ranks.
 
     Attributes:
         gradients: torch's default group: nccl on CUDA, gloo on CPU.
-        figures: gloo, for tensors on the CPU; so that a sum of figures can never pair up with one
-            of gradients when ranks get out of step.
-        patient: gloo, for JSON and waiting, with a time limit of its own.
+        figures: gloo, for metrics and other tensors on the CPU. A separate group, so that a sum of
+            metrics cannot pair with a sum of gradients if ranks are not at the same place.
+        patient: gloo, for JSON and barriers, with the long timeout.
     """
 
     def __init__(
         self, store: dist.Store, rank: int, size: int, device: torch.device, *, timeout_s: float,
-        patience_s: float, store_port: int,
+        long_timeout_s: float, store_port: int,
     ) -> None:  # fmt: skip
-        """Collective. Connects every rank with every other.
+        """Collective. Connect every rank with every other rank.
 
         Args:
-            timeout_s: of gradients and figures; patience_s: of `patient`.
-            store_port: connections from or to it are the store's, and are not ended by `cut`.
+            timeout_s: timeout of `gradients` and `figures`.
+            long_timeout_s: timeout of `patient`.
+            store_port: port of the store; `cut` keeps connections from and to it.
         """
         before = network.connections()
         on_cuda = device.type == "cuda"
@@ -45,29 +46,31 @@ class Groups:
         assert dist.group.WORLD is not None
         self.gradients = dist.group.WORLD
         self.figures = _gloo(timeout_s)
-        self.patient = _gloo(patience_s)
-        self._made = frozenset(
+        self.patient = _gloo(long_timeout_s)
+        self._inodes = frozenset(
             inode
             for inode, found in network.connections().items()
             if inode not in before and store_port not in (found.local_port, found.peer_port)
         )
-        # What a task forks (a pool, a manager) may outlive this rank, and would hide its death.
-        os.register_at_fork(after_in_child=partial(network.let_go, self._made))
+        # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
+        # copies of the connections would hide the death of the rank from the peers.
+        os.register_at_fork(after_in_child=partial(network.let_go, self._inodes))
 
     def connections(self) -> list[int]:
-        """Descriptors of the groups' connections, duplicated: to see the end of a peer."""
-        return network.duplicates(self._made)
+        """Duplicated file descriptors of the groups' connections, to detect the end of a peer."""
+        return network.duplicates(self._inodes)
 
     def cut(self) -> None:
-        """End all connections of the groups at once; nothing can be sent through them any more.
+        """Shut down all connections of the groups at once; they cannot send any more.
 
-        Destroying a group would leave them open. The store's stay: it may be of use to a survivor.
+        Destroying a group would leave them open. Connections of the store stay open: a survivor
+        may need it.
         """
-        network.shut_down(self._made)
+        network.shut_down(self._inodes)
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """The time limit of whatever is called in the group from now on, also by others."""
+    """Set the timeout of all later collectives of the group, whoever calls them."""
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))
 

@@ -1,15 +1,15 @@
-"""How the ranks of one attempt find each other in a store that still holds older attempts' keys.
+"""Rendezvous of the ranks of an attempt, through a store that may hold keys of older attempts.
 
-Under torchrun one store may serve all attempts of a job, so that a key which is read there may
-come from a process that is dead by now. Each step here therefore answers a fresh random id:
+Under torchrun one store may serve all attempts of a job, so a key in it may come from a process
+that is dead by now. Each message of the protocol therefore answers a fresh random id:
 
-1. each rank but 0 writes a fresh id to `hello/RANK`, over what an older attempt left there;
-2. rank 0 reads those keys again and again, and answers *each* id that it has not yet answered
-   under `welcome/ID` with the nonce of its attempt (the first id it reads may be a dead one's);
-3. a rank that is welcomed says so under `ack/NONCE/ID`;
-4. once the newest id of every rank is acknowledged, rank 0 sets `go/NONCE`.
+1. each rank except 0 writes a fresh id to `hello/RANK`, which overwrites that of an older attempt;
+2. rank 0 polls those keys and answers *each* new id: it writes the nonce of its attempt to
+   `welcome/ID` (the first id that it reads may belong to a dead process);
+3. a rank that reads its welcome writes `ack/NONCE/ID`;
+4. when the newest id of every rank is acknowledged, rank 0 sets `go/NONCE`.
 
-What follows uses keys that begin with the nonce, which no other attempt knows.
+All later keys begin with the nonce, which no other attempt knows.
 """
 
 from __future__ import annotations
@@ -23,39 +23,40 @@ from datetime import timedelta
 from torch.distributed import DistError, PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-VERDICT_GRACE_S = 5.0  # rank 0's list of missing ranks should come before a peer's own time is up
+RESULT_GRACE_S = 5.0  # extra time of a peer, so that rank 0's list of missing ranks comes first
 
 
 def meet(rank: int, size: int, timeout_s: float) -> tuple[str, Store]:
-    """Collective. (nonce, store) of this attempt: a store whose keys no other attempt sees.
+    """Collective. Return (nonce, store) of this attempt; no other attempt uses the store's keys.
 
-    Who hosts it (torchrun's agent, or rank 0) is told by the launcher's variables.
+    The launcher's variables decide who hosts the store: torchrun's agent or rank 0.
 
     Raises:
-        TimeoutError: names the ranks that never came.
+        TimeoutError: ranks are missing; the message names them.
         RuntimeError: no store answers at MASTER_ADDR:MASTER_PORT.
     """
     try:
-        # A world size below -1 means "not told": else a hosting rank 0 would wait for all ranks
-        # inside the store, and could not name those that never came.
+        # A world size below -1 means "unknown". With the real size, a rank 0 that hosts the store
+        # would wait for all ranks inside the store and could not name the missing ones.
         shared, _, _ = next(rendezvous("env://", rank, -2, timeout=timedelta(seconds=timeout_s)))
     except DistError as error:
-        raise RuntimeError(f"rank {rank} of {size} has no store at MASTER_ADDR:MASTER_PORT, which "
-                           f"the launcher or rank 0 hosts: {error}") from error
+        raise RuntimeError(f"rank {rank} of {size} cannot reach the store at "
+                           "MASTER_ADDR:MASTER_PORT, which the launcher or rank 0 hosts: "
+                           f"{error}") from error
     nonce = handshake(PrefixStore("trainer/handshake", shared), rank=rank, size=size,
                       timeout_s=timeout_s)
     return nonce, PrefixStore(nonce, shared)
 
 
 def handshake(store: Store, *, rank: int, size: int, timeout_s: float) -> str:
-    """Collective. The nonce of this attempt (32 hex digits), equal on all ranks.
+    """Collective. Return the nonce of this attempt (32 hex digits), equal on all ranks.
 
     Args:
-        store: may hold keys of older attempts; this attempt's ranks must be alive at the same time.
-        timeout_s: how long to wait for the others, in seconds.
+        store: may hold keys of older attempts.
+        timeout_s: how long to wait for the other ranks, in seconds.
 
     Raises:
-        TimeoutError: names the ranks that never came.
+        TimeoutError: ranks are missing; the message names them.
         RuntimeError: the store's host does not answer.
     """
     if rank == 0:
@@ -80,13 +81,14 @@ def _host(store: Store, size: int, timeout_s: float) -> str:
                 missing.remove(rank)
         return not missing
 
-    came = _poll(all_here, timeout_s)
+    complete = _poll(all_here, timeout_s)
     store.set(f"go/{nonce}", json.dumps(sorted(missing)))
-    if not came:
-        # This process may host the store: those that came read the list before it goes away.
-        here = [f"told/{nonce}/{answered[rank]}" for rank in range(1, size) if rank not in missing]
-        _poll(lambda: all(store.check([key]) for key in here), VERDICT_GRACE_S)
-        raise TimeoutError(_absent(missing, size, timeout_s))
+    if not complete:
+        # This process may host the store, so the present ranks must read the list before it exits.
+        receipts = [f"told/{nonce}/{answered[rank]}"
+                    for rank in range(1, size) if rank not in missing]
+        _poll(lambda: all(store.check([key]) for key in receipts), RESULT_GRACE_S)
+        raise TimeoutError(_missing_message(missing, size, timeout_s))
     return nonce
 
 
@@ -94,24 +96,24 @@ def _join(store: Store, rank: int, size: int, timeout_s: float) -> str:
     own = uuid.uuid4().hex
     store.set(f"hello/{rank}", own)
     if not _poll(lambda: store.check([f"welcome/{own}"]), timeout_s):
-        raise TimeoutError(_absent([0], size, timeout_s))
+        raise TimeoutError(_missing_message([0], size, timeout_s))
     nonce = store.get(f"welcome/{own}").decode()
     store.set(f"ack/{nonce}/{own}", "")
-    if not _poll(lambda: store.check([f"go/{nonce}"]), timeout_s + VERDICT_GRACE_S):
-        raise TimeoutError(f"rank 0 was here and left before all {size} ranks had come")
+    if not _poll(lambda: store.check([f"go/{nonce}"]), timeout_s + RESULT_GRACE_S):
+        raise TimeoutError(f"rank 0 joined, but left before all {size} ranks had joined")
     missing = json.loads(store.get(f"go/{nonce}"))
     if missing:
         store.set(f"told/{nonce}/{own}", "")
-        raise TimeoutError(_absent(missing, size, timeout_s))
+        raise TimeoutError(_missing_message(missing, size, timeout_s))
     return nonce
 
 
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Whether `done` became true in time.
+    """Poll until `done` returns true; return whether it did in time.
 
-    Asks again and again instead of waiting in the store: a signal's Python handler runs only
-    between two calls, and a client that waits locks its one connection. 5 ms between questions at
-    first (a restart should not lose time here), then 50 ms.
+    Polls instead of blocking in the store: a Python signal handler runs only between two calls,
+    and a blocked client locks its one connection. The interval is 5 ms in the first 2 s (a
+    restart should not lose time here), then 50 ms.
     """
     start = time.monotonic()
     while not done():
@@ -122,8 +124,8 @@ def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
     return True
 
 
-def _absent(ranks: Iterable[int], size: int, timeout_s: float) -> str:
+def _missing_message(ranks: Iterable[int], size: int, timeout_s: float) -> str:
     listed = sorted(ranks)
-    who = f"rank {listed[0]}" if len(listed) == 1 else f"ranks {', '.join(map(str, listed))}"
-    return (f"{who} of {size} did not come within {timeout_s:g} s; look in the output of that "
+    names = f"rank {listed[0]}" if len(listed) == 1 else f"ranks {', '.join(map(str, listed))}"
+    return (f"{names} of {size} did not join within {timeout_s:g} s; look in the output of that "
             "process or host for the reason, or wait longer if it only starts slowly")

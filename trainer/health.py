@@ -1,4 +1,4 @@
-"""Whether a step is fit to be applied, judged by reduced values: so all ranks judge alike."""
+"""Decide from reduced values whether a step is applied. All ranks reach the same decision."""
 
 from __future__ import annotations
 
@@ -10,46 +10,49 @@ from typing import Any
 from trainer.config import Nonfinite
 
 OVERFLOW, EMPTY, NONFINITE, SPIKE, LEFT_OUT = "overflow", "empty", "nonfinite", "spike", "left out"
-"""Why a step gave no update: fp16's scale was too high; nothing was counted; loss or gradient
-weren't finite; the loss was far from the ones before; the batch was left out after a rollback."""
+"""Reasons to skip an update: the fp16 scale was too high; the count was 0; loss or gradient was not
+finite; the loss was far above recent ones; the batch is excluded after a roll-back."""
 
 BAD = (NONFINITE, SPIKE)
-"""Those that speak against the batch or the weights."""
+"""Reasons that indicate a bad batch or bad weights."""
 
 HISTORY, LEAST = 64, 16
-"""Losses that a spike is measured against, and how many there must be."""
+"""Number of recent losses for the detection of spikes, and the minimum that it needs."""
 
 
 class Health:
-    """The judgement of each step; part of the state, for the losses that it remembers."""
+    """Checks each step. Its history of losses is part of the training state."""
 
     def __init__(self, config: Nonfinite) -> None:
         self._threshold = config.spike_z
         self._losses: deque[float] = deque(maxlen=HISTORY)
 
     def judge(self, *, loss: float, count: float, norm: float, scale: float | None) -> str:
-        """Why a step must not be applied; "" if nothing speaks against it.
+        """Reason to skip the update; "" if it may be applied.
 
         Args:
-            loss, count: sums over the global batch.
-            norm: of the mean gradient, unscaled.
-            scale: fp16: what the loss was multiplied by.
+            loss: sum over the global batch.
+            count: sum over the global batch.
+            norm: norm of the mean gradient, unscaled.
+            scale: loss scale of fp16; None otherwise.
         """
         if count <= 0 and loss == 0:
             return EMPTY
         if not (math.isfinite(loss) and math.isfinite(norm) and count > 0):
-            # A scaler finds its scale by overflows: as long as it can fall, nothing is wrong.
-            finding = scale is not None and scale > 1 and math.isfinite(loss)
-            return OVERFLOW if finding else NONFINITE
+            # A gradient scaler adjusts by overflows: they are normal while the scale can fall.
+            adjusting = scale is not None and scale > 1 and math.isfinite(loss)
+            return OVERFLOW if adjusting else NONFINITE
         return SPIKE if self._threshold and self._is_spike(loss / count) else ""
 
     def remember(self, *, loss: float, count: float) -> None:
-        """A step is made: its loss is what later ones are measured against."""
+        """Add the loss of an applied step to the history."""
         self._losses.append(loss / count)
 
     def _is_spike(self, mean: float) -> bool:
-        """By the modified z-score, 0.6745 · (x - median) / MAD (Iglewicz and Hoaglin, "How to
-        detect and handle outliers", 1993), upwards only."""
+        """Test upwards for an outlier by the modified z-score, 0.6745 · (x - median) / MAD.
+
+        Iglewicz and Hoaglin, "How to detect and handle outliers" (1993).
+        """
         if len(self._losses) < LEAST:
             return False
         median = statistics.median(self._losses)

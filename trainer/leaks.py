@@ -1,4 +1,4 @@
-"""Samples that are trained on and validated with: looked for once, by hash, within a time."""
+"""Find validation samples that are also training samples, by hash, within a time limit."""
 
 from __future__ import annotations
 
@@ -18,60 +18,65 @@ from trainer.data.reading import KeyedSamples, in_memory
 from trainer.data.sampler import Slot
 
 BUDGET_S = 0.3
-"""Seconds that the look may take."""
+"""Time limit of the search, in seconds."""
 SHARE = 0.01
-"""Of the validation samples that were looked at: so many equal ones are worth a hint."""
+"""Smallest share of the checked validation samples for which there is a hint."""
 _CHUNK = 256
 
 
 def shared_samples(
     train: Any, validation: Any, *, seed: int, clock: Callable[[], float] = time.monotonic
 ) -> str:
-    """The evidence that validation samples are trained on; "" where none is found.
+    """Return the evidence that validation samples are training samples, or "".
 
-    Two `Subset`s of one data set are compared by their indices. Otherwise the samples of data sets
-    in memory are, as they are without augmentation, as many as `BUDGET_S` allows; data that have
-    to be fetched aren't read twice. No generator moves.
+    Two `Subset`s of one data set are compared by their indices. Data sets in memory are compared by
+    the content of their samples, without augmentation, for as many samples as `BUDGET_S` allows.
+    Other data is not compared, since it would have to be fetched twice. No random state changes.
     """
     if any(d is None or isinstance(d, IterableDataset) for d in (train, validation)):
         return ""
     if isinstance(train, Subset) and isinstance(validation, Subset) and (
             train.dataset is validation.dataset):
-        mine = {int(i) for i in train.indices}
-        found, looked = sum(int(i) in mine for i in validation.indices), len(validation)
+        trained = {int(i) for i in train.indices}
+        shared, checked = sum(int(i) in trained for i in validation.indices), len(validation)
     elif in_memory(train) and in_memory(validation):
         try:
             with rng.preserved():
-                found, looked = _equal(train, validation, seed, clock)
+                shared, checked = _compare(train, validation, seed, clock)
         except (TypeError, RuntimeError):
-            return ""  # a sample that can't be read is told of where it is used
+            return ""  # the training reports a sample that can't be read
     else:
         return ""
-    if not looked or found < max(2, SHARE * looked):
+    if not checked or shared < max(2, SHARE * checked):
         return ""
-    return (f"{found:,} of {looked:,} validation samples are among the training samples: the "
+    return (f"{shared:,} of {checked:,} validation samples are among the training samples: the "
             "scores are too good")
 
 
-def _equal(
+def _compare(
     train: Any, validation: Any, seed: int, clock: Callable[[], float]
 ) -> tuple[int, int]:
-    """(how many validation samples were found among the training samples, how many were looked
-    for). Data of which most samples are equal to others tell nothing."""
-    begun = clock()
-    wanted = list(_hashes(validation, seed, lambda: clock() - begun < BUDGET_S / 3))
-    kept = list(_hashes(train, seed, lambda: clock() - begun < BUDGET_S))
-    known = set(kept)
-    if 2 * len(known) < len(kept):
+    """Compare samples by their hashes.
+
+    Returns:
+        (number of validation samples found among the training samples, number of validation
+        samples checked). (0, 0) if most training samples are equal to another one: then equal
+        samples mean nothing.
+    """
+    started = clock()
+    validated = list(_hashes(validation, seed, lambda: clock() - started < BUDGET_S / 3))
+    trained = list(_hashes(train, seed, lambda: clock() - started < BUDGET_S))
+    distinct = set(trained)
+    if 2 * len(distinct) < len(trained):
         return 0, 0
-    return sum(h in known for h in wanted), len(wanted)
+    return sum(h in distinct for h in validated), len(validated)
 
 
-def _hashes(dataset: Any, seed: int, go_on: Callable[[], bool]) -> Iterator[int]:
-    """Of each sample's input: its first tensor, or, where they have names, its largest."""
+def _hashes(dataset: Any, seed: int, may_continue: Callable[[], bool]) -> Iterator[int]:
+    """Yield the hash of the input of each sample: its first tensor; in a mapping, its largest."""
     samples = KeyedSamples(dataset, seed=seed, augment=False)
     for first in range(0, len(dataset), _CHUNK):
-        if not go_on():
+        if not may_continue():
             return
         indices = tuple(range(first, min(first + _CHUNK, len(dataset))))
         batch = samples[Slot(0, 0, 0, True, indices)].batch

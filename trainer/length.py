@@ -1,4 +1,4 @@
-"""A length of training, with its unit."""
+"""Durations of training in steps, epochs or percent of the run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ Unit = Literal["steps", "epochs", "percent"]
 
 @dataclass(frozen=True)
 class Length:
-    """A length of training with its unit: `200` steps, `1ep` epochs, `5%` of the run, or `off`."""
+    """A duration of training: `200` steps, `1ep` epochs, `5%` of the run, or `off`."""
 
     value: float
     unit: Unit = "steps"
 
     @classmethod
     def parse(cls, text: str) -> Length:
-        """Read `200`, `1ep`, `0.5ep`, `5%` or `off`.
+        """Parse `200`, `1ep`, `0.5ep`, `5%` or `off`.
 
         Raises:
-            ValueError: says what a length looks like.
+            ValueError: the text is none of these; names the allowed forms.
         """
         if text.strip() == "off":
             return cls(0.0)
@@ -42,12 +42,16 @@ class Length:
     def __str__(self) -> str:
         if self.value == 0:
             return "off"
-        number = format(Decimal(repr(self.value)).normalize(), "f")  # every digit, no exponent
+        number = format(Decimal(repr(self.value)).normalize(), "f")  # all digits, no exponent
         return number + {"steps": "", "epochs": "ep", "percent": "%"}[self.unit]
 
     def steps(self, *, epoch: int, total: int) -> int:
-        """The length in optimizer steps, for epochs of `epoch` and a run of `total` steps; at
-        least 1 unless it is `off` (0)."""
+        """The number of optimizer steps; at least 1, or 0 for `off`.
+
+        Args:
+            epoch: steps of an epoch.
+            total: steps of the run.
+        """
         if self.value == 0:
             return 0
         whole = {"steps": 1.0, "epochs": float(epoch), "percent": total / 100}[self.unit]

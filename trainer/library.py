@@ -1,4 +1,4 @@
-"""The library call: `train(config)` in a notebook, a script, or a script under a launcher."""
+"""Library call: `train(config)` in a notebook, in a script, or in a script under a launcher."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer import allocator, cli, compile_cache, folder, rng, tensorfile
+from trainer import allocator, cli, compile_cache, durable, layout, rng, tensorfile
 from trainer.config import Config
 from trainer.device import choose_device
 from trainer.errors import (
@@ -43,63 +43,65 @@ from trainer.stop import SIGNALS, StopRequest, attend
 from trainer.task import find_task
 from trainer.world import Launch, World
 
-_AT_WORK = threading.Lock()
-"""Random states, threads and signals are the whole process's: one training at a time."""
+_IN_PROGRESS = threading.Lock()
+"""One training at a time: random states, threads and signal handlers belong to the process."""
 
 
 @dataclass(frozen=True)
 class Trained:
-    """A run that is complete."""
+    """Result of a finished run."""
 
     model: nn.Module
-    """With the weights of model.safetensors, in evaluation mode, on the run's device."""
+    """Model with the weights of model.safetensors, in evaluation mode, on the device of the run."""
     summary: dict[str, Any]
-    """What summary.json holds."""
+    """Content of summary.json."""
     folder: Path
     """The run folder."""
 
 
 def train(config: Config[Any]) -> Trained:
-    """Train, or go on with the run in `config.run`, to the end.
+    """Train to the end, or continue the run in `config.run`.
 
-    `config.task` is a task's import path, class, or an instance. Of one that config.toml can't
-    hold (tensors in its fields, a class of a notebook) the run folder keeps a description: this
-    call in this program goes on with the run, other commands can't make the task again.
+    `config.task` is the import path of a task, a class, or an instance. If config.toml cannot
+    represent the instance (tensors in its fields, a class of a notebook), the run folder has only a
+    description of it: the same call in the same program continues the run, and other commands
+    cannot construct the task.
 
-    In the main thread Ctrl-C raises `KeyboardInterrupt` and the other signals that stop a run
-    `SystemExit(75)`, after the step and its save; a second Ctrl-C at once, with the last step
-    saved. Signal handlers, random states and torch's settings are put back. Started by torchrun or
-    `python -m launch`, the process is a rank, and leaves as `python -m trainer` does, with its
-    exit codes, unless the run is complete.
+    In the main thread, Ctrl-C raises `KeyboardInterrupt`, and the other stop signals raise
+    `SystemExit(75)`, after the current step and its save. A second Ctrl-C raises at once, and the
+    last finished step is saved. Signal handlers, random states and settings of torch are restored.
+
+    If torchrun or `python -m launch` has started the process, it is a rank. It then exits with the
+    exit codes of `python -m trainer`, unless the run is complete.
 
     Raises:
-        ConfigError: the configuration doesn't fit; nothing was started.
-        RuntimeError: a training is under way in this process.
-        Exception: what your own code has raised; the step before it is saved.
+        ConfigError: the configuration is wrong; nothing was started.
+        RuntimeError: another training is in progress in this process.
+        Exception: an error of the task's code; the step before it is saved.
     """
     if not isinstance(config, Config):
         raise TypeError(f"train() takes a trainer.Config, not a {type(config).__name__}: "
                         "train(Config(task=Mine(), run=\"runs/mine\"))")
-    config = _resolved(config)
-    if not _AT_WORK.acquire(blocking=False):
-        raise RuntimeError("train() is at work in this process already, and another one would "
-                           "move its random states; start a process for it.")
+    config = _resolve(config)
+    if not _IN_PROGRESS.acquire(blocking=False):
+        raise RuntimeError("train() is running in this process already, and another training "
+                           "would change its random states; start another process for it.")
     try:
         try:
-            with _settings():
+            with _process_settings_restored():
                 if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-                    _as_rank(config)
+                    _train_as_rank(config)
                 else:
-                    _alone(config)
+                    _train_in_process(config)
         finally:
-            gc.collect()  # the parts of a run refer to each other, and hold memory of the device
-        return _result(config)
+            gc.collect()  # the objects of a run form reference cycles and hold device memory
+        return _load_result(config)
     finally:
-        _AT_WORK.release()
+        _IN_PROGRESS.release()
 
 
-def _resolved(config: Config[Any]) -> Config[Any]:
-    """With a task that is an instance, and a run folder."""
+def _resolve(config: Config[Any]) -> Config[Any]:
+    """Return the configuration with an instance of the task and with an absolute run folder."""
     task, kind = config.task, config.task
     if isinstance(task, str):
         kind = find_task(task)
@@ -107,19 +109,19 @@ def _resolved(config: Config[Any]) -> Config[Any]:
         try:
             task = kind()
         except TypeError as error:
-            raise ConfigError(f"--task {kind.__name__}: {error}; give an instance.") from error
+            raise ConfigError(f"--task {kind.__name__}: {error}; pass an instance.") from error
     missing = [m for m in ("model", "dataset", "loss") if not callable(getattr(task, m, None))]
     if missing:
         raise ConfigError(f"--task {type(task).__name__}: it has no method {', '.join(missing)}; "
-                          "give Config a task: an instance, a class or module:Class, which "
+                          "pass a task to Config: an instance, a class or module:Class that "
                           "defines model(), dataset(split) and loss(model, batch).")
     workers = config.data.workers
     if workers not in ("auto", 0) and multiprocessing.current_process().daemon:
         raise ConfigError(f"--data.workers {workers}: this process is daemonic, as those of a "
-                          "multiprocessing.Pool are, and may have no children; use 0, or a "
+                          "multiprocessing.Pool are, and can't have children; use 0, or a "
                           "concurrent.futures.ProcessPoolExecutor.")
     name = type(task).__name__.lower()
-    if not isinstance(task, Given) and not _can_be_made_again(config, task):
+    if not isinstance(task, Given) and not _is_reconstructible(config, task):
         if dataclasses.is_dataclass(task):
             task = bind_seed(task, config.seed)
         task = Given.of(task)
@@ -127,8 +129,8 @@ def _resolved(config: Config[Any]) -> Config[Any]:
     return dataclasses.replace(config, task=task, run=str(path))
 
 
-def _can_be_made_again(config: Config[Any], task: Any) -> bool:
-    """Whether another process can make the task from what config.toml holds."""
+def _is_reconstructible(config: Config[Any], task: Any) -> bool:
+    """Return whether another process can construct the task from config.toml."""
     kind = type(task)
     module = sys.modules.get(kind.__module__)
     named = kind.__module__ != "__main__" and getattr(module, kind.__qualname__, None) is kind
@@ -141,22 +143,22 @@ def _can_be_made_again(config: Config[Any], task: Any) -> bool:
     return True
 
 
-def _as_rank(config: Config[Any]) -> None:
-    """As one of a launcher's ranks; returns if the run is complete."""
+def _train_as_rank(config: Config[Any]) -> None:
+    """Train as a rank of a launcher. Returns only if the run is complete, and exits otherwise."""
     stop = attend()
     code = RankProcess(stop).run((), config, is_program=False)
     if code != EXIT_COMPLETE:
         say("", sys.stdout)
         say("", sys.stderr)
         os._exit(code)
-    # A thread of gloo may still let go of the last tensors, for which it needs the interpreter:
-    # one that meets the interpreter's end instead aborts the process.
+    # A thread of gloo may still free the last tensors, for which it needs the interpreter. If the
+    # interpreter shuts down first, that thread aborts the process.
     time.sleep(0.02)
     stop.uninstall()
 
 
-def _alone(config: Config[Any]) -> None:
-    """In a process that isn't the trainer's own: errors are raised, and nothing ends it."""
+def _train_in_process(config: Config[Any]) -> None:
+    """Train in a process of the user: errors are raised, and the process is never ended."""
     stop, log = StopRequest(), Log(level=config.log.level)
     failure, current = Failure(log), CurrentRun()
     threads = None if config.world.threads == "auto" else config.world.threads
@@ -174,7 +176,7 @@ def _alone(config: Config[Any]) -> None:
         if not isinstance(error, StopRequested):
             raise
         log.info(str(error))
-        # Without its frames: a notebook keeps the last exception, and these hold the whole run.
+        # No traceback: a notebook keeps the last exception, and its frames hold the whole run.
         raise (KeyboardInterrupt() if stop.reason == "SIGINT" else SystemExit(EXIT_STOPPED)
                ) from error.with_traceback(None)
     except Exception as error:
@@ -187,7 +189,7 @@ def _alone(config: Config[Any]) -> None:
             parts.lock.close()
             parts.checkpoint.store.close()
             del parts
-        for path in (folder.LOCK, f"{folder.CHECKPOINTS}/.lock"):
+        for path in (layout.LOCK, f"{layout.CHECKPOINTS}/.lock"):
             let_go(Path(str(config.run)) / path)
         log.close()
         stop.close()
@@ -195,15 +197,15 @@ def _alone(config: Config[Any]) -> None:
 
 @contextlib.contextmanager
 def _signals(stop: StopRequest, log: Log) -> Iterator[None]:
-    """In the main thread, signals are requests to stop; elsewhere they are left alone."""
+    """Turn signals into stop requests in the main thread; do nothing in other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
 
     def handle(number: int, _: FrameType | None) -> None:
-        again = stop.requested and number == signal.SIGINT
+        repeated = stop.requested and number == signal.SIGINT
         stop.request(signal.Signals(number).name)
-        if again or log.status.has_nothing_at_stake:  # impatience; nothing to save
+        if repeated or log.status.has_nothing_at_stake:  # a second Ctrl-C, or nothing to save
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_STOPPED)
 
     before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
@@ -218,14 +220,14 @@ def _signals(stop: StopRequest, log: Log) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _settings() -> Iterator[None]:
-    """What a training sets in the whole process is put back."""
+def _process_settings_restored() -> Iterator[None]:
+    """Restore the settings that a training changes in the whole process."""
     backend, threads = torch.backends.cudnn, torch.get_num_threads()
-    fast = (backend.deterministic, backend.benchmark, backend.allow_tf32)
-    products = torch.get_float32_matmul_precision()
+    flags = (backend.deterministic, backend.benchmark, backend.allow_tf32)
+    matmul_precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     try:
         with (rng.preserved(), compile_cache.restored(), torch.inference_mode(False),
               torch.enable_grad()):
@@ -234,14 +236,14 @@ def _settings() -> Iterator[None]:
         torch.set_num_threads(threads)
         allocator.give_back()
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
-        torch.utils.deterministic.fill_uninitialized_memory = filled  # type: ignore[attr-defined]
-        torch.set_float32_matmul_precision(products)
-        backend.deterministic, backend.benchmark, backend.allow_tf32 = fast
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision(matmul_precision)
+        backend.deterministic, backend.benchmark, backend.allow_tf32 = flags
 
 
-def _result(config: Config[Any]) -> Trained:
+def _load_result(config: Config[Any]) -> Trained:
     path = Path(str(config.run))
-    summary = folder.read_json(path / folder.SUMMARY)
+    summary = durable.read_json(path / layout.SUMMARY)
     assert summary is not None, "the summary is the last file of a complete run"
     launch = Launch.from_environment()
     device = choose_device(config.device, size=launch.size, local_rank=launch.local_rank,
@@ -249,5 +251,5 @@ def _result(config: Config[Any]) -> Trained:
     with rng.preserved():
         rng.key_generators(config.seed, rng.MODEL)
         model = bind_seed(config.task, config.seed).model()
-    model.load_state_dict(tensorfile.load(path / folder.PRODUCT))
+    model.load_state_dict(tensorfile.load(path / layout.PRODUCT))
     return Trained(model.to(device).eval(), summary, path)

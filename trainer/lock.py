@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from trainer.diagnosis import near
+from trainer.durable import display_path
 from trainer.errors import ConfigError, StaleAttempt
 
 _NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
@@ -181,10 +181,10 @@ class RunLock:
             if time.monotonic() >= deadline:
                 assert owner is not None
                 raise ConfigError(
-                    f"--run-dir {near(self.path.parent)}: another run is active in this folder "
-                    f"(process {owner.get('pid')} on {str(owner.get('place')).split()[0]}). Stop "
-                    "it or choose another --run-dir. If its host is gone for good, delete "
-                    f"{near(self.path)}.")
+                    f"--run-dir {display_path(self.path.parent)}: another run is active in this "
+                    f"folder (process {owner.get('pid')} on "
+                    f"{str(owner.get('place')).split()[0]}). Stop it or choose another --run-dir. "
+                    f"If its host is gone for good, delete {display_path(self.path)}.")
             time.sleep(_POLL_S)
 
     def check(self) -> None:
@@ -221,14 +221,14 @@ class RunLock:
         owner = self._read()
         if owner is None and not self.path.exists():
             raise StaleAttempt(
-                f"{near(self.path)} is gone: the run folder or this file in it was removed or "
-                "renamed. This attempt exits without writing. Unless the folder is restored, the "
-                "next attempt starts from the beginning.")
+                f"{display_path(self.path)} is gone: the run folder or this file in it was "
+                "removed or renamed. This attempt exits without writing. Unless the folder is "
+                "restored, the next attempt starts from the beginning.")
         if owner is None or owner["nonce"] != self.nonce:
             raise StaleAttempt(
-                f"{near(self.path)}: this attempt ({self.nonce}) no longer owns the run folder, "
-                f"{'no attempt' if owner is None else 'attempt ' + str(owner['nonce'])} does. "
-                "This attempt exits without writing.")
+                f"{display_path(self.path)}: this attempt ({self.nonce}) no longer owns the run "
+                f"folder, {'no attempt' if owner is None else 'attempt ' + str(owner['nonce'])} "
+                "does. This attempt exits without writing.")
 
     def close(self) -> None:
         """Release the lock; the nonce stays in the file."""

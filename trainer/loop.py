@@ -12,22 +12,26 @@ from trainer.status import Phase
 
 
 def train(run: Parts) -> dict[str, object]:
-    """Collective. Train to the last step, from wherever the run is; returns the summary.
+    """Collective. Train from the current position to the last step.
+
+    Returns:
+        the contents of summary.json.
 
     Raises:
-        StopRequested: a rank was asked to stop; the state of the step just made is saved.
+        StopRequested: a rank was asked to stop; the last complete step is saved.
     """
     start(run)
     face_row(run)
-    progress, last, wanted = run.progress, run.intervals.total, False
+    progress, last, save_requested = run.progress, run.intervals.total, False
     while True:
-        step, every = progress.step, run.intervals
-        owed = is_due(step, every.evaluate, last) and progress.validated < step
-        save = wanted or is_due(step, every.checkpoint, last)
-        if (owed or save or is_due(step, every.verify, last)) and not ranks_agree(run):
-            continue  # with the state of an older step, at which they did
-        if owed:
-            validate(run)  # also the one that an earlier attempt owed
+        step, intervals = progress.step, run.intervals
+        validation_due = is_due(step, intervals.evaluate, last) and progress.validated < step
+        save = save_requested or is_due(step, intervals.checkpoint, last)
+        check_due = validation_due or save or is_due(step, intervals.verify, last)
+        if check_due and not ranks_agree(run):
+            continue  # rolled back to an older step
+        if validation_due:
+            validate(run)  # includes a validation that an earlier attempt did not finish
         if run.state.best.has_waited(run.config.eval.patience):
             last = step
         if save or step >= last:
@@ -53,6 +57,6 @@ def train(run: Parts) -> dict[str, object]:
 
         if result.sums.wishes:
             run.heed_saves(result.sums.wishes)
-        wanted = "save" in result.sums.wishes
+        save_requested = "save" in result.sums.wishes
         if "stop" in result.sums.wishes:
             stop(run)

@@ -1,4 +1,4 @@
-"""metrics.jsonl, the record of a run: its lines, and who keeps, writes and shows them."""
+"""metrics.jsonl, the record of a run: its lines, the file, and the sinks that show them."""
 
 from __future__ import annotations
 
@@ -9,49 +9,56 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.append import AppendFile, Mark, read_records
-from trainer.evaluate import Scores
-from trainer.folder import LAST_STEP, replace_text
-from trainer.step import StepResult
+from trainer.durable import replace_text
+from trainer.layout import LAST_STEP
+
+if TYPE_CHECKING:
+    from trainer.evaluate import Scores
+    from trainer.step import StepResult
 
 RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped",
             "replaced")
-
+"""Keys of a training line that are not metrics of the task."""
 
 LARGEST_TABLE = 10_000
-"""Counts in a table that goes into the record: a confusion matrix of 100 classes."""
+"""Largest number of counts in a recorded table: a confusion matrix of 100 classes."""
 PAUSE_S = 0.5
-"""Lines of steps that are faster than this are written together: those that a death takes belong to
-steps that are made again, or travel in the save."""
+"""Smallest interval between writes to the file, in seconds. If a process dies, its unwritten lines
+are of steps that are repeated, or the checkpoint of the survivors has them."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 class Sink(Protocol):
-    """Something that shows the run; on rank 0 only."""
+    """Receiver of the metric lines that shows the run. On rank 0 only."""
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        """A training step: its line of metrics.jsonl, and this rank's times in seconds (none
-        where an earlier attempt made the step)."""
+        """Show a training step.
+
+        Args:
+            line: of metrics.jsonl.
+            timing: seconds of this rank; empty for a step of an earlier attempt.
+        """
         ...
 
     def validation(self, line: dict[str, Any]) -> None:
-        """A validation: its line of metrics.jsonl."""
+        """Show a validation, by its line of metrics.jsonl."""
         ...
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        """The run is complete: its settings and final figures."""
+        """Show the settings and the final metrics of a complete run."""
         ...
 
     def close(self) -> None:
-        """This attempt ends."""
+        """Close the sink at the end of an attempt."""
         ...
 
 
 def step_line(result: StepResult) -> dict[str, Any]:
-    """A step's line: functions of the run only, no times."""
+    """Return the line of a step. It depends on the run only: it contains no times."""
     line: dict[str, Any] = {
         "step": result.step,
         "epoch": result.epoch,
@@ -75,7 +82,7 @@ def step_line(result: StepResult) -> dict[str, Any]:
 
 
 def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict[str, Any]:
-    """A validation's line; with the table, where the task gives one of at most 10,000 counts."""
+    """Return the line of a validation, with the table of the task if it is not too large."""
     line: dict[str, Any] = {
         "step": step,
         "train_loss": _number(train_loss),
@@ -89,26 +96,25 @@ def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict
 
 
 def encode(line: dict[str, Any]) -> str:
-    """The line as text, floats in their shortest exact form."""
+    """Encode a line as JSON, with floats in their shortest exact form."""
     return _ENCODER.encode(line)
 
 
 def order_of(line: dict[str, Any]) -> tuple[int, bool]:
-    """What a line is: (step, whether it is a validation). Each occurs once."""
+    """Return the unique key of a line, in order of the file: (step, whether it is a validation)."""
     return line["step"], "val_loss" in line
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a metrics.jsonl; what a crash of the machine has torn, or made something
-    else of, is left out."""
+    """Return the lines of a metrics.jsonl without those that a crash has damaged."""
     return [line for line in read_records(path) if isinstance(line.get("step"), int)]
 
 
 class Metrics:
-    """What every rank keeps of the run's record, and rank 0 writes and shows.
+    """Record of a run. Rank 0 writes it to metrics.jsonl and shows it in the sinks.
 
-    The values are reduced ones, so every rank could write the file; the lines since the last
-    checkpoint are kept everywhere and travel in each save.
+    The values are reduced over the ranks, so every rank has the same lines. Every rank keeps the
+    lines since the last checkpoint, and each save contains them.
     """
 
     def __init__(self) -> None:
@@ -116,67 +122,67 @@ class Metrics:
         """Lines since the last checkpoint, oldest first."""
         self._file: AppendFile | None = None
         self._mark: Mark | None = None
-        self._lock = threading.Lock()  # the writer of a save makes the file durable
+        self._lock = threading.Lock()  # the thread that writes a save calls `sync`
         self._unwritten: list[dict[str, Any]] = []
         self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
         self._guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
-        self._tell: Callable[[str], None] = print
+        self._warn: Callable[[str], None] = print
 
     def open(self, path: Path, sinks: Sequence[Sink], *, kept: Sequence[dict[str, Any]],
-             lacking: Sequence[dict[str, Any]],
+             unshown: Sequence[dict[str, Any]],
              guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
-             tell: Callable[[str], None] = print) -> None:
-        """Write to `path` and show to `sinks` from now on (rank 0).
+             warn: Callable[[str], None] = print) -> None:
+        """Write to `path` and show in `sinks` from now on. On rank 0 only.
 
         Args:
-            kept: the lines that the file is to hold now, in order.
-            lacking: those of them that an earlier attempt may not have shown.
-            guard: around a change of the folder; raises where it belongs to a newer attempt.
-            tell: is told where somebody else has removed, replaced or cut the file.
+            kept: new content of the file, in order.
+            unshown: the lines of `kept` that an earlier attempt may not have shown.
+            guard: context for changes of the folder; raises if a newer attempt owns it.
+            warn: called with a warning if another process has removed, replaced or cut the file.
         """
-        self._guard, self._tell = guard, tell
+        self._guard, self._warn = guard, warn
         replace_text(path, "".join(encode(line) + "\n" for line in kept))
         self._file, self._sinks = AppendFile(path), list(sinks)
         last = max((line["step"] for line in kept), default=0)
         self._mark = Mark(path.with_name(LAST_STEP), last)
-        for line in lacking:
+        for line in unshown:
             self._show(line, {})
 
     def rewind(self) -> None:
-        """The run goes back to a checkpoint: `open` follows, on rank 0."""
+        """Discard the lines for a rollback to a checkpoint. `open` must follow, on rank 0."""
         self.close()
         self._file, self._sinks = None, []
         self.recent.clear()
 
     @property
     def durable(self) -> bool:
-        """Whether no line waits for space on this rank."""
+        """Whether all lines of this rank are in the file (false if the disk is full)."""
         self._write()
         return self._file is None or self._file.flush()
 
     def sync(self) -> None:
-        """Make the file durable.
+        """Write all lines and fsync the file.
 
         Raises:
-            OSError: lines are left that can't be written.
+            OSError: some lines cannot be written.
         """
         self._write()
         if self._file is not None:
-            self._mend()
+            self._repair()
             self._file.sync()
 
     def forget(self, step: int) -> None:
-        """A checkpoint of this step is whole: the lines up to it need not travel any more."""
-        if self.recent and self.recent[0]["step"] <= step:  # rank 0 says so at every step
+        """Drop the recent lines up to this step: a whole checkpoint contains them."""
+        if self.recent and self.recent[0]["step"] <= step:  # called at every step
             self.recent[:] = [line for line in self.recent if line["step"] > step]
 
     def step(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
-        """Record a training step; this rank's times in it, in seconds.
+        """Record a training step. Return the times of this rank in the step, in seconds.
 
         Args:
-            waited_s: seconds that this rank has waited for data so far.
+            waited_s: seconds that this rank has waited for data so far, over all steps.
         """
         data, self._waited_s = waited_s - self._waited_s, waited_s
         waits = result.communication_s
@@ -184,7 +190,7 @@ class Metrics:
                    else result.device_s) - waits
         times = {"step": result.seconds, "data": data, "compute": max(0.0, compute),
                  "communication": waits, "held": result.held_s}
-        self._record(step_line(result), dict(times))  # a user's sink may move its own
+        self._record(step_line(result), dict(times))  # a copy: a sink of the user may change it
         return times
 
     def validation(self, line: dict[str, Any]) -> None:
@@ -192,13 +198,13 @@ class Metrics:
         self._record(line, {})
 
     def picture(self, image: Any, step: int) -> None:
-        """Show a picture (HxWx3 uint8) of a validation, where a sink can."""
+        """Show a picture (H×W×3, uint8) of a validation in the sinks that support pictures."""
         for sink in self._sinks:
             if hasattr(sink, "picture"):
                 sink.picture(image, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        """Show the run's final figures beside its settings."""
+        """Show the final metrics of the run with its settings."""
         for sink in self._sinks:
             sink.finish(settings, figures, step)
 
@@ -206,7 +212,7 @@ class Metrics:
         """Close all sinks, then the file.
 
         Raises:
-            OSError: lines of metrics.jsonl couldn't be written.
+            OSError: lines of metrics.jsonl could not be written.
         """
         for sink in self._sinks:
             sink.close()
@@ -219,8 +225,8 @@ class Metrics:
 
     def _record(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         self.recent.append(line)
-        # Shown first, written last: a line in the file has been shown, so what a later attempt
-        # finds missing there is what it has to show again.
+        # Show before writing: then every line in the file has been shown, and a later attempt shows
+        # the lines that are missing in the file.
         self._show(line, timing)
         if self._mark is None:
             return
@@ -228,7 +234,7 @@ class Metrics:
             self._unwritten.append(line)
         if time.monotonic() - self._written_s >= PAUSE_S:
             self._write()
-        else:  # tells which step a process died in that could tell nothing
+        else:  # lets the next attempt know the last step of a process that was killed
             self._mark.set(line["step"])
 
     def _write(self) -> None:
@@ -238,21 +244,21 @@ class Metrics:
                 self._file.append("".join(encode(line) + "\n" for line in lines).encode())
                 self._written_s = time.monotonic()
                 with contextlib.suppress(OSError):  # a full disk: `sync` tries again
-                    self._mend()
+                    self._repair()
 
-    def _mend(self) -> None:
-        """Put the file back in place where somebody has removed or replaced it in mid-run."""
+    def _repair(self) -> None:
+        """Restore the file if another process has removed, replaced or cut it during the run."""
         if self._file is None or not self._file.damage:
             return
         with self._guard():
             damage = self._file.restore()
         if damage == "cut":
-            self._tell("somebody has cut lines of metrics.jsonl off in mid-run; compare will find "
-                       "that. The training itself goes on exactly. A copy of the file, put there "
-                       "before a start, mends it")
+            self._warn("lines of metrics.jsonl were cut off during the run, and compare will "
+                       "report them as missing. The training itself is not affected. To repair "
+                       "the record, put a copy of the file there before the next start")
         elif damage:
-            self._tell(f"somebody has {damage} metrics.jsonl in mid-run; it is written again, "
-                       "in full")
+            self._warn(f"another process has {damage} metrics.jsonl during the run; all of it is "
+                       "written again")
 
     def _show(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         for sink in self._sinks:
@@ -266,24 +272,25 @@ def resumed_lines(
     on_disk: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, step: int,
     validated: int,
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # fmt: skip
-    """The lines of a run that is resumed at `step`, each once, and those that have to be shown.
+    """Merge the lines of a run that is resumed at `step`.
 
     Args:
-        on_disk: what an earlier attempt has written.
-        saved: what travelled in the checkpoint.
-        validated: the last step whose validation is done; a later one will be done again.
+        on_disk: lines that earlier attempts have written.
+        saved: lines in the checkpoint.
+        validated: the last step whose validation is done. Later validations are repeated.
 
     Returns:
-        (the lines of the run so far, in order; those from the first that an earlier attempt may
-        not have shown, or that it showed and will be made again).
+        (kept, unshown). kept: the lines of the run so far, in order, each once. unshown: the last
+        of these, from the first one that an earlier attempt may not have shown, or that it showed
+        and that is repeated.
     """
-    made = {order_of(line): line for line in on_disk
+    written = {order_of(line): line for line in on_disk
             if line["step"] <= (validated if order_of(line)[1] else step)}
-    merged = {**made, **{order_of(line): line for line in saved}}
+    merged = {**written, **{order_of(line): line for line in saved}}
     kept = [merged[key] for key in sorted(merged)]
-    again = [line["step"] for line in on_disk if order_of(line) not in merged]
-    first = min([line["step"] for line in kept if order_of(line) not in made]
-                + [number for number in again if number <= step], default=step + 1)
+    repeated = [line["step"] for line in on_disk if order_of(line) not in merged]
+    first = min([line["step"] for line in kept if order_of(line) not in written]
+                + [number for number in repeated if number <= step], default=step + 1)
     return kept, [line for line in kept if line["step"] >= first]
 
 

@@ -1,4 +1,4 @@
-"""This host's network: the interface that leads to an address, and this process's connections."""
+"""Network interfaces of this host, and open TCP connections of this process."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ IFREQ_BYTES = 40  # struct ifreq of a 64-bit Linux: 16 bytes of name, then a soc
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Connection:
-    """A connected TCP socket of this process; `inode` tells it from a later one on the same fd."""
+    """A connected TCP socket of this process. The inode identifies it: fds are reused."""
 
     inode: int
     local_port: int
@@ -26,18 +26,18 @@ class Connection:
 
 
 def connections() -> dict[int, Connection]:
-    """This process's connected (so: not listening) TCP sockets, by inode."""
+    """Connected (not listening) TCP sockets of this process, by inode."""
     return {found.inode: found for found, _ in _open_connections()}
 
 
 def shut_down(inodes: Collection[int]) -> int:
-    """Shut these connections both ways, so that their peers see the end at once.
+    """Shut down connections in both directions, so that their peers see the end at once.
 
-    A shutdown acts on the connection itself: also when another thread sits in a call on it, and
-    also when a forked child still holds a copy of it (closing it would do neither).
+    A shutdown acts on the connection itself: it works while another thread is in a call on it,
+    and while a forked child holds a copy of it. Closing the descriptor does neither.
 
     Returns:
-        how many were still open and have been shut.
+        number of connections that were still open.
     """
     count = 0
     for found, connection in _open_connections():
@@ -46,46 +46,51 @@ def shut_down(inodes: Collection[int]) -> int:
         try:
             connection.shutdown(socket.SHUT_RDWR)
         except OSError:
-            continue  # the peer closed it in this very moment, which is what we want
+            continue  # the peer has just closed it
         count += 1
     return count
 
 
 def duplicates(inodes: Collection[int]) -> list[int]:
-    """File descriptors of these connections, to watch them; to be closed by the caller.
+    """Duplicated file descriptors of connections. The caller closes them.
 
-    No socket objects: those would make the connections blocking ones for their owners too.
+    Not socket objects: these would switch the connections to blocking mode for their owners too.
     """
-    return [os.dup(found.fileno()) for made, found in _open_connections() if made.inode in inodes]
+    return [os.dup(opened.fileno()) for found, opened in _open_connections()
+            if found.inode in inodes]
 
 
 def let_go(inodes: Collection[int]) -> None:
-    """In a fork: give up its copies of these connections. A copy keeps a connection open when the
-    process dies that uses it, so that its peer would wait on.
+    """Release inherited copies of connections in a forked child.
 
-    The numbers stay taken: whatever thinks of them as its own can't close another file by them.
+    A copy keeps a connection open after the process that uses it has died, so its peer would
+    continue to wait. The descriptors are redirected to /dev/null instead of closed: their numbers
+    stay in use, so inherited code that closes them cannot close another file.
     """
-    with contextlib.suppress(OSError):  # a limit of open files
-        nowhere = os.open(os.devnull, os.O_RDWR)
+    with contextlib.suppress(OSError):  # the limit of open files
+        null_fd = os.open(os.devnull, os.O_RDWR)
         for name in os.listdir("/dev/fd"):
-            with contextlib.suppress(OSError):  # the listing's own is closed by now
+            with contextlib.suppress(OSError):  # the descriptor of the listing is closed by now
                 status = os.fstat(int(name))
                 if stat.S_ISSOCK(status.st_mode) and status.st_ino in inodes:
-                    os.dup2(nowhere, int(name), inheritable=False)
-        os.close(nowhere)
+                    os.dup2(null_fd, int(name), inheritable=False)
+        os.close(null_fd)
 
 
 def loopback() -> str | None:
-    """The name of the loopback interface, or None where there is none."""
+    """Name of the loopback interface; None if there is none."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in ("lo", "lo0") if name in names), None)
 
 
 def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
-    """Let gloo and NCCL talk through the loopback, or the interface that leads to `host`, unless
-    the user chose one; its name, None: left to torch.
+    """Set the network interface of gloo and NCCL, unless the user has set one.
 
-    Between hosts, gloo would announce the address of the host's name, often 127.0.0.1.
+    On one host it is the loopback, otherwise the interface on the route to `host`. Between hosts
+    gloo would otherwise announce the address of the host's name, which is often 127.0.0.1.
+
+    Returns:
+        name of gloo's interface; None if torch chooses it.
     """
     name = loopback() if on_one_host else interface_towards(host, port)
     if name is not None:
@@ -95,18 +100,18 @@ def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
 
 
 def interface_towards(host: str, port: int) -> str | None:
-    """The name of the interface from which packets to `host` leave, or None if that can't be told.
+    """Name of the interface on the route to `host`; None if unknown. Linux only.
 
-    The kernel is asked for its route (connecting a UDP socket sends nothing). Linux only.
+    Reads the kernel's route by connecting a UDP socket, which sends no packet.
     """
     if sys.platform != "linux":
         return None
     try:
-        ways = ways_to(host, port)
+        routes = ways_to(host, port)
     except OSError:
         return None
     names = _interface_names()
-    for own, _ in ways:
+    for own, _ in routes:
         family = socket.AF_INET6 if ":" in own else socket.AF_INET
         packed = socket.inet_pton(family, own.partition("%")[0])
         if packed in names:
@@ -115,27 +120,27 @@ def interface_towards(host: str, port: int) -> str | None:
 
 
 def ways_to(host: str, port: int) -> list[tuple[str, str]]:
-    """(own address, host's address) for each address of `host` to which a route leads.
+    """(local address, remote address) of the route to each reachable address of `host`.
 
-    The two are equal where the host is this one.
+    The two are equal if `host` is this host.
 
     Raises:
-        OSError: the name is unknown.
+        OSError: the host name is unknown.
     """
-    ways = []
+    routes = []
     for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):
         try:
             with socket.socket(family, kind, protocol) as probe:
                 probe.connect(target)
-                ways.append((probe.getsockname()[0], str(target[0])))
+                routes.append((probe.getsockname()[0], str(target[0])))
         except OSError:
-            continue  # no route for this family; the next one may have one
-    return ways
+            continue  # no route for this address family; another may have one
+    return routes
 
 
 def _interface_names() -> dict[bytes, str]:
-    """Each address of this host (4 or 16 bytes) → the name of its interface."""
-    import fcntl  # Unix only, like this function
+    """Address of this host (4 or 16 bytes) → name of its interface."""
+    import fcntl  # exists on Unix only
 
     names: dict[bytes, str] = {}
     records = array.array("B", bytes(IFREQ_BYTES * 256))
@@ -160,7 +165,7 @@ def _open_connections() -> Iterator[tuple[Connection, socket.socket]]:
         try:
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
-            # A duplicate can't be closed and reused by another thread while we look at it.
+            # Another thread cannot close and reuse a duplicate while it is inspected here.
             with socket.socket(fileno=os.dup(int(name))) as found:
                 if found.family not in (socket.AF_INET, socket.AF_INET6):
                     continue
@@ -171,4 +176,4 @@ def _open_connections() -> Iterator[tuple[Connection, socket.socket]]:
                                         local_port=found.getsockname()[1], peer_port=peer_port)
                 yield connection, found
         except OSError:
-            continue  # closed meanwhile, not a socket, or not connected
+            continue  # closed in the meantime, not a socket, or not connected

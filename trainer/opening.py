@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from trainer import card, folder, graph, resume, rng
+from trainer import card, graph, layout, resume, rng
 from trainer.config import Config
 from trainer.console import Console
 from trainer.data import batch as batches
@@ -27,9 +27,10 @@ from trainer.data.reading import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler, Slot
 from trainer.data.stream import Stream
 from trainer.device import device_mb, share_of_cores
-from trainer.diagnosis import near
-from trainer.folder import TIMING, Identity
+from trainer.durable import display_path
+from trainer.folder import Identity
 from trainer.hints import Facts, Hints, judge_batchnorm, judge_sizes
+from trainer.layout import TIMING
 from trainer.level import Lines
 from trainer.log import Log, read_events
 from trainer.metrics import Metrics, Sink, order_of
@@ -114,7 +115,7 @@ def open_metrics(
     config, work, world, path, log = run.config, run.work, run.world, run.path, run.log
     kept, unshown = lines
     from_other_run = config.resume not in ("auto", "never")
-    _report_gaps(path / folder.METRICS, kept, position, log, from_other_run=from_other_run)
+    _report_gaps(path / layout.METRICS, kept, position, log, from_other_run=from_other_run)
     total, every = work.intervals.total, work.intervals.log or work.intervals.total
     first = min((line["step"] for line in unshown), default=position + 1)
     if position >= total:  # the final metrics are shown again
@@ -124,7 +125,7 @@ def open_metrics(
     lengths = {"epoch": work.plan.steps_per_epoch, "total": total}
     scalars_every = config.log.tensorboard_every.steps(**lengths) or total
     board = TensorBoard(
-        path / folder.TENSORBOARD, every=scalars_every, first=first if position else 0,
+        path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
         introduction=Introduction(
             summary=summary, restarts=log.attempt,
             images=preview(work.task, log) if position == 0 else None),
@@ -144,7 +145,7 @@ def open_metrics(
         if config.log.graph == "on" and not position:
             _show_graph(board, run)
         sinks += [Own(name, make, path, log) for name, make in work.sinks.items()]
-    metrics.open(path / folder.METRICS, sinks, kept=kept, unshown=unshown, guard=run.guard,
+    metrics.open(path / layout.METRICS, sinks, kept=kept, unshown=unshown, guard=run.guard,
                  warn=log.warning)
 
 
@@ -170,10 +171,11 @@ def _report_gaps(
     present = {line["step"] for line in kept if not order_of(line)[1]}
     begin = min(present, default=position + 1) if from_other_run else 1
     if lost := [step for step in range(begin, position + 1) if step not in present]:
-        log.warning(f"{near(path)}: the lines of {len(lost)} of {position} steps are gone (the "
-                    f"first is step {lost[0]}, the last {lost[-1]}), and no checkpoint holds them; "
-                    "compare will report them as missing. The training itself is not affected. "
-                    "To repair the record, put a copy of the file there before the next start")
+        log.warning(f"{display_path(path)}: the lines of {len(lost)} of {position} steps are gone "
+                    f"(the first is step {lost[0]}, the last {lost[-1]}), and no checkpoint holds "
+                    "them; compare will report them as missing. The training itself is not "
+                    "affected. To repair the record, put a copy of the file there before the next "
+                    "start")
         log.event("lines-lost", first=lost[0], last=lost[-1], count=len(lost))
 
 
@@ -201,7 +203,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints:
     """Create the hints. Those about the data, the model and the batch are given now."""
     config, work, world = run.config, run.work, run.world
-    events = read_events(run.path / folder.EVENTS)
+    events = read_events(run.path / layout.EVENTS)
     given = [event["hint"] for event in events if event.get("event") == "hint"]
     expected = work.task.first_loss() if hasattr(work.task, "first_loss") else None
     facts = Facts(

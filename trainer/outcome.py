@@ -17,6 +17,12 @@ RESERVED_METRICS = (
 )  # fmt: skip
 """Names that a task's metric can't have: the metrics file uses them, as it does each `val_NAME`."""
 
+EMPTY = ("this was a micro-batch of 0 samples: a rank computes one if the number of ranks doesn't "
+         "divide the micro-batches; if your model can't, let loss() return Outcome(sum(p.sum() for "
+         "p in model.parameters()) * 0, 0) for it, or choose --batch.micro-size so that the ranks "
+         "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)")
+"""Note that is added to an exception in the loss of an empty micro-batch."""
+
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     """Check an `Outcome`.

@@ -1,4 +1,4 @@
-"""Tensors and JSON values as flat bytes: what travels in a collective, without pickle."""
+"""Serialization of tensors and JSON values to flat bytes for collectives, without pickle."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 
 BUCKET_BYTES = 64 << 20
-"""Tensors travel in buffers of about this size."""
+"""Tensors are sent in buffers of about this size."""
 
 
 def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
-    """The same tensors in order, in runs on one device of at most `limit` bytes (or one tensor)."""
+    """Split tensors, in order, into lists on one device of at most `limit` bytes or one tensor."""
     bucket: list[Tensor] = []
     size = 0
     for tensor in tensors:
@@ -29,44 +29,45 @@ def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
 
 
 def pack(tensors: Sequence[Tensor]) -> Tensor:
-    """All bytes of tensors on one device, one after the other, as uint8.
+    """Concatenate the bytes of tensors on one device, as uint8.
 
-    On CPU, 16 bytes that stand for dtypes and shapes go before them: a collective fills the buffer
-    it is given, also from a message of another length. On a GPU, looking at them would cost a
-    synchronisation each time.
+    On CPU the bytes begin with a 16-byte hash of dtypes and shapes: a collective fills the given
+    buffer even from a message of another length. On a GPU the check would cost a synchronisation
+    each time, so there is no hash.
     """
     return torch.cat([*_header(tensors), *map(_bytes, tensors)])
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Write what `pack` gave into `tensors`, in place, whatever their strides.
+    """Copy packed bytes into `tensors`, in place, for any strides.
 
     Raises:
-        ValueError: on CPU: it was packed from tensors of other dtypes or shapes.
+        ValueError: dtypes or shapes differ from those of the packed tensors (CPU only).
     """
     header = _header(tensors)
     parts = list(flat.split([part.numel() for part in header] + [t.nbytes for t in tensors]))
     for own in header:
         if not torch.equal(parts.pop(0), own):
             shapes = [tuple(tensor.shape) for tensor in tensors[:8]]
-            raise ValueError(f"the sender's tensors differ from those here, which are {shapes}…")
+            raise ValueError("the sender's tensors differ from the receiver's, which have the "
+                             f"shapes {shapes}…")
     for tensor, data in zip(tensors, parts, strict=True):
-        # A clone begins at an aligned address, as wider dtypes need it.
+        # The clone begins at an aligned address, which wider dtypes need.
         tensor.detach().copy_(data.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def encode(value: Any) -> bytes:
-    """A JSON value as bytes; floats in shortest exact form."""
+    """Encode a JSON value; floats in their shortest exact form."""
     return json.dumps(value).encode()
 
 
 def decode(data: bytes) -> Any:
-    """The value that `encode` was given, as JSON has it: tuples are lists, keys are strings."""
+    """Decode the bytes of `encode`; tuples have become lists, and keys strings."""
     return json.loads(data)
 
 
 def padded(data: bytes, width: int) -> Tensor:
-    """`data` and zeros up to `width` bytes, as a uint8 tensor on CPU."""
+    """Pad `data` with zeros to `width` bytes; a uint8 tensor on CPU."""
     return torch.frombuffer(bytearray(data.ljust(width, b"\0")), dtype=torch.uint8)
 
 

@@ -1,5 +1,4 @@
-"""Model and loss in one module under DistributedDataParallel, and the sums that ride along with
-the gradients."""
+"""Model and loss as one module under DistributedDataParallel; sums in the gradient all-reduce."""
 
 from __future__ import annotations
 
@@ -16,18 +15,18 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.diagnosis import EMPTY, lost_peer
 from trainer.errors import ConfigError
-from trainer.outcome import check_outcome
+from trainer.outcome import EMPTY, check_outcome
+from trainer.peer_errors import lost_peer
 from trainer.task import Outcome
 from trainer.waits import WaitsFor, waiting_for
 
 CAPACITY = 64
-"""Numbers that ride in one gradient all-reduce."""
+"""Maximal number of values that one gradient all-reduce carries besides the gradients."""
 
 WISHES = ("stop", "save", "fail", "saved")
-"""What any rank may ask of all: stop after this step; save at it; leave as failed; forget the
-metric lines that the last save holds, since it is whole."""
+"""What one rank may request of all ranks: stop after this step; save this step; exit as failed;
+drop the metric lines that the last save holds, since it is complete."""
 
 Vector = Tensor | list[float]
 
@@ -39,38 +38,38 @@ _NO_WISHES = (False,) * len(WISHES)
 
 @dataclass(slots=True)
 class Sums:
-    """What one step came to, added over all ranks and micro-batches; equal on all ranks."""
+    """Sums of one step over all ranks and micro-batches; equal on all ranks."""
 
     loss: float
     count: float
     samples: int
     replaced: int
-    """How many of the samples took the place of bad ones."""
+    """Number of samples that replaced bad ones."""
     wishes: frozenset[str]
-    """Those of `WISHES` that some rank has."""
+    """Members of `WISHES` that at least one rank has requested."""
     metrics: dict[str, tuple[float, float]]
-    """Name → (sum, count), also of each named loss."""
+    """Name → (sum, count), named losses included."""
 
     @classmethod
     def nothing(cls) -> Sums:
-        """Of a step in which nothing was computed."""
+        """Sums of a step without any computation."""
         return cls(0.0, 0.0, samples=0, replaced=0, wishes=frozenset(), metrics={})
 
 
 class Tally:
-    """What this rank's micro-batches of a step add up to.
+    """Accumulates loss, counts and metrics of this rank's micro-batches in a step.
 
-    Apart from `Objective`, since setting an attribute of a module takes microseconds.
+    Separate from `Objective`, since setting an attribute of a module takes microseconds.
 
     Args:
-        on_host: whether the numbers may be read as they come, which waits for the device.
+        on_host: read each number at once. On a device this would wait for the device.
     """
 
     def __init__(self, *, on_host: bool) -> None:
         self.names: tuple[str, ...] | None = None
-        """The task's metrics, in their order; None before the first forward."""
+        """Names of the task's metrics, in their order; None before the first forward."""
         self.totals: list[Tensor | float] = []
-        """The loss of each of this rank's micro-batches in the last step, on the device or host."""
+        """Loss of each of this rank's micro-batches in the last step, on the device or host."""
         self._on_host = on_host
         self._rows: list[list[Any]] = []
         self._totals: list[Tensor | float] = []
@@ -78,20 +77,20 @@ class Tally:
         self._wishes: tuple[bool, ...] = _NO_WISHES
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
-        """Count a micro-batch; returns its loss, a scalar that `backward` can be called on.
+        """Add a micro-batch; return its loss, a scalar with a graph.
 
         Raises:
-            ConfigError: the task's loss breaks the protocol.
+            ConfigError: the task's loss violates the protocol.
         """
         if type(outcome) is Outcome and tuple(outcome.metrics or ()) == self.names and (
                 type(outcome.total) is Tensor and not outcome.total.dim()):
-            total, metrics = outcome.total, outcome.metrics  # like one that has been checked
+            total, metrics = outcome.total, outcome.metrics  # same form as a checked one
         else:
             total, metrics = check_outcome(outcome)
-            self._learn(tuple(metrics))
+            self._set_names(tuple(metrics))
         if not total.requires_grad:
-            raise ConfigError("the task's loss has no graph: no trainable parameter led to "
-                              "Outcome.total. Compute it from the model's output, without "
+            raise ConfigError("the task's loss has no graph: Outcome.total does not depend on any "
+                              "trainable parameter. Compute it from the model's output, without "
                               ".detach(), .item() or no_grad().")
         row: list[Any] = [total, outcome.count, samples, replaced]
         for pair in metrics.values():
@@ -105,14 +104,14 @@ class Tally:
         return total
 
     def wish(self, wishes: tuple[bool, ...], spoilt: Tensor | None = None) -> None:
-        """What this rank wants to happen after the step; `spoilt` is added to its loss."""
+        """Set this rank's requests of the step, and add `spoilt` (0 or NaN) to its loss."""
         self._wishes = wishes or _NO_WISHES
         if spoilt is not None:
-            row = self._rows[-1]  # not in place: its loss on a device is the one that backward has
+            row = self._rows[-1]  # not in place: on a device the loss is backward's own tensor
             row[0] = row[0] + (spoilt.item() if self._on_host else spoilt)
 
     def take(self) -> Vector:
-        """The sums, those of `_FIXED` first, each on the host or the device; starts anew."""
+        """Return the sums, those of `_FIXED` first, each on the host or the device, and reset."""
         self.totals, self._totals = self._totals, []
         if self._reduced is not None:
             sums, self._reduced = self._reduced, None
@@ -122,16 +121,16 @@ class Tally:
 
     @property
     def width(self) -> int:
-        """How many numbers the sums are."""
+        """Number of values in the sums."""
         return len(_FIXED) + 2 * len(self.names or ())
 
     def swap(self, sums: Vector | None) -> Vector:
-        """The sums of the forwards since the last time; `sums` take their place."""
+        """Return the sums of the forwards since the last call, and replace them by `sums`."""
         rows, self._rows, self._reduced = self._rows, [], sums
         return self._add_up(rows) if rows else []
 
     def forget(self) -> None:
-        """Start anew."""
+        """Reset."""
         self._rows, self._wishes = [], _NO_WISHES
         self._totals, self._reduced = [], None
 
@@ -147,11 +146,11 @@ class Tally:
         self._wishes = _NO_WISHES
         return sums
 
-    def _learn(self, names: tuple[str, ...]) -> None:
+    def _set_names(self, names: tuple[str, ...]) -> None:
         if self.names is None:
             if len(_FIXED) + 2 * len(names) > CAPACITY:
-                raise ConfigError(f"the task returns {len(names)} metrics; "
-                                  f"{(CAPACITY - len(_FIXED)) // 2} are the most.")
+                raise ConfigError(f"the task returns {len(names)} metrics; the maximum is "
+                                  f"{(CAPACITY - len(_FIXED)) // 2}.")
             self.names = names
         elif names != self.names:
             raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
@@ -159,15 +158,15 @@ class Tally:
 
 
 class Objective(nn.Module):
-    """The task's loss of the model's output, as one forward.
+    """Model and task loss as one module, whose forward returns the loss.
 
-    Where there are several ranks, `ride` is a parameter whose gradient is, by construction, the
-    vector of this rank's sums: it is all-reduced in the gradients' own bucket, so that agreeing on
-    sums and stop requests takes no collective of its own.
+    With several ranks, `ride` is a parameter whose gradient is, by construction, the vector of
+    this rank's sums. DDP all-reduces it with the gradients, so sums and stop requests need no
+    separate collective.
 
     Args:
-        nominal_count: what the summed loss is divided by before backward, so that gradients have
-            the scale of a mean; the step corrects for the true count.
+        nominal_count: divisor of the summed loss before backward, so that gradients have the
+            scale of a mean; the step corrects for the actual count.
     """
 
     def __init__(
@@ -177,32 +176,33 @@ class Objective(nn.Module):
         super().__init__()
         self.model = model
         self.loss = loss
-        self._factor = num_ranks / nominal_count  # DDP takes the mean over ranks
+        self._factor = num_ranks / nominal_count  # DDP computes the mean over ranks
         self._device, self._on_host = device, device.type == "cpu"
         self.tally = Tally(on_host=device.type == "cpu")
         self.poisoned = False
         """Makes the next loss a NaN (fault injection)."""
         self.spoilt: Callable[[], Tensor | None] = lambda: None
-        """NaN where the forwards have spoilt what no loss shows; asked for after a step's last."""
+        """Returns NaN if the forwards left a buffer that is not finite, which the training loss
+        does not show; called after the last forward of a step."""
         self.ride = nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
         dtypes = (torch.float32, *([torch.float64] if device.type != "mps" else []))
         self.grad_outputs = {} if self.ride is not None else {
             dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
-        """What backward begins with, by the loss's type, in place of 1: so the gradients of a sum
-        are those of a mean, without a division. Empty where the sums ride: they are no mean."""
+        """Initial gradient of backward, by the loss's dtype, in place of 1: gradients of a sum
+        become those of a mean, without a division. Empty with `ride`, whose sums are no mean."""
 
     def forward(
         self, batch: Any, samples: int, wishes: tuple[bool, ...] | None = None, replaced: int = 0
     ) -> Tensor:
-        """The scalar to call backward on.
+        """Compute the scalar loss of a micro-batch.
 
         Args:
-            wishes: with this rank's last micro-batch of a step, whose gradients are reduced; the
-                sums ride there.
-            replaced: how many of the samples took the place of bad ones.
+            wishes: this rank's requests, given with its last micro-batch of a step, whose backward
+                reduces gradients and sums; None otherwise.
+            replaced: number of samples that replaced bad ones.
 
         Raises:
-            ConfigError: the task's loss breaks the protocol.
+            ConfigError: the task's loss violates the protocol.
         """
         try:
             outcome = self.loss(self.model, batch)
@@ -229,11 +229,12 @@ class Objective(nn.Module):
     __call__ = forward  # hooks and compilation are the model's
 
     def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
-        """The sums of the step that has just been reduced; starts anew. On the device, or, where
-        that takes no transfer and no collective, numbers on the host.
+        """Return the reduced sums of the step, and reset.
+
+        The sums are on the device, or on the host if that needs no transfer and no collective.
 
         Args:
-            scale: what the backward's loss was multiplied by (fp16), and the ride with it.
+            scale: factor of the loss in backward (fp16), which the reduced sums contain too.
         """
         if self.ride is None:
             return self._on_device(self.tally.take())
@@ -244,8 +245,10 @@ class Objective(nn.Module):
         return [_snap(n * factor) for n in reduced.tolist()] if self._on_host else reduced * factor
 
     def swap_sums(self, sums: Vector | None) -> Vector:
-        """The sums of the forwards since the last time, where there is no ride; `sums` take their
-        place."""
+        """Return the sums of the forwards since the last call, and replace them by `sums`.
+
+        Only without `ride`.
+        """
         return self._on_device(self.tally.swap(sums))
 
     def _on_device(self, sums: Vector) -> Vector:
@@ -254,13 +257,13 @@ class Objective(nn.Module):
         return _stack(sums, self._device)
 
     def forget(self) -> None:
-        """Start anew, after forwards that belong to no step."""
+        """Reset, after forwards that belong to no step."""
         self.tally.forget()
         if self.ride is not None:
             self.ride.grad = None
 
     def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[Sums, float]:
-        """The sums and the gradient norm as numbers on the host, in one transfer."""
+        """Copy the sums and the gradient norm to the host, in one transfer."""
         if isinstance(vector, list):
             values, norm = vector, float(grad_norm)
         else:
@@ -280,10 +283,10 @@ def wrap(
     objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,
     bucket_mb: float, find_unused: bool = False,
 ) -> nn.Module:  # fmt: skip
-    """The objective under DistributedDataParallel; itself where there is one rank."""
+    """Wrap the objective in DistributedDataParallel; return it unchanged without a group."""
     if group is None:
         return objective
-    # Buffers are put back and saved by the step's own rule, not moved by the next forward.
+    # The step restores and broadcasts buffers itself; DDP must not do so in the next forward.
     known = inspect.signature(DistributedDataParallel).parameters
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
@@ -298,26 +301,26 @@ def wrap(
 
 
 def _sum(column: Sequence[Any]) -> Any:
-    """The sum of scalars, of which each is on the host or on the device."""
-    here = [n.float() for n in column if isinstance(n, Tensor)]
-    there = sum(n for n in column if not isinstance(n, Tensor))
-    return torch.stack(here).sum() + there if here else there
+    """Sum scalars, some of them on the host and some on the device."""
+    on_device = [n.float() for n in column if isinstance(n, Tensor)]
+    on_host = sum(n for n in column if not isinstance(n, Tensor))
+    return torch.stack(on_device).sum() + on_host if on_device else on_host
 
 
 def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """A float32 vector on the device of scalars that partly live there already."""
+    """Stack scalars of host and device to a float32 vector on the device."""
     vector = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in numbers])
     vector = vector.to(device, non_blocking=True)
-    places = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]
-    if places:
-        values = torch.stack([numbers[i].to(device).float() for i in places])
-        vector[torch.tensor(places, device=device)] = values
+    indices = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]
+    if indices:
+        values = torch.stack([numbers[i].to(device).float() for i in indices])
+        vector[torch.tensor(indices, device=device)] = values
     return vector
 
 
 def _snap(value: float) -> float:
-    """A sum of whole numbers is whole: the mean over 3 ranks, times 3, may have lost that."""
-    if not abs(value) < 2**24:  # a NaN and an infinity too
+    """Round a sum of integers that is off by rounding: 3 times the mean over 3 ranks may be."""
+    if not abs(value) < 2**24:  # true for NaN and infinities too
         return value
     nearest = round(value)
     return float(nearest) if abs(value - nearest) <= 4e-7 * abs(value) else value

@@ -22,7 +22,8 @@ from trainer.data.loader import Loader
 from trainer.errors import SaveFailed, TrainerError
 from trainer.evaluate import Evaluator
 from trainer.faults import FaultInjector
-from trainer.folder import EVENTS, Identity
+from trainer.folder import Identity
+from trainer.layout import EVENTS
 from trainer.lock import RunLock
 from trainer.log import Log
 from trainer.memory import Memory

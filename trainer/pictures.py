@@ -14,7 +14,7 @@ from torch import nn
 
 from trainer import rng
 from trainer.buffers import Buffers
-from trainer.folder import replace_bytes
+from trainer.durable import replace_bytes
 from trainer.log import Log
 
 FOLDER, FILM = "pictures", "training.gif"

@@ -1,4 +1,4 @@
-"""Output whose reader has gone (`| head`, a terminal), or that a full disk doesn't take."""
+"""Standard streams that fail: a closed pipe (`| head`), a closed terminal, a full disk."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ if TYPE_CHECKING:
     from _typeshed import ReadableBuffer as Buffer
 
 EXIT_PIPE = 141
-"""What a shell says of a program that SIGPIPE has ended."""
+"""Exit code that a shell reports for a program killed by SIGPIPE."""
 
 OUTPUTS = (("stdout", 1), ("stderr", 2))
 
 
 @contextlib.contextmanager
 def quiet_pipe() -> Iterator[None]:
-    """What is printed inside may be cut off; then nothing is said of it.
+    """Context in which a broken pipe of stdout or stderr is not reported.
 
     Raises:
-        SystemExit: with EXIT_PIPE, where what is inside can't go on for it. What has come to its
-            end keeps its own exit code.
+        SystemExit: with EXIT_PIPE, if a broken pipe interrupts the block. If only the final flush
+            fails, the program keeps its own exit code.
     """
     try:
         yield
     except BrokenPipeError:
         if not any(map(_has_no_reader, (sys.stdout, sys.stderr))):
-            raise  # of another pipe: a failure like any other
+            raise  # of another pipe, so it is an ordinary error
         raise SystemExit(EXIT_PIPE) from None
     finally:
         for stream in (sys.stdout, sys.stderr):
@@ -39,14 +39,15 @@ def quiet_pipe() -> Iterator[None]:
 
 
 def fill_descriptors() -> None:
-    """Give this process the standard streams that it was started without (`>&-`).
+    """Open the standard streams that this process was started without (`>&-`).
 
-    Their numbers would become those of other files, into which C libraries then write.
+    Otherwise their descriptors would be those of the next opened files, and C libraries that print
+    would write into these files.
     """
     for number in range(3):
         try:
             os.fstat(number)
-        except OSError:  # the lowest that is free is this one
+        except OSError:  # os.open returns the lowest free descriptor: this one
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
     for name, number in OUTPUTS:
         if getattr(sys, name) is None:
@@ -55,9 +56,9 @@ def fill_descriptors() -> None:
 
 
 def outlive_console() -> None:
-    """From now on what stdout or stderr doesn't take is dropped, and stops nothing.
+    """From now on drop the output that stdout or stderr cannot write, without an error.
 
-    Streams that somebody has put in the place of Python's own are left alone.
+    Streams that replace those of Python are not changed.
     """
     for name, number in OUTPUTS:
         old = getattr(sys, name)
@@ -65,28 +66,30 @@ def outlive_console() -> None:
             continue
         with contextlib.suppress(OSError):
             old.flush()
-        binary = io.BufferedWriter(_Console(number, "w", closefd=False))
-        setattr(sys, name, _Stream(binary, old.encoding, old.errors, line_buffering=True))
+        binary = io.BufferedWriter(_LossyFile(number, "w", closefd=False))
+        setattr(sys, name, _UnclosableStream(binary, old.encoding, old.errors, line_buffering=True))
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write to a stream, by default stderr, in whose place a task may have put one that is closed,
-    or none."""
+    """Write to a stream, by default stderr, and ignore errors.
+
+    A task may have replaced stderr by a closed stream or by None.
+    """
     with contextlib.suppress(AttributeError, OSError, ValueError):
         stream = stream or sys.stderr
         stream.write(text)
         stream.flush()
 
 
-class _Stream(io.TextIOWrapper):
-    """Stays open where a task, or a library, closes it."""
+class _UnclosableStream(io.TextIOWrapper):
+    """A stream that stays open when a task or a library closes it."""
 
     def close(self) -> None:
         self.flush()
 
 
-class _Console(io.FileIO):
-    """Drops what can't be written."""
+class _LossyFile(io.FileIO):
+    """A file that drops the data that cannot be written."""
 
     def write(self, data: Buffer, /) -> int | None:  # type: ignore[override]
         try:
@@ -102,10 +105,10 @@ def _has_no_reader(stream: TextIO) -> bool:
 
 
 def _flush(stream: TextIO) -> None:
-    """Now, or never: not at the interpreter's end, which would speak of it."""
+    """Flush now, so that the interpreter does not report a broken pipe when it exits."""
     try:
         stream.flush()
     except BrokenPipeError:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, stream.fileno())
-        os.close(nowhere)
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, stream.fileno())
+        os.close(null)

@@ -1,4 +1,4 @@
-"""Number formats: autocast, the gradient scaler, compilation, memory layout, determinism."""
+"""Precision policy: autocast, gradient scaler, compilation, memory format, determinism."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.errors import ConfigError
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """What `auto` came to on this device for this model."""
+    """Precision settings with `auto` resolved for the device and the model."""
 
     dtype: torch.dtype
     compile: bool
@@ -34,16 +34,18 @@ class Choice:
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """A model without the wrappers of torch.compile and DataParallel around it or parts of it,
-    whose names a checkpoint would have. What was to be compiled is, under its own name.
+    """Remove wrappers of torch.compile and DataParallel from a model and its submodules.
+
+    Otherwise their prefixes would appear in the names of a checkpoint. Compiled modules stay
+    compiled, under their own name.
 
     Raises:
-        ConfigError: it is wrapped in DDP.
+        ConfigError: the model is or contains a DistributedDataParallel.
     """
     for parent in list(model.modules()):
         if isinstance(parent, DistributedDataParallel):
-            raise ConfigError("--task: model() returns a DistributedDataParallel, or has one in "
-                              "it; return the plain model: the trainer wraps it itself.")
+            raise ConfigError("--task: model() returns or contains a DistributedDataParallel; "
+                              "return the plain model: the trainer wraps it.")
         for name, child in list(parent._modules.items()):
             if child is not None and (inner := _unwrapped(child)) is not child:
                 setattr(parent, name, inner)
@@ -53,7 +55,7 @@ def plain(model: nn.Module) -> nn.Module:
 def _unwrapped(module: nn.Module) -> nn.Module:
     if isinstance(module, nn.DataParallel):
         return _unwrapped(module.module)
-    inner = getattr(module, "_orig_mod", None)  # of torch.compile
+    inner = getattr(module, "_orig_mod", None)  # set by torch.compile
     if inner is None:
         return module
     inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
@@ -63,9 +65,16 @@ def _unwrapped(module: nn.Module) -> nn.Module:
 def choose(
     config: Precision, model: nn.Module, device: torch.device, *, eager: bool = False
 ) -> Choice:
-    """Resolve `auto`: CUDA with bf16 units computes in bf16, compiled; a CPU in fp32, eagerly
-    (without bf16 units autocast and compile are slower there). An explicit value is obeyed, but
-    for compilation where it has to be `eager`."""
+    """Resolve `auto`: bf16 and compilation on CUDA with bf16 units; fp32 and eager on CPU.
+
+    (Without bf16 units, autocast and compilation are slower on CPU.)
+
+    Args:
+        eager: disables compilation, even if the configuration asks for it.
+
+    Raises:
+        ConfigError: fp16 on mps.
+    """
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if config.dtype == "auto":
         bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -73,7 +82,7 @@ def choose(
     else:
         dtype = dtypes[config.dtype]
     if dtype is torch.float16 and device.type == "mps":
-        raise ConfigError("--precision.dtype fp16: there is no gradient scaler on mps; use bf16 "
+        raise ConfigError("--precision.dtype fp16: torch has no gradient scaler for mps; use bf16 "
                           "or fp32.")
     convolutional = any(isinstance(m, nn.Conv2d) for m in model.modules())
     return Choice(
@@ -89,7 +98,7 @@ def choose(
 def autocast(
     choice: Choice, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
-    """Makes the context for a forward: autocast, or nothing in fp32."""
+    """Return a factory of contexts for the forward: autocast, or no operation in fp32."""
     if choice.dtype is torch.float32:
         nothing = contextlib.nullcontext()
         return lambda: nothing
@@ -97,25 +106,25 @@ def autocast(
 
 
 def scaler(choice: Choice, device: torch.device, initial: float) -> torch.amp.GradScaler:
-    """The gradient scaler of fp16; a disabled one otherwise."""
+    """Gradient scaler: enabled for fp16 only."""
     return torch.amp.GradScaler(
         device.type, enabled=choice.dtype is torch.float16, init_scale=initial
     )
 
 
 def set_determinism(deterministic: bool, device: torch.device) -> None:
-    """Deterministic kernels, or the fastest ones. Before the first kernel runs."""
+    """Select deterministic kernels or the fastest ones. Call it before the first kernel runs."""
     if deterministic:
         if device.type == "cuda":
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
-        # Filling fresh memory is for finding reads of it; it costs and changes no result.
+        # Filling fresh memory only helps to find reads of it: it costs time, changes no result.
         torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     torch.backends.cudnn.deterministic = deterministic
     torch.backends.cudnn.benchmark = not deterministic
 
 
 def set_tf32(allowed: bool) -> None:
-    """Whether CUDA may compute products of fp32 numbers in TF32; torch's own default is a mix."""
+    """Allow or forbid TF32 for fp32 products on CUDA. (Torch's default differs by operation.)"""
     torch.set_float32_matmul_precision("high" if allowed else "highest")
     torch.backends.cudnn.allow_tf32 = allowed

@@ -1,4 +1,7 @@
-"""Config + World → data, model, optimizer and lengths, checked, before anything is written."""
+"""Setup of a run from Config and World: data, model, optimizer and lengths, all checked.
+
+The run folder is not touched yet.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,13 @@ from trainer.length import Length
 from trainer.task import SPLITS, figures_of, load_object, refuse_calls
 from trainer.world import World
 
-REMEDY = ("mend it, or go on with others in the place of such samples: --data.on-error skip")
-"""How to go on after a bad training sample."""
+REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
+"""Advice for a bad training sample."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Intervals:
-    """Lengths of the configuration in optimizer steps; 0 is off."""
+    """Intervals of the configuration in optimizer steps; 0 is off."""
 
     total: int
     evaluate: int
@@ -50,7 +53,7 @@ class Intervals:
 
 @dataclass(frozen=True, kw_only=True)
 class Work:
-    """What the configuration and the data come to, before the run folder is touched."""
+    """Result of `prepare`."""
 
     task: Any
     model: nn.Module
@@ -61,34 +64,34 @@ class Work:
     intervals: Intervals
     fingerprint: str
     sinks: dict[str, Any]
-    """The user's own, by name: what makes each."""
+    """Factories of the user's sinks, by name."""
     figures: dict[str, Any]
-    """The task's, by name: functions of an evaluation's means and table."""
+    """`figures()` of the task: name → function of an evaluation's means and table."""
     card: dict[str, Any]
+    """Facts about the run for the startup summary."""
 
 
 def prepare(config: Config[Any], world: World) -> Work:
-    """Everything that can be made, and found wrong, before the run folder is touched.
+    """Build and check everything that does not need the run folder.
 
     Raises:
-        ConfigError: the configuration doesn't fit the data, the model or the ranks.
+        ConfigError: the configuration does not fit the data, the model or the ranks.
     """
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     wandb_sink.check_installed(config.log.wandb)
     canonical = config.parallel.reduction == "canonical"
     if canonical and world.device.type == "mps":
-        raise ConfigError("--parallel.reduction canonical: it adds in float64, which mps doesn't "
-                          "have; use --parallel.reduction ddp, or --device cpu.")
+        raise ConfigError("--parallel.reduction canonical: it needs float64, which mps does not "
+                          "support; use --parallel.reduction ddp, or --device cpu.")
     task = bind_seed(config.task, config.seed)
     refuse_calls(task)
     figures = figures_of(task)
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "
-                          "that has raised is at its end, with no sample to take instead; let the "
-                          "data set's own __iter__ or lane() pass over bad samples, and use "
-                          "--data.on-error stop.")
+                          "that has raised cannot give another sample; skip bad samples in the "
+                          "data set's __iter__ or lane(), and use --data.on-error stop.")
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
     plan, intervals = _plan(config, data, world)
     model, choice = make_model(task, config, world.device)
@@ -126,10 +129,14 @@ def prepare(config: Config[Any], world: World) -> Work:
 def refuse_unreachable(
     drills: list[faults.Fault], config: Config[Any], work: Work, world: World, *, first: bool
 ) -> None:
-    """Raises: ConfigError: a fault to be injected has a place that the run doesn't come to.
+    """Check that the run can reach all faults to be injected.
 
     Args:
-        first: the run's first start; later ones, and several nodes, may have other ranks.
+        first: this is the run's first start. Later starts, and several nodes, may have another
+            number of ranks, so ranks are not checked.
+
+    Raises:
+        ConfigError: the run cannot reach a fault.
     """
     fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
     last, every = work.intervals.total, work.intervals.evaluate
@@ -146,12 +153,16 @@ def refuse_unreachable(
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
-    """A split's data set; None where there is none, or nothing in it to evaluate."""
+    """Build the data set of a split; None if the task returns None or a data set of length 0.
+
+    Raises:
+        ConfigError: the task returns something else than a data set.
+    """
     rng.key_generators(config.seed, rng.DATA)
     data = task.dataset(split)
     if isinstance(data, DataLoader):
         raise ConfigError(f'--task: dataset("{split}") returned a DataLoader; return the data set '
-                          "in it: batches, workers and order are the trainer's, and collate() is "
+                          "in it: the trainer makes batches, workers and order, and collate() is "
                           "a method of the task.")
     if not (data is None or isinstance(data, IterableDataset)
             or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))):
@@ -163,15 +174,15 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
 def make_model(
     task: Any, config: Config[Any], device: torch.device
 ) -> tuple[nn.Module, precision.Choice]:
-    """The freshly initialised model, in training mode, where and as it is to compute.
+    """Build the model in training mode, on its device, in its memory format.
 
     Raises:
-        ConfigError: it is none, or no checkpoint could hold it.
+        ConfigError: model() returns no module, or a checkpoint cannot hold it.
     """
     rng.key_generators(config.seed, rng.MODEL)
     model = task.model()
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"--task: model() returned {type(model).__name__}, not a nn.Module.")
+        raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
     model = precision.plain(model)
     storable.check(model)
     model.train()
@@ -185,7 +196,7 @@ def _plan(
     config: Config[Any], data: dict[str, Any], world: World
 ) -> tuple[Plan, Intervals]:
     if data["train"] is None:
-        raise ConfigError('--task: dataset("train") returned None; a run needs training samples.')
+        raise ConfigError('--task: dataset("train") returned None; a run needs training data.')
     batch, samples = config.batch, known_length(data["train"])
     if world.size > batch.micro_batches:
         size, most = batch.global_size, max(1, batch.global_size // world.size)
@@ -196,13 +207,13 @@ def _plan(
             f"{batch.micro_size}: use at most {batch.micro_batches} ranks, or a micro-size of "
             f"{fits} or less.")
     if samples is None:
-        # Where an epoch ends is seen when it does: the plan has one that lasts for the whole run.
+        # The end of an epoch is unknown until it is reached: plan one epoch for the whole run.
         samples = _steps_of_unknown(config, data) * batch.global_size
     plan = Plan(samples=samples, global_size=batch.global_size, micro_size=batch.micro_size,
                 drop_last=config.data.drop_last == "on",
                 in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
-        # A tuple of two tensors, or of two parts of a data set, has two samples.
+        # For the hint below: a tuple of two tensors, or of two data sets, has two samples.
         kind = type(data["train"]).__name__ if isinstance(
             data["train"], tuple | list | dict | str) else ""
         remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
@@ -223,33 +234,33 @@ def _plan(
 
 
 def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
-    """Length of a run on a stream that doesn't know its own."""
+    """Number of steps of a run on a stream without a length."""
     what = "the training stream has no length (no __len__)"
     if config.steps is None:
-        raise ConfigError(f"--steps: {what}, so a run can't be measured in epochs; say how long "
-                          "it is to be with --steps N.")
+        raise ConfigError(f"--steps: {what}, so a run cannot be measured in epochs; set the number "
+                          "of steps with --steps N.")
     for name, value, _ in config.leaves():
         unused = name == "eval.every" and data["validation"] is None
         if isinstance(value, Length) and value.unit == "epochs" and not unused:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} {value}: {what}, so nothing can be measured in epochs; "
-                              f"write steps or a part of the run, such as {flag} 10%.")
+                              f"use steps or a fraction of the run, such as {flag} 10%.")
     return config.steps
 
 
 def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str:
-    """What tells one data set from another: the task's word, or length and 16 keyed samples (the
-    first ones of a stream)."""
+    """Fingerprint of a data set: the task's `fingerprint()`, or length and hash of 16 keyed
+    samples (of the first 16 samples of a stream)."""
     if hasattr(task, "fingerprint"):
         return str(task.fingerprint())
     count = known_length(dataset)
     if isinstance(dataset, IterableDataset):
         rng.key_generators(config.seed, rng.DATA)
-        fresh = task.dataset("train")  # reading may move a stream that is to be trained on
+        fresh = task.dataset("train")  # reading may advance the stream used for training
         contents = [content(sample) for sample in first_samples(
             fresh, lanes=config.batch.micro_batches, count=16, seed=config.seed)]
     else:
-        assert count is not None, "only a stream may not know its length"
+        assert count is not None, "only a stream may have no length"
         reader = KeyedSamples(dataset, seed=config.seed, augment=False, rank=rank,
                               skip=config.data.on_error == "skip", advice=REMEDY)
         contents = [content(reader.sample(rng.mix(rng.DATA, place) % count))
@@ -261,15 +272,15 @@ def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str
 
 
 def content(sample: Any) -> bytes:
-    """The bytes of a sample of any nesting, or of a batch: equal ones are of equal content."""
+    """Serialize a nested sample or batch; equal bytes mean equal content."""
     return b"".join(_content(sample, set()))
 
 
 def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """The bytes of a sample of any nesting, each leaf's after its type.
+    """Serialize a nested sample, each leaf preceded by its type.
 
     Args:
-        seen: objects that have been looked into; they may refer to each other.
+        seen: ids of objects visited so far, since references may be cyclic.
     """
     if isinstance(value, Tensor) and value.is_nested:
         value = list(value.unbind())
@@ -293,7 +304,7 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
         value = sorted(value, key=repr)
     elif isinstance(value, Mapping):
         value = [entry for pair in value.items() for entry in pair]
-    elif not isinstance(value, tuple | list):  # a dataclass, or an object of the task's own
+    elif not isinstance(value, tuple | list):  # a dataclass, or an object of the task
         if id(value) in seen or isinstance(value, type):
             return
         seen.add(id(value))
@@ -306,17 +317,21 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    """Raises: ConfigError: a hook would see the gradient of one micro-batch or of two added up."""
+    """Refuse post-accumulate hooks: they would see gradients of one or of two micro-batches.
+
+    Raises:
+        ConfigError: a parameter has such a hook.
+    """
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ConfigError(
                 f"--parallel.reduction canonical: {name} has a hook of "
-                "register_post_accumulate_grad_hook, and which micro-batches' gradients are added "
-                "up when it is called depends on the number of ranks; use register_hook, or "
+                "register_post_accumulate_grad_hook; it would see the gradients of one or two "
+                "micro-batches, depending on the number of ranks. Use register_hook, or "
                 "--parallel.reduction ddp.")
 
 
 def bind_seed(task: Any, seed: int) -> Any:
-    """The task with the run's seed in its field `seed`, where it has one that is None."""
+    """Set the field `seed` of the task to the run's seed, if it has such a field and it is None."""
     names = {f.name for f in dataclasses.fields(task)}
     return dataclasses.replace(task, seed=seed) if "seed" in names and task.seed is None else task

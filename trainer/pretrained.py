@@ -32,7 +32,7 @@ def begin_with(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
         ConfigError: the file can't be read, or doesn't fit the model.
     """
     flag = f"--init {path}"
-    saved, live = read(path), model.state_dict()
+    saved, live = read_weights(path), model.state_dict()
     common = [n for n in live if n in saved]
     resized = [n for n in common if saved[n].shape != live[n].shape]
     head = [n for n in resized if saved[n].dim() and saved[n].dim() == live[n].dim()
@@ -59,7 +59,7 @@ def begin_with(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
     return lines + [f"not loaded: {problem}" for problem in problems]
 
 
-def read(path: Path) -> dict[str, Tensor]:
+def read_weights(path: Path) -> dict[str, Tensor]:
     """Read weights by parameter name, without prefixes of wrappers (DDP, torch.compile).
 
     Args:

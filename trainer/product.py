@@ -1,4 +1,4 @@
-"""What a run is for: the best weights, their test figures, the summary."""
+"""End of a run: choice of the best weights, their test metrics, and the summary."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer import folder, tensorfile
+from trainer import durable, folder, layout, tensorfile
 from trainer.confusion import per_class
-from trainer.diagnosis import near
+from trainer.durable import display_path
 from trainer.errors import ConfigError, NonFinite, StopRequested
 from trainer.parts import Parts
 from trainer.progress import Best
@@ -20,32 +20,33 @@ from trainer.status import Phase
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
-    """The figure by which weights are the best, and its direction ("max" or "min").
+    """Resolve a rule to the metric that selects the best weights, and "max" or "min".
 
     Args:
         rule: NAME:max, NAME:min, or auto.
-        figures: what a validation gives.
+        figures: names of the metrics of a validation.
 
     Raises:
-        ConfigError: the rule names a figure that the validation doesn't give.
+        ConfigError: the validation does not compute the metric.
     """
     known = sorted(figures)
     if rule == "auto":
         rule = "val_accuracy:max" if "val_accuracy" in known else "val_loss:min"
     name, _, direction = rule.rpartition(":")
     if name not in known:
-        raise ConfigError(f"--eval.best {rule}: the validation gives no {name}; it gives "
-                          f"{', '.join(known)}.")
+        raise ConfigError(f"--eval.best {rule}: the validation does not compute {name}; it "
+                          f"computes {', '.join(known)}.")
     return name, direction
 
 
 def choose_best(
     rule: str, best: Best, line: dict[str, Any], step: int, min_delta: float = 0.0
 ) -> bool:
-    """Take a validation (its line of metrics.jsonl) as the best one if it is; whether it was.
+    """Update the best value with a validation; return whether it improved.
 
     Args:
-        min_delta: a smaller gain doesn't end the wait for a better one.
+        line: the validation's line of metrics.jsonl.
+        min_delta: smallest improvement that resets the patience.
     """
     name, direction = best_rule(
         rule, [key for key in line if key.startswith("val_") and key != "val_table"])
@@ -59,27 +60,27 @@ def choose_best(
 
 
 def finish(run: Parts) -> dict[str, Any]:
-    """Collective. Evaluate the best weights on the test set once, and write what the run made."""
-    run.checkpoint.settle()  # while survivors would still save this step
+    """Collective. Evaluate the best weights on the test set, and write model and summary."""
+    run.checkpoint.settle()  # in a phase in which survivors still save this step
     run.status.enter(Phase.FINISH)
     best, last = run.state.best, run.progress.step
     if run.progress.bad and not run.progress.updates:
-        raise NonFinite(f"not one of the {last} steps has given an update, since each had a loss "
-                        "or gradient that can't be used: nothing has been learnt. Mend the cause, "
-                        "and begin anew in another --run")
+        raise NonFinite(f"none of the {last} steps gave an update, because all had an unusable "
+                        "loss or gradient. Correct the cause, and start again with another "
+                        "--run-dir")
     chosen = best.step or last
     is_best = best.value is not None
     if chosen != last and not run.checkpoint.load_model(chosen):
-        run.log.warning(f"the best weights, of step {chosen}, are lost: no whole checkpoint holds "
-                        "them any more; those of the last step take their place")
+        run.log.warning(f"the best weights, of step {chosen}, are lost: no valid checkpoint holds "
+                        "them any more; the weights of the last step are used instead")
         chosen, is_best = last, False
     scores = None
     if run.test is not None:
         with run.world.patient():
             scores = run.test()
         if scores is None:
-            raise StopRequested(f"stopped on request in the test of the best weights; all {last} "
-                                "steps are saved, and the same command finishes the run")
+            raise StopRequested("stopped on request during the test of the best weights; all "
+                                f"{last} steps are saved, and the same command finishes the run")
     summary: dict[str, Any] = {
         "step": last,
         "updates": run.progress.updates,
@@ -93,7 +94,7 @@ def finish(run: Parts) -> dict[str, Any]:
         "model.safetensors": f"the {'averaged ' * (run.state.ema is not None)}weights of step "
         f"{chosen}"
         + (f", which have the best {best.metric}" if is_best else ", the last step"),
-        "final_weights": f"{folder.CHECKPOINTS}/step-{last:08d}/{MODEL}",
+        "final_weights": f"{layout.CHECKPOINTS}/step-{last:08d}/{MODEL}",
         "attempts": run.identity.attempt + 1,
         "stopped_early": last < run.intervals.total,
         "save_waits": run.checkpoint.waits,
@@ -114,14 +115,14 @@ def finish(run: Parts) -> dict[str, Any]:
     run.world.agree(error)
     run.log.event("end", attempts=summary["attempts"])
     for text in run.faults.unfired():
-        run.log.warning(f"--inject {text}: the run never came to its place, so it didn't happen")
-    for line in folder.closing_lines(summary, near(run.path)):
+        run.log.warning(f"--inject {text}: the injected fault was never reached")
+    for line in folder.closing_lines(summary, display_path(run.path)):
         run.log.info(line)
     return summary
 
 
 def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, float]] | None:
-    """Precision, recall, F1 and IoU of each class, by its name; None where there is no table."""
+    """Precision, recall, F1 and IoU of each class by name; None without a confusion matrix."""
     if table is None or table.shape[1:] not in ((len(table),), (2, 2)):
         return None
     found = {name: values.tolist() for name, values in per_class(table).items()}
@@ -130,10 +131,10 @@ def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, f
 
 
 def _write(run: Parts, summary: dict[str, Any]) -> None:
-    """The summary last: with it the run is complete, so everything else is durable before."""
+    """Write model and summary. The summary marks the run as complete, so it is written last."""
     run.metrics.sync()
     if run.world.keeps_folder:
         weights = run.state.product()
-        folder.replace_bytes(run.path / folder.PRODUCT,
+        durable.replace_bytes(run.path / layout.PRODUCT,
                              tensorfile.chunks({n: t.cpu() for n, t in weights.items()}))
-        folder.replace_json(run.path / folder.SUMMARY, summary)
+        durable.replace_json(run.path / layout.SUMMARY, summary)

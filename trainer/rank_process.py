@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from trainer.diagnosis import is_foreign, lost_peer
+from trainer.diagnosis import is_foreign
 from trainer.errors import (
     EXIT_COMPLETE,
     EXIT_FAILURE,
@@ -26,6 +26,7 @@ from trainer.errors import (
 )
 from trainer.limits import allow_files, check_environment
 from trainer.orders import Orders
+from trainer.peer_errors import lost_peer
 from trainer.pipe import outlive_console, say
 from trainer.status import Phase
 from trainer.stop import StopRequest

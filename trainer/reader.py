@@ -1,4 +1,4 @@
-"""A run folder, read beside whoever writes it: configuration, a checkpoint's weights, data."""
+"""Read a run folder, also while the run writes to it: configuration, weights, data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
-from trainer import cli, folder, precision, rng, tensorfile
+from trainer import cli, durable, layout, precision, rng, tensorfile
 from trainer.build import evaluation_batch, loader_workers
 from trainer.config import Config
 from trainer.data import batch as batches
@@ -29,23 +29,24 @@ from trainer.task import figures_of
 from trainer.world import Launch, World
 
 TRIES = 5
-"""How often a checkpoint is looked for anew, where the run has pruned it in the meantime."""
+"""Number of attempts to read a checkpoint: the run may prune it meanwhile."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights that a run would validate, of one of its checkpoints."""
+    """Weights of a checkpoint with which the run would validate."""
 
     step: int
     tensors: dict[str, Tensor]
     average: dict[str, Tensor]
-    """Of the trained parameters, by the first name of each; empty where there is none."""
+    """Averages of the trained parameters, by the first name of each; empty without averaging."""
     facts: dict[str, Any]
+    """Content of state.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reader:
-    """A run's configuration and a model of it, in evaluation mode."""
+    """Configuration of a run, and its model with weights, in evaluation mode."""
 
     config: Config[Any]
     task: Any
@@ -55,7 +56,7 @@ class Reader:
     weights: Weights
 
     def evaluator(self, split: str) -> Evaluator | None:
-        """What evaluates a split, to the bits of the run; None where the task has no such data."""
+        """Return the evaluator of a split, bitwise equal to that of the run; None without data."""
         dataset = make_data(self.task, self.config, split)
         if dataset is None:
             return None
@@ -71,32 +72,32 @@ class Reader:
         )  # fmt: skip
 
     def fresh_model(self) -> nn.Module:
-        """Another model, as `model` is before it has its weights."""
+        """Construct another model, without the weights of the checkpoint."""
         return make_model(self.task, self.config, self.world.device)[0].eval()
 
     @contextlib.contextmanager
     def evaluating(self, number: int) -> Iterator[None]:
-        """Where a batch of an evaluation is computed with."""
+        """Context in which batch `number` of an evaluation is computed."""
         rng.key_generators(self.config.seed, rng.EVALUATE, number)
         with torch.no_grad(), precision.autocast(self.choice, self.world.device)():
             yield
 
 
 def read(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> Reader:
-    """The run in a folder, with the weights of a checkpoint. Writes nothing.
+    """Open the run in a folder with the weights of a checkpoint. Writes nothing.
 
     Args:
         checkpoint: best, last, or a step.
-        overrides: flags that win over the run's configuration.
+        overrides: flags that override the configuration of the run.
 
     Raises:
-        ConfigError: there is no run, no such checkpoint, it is damaged or doesn't fit, or a flag
-            is wrong.
+        ConfigError: there is no run or no such checkpoint, the checkpoint is damaged or does not
+            fit the model, or a flag is wrong.
     """
     config = configuration(run, overrides)
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
     threads = config.world.threads
-    if threads == "auto":  # their number decides bits
+    if threads == "auto":  # the number of threads changes bits
         threads = weights.facts.get("circumstances", {}).get("threads")
     world = World.form(device=config.device, threads=threads, launch=Launch())
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
@@ -113,33 +114,34 @@ def read(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> Reader
 
 
 def configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
-    """The configuration of the run in a folder.
+    """Return the configuration of the run in a folder.
 
     Raises:
-        ConfigError: there is no run in it, or a flag is wrong.
+        ConfigError: there is no run in the folder, or a flag is wrong.
     """
-    path = run / folder.CONFIG
+    path = run / layout.CONFIG
     if not path.is_file():
-        raise ConfigError(f"{run}: there is no run in this folder (no {folder.CONFIG}).")
+        raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
     return dataclasses.replace(cli.parse([str(path), *overrides]), run=str(run))
 
 
 def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
-    """The weights of a checkpoint: best, last, or a step.
+    """Return the weights of a checkpoint.
 
     Args:
-        averaged: take the average of the weights where the checkpoint has one.
+        checkpoint: best, last, or a step.
+        averaged: include the averaged weights if the checkpoint has them.
 
     Raises:
         ConfigError: there is no such checkpoint, or it is damaged.
     """
-    store, tries = Store(run / folder.CHECKPOINTS), TRIES
-    product = run / folder.PRODUCT
+    store, tries = Store(run / layout.CHECKPOINTS), TRIES
+    product = run / layout.PRODUCT
     while True:
         seen = [info.path for info in store.checkpoints()]
         try:
             if checkpoint == "best" and not seen and product.is_file():
-                summary = folder.read_json(run / folder.SUMMARY) or {}
+                summary = durable.read_json(run / layout.SUMMARY) or {}
                 step = summary.get("best", {}).get("step", 0)
                 return Weights(step, tensorfile.load(product), {}, {})
             return _weights(store, checkpoint, averaged=averaged)
@@ -148,16 +150,16 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
             if tries and seen != [info.path for info in store.checkpoints()]:
                 continue
             steps = ", ".join(str(info.step) for info in store.checkpoints()) or "none"
-            raise ConfigError(f"{run}: --checkpoint {checkpoint}: {error}; there are best, last, "
-                              f"and of steps: {steps}.") from error
+            raise ConfigError(f"{run}: --checkpoint {checkpoint}: {error}; use best, last or "
+                              f"one of these steps: {steps}.") from error
 
 
 @contextlib.contextmanager
 def writing(flag: str, remedy: str) -> Iterator[None]:
-    """Around what writes a file, and nothing else.
+    """Context for writing a file: report an OSError as a ConfigError with the flag and a remedy.
 
     Raises:
-        ConfigError: it can't be written: says where, why, and what to do.
+        ConfigError: the file cannot be written.
     """
     try:
         yield
@@ -166,10 +168,13 @@ def writing(flag: str, remedy: str) -> Iterator[None]:
 
 
 def load(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Put weights into a model.
+    """Load weights into a model.
+
+    Args:
+        where: origin of the weights, for the error message.
 
     Raises:
-        ConfigError: they are another model's; says `where` they are from.
+        ConfigError: the weights do not fit the model.
     """
     try:
         model.load_state_dict(tensors)
@@ -192,14 +197,14 @@ def _weights(store: Store, checkpoint: str, *, averaged: bool) -> Weights:
         raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
     info = store.verify(step)
     facts = json.loads((info.path / STATE).read_bytes())
-    held = averaged and (info.path / EMA).is_file()
-    average = tensorfile.load(info.path / EMA) if held else {}
+    has_average = averaged and (info.path / EMA).is_file()
+    average = tensorfile.load(info.path / EMA) if has_average else {}
     return Weights(info.step, tensorfile.load(info.path / MODEL), average, facts)
 
 
 @dataclass(frozen=True)
 class Call:
-    """How a loss calls its model, and what the model gives."""
+    """Arguments with which a loss calls its model, and the output."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -207,10 +212,10 @@ class Call:
 
 
 def first_call(model: nn.Module, loss: Any, batch: Any) -> Call:
-    """The first call of the model in the loss of a batch.
+    """Compute the loss of a batch and record the first call of the model in it.
 
     Raises:
-        ConfigError: the loss calls something else.
+        ConfigError: the loss does not call the model itself.
     """
     calls: list[Call] = []
 
@@ -223,6 +228,6 @@ def first_call(model: nn.Module, loss: Any, batch: Any) -> Call:
     finally:
         handle.remove()
     if not calls:
-        raise ConfigError("--task: loss() doesn't call the model itself (model(…)), so its output "
-                          "isn't known; give the task a method predict(model, batch).")
+        raise ConfigError("--task: loss() doesn't call the model itself (model(…)), so its "
+                          "output is unknown; give the task a method predict(model, batch).")
     return calls[0]

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks whose activations the backward computes anew."""
+"""Activation checkpointing: backward recomputes the activations of selected blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from trainer.errors import ConfigError
 
 
 def recompute(model: nn.Module, every: int) -> list[str]:
-    """Let every n-th block (0: none) keep nothing for the backward but its input.
+    """Checkpoint the activations of every n-th block (0: of none): only its input is kept.
 
-    The same bits as without: generators are put back for the second forward, and buffers, such
-    as a batch norm's statistics, don't see it. Names stay plain (torch's `checkpoint_wrapper`
-    adds one of its own).
+    The bits do not change: generators are restored for the second forward, and it leaves buffers
+    such as a batch norm's statistics unchanged. Module names do not change (torch's
+    `checkpoint_wrapper` adds a prefix).
 
     Returns:
-        The blocks' names.
+        names of the checkpointed blocks.
 
     Raises:
         ConfigError: the model has no blocks.
@@ -31,8 +31,8 @@ def recompute(model: nn.Module, every: int) -> list[str]:
         return []
     found = blocks(model)
     if not found:
-        raise ConfigError(f"--precision.recompute-every {every}: the model has no blocks, several "
-                          "modules of layers in one nn.Sequential or nn.ModuleList; use 0.")
+        raise ConfigError(f"--precision.recompute-every {every}: the model has no blocks (several "
+                          "modules with layers in one nn.Sequential or nn.ModuleList); use 0.")
     chosen = dict(list(found.items())[every - 1 :: every])
     for module in chosen.values():
         module.forward = partial(_forward, module, module.forward)
@@ -40,21 +40,24 @@ def recompute(model: nn.Module, every: int) -> list[str]:
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Name → block: of several modules with layers of their own in one nn.Sequential or
-    nn.ModuleList; the innermost such, so of stages of blocks the blocks."""
+    """Find the blocks of a model: name → block.
+
+    Blocks are the modules with submodules in an nn.Sequential or nn.ModuleList that holds several
+    of them. For nested containers (stages of blocks) the innermost count.
+    """
     found: dict[str, nn.Module] = {}
 
-    def look(module: nn.Module, path: str) -> None:
+    def search(module: nn.Module, path: str) -> None:
         layered = [child for child in module.children() if any(child.children())]
         listed = isinstance(module, nn.Sequential | nn.ModuleList) and len(layered) > 1
         for name, child in module.named_children():
             before = len(found)
-            look(child, f"{path}{name}.")
+            search(child, f"{path}{name}.")
             inner = len(found) > before or isinstance(child, nn.ModuleList | nn.ModuleDict)
             if listed and child in layered and not inner:
                 found[path + name] = child
 
-    look(model, "")
+    search(model, "")
     return found
 
 
@@ -66,13 +69,13 @@ def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwarg
 
 
 def _contexts(module: nn.Module) -> tuple[Any, Any]:
-    """Around the forward, and around the one in the backward."""
-    return contextlib.nullcontext(), _untouched(module)
+    """Contexts of the forward and of the recomputation in backward."""
+    return contextlib.nullcontext(), _buffers_preserved(module)
 
 
 @contextlib.contextmanager
-def _untouched(module: nn.Module) -> Iterator[None]:
-    """The module's buffers afterwards are what they were before."""
+def _buffers_preserved(module: nn.Module) -> Iterator[None]:
+    """Restore the module's buffers at the end of the context."""
     kept = [(inner._buffers, name, buffer, buffer.detach().clone()) for inner in module.modules()
             for name, buffer in inner._buffers.items() if buffer is not None]
     try:
@@ -80,4 +83,4 @@ def _untouched(module: nn.Module) -> Iterator[None]:
     finally:
         for owner, name, buffer, value in kept:
             owner[name] = buffer  # the forward may have assigned another
-            buffer.data.copy_(value)  # what the graph keeps isn't to count as changed
+            buffer.data.copy_(value)  # .data: autograd must not see a change of a saved tensor

@@ -1,4 +1,4 @@
-"""What a run does in mid-attempt when a step is bad or ranks differ: name it, and go back."""
+"""Recovery within an attempt: report bad steps and rank mismatches, and roll back."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from trainer.status import Phase
 from trainer.step import StepResult
 
 MOST_ROUNDS = 4
-"""Ranks that differ again and again in the same steps are more than a passing fault."""
+"""Number of consecutive mismatches in the same steps that are no longer a transient fault."""
 
 
 def face_skipped(run: Parts, result: StepResult) -> None:
-    """Collective. After a step without an update: say why, and go back if there were too many in
-    a row.
+    """Collective. Report a step without an update, and roll back after too many consecutive ones.
 
     Raises:
-        NonFinite: there have been more than --nonfinite.max-total.
+        NonFinite: more than --nonfinite.max-total bad steps.
     """
     if result.fault not in BAD:
         return
@@ -34,36 +33,40 @@ def face_skipped(run: Parts, result: StepResult) -> None:
                      count=result.sums.count)
     run.log.event("skipped", at_step=result.step, why=result.fault, causes=causes,
                   parameters=parameters, loss=str(result.sums.loss))
-    run.log.announce(f"step {result.step} gives no update: {why}. In a row: "
+    run.log.announce(f"skipped step {result.step}: {why} (consecutive bad steps: "
                      f"{len(progress.bad_row)} of --nonfinite.max-in-row {nonfinite.max_in_row}; "
-                     f"in all: {len(progress.bad)} of --nonfinite.max-total {nonfinite.max_total}")
+                     f"in total: {len(progress.bad)} of --nonfinite.max-total "
+                     f"{nonfinite.max_total})")
     face_row(run, why)
 
 
-def face_row(run: Parts, why: str = "told by an attempt before this one") -> None:
-    """Collective. Go back if there are too many steps without an update in a row; also at a start,
-    where a rank has died after the last of them, before the run could.
+def face_row(run: Parts, why: str = "reported by an earlier attempt") -> None:
+    """Collective. Roll back after too many consecutive bad steps.
+
+    Also called at a start: a rank may have died after the last of them, before the roll-back.
 
     Raises:
-        NonFinite: the last one was one more than --nonfinite.max-total.
+        NonFinite: more than --nonfinite.max-total bad steps.
     """
     progress, most = run.progress, run.config.nonfinite.max_total
     row, total = progress.bad_row, len(progress.bad)
     if row and total > most:
         raise NonFinite(
-            f"step {progress.step}: {total} steps had a loss or gradient that can't be used, and "
-            f"--nonfinite.max-total is {most}; the last one: {why}. The newest "
-            "checkpoint is from before; mend the cause, or allow more, and run the command again.")
+            f"step {progress.step}: {total} steps had an unusable loss or gradient, and "
+            f"--nonfinite.max-total is {most}; the last one: {why}. The newest checkpoint is from "
+            "before; correct the cause, or raise the limit, and run the command again.")
     if run.row_is_full:
-        _leave_out(run, row)
+        _exclude(run, row)
 
 
 def ranks_agree(run: Parts) -> bool:
-    """Collective. Compare the ranks' weights and optimizer; False if they differed and the run is
-    back at the last checkpoint at which they didn't.
+    """Collective. Compare weights and optimizer state of all ranks, and roll back if they differ.
+
+    Returns:
+        False after a roll-back to the last checkpoint at which they were equal.
 
     Raises:
-        RanksDiffer: there is no such checkpoint.
+        RanksDiffer: no such checkpoint is left, or ranks differed too often.
     """
     agreement, step = run.agreement, run.progress.step
     if run.world.size == 1 or agreement.step == step or not run.intervals.verify:
@@ -73,9 +76,9 @@ def ranks_agree(run: Parts) -> bool:
         if agreement.is_wanted(step):
             rank = agreement.culprit()
             run.log.event("divergence-explained", at_step=step, culprit=rank)
-            run.log.announce(f"step {step} was computed again from where ranks agreed: "
-                             + ("it can't be told which rank was wrong" if rank is None else
-                                f"rank {rank} was wrong; look after its memory and device"))
+            run.log.announce(f"step {step} was recomputed from a state equal on all ranks: "
+                             + ("which rank was wrong is unknown" if rank is None else
+                                f"rank {rank} was wrong; check its memory and device"))
         return True
     ranks = ", ".join(map(str, found.ranks))
     names = ", ".join(found.tensors[:3]) + (", …" if len(found.tensors) > 3 else "")
@@ -83,44 +86,50 @@ def ranks_agree(run: Parts) -> bool:
                   agreed_step=agreement.step)
     who = (f"rank {ranks} differs from the others" if len(found.ranks) == 1
            else f"ranks {ranks} differ")
-    run.log.announce(f"step {step}: silent divergence: {who} in {names}; they last agreed at step "
-                     f"{agreement.step}")
+    run.log.announce(f"step {step}: silent divergence: {who} in {names}; they were last equal at "
+                     f"step {agreement.step}")
     if agreement.rounds >= MOST_ROUNDS:
         raise RanksDiffer(
-            f"step {step}: {who}, for the {agreement.rounds}th time in a row, "
-            "however often the steps were computed anew: look for what differs between ranks "
-            "(memory, a device, a model or an optimizer that draws random numbers of its own)")
-    if not _go_back(run, newest=agreement.step):
+            f"step {step}: {who}, for the {agreement.rounds}th consecutive time, although the "
+            "steps were recomputed each time: look for what differs between ranks (memory, a "
+            "device, a model or an optimizer with an unseeded random generator)")
+    if not _roll_back(run, newest=agreement.step):
         raise RanksDiffer(
-            f"step {step}: {who} and there is no checkpoint of step "
-            f"{agreement.step} or before to go back to; the next start computes the run anew")
+            f"step {step}: {who} and there is no checkpoint of step {agreement.step} or before to "
+            "roll back to; the next start computes the run from the beginning")
     return False
 
 
-def _leave_out(run: Parts, row: Sequence[int]) -> None:
-    """Collective. Go back to the newest checkpoint, from now on without these batches."""
+def _exclude(run: Parts, row: Sequence[int]) -> None:
+    """Collective. Roll back, and exclude the batches of these steps from now on."""
     progress, at = run.progress, run.progress.step
-    # From before the row, if there is one: what is saved since has the same weights, and if these
-    # are to blame, so are those.
-    went_back = any(_go_back(run, left_out=row, newest=step) for step in (row[0] - 1, at))
-    if not went_back:  # their updates were left out, so the weights are those from before
+    # Prefer a checkpoint from before these steps: later ones hold the same weights, which may be
+    # the cause.
+    rolled_back = any(_roll_back(run, left_out=row, newest=step) for step in (row[0] - 1, at))
+    if not rolled_back:  # their updates were skipped, so the weights are those from before
         progress.left_out = sorted({*progress.left_out, *row})
     batches = ", ".join(map(str, row))
     run.log.announce(
-        f"step {at}: batches {batches} are left out from now on; "
-        + (f"back at step {progress.step}" if went_back else
-           "there is no checkpoint to go back to, so the run goes on with the weights from before"))
+        f"step {at}: batches {batches} are excluded from now on; "
+        + (f"rolled back to step {progress.step}" if rolled_back else
+           "there is no checkpoint to roll back to, so the run continues with the weights from "
+           "before them"))
 
 
-def _go_back(run: Parts, *, left_out: Sequence[int] = (), newest: int | None = None) -> bool:
-    """Collective. Restore the newest checkpoint, up to step `newest`, in a new generation, which
-    is saved at once: a death from here on doesn't lead back to what is abandoned.
+def _roll_back(run: Parts, *, left_out: Sequence[int] = (), newest: int | None = None) -> bool:
+    """Collective. Restore the newest checkpoint in a new generation, and save it at once.
+
+    The save makes sure that no later restart continues from the abandoned steps.
+
+    Args:
+        left_out: steps whose batches are excluded from now on.
+        newest: the last step that counts.
 
     Returns:
-        False if there is none.
+        False if there is no checkpoint.
     """
     progress, at = run.progress, run.progress.step
-    if not left_out:  # ranks differ: nothing that a survivor holds is worth keeping
+    if not left_out:  # ranks differ: the state of a survivor must not be saved
         run.status.enter(Phase.ROLL_BACK)
     run.checkpoint.finish_pending()
     run.checkpoint.forget()
@@ -132,7 +141,7 @@ def _go_back(run: Parts, *, left_out: Sequence[int] = (), newest: int | None = N
         bad, left_out = list(progress.bad), sorted({*progress.left_out, *left_out})
         run.reopen(found)
         run.checkpoint.go_back(found)
-        # Also what was bad after the checkpoint: it counts once, however often it is met.
+        # Includes bad steps after the checkpoint: each counts once, however often it is repeated.
         progress.bad, progress.left_out = bad, left_out
         run.checkpoint.save("periodic")
         run.checkpoint.finish_pending()

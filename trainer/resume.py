@@ -1,4 +1,4 @@
-"""What a resumed run may change: refused, announced, or free; and whether it stays exact."""
+"""Compare a configuration with a checkpoint's: which changes a resumed run may have."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from trainer.errors import ConfigError
 from trainer.length import Length
 
 DATA = "data"
-"""The key under which a changed data fingerprint is refused and accepted."""
+"""The name of the data fingerprint for `--accept`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verdict:
-    """How a start goes on from a checkpoint.
+    """How a run may be resumed from a checkpoint.
 
     Attributes:
-        changes: one line for each announced or accepted change.
+        changes: one line for each reported or accepted change.
         label: "exact" or "equivalent".
-        reasons: what makes it merely equivalent.
+        reasons: why the run is only equivalent.
     """
 
     changes: tuple[str, ...] = ()
@@ -30,12 +30,12 @@ class Verdict:
 
     @property
     def why(self) -> str:
-        """The reasons in one line; "" where exact."""
+        """The reasons in one line; "" if exact."""
         return "; ".join(self.reasons)
 
 
 def settings(config: Config[Any]) -> dict[str, Any]:
-    """Each configuration leaf by dotted name, as JSON: what a checkpoint remembers."""
+    """All settings by dotted name, as JSON values; checkpoints store them."""
     plain = {}
     for name, value, _ in config.leaves():
         if isinstance(value, tuple):
@@ -49,39 +49,41 @@ def judge(
     config: Config[Any], saved: Mapping[str, Any], *, now: Mapping[str, Any],
     then: Mapping[str, Any], before: Sequence[str] = (),
 ) -> Verdict:  # fmt: skip
-    """Compare a start's configuration and circumstances with those of the checkpoint.
+    """Compare configuration and circumstances of this attempt with those of a checkpoint.
 
     Args:
         saved: `settings` of the attempt that wrote the checkpoint.
-        now, then: circumstances: "data" (fingerprint), "task" (path), "world_size", "threads",
-            "device", "cpu" (its vector instructions), "torch", "numpy".
-        before: what earlier starts have changed that bits depend on: it stays so.
+        now, then: circumstances of this attempt and of that one: "data" (fingerprint), "task"
+            (path), "world_size", "threads", "device", "cpu" (vector instructions), "torch",
+            "numpy".
+        before: reasons of earlier attempts why the run is only equivalent; they stay.
 
     Raises:
-        ConfigError: a refused key has changed; names both values and the override.
+        ConfigError: a setting that must match has changed; names both values and `--accept`.
     """
     accepted = {name.replace("-", "_") for name in config.accept}
     classes = {name: change for name, _, change in config.leaves()}
     current = settings(config)
     lines, reasons = [], list(before)
-    if now.get("task") != then.get("task"):  # first: its fields differ for that
+    if now.get("task") != then.get("task"):  # first, since its fields then differ too
         text = f"the task was {then.get('task')!r} and is {now.get('task')!r}"
-        _refuse("task.class", text, accepted)
+        _check_accepted("task.class", text, accepted)
         lines.append(text)
         reasons.append(text)
     for name in _differing(current, saved):
-        change = classes.get(name, "refused" if name.startswith("task.") else "free")
+        change = classes.get(name, "must_match" if name.startswith("task.") else "ignored")
         text = f"{_flag(name)} was {saved.get(name)!r} and is {current.get(name)!r}"
-        if change == "refused":
-            _refuse(name, text, accepted)
-        if change != "free":
+        if change == "must_match":
+            _check_accepted(name, text, accepted)
+        if change != "ignored":
             lines.append(text)
             reasons.append(text)
     if now.get(DATA) != then.get(DATA):
         text = f"the data's fingerprint was {then.get(DATA)!r} and is {now.get(DATA)!r}"
-        _refuse(DATA, text, accepted, "Where nothing was changed, something decides them that no "
-                "seed does: the order of a set or of a folder (sort it), hash() of a text (set "
-                "PYTHONHASHSEED), the clock. ")
+        _check_accepted(
+            DATA, text, accepted, "If you changed nothing, the data depend on something that no "
+            "seed determines: the order of a set or a folder (sort it), hash() of a string (set "
+            "PYTHONHASHSEED), the clock. ")
         lines.append(text)
         reasons.append(text)
     canonical = "canonical" == config.parallel.reduction == saved.get("parallel.reduction")
@@ -101,12 +103,11 @@ def _differing(current: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable
     return [n for n in {**saved, **current} if current.get(n) != saved.get(n)]
 
 
-def _refuse(name: str, text: str, accepted: set[str], cause: str = "") -> None:
+def _check_accepted(name: str, text: str, accepted: set[str], cause: str = "") -> None:
     if name not in accepted:
         raise ConfigError(
-            f"{text}: with it this run would be another one, so it isn't continued. {cause}Use "
-            "another --run for a new one, or go on all the same with "
-            f"--accept {name.replace('_', '-')}."
+            f"{text}: this would be a different run, so it is not continued. {cause}Use another "
+            f"--run-dir for a new run, or continue anyway with --accept {name.replace('_', '-')}."
         )
 
 

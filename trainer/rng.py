@@ -1,7 +1,7 @@
-"""Randomness as a function of (seed, place), not a stream; and the snapshot of a rank's generators.
+"""Keyed randomness: a function of (seed, place in the run) instead of a stream; RNG snapshots.
 
-Whatever draws a random number finds its generator keyed by *where in the run* the draw happens, so
-neither ranks, loader workers, prefetching nor restarts can move it.
+Before a random number is drawn, its generator is keyed by the *place in the run* of the draw, so
+the number does not depend on ranks, loader workers, prefetching or restarts.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import torch
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
-# One purpose, one number: keys of different purposes never meet.
+# A number for each purpose, so that keys of different purposes never collide.
 MODEL, DATA, STEP, MICRO, SAMPLE, ORDER, EVALUATE, VECTOR, REPLACE = range(1, 10)
 
 
 def mix(*parts: int, state: int = 0) -> int:
-    """A 64-bit key from integers, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
+    """Hash integers to a 64-bit key, by the finaliser of SplitMix64 (Steele, Lea, Flood 2014).
 
     Args:
-        state: the key of the parts before these: mix(a, b) is mix(b, state=mix(a)).
+        state: key of preceding parts: mix(a, b) equals mix(b, state=mix(a)).
     """
     for part in parts:
         state = (state + (part & _MASK) * 0xD1B54A32D192ED03 + _GOLDEN) & _MASK
@@ -37,7 +37,7 @@ def mix(*parts: int, state: int = 0) -> int:
 
 def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
     """`mix` of a common `base` with each of N integers; uint64 array of shape (N,)."""
-    state = parts.astype(np.uint64)  # a copy; arrays wrap around without a warning
+    state = parts.astype(np.uint64)  # makes a copy; arrays wrap around without a warning
     state *= np.uint64(0xD1B54A32D192ED03)
     state += np.uint64((base + _GOLDEN) & _MASK)
     state ^= state >> np.uint64(30)
@@ -50,18 +50,22 @@ def mix_array(base: int, parts: np.ndarray) -> np.ndarray:
 
 _PYTHON: Any = random.seed.__self__  # type: ignore[attr-defined]
 _seed_python = super(random.Random, _PYTHON).seed
-"""What `random.seed` comes to for a number, after it has looked for texts and bytes."""
+"""The part of `random.seed` that handles integers; faster without its checks for str and bytes."""
 _seed_numpy, _seed_torch = np.random.seed, torch.default_generator.manual_seed
 
 
 def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
-    """Key the process-wide generators (python, numpy, torch CPU and each device) by `parts`, which
-    come after those of `state`."""
+    """Key the process-wide generators: python, numpy, torch CPU and each device.
+
+    Args:
+        state: key of preceding parts (see `mix`).
+        devices: include the generators of devices.
+    """
     key = mix(*parts, state=state)
     _seed_python(key)
     _PYTHON.gauss_next = None
     _seed_numpy(key & 0xFFFFFFFF)
-    # torch.manual_seed takes 0.3 ms, mostly for devices that aren't there.
+    # torch.manual_seed takes 0.3 ms, mostly for devices that do not exist.
     _seed_torch(key)
     if devices:
         for generator in _device_generators():
@@ -69,14 +73,16 @@ def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
 
 
 def snapshot() -> dict[str, Any]:
-    """The states of this process's generators as JSON values (bytes as hex)."""
+    """States of the process-wide generators as JSON values (bytes as hex)."""
     return _states(random.getstate(), np.random.get_state(), torch.default_generator,
                    _device_generators())
 
 
 def keyed(*parts: int) -> dict[str, Any]:
-    """What `snapshot` gives after `key_generators(*parts)`, from generators of its own: nothing in
-    use moves, so any thread may ask."""
+    """What `snapshot` returns after `key_generators(*parts)`.
+
+    Uses separate generators, so it does not change the process-wide ones; safe in any thread.
+    """
     key = mix(*parts)
     return _states(random.Random(key).getstate(),
                    np.random.RandomState(key & 0xFFFFFFFF).get_state(),
@@ -98,10 +104,10 @@ def _states(
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Put back what `snapshot` took.
+    """Restore a snapshot.
 
     Raises:
-        ValueError: an entry is missing or isn't what `snapshot` wrote.
+        ValueError: an entry is missing or invalid.
     """
     try:
         version, internal, gauss = state["python"]
@@ -119,12 +125,12 @@ def restore(state: dict[str, Any]) -> None:
 
 
 def digest(state: dict[str, Any]) -> str:
-    """A short name for a snapshot: equal states have equal digests."""
+    """Short hash of a snapshot."""
     return hashlib.blake2b(repr(sorted(state.items())).encode(), digest_size=8).hexdigest()
 
 
 class preserved:
-    """`with preserved():` nothing drawn inside moves the generators outside."""
+    """Context that restores the process-wide generators at its end."""
 
     def __enter__(self) -> None:
         self._state = snapshot()

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: torch's own, stepped once per optimizer update (plateau: validation)."""
+"""Learning-rate schedules of torch, stepped once per update (`plateau`: once per validation)."""
 
 from __future__ import annotations
 
@@ -25,29 +25,31 @@ CLASSES: dict[str, type] = {
     "multi-step": lr_scheduler.MultiStepLR,
     "plateau": lr_scheduler.ReduceLROnPlateau,
 }
-"""Name → class; everything else is a function of the update's number, under LambdaLR."""
+"""Name → class. All other schedules are functions of the update's number, under LambdaLR."""
 
 LENGTHS = ("T_max", "T_0", "total_iters", "total_steps", "milestones")
 INTEGERS = ("T_mult", "patience", "cooldown")
 MOVED = ("lr", "betas", "momentum")
-"""What a schedule may move in a parameter group; its first number, where there are several."""
+"""Entries of a parameter group that a schedule may change (of a tuple, the first number)."""
 COUNTERS = ("last_epoch", "_step_count", "T_cur", "T_i", "num_bad_epochs", "cooldown_counter")
 
 
 class Lengths(Protocol):
-    """What a schedule is laid out for, in optimizer steps."""
+    """Lengths that a schedule depends on, in optimizer steps."""
 
     epoch: int
     total: int
 
 
 def factor(config: Schedule, update: int, *, epoch: int, total: int) -> float:
-    """cosine, constant: the rate of the `update`-th update (from 0) as a part of the peak.
+    """Learning rate of an update as a fraction of the peak, for `cosine` and `constant`.
 
-    The warm-up rises linearly from 1 / steps (an update with rate 0 would do nothing) and reaches
-    the peak at its last step; the cosine reaches `min_ratio` at the run's last update and stays.
+    The warm-up rises linearly from 1 / steps (an update with rate 0 would have no effect) and
+    reaches the peak at its last step. The cosine reaches `min_ratio` at the run's last update and
+    stays there.
 
     Args:
+        update: number of the update, from 0.
         epoch: optimizer steps in an epoch.
         total: optimizer steps in the run.
     """
@@ -61,18 +63,19 @@ def factor(config: Schedule, update: int, *, epoch: int, total: int) -> float:
 
 
 class Scheduler:
-    """torch's scheduler of the configuration, after a warm-up.
+    """The configured scheduler of torch, preceded by a warm-up.
 
-    A function gives the factor of each update of the run. One of torch's classes begins with the
-    last update of the warm-up (`LinearLR`, to the rate at which the class begins), so that
-    SequentialLR with a milestone there gives the same; it refuses ReduceLROnPlateau, this doesn't.
+    A schedule given by a function covers all updates of the run. One of torch's classes starts
+    with the last update of the warm-up, a `LinearLR` that ends at the class's initial rate.
+    SequentialLR with a milestone there gives the same rates, but does not support
+    ReduceLROnPlateau.
 
     Args:
-        optimizer: with the peak as its groups' rates.
-        lengths: may be restored before `load_state_dict`, which lays the schedule out anew.
+        optimizer: its groups have the peak rate.
+        lengths: may change before `load_state_dict`, which builds the schedule again.
 
     Raises:
-        ConfigError: an option that the class doesn't have, or a value that it refuses.
+        ConfigError: the class does not have an option, or refuses its value.
     """
 
     def __init__(
@@ -87,67 +90,67 @@ class Scheduler:
             if self._direction not in ("min", "max") or not self.metric.startswith("val_"):
                 raise ConfigError(f"--schedule.options metric={rule}: write NAME:max or NAME:min, "
                                   "such as val_loss:min.")
-        self._lay_out()
+        self._build()
 
-    def _lay_out(self) -> None:
-        """The schedulers as before the first update."""
+    def _build(self) -> None:
+        """Create the schedulers, in their state before the first update."""
         groups = self._optimizer.param_groups
         for group, peak in zip(groups, self._peaks, strict=True):
             group.pop("initial_lr", None)
             group.update(peak)
-        self.updates, self._rise = 0, None
+        self.updates, self._warmup = 0, None
         epoch, total = self._lengths.epoch, self._lengths.total
         warmup = max(1, min(self._config.warmup.steps(epoch=epoch, total=total), total))
         self._first = warmup - 1
         if self._config.name not in CLASSES:
             self._first = 0
-            self._main: Any = lr_scheduler.LambdaLR(self._optimizer, self._function(warmup))
+            self._main: Any = lr_scheduler.LambdaLR(self._optimizer, self._factors(warmup))
             return
-        self._main = self._of_class(CLASSES[self._config.name])
+        self._main = self._make(CLASSES[self._config.name])
         self._starts = [group["lr"] for group in groups]
         for group, start in zip(groups, self._starts, strict=True):
             group.setdefault("initial_lr", start)
         if self._first:
-            self._rise = lr_scheduler.LinearLR(
+            self._warmup = lr_scheduler.LinearLR(
                 self._optimizer, start_factor=1 / warmup, total_iters=self._first)
 
-    def _function(self, warmup: int) -> Callable[[int], float]:
+    def _factors(self, warmup: int) -> Callable[[int], float]:
+        """The function from the number of an update to its factor, warm-up included."""
         config, lengths = self._config, self._lengths
         if ":" not in config.name:
             return lambda update: factor(config, update, epoch=lengths.epoch, total=lengths.total)
         function, first = load_object(config.name, flag="--schedule.name"), warmup - 1
 
-        def own(update: int) -> float:
+        def checked(update: int) -> float:
             if not 0 <= (value := float(function(update))) < math.inf:
-                raise ConfigError(f"--schedule.name {config.name}: for update {update} its value "
-                                  f"is {value}; it gives a factor of --optim.lr, 0 or more.")
+                raise ConfigError(f"--schedule.name {config.name}: for update {update} it returned "
+                                  f"{value}; it must return a factor of --optim.lr, 0 or more.")
             return value
 
         try:
-            if own(first) != own(first):
-                raise ValueError("nothing, but gives another value when it is called again: it "
-                                 "has to be a function of that number alone")
+            if checked(first) != checked(first):
+                raise ValueError("nothing, but a second call returned another value: it must "
+                                 "depend on that number alone")
         except ConfigError:
             raise
         except Exception as error:
             raise ConfigError(f"--schedule.name {config.name}: called with the number of an "
                               f"update, {first}, it raised {type(error).__name__}: {error}. It "
-                              "gives a factor of --optim.lr.") from error
-        return lambda update: (own(update) if update >= first
-                               else own(first) * (update + 1) / warmup)
+                              "must return a factor of --optim.lr.") from error
+        return lambda update: (checked(update) if update >= first
+                               else checked(first) * (update + 1) / warmup)
 
-    def _of_class(self, cls: type) -> Any:
-        """One of torch's classes with the options of the configuration and, of the run's length,
-        what they leave open."""
+    def _make(self, cls: type) -> Any:
+        """Create one of torch's classes; the length of the run gives the options not set."""
         name, left = self._config.name, max(1, self._lengths.total - 1 - self._first)
         given = {key: self._value(cls, key, text)
                  for key, text in self._config.arguments.items() if key != "metric" or not
                  self.metric}
-        if name == "multi-step":  # places in the run, whatever the warm-up
+        if name == "multi-step":  # milestones are positions in the run, warm-up included
             given["milestones"] = [m - self._first for m in given.get("milestones", [0])]
             if min(given["milestones"]) <= 0:
-                raise ConfigError("--schedule.name multi-step: say where the rate falls, after "
-                                  "the warm-up, such as --schedule.options milestones=30ep,60ep.")
+                raise ConfigError("--schedule.name multi-step: it needs milestones after the "
+                                  "warm-up, such as --schedule.options milestones=30ep,60ep.")
         defaults: dict[str, dict[str, Any]] = {
             "cosine-annealing": {"T_max": left},
             "one-cycle": {"max_lr": [peak["lr"] for peak in self._peaks], "total_steps": left + 1},
@@ -164,7 +167,7 @@ class Scheduler:
                               f"raised {error}.") from error
 
     def _value(self, cls: type, key: str, text: str) -> Any:
-        """An option as torch's class wants it."""
+        """Parse an option to the type that torch's class expects."""
         flag = f"--schedule.options {key}={text}"
         known = [k for k in inspect.signature(cls).parameters
                  if k not in ("optimizer", "last_epoch", "mode", "epochs", "steps_per_epoch")]
@@ -181,7 +184,7 @@ class Scheduler:
                 return lengths if key == "milestones" else lengths[0]
             if key in INTEGERS:
                 if not text.lstrip("+-").isdecimal():
-                    raise ValueError("a whole number is wanted")
+                    raise ValueError("must be a whole number")
                 return int(text)
         except ValueError as error:
             raise ConfigError(f"{flag}: {error}.") from error
@@ -193,42 +196,50 @@ class Scheduler:
             return text
 
     def step(self) -> None:
-        """Move the rates on, after an update."""
+        """Set the rates of the next update, after an update."""
         self.updates += 1
-        if self.updates < self._first and self._rise is not None:
-            self._rise.step()
-        elif self._rise is not None and self.updates == self._first:
+        if self.updates < self._first and self._warmup is not None:
+            self._warmup.step()
+        elif self._warmup is not None and self.updates == self._first:
             for group, start in zip(self._optimizer.param_groups, self._starts, strict=True):
                 group["lr"] = start
         elif not (self.metric or self._is_at_its_end()):
             self._main.step()
 
     def _is_at_its_end(self) -> bool:
-        """Whether the rate stays from here on: a run that is made longer doesn't climb again."""
+        """Whether the rate stays constant from here on. So it does not rise again in a longer run.
+        """
         if self._config.name == "one-cycle":
             return self._main.last_epoch >= self._main.total_steps - 1
         return self._config.name == "cosine-annealing" and self.updates >= self._lengths.total
 
     def check_metric(self, figures: Sequence[str]) -> None:
-        """Raises: ConfigError: a plateau is to be judged by what validations don't give."""
+        """Check the metric of `plateau` against the metrics of the validation.
+
+        Raises:
+            ConfigError: the validation does not compute it.
+        """
         if self.metric and self.metric not in figures:
-            raise ConfigError(f"--schedule.options metric={self.metric}: the validation gives no "
-                              f"such figure; it gives {', '.join(figures)}.")
+            raise ConfigError(f"--schedule.options metric={self.metric}: the validation does not "
+                              f"compute this metric; it computes {', '.join(figures)}.")
 
     def validated(self, line: Mapping[str, Any]) -> None:
-        """After a validation, its line of metrics.jsonl: what a plateau is judged by; not before
-        the end of the warm-up."""
+        """Step `plateau` after a validation, from the end of the warm-up on.
+
+        Args:
+            line: the validation's line of metrics.jsonl.
+        """
         if self.metric and self.updates >= self._first:
             value = line[self.metric]
             self._main.step(math.nan if value is None else value)
 
     def state_dict(self) -> dict[str, Any]:
-        """All but the rates, which are the optimizer's."""
+        """State without the rates, which are part of the optimizer's state."""
         counters = {k: v for k, v in vars(self._main).items() if k in COUNTERS}
         if self.metric:
-            counters["best"] = float(self._main.best).hex()  # infinite before the first
-        if self._rise is not None:
-            counters["rise"] = [self._rise.last_epoch, self._rise._step_count]
+            counters["best"] = float(self._main.best).hex()  # infinite before the first validation
+        if self._warmup is not None:
+            counters["rise"] = [self._warmup.last_epoch, self._warmup._step_count]
         return {"updates": self.updates, "of": self._description(), "counters": counters}
 
     def _description(self) -> list[Any]:
@@ -239,13 +250,15 @@ class Scheduler:
     def load_state_dict(
         self, state: dict[str, Any], groups: Sequence[Mapping[str, Any]]
     ) -> None:
-        """Put it back, and the rates. Those follow from the configuration, so that one that was
-        changed on purpose takes effect; unchanged, they are the saved ones.
+        """Restore the state and set the rates.
+
+        If the configuration is unchanged, the rates are the saved ones; otherwise they follow from
+        the new configuration.
 
         Args:
-            groups: the saved parameter group of each live one.
+            groups: saved parameter group for each group of the optimizer.
         """
-        self._lay_out()
+        self._build()
         live = self._optimizer.param_groups
         same = state["of"] == self._description() and all(
             saved.get("initial_lr") == group["initial_lr"]
@@ -253,7 +266,7 @@ class Scheduler:
         if isinstance(self._main, lr_scheduler.LambdaLR):
             self._jump(state["updates"])
         elif same:
-            self._count(state)
+            self._restore_counters(state)
             for saved, group, peak in zip(groups, live, self._peaks, strict=True):
                 group["lr"] = saved["lr"]
                 if "base_momentum" in group and "betas" in peak:
@@ -261,35 +274,35 @@ class Scheduler:
                 elif "base_momentum" in group:
                     group["momentum"] = saved["momentum"]
         else:
-            self._go_through(state["updates"])
+            self._replay(state["updates"])
             if self.metric and state["of"][0] == "plateau":
-                self._count(state)
+                self._restore_counters(state)
                 for saved, group in zip(groups, live, strict=True):
                     group["lr"] = saved["lr"] / saved["initial_lr"] * group["initial_lr"]
         self._main._last_lr = [group["lr"] for group in live]
 
-    def _count(self, state: Mapping[str, Any]) -> None:
-        """Where the schedulers are; of a plateau also what it has seen."""
+    def _restore_counters(self, state: Mapping[str, Any]) -> None:
+        """Set the positions of the schedulers, and the best value of `plateau`."""
         self.updates, counters = state["updates"], dict(state["counters"])
-        rise, best = counters.pop("rise", None), counters.pop("best", None)
+        warmup, best = counters.pop("rise", None), counters.pop("best", None)
         vars(self._main).update(counters)
         if best is not None:
             self._main.best = float.fromhex(best)
-        if rise is not None and self._rise is not None:
-            self._rise.last_epoch, self._rise._step_count = rise
+        if warmup is not None and self._warmup is not None:
+            self._warmup.last_epoch, self._warmup._step_count = warmup
 
     def _jump(self, updates: int) -> None:
-        """To the place of a function."""
+        """Move a schedule given by a function to an update."""
         self.updates = updates
         if updates:
             self._main.last_epoch = updates - 1
-            self._main._step_count = updates + 1  # not the first: that wants an optimizer step
+            self._main._step_count = updates + 1  # at 1, torch would warn of a missing update
             self._main.step()
             self._main._step_count = updates + 1
 
-    def _go_through(self, updates: int) -> None:
-        """To the place of another schedule than the saved one, update by update."""
-        with warnings.catch_warnings(action="ignore"):  # no optimizer steps between
+    def _replay(self, updates: int) -> None:
+        """Step through all updates, for a schedule that differs from the saved one."""
+        with warnings.catch_warnings(action="ignore"):  # torch warns of missing optimizer steps
             for _ in range(updates):
                 self.step()
 
@@ -297,5 +310,5 @@ class Scheduler:
 def build(
     config: Schedule, optimizer: torch.optim.Optimizer, lengths: Lengths
 ) -> Scheduler:
-    """The scheduler of the configuration; its `step` follows each update."""
+    """Create the configured scheduler. Call its `step` after each update."""
     return Scheduler(config, optimizer, lengths)

@@ -1,4 +1,4 @@
-"""A run for a look at its steps: built like any other, in a folder that is thrown away."""
+"""Temporary runs for measuring steps: built like any other run, in a temporary folder."""
 
 from __future__ import annotations
 
@@ -27,22 +27,24 @@ from trainer.world import Launch, World
 def scratch_run(
     argv: Sequence[str], *, steps: int, command: str, clock: Subscriber | None = None
 ) -> Iterator[Parts]:
-    """The parts of a fresh run of the task, warmed up, with weights of its own, in this process
-    alone; the run folder of the configuration isn't looked at.
+    """Build and warm up a new run of the task in this process, with newly initialized weights.
+
+    The run folder of the configuration is not read. The schedule is constant, nothing is saved.
 
     Args:
-        argv: recipe and flags, as for training; the schedule is constant, and nothing is saved.
-        steps: the most that will be made.
-        command: named in errors.
+        argv: recipe and flags, as for training.
+        steps: largest number of steps.
+        command: name of the command, for error messages.
+        clock: subscriber of the progress marks.
 
     Raises:
         ConfigError: the configuration is wrong, or a launcher has started several ranks.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
-        raise ConfigError(f"trainer {command}: it is for one process; start it without a launcher.")
+        raise ConfigError(f"trainer {command} runs in one process; start it without a launcher.")
     config, off, log = cli.parse(argv), Length(0), Log(level="warning")
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
-        own = dataclasses.replace(
+        scratch = dataclasses.replace(
             config, run=str(Path(folder) / "run"), steps=steps, epochs=None, resume="auto",
             inject=(), schedule=Schedule(name="constant", warmup=off),
             checkpoint=dataclasses.replace(config.checkpoint, every=off),
@@ -56,7 +58,7 @@ def scratch_run(
             marks = ProgressMarks(log.status)
             if clock is not None:
                 marks.subscribe(clock)
-            parts = build(own, world, log, StopRequest(), marks)
+            parts = build(scratch, world, log, StopRequest(), marks)
             try:
                 start(parts)
                 parts.status.enter(Phase.TRAIN)

@@ -1,4 +1,4 @@
-"""How an attempt starts: warm up first, then restore, so that every attempt computes alike."""
+"""Start of an attempt: warm up first, then restore, so that every attempt gives the same bits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainer.world import World
 
 
 def start(run: Parts) -> None:
-    """Collective. Warm up, then put the state of the found checkpoint in place."""
+    """Collective. Warm up, then restore the checkpoint from which the run continues."""
     if run.progress.step < run.intervals.total:
         run.status.enter(Phase.WARM_UP)
         with run.world.patient():
@@ -38,14 +38,14 @@ def start(run: Parts) -> None:
         run.checkpoint.overlap = not run.step.moves_parameters
         figures = [] if run.validate is None else run.validate.figures
         metrics = [f"val_{name}" for name in (*(run.step.objective.tally.names or ()), *figures)]
-        best_rule(run.config.eval.best, ["val_loss", *metrics])  # wrong: now, not an epoch later
+        best_rule(run.config.eval.best, ["val_loss", *metrics])  # fails now, not an epoch later
         run.state.schedule.check_metric(["val_loss", *metrics])
     if run.found is not None:
         run.status.enter(Phase.RESTORE)
         run.marks.mark(Phase.RESTORE, run.found.step)
         run.checkpoint.load(run.found)
         if run.progress.validated == run.progress.step:
-            run.draw(again=False)  # where it was lost with rank 0
+            run.draw(again=False)  # it may have been lost with rank 0
     run.log.info(run.memory.told(run.state.model, run.state.optimizer))
     if run.step.own_update:
         hidden.watch(run.step.optimizer, run.state.names(), run.log)
@@ -57,92 +57,126 @@ def warm_up(
     step: Step, loader: Loader, world: World, log: Log, check_form: Callable[[], None], *,
     find_unused: bool = False, first: bool = False,
 ) -> float | None:
-    """Collective. One synchronised forward and backward of the first real micro-batch.
+    """Collective. Compute one synchronised forward and backward of the first real micro-batch.
 
-    DDP reorders its buckets after the first backward, which moves the bits of sums over three or
-    more ranks; compilers and allocators settle too. A resumed attempt that did this in its first
-    step would differ from one that went straight on. Buffers and gradients are put back.
+    DDP reorders its buckets after the first backward, which changes the bits of sums over three or
+    more ranks; compilers and allocators reach their final state too. Without the warm-up, the
+    first step of a resumed attempt would differ from the same step of an uninterrupted one.
+    Buffers and gradients are restored afterwards.
 
-    It also tells whether the model's own forward moves its parameters, as few do
+    The warm-up also finds facts about the model: whether the loss changes its batch
+    (`step.in_place`), which buffers the forward changes, and whether it changes parameters
     (`step.moves_parameters`).
 
     Args:
-        check_form: raises where the forward has made the model another one.
-        first: nothing has been trained yet: the micro-batch is computed once more before, by each
-            rank for itself (see `rehearse`).
+        check_form: raises if the forward has changed the names or shapes of the model's state.
+        find_unused: parameters may have no gradient.
+        first: nothing has been trained yet: each rank computes the micro-batch once more before,
+            without synchronisation (see `rehearse`).
 
     Returns:
-        MiB of the micro-batch's activations; None where they can't be told.
+        MiB of the micro-batch's activations; None if unknown.
 
     Raises:
-        ConfigError: the model doesn't fit the reduction (see `refuse_unused` and what follows it),
-            or its forward has made it another one.
+        ConfigError: the reduction or the optimizer does not support the model, or see
+            `check_form`.
     """
     step.buffers.keep()
     before = checksums(step.model.parameters())
     versions = [p._version for p in step.model.parameters()]
-    micro = _apart(loader.peek())
+    micro = _copied(loader.peek())
     slot = dataclasses.replace(micro.slot, last=True)
-    by_number = step.reduction is not iter
-    seen = rehearse(step, world, _apart(micro), check_form,
-                    unused_may_be=find_unused or by_number) if first else None
-    with counted(step.parameters if by_number else ()) as times:
+    canonical = step.reduction is not iter
+    seen = rehearse(step, world, _copied(micro), check_form,
+                    allow_unused=find_unused or canonical) if first else None
+    with counted(step.parameters if canonical else ()) as times:
         activations = memory.activations(
             step.model, lambda: step.forward_backward(
                 dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
     step.in_place = any(t._version for t in batches.tensors(micro.batch))
     step.buffers.bring_home()
     check_form()
-    if by_number:
-        refuse_parts(step, world, times)
-    refuse_sparse(step, world)
-    if (world.size > 1 or by_number) and not find_unused:
-        # By number, nothing is taken of an empty micro-batch: its gradients may be missing.
-        refuse_unused(step, world, looked=not (by_number and micro.slot.number < 0))
+    _check_gradients(step, world, micro, times, find_unused=find_unused)
     step.objective.take_sums(world.size)
     step.communication.forget()
     loader.waited_s = 0.0
-    step.kept_equal = moved_buffers = buffers_moved(step, world)
-    step.moving = moving_buffers(step, world, moved_buffers)
-    step.buffers.watch(moved_buffers)
-    if world.rank == world.size - 1:  # its buffers are taken where ranks don't share them
-        step.objective.spoilt = step.buffers.spoilt
-    if lost := forgotten_buffers(step):
-        log.announce(f"the model's forward moves {_listed(lost)}, "
-                     "and no checkpoint holds a buffer registered with persistent=False: if it "
-                     "isn't a mere cache, a restart differs")
+    _find_changed_buffers(step, world, log)
     step.buffers.put_back()
     step.optimizer.zero_grad(set_to_none=True)
-    after = checksums(step.model.parameters())
-    # A teacher that still equals its student is moved too, and stays what it was.
-    touched = torch.tensor([p._version != version for p, version in
-                            zip(step.model.parameters(), versions, strict=True)])
-    moved = world.all_sum(((after != before).cpu() | touched).double())
-    step.moves_parameters = bool(moved.any())
-    if by_number:
-        refuse_moved(step, moved.tolist())
-    if step.moves_parameters:
-        refuse_parting(step, world, after.tolist())
-    elif seen is not None and torch.are_deterministic_algorithms_enabled() and (
+    _find_changed_parameters(step, world, before, versions)
+    if not step.moves_parameters and seen is not None and (
+            torch.are_deterministic_algorithms_enabled()) and (
             why := hidden.told(seen, hidden.Seen.of(step))):
         log.announce(why)
     return activations
 
 
+def _check_gradients(
+    step: Step, world: World, micro: Micro, times: Mapping[Tensor, int], *, find_unused: bool
+) -> None:
+    """Collective. Check that reduction and optimizer support the gradients of the warm-up.
+
+    Args:
+        times: how often backward has added to each parameter's gradient.
+    """
+    canonical = step.reduction is not iter
+    if canonical:
+        refuse_parts(step, world, times)
+    refuse_sparse(step, world)
+    if (world.size > 1 or canonical) and not find_unused:
+        # The canonical reduction ignores an empty micro-batch: its gradients may be missing.
+        refuse_unused(step, world, looked=not (canonical and micro.slot.number < 0))
+
+
+def _find_changed_buffers(step: Step, world: World, log: Log) -> None:
+    """Collective. Set in `step` which buffers the forward changes; warn of non-persistent ones."""
+    step.kept_equal = changed = buffers_moved(step, world)
+    step.moving = moving_buffers(step, world, changed)
+    step.buffers.watch(changed)
+    if world.rank == world.size - 1:  # unshared buffers are taken from this rank
+        step.objective.spoilt = step.buffers.spoilt
+    if lost := forgotten_buffers(step):
+        log.announce(f"the model's forward changes {_listed(lost)}, registered with "
+                     "persistent=False, so no checkpoint holds it: unless it is only a cache, a "
+                     "restart gives other bits")
+
+
+def _find_changed_parameters(
+    step: Step, world: World, before: Tensor, versions: Sequence[int]
+) -> None:
+    """Collective. Set `step.moves_parameters`, and check that such a model is supported.
+
+    Args:
+        before: checksums of the parameters before the forward.
+        versions: version counters of the parameters before the forward.
+    """
+    after = checksums(step.model.parameters())
+    # Version counters also detect writes of equal values, such as a teacher equal to its student.
+    written = torch.tensor([p._version != version for p, version in
+                            zip(step.model.parameters(), versions, strict=True)])
+    moved = world.all_sum(((after != before).cpu() | written).double())
+    step.moves_parameters = bool(moved.any())
+    if step.reduction is not iter:
+        refuse_moved(step, moved.tolist())
+    if step.moves_parameters:
+        refuse_parting(step, world, after.tolist())
+
+
 def rehearse(
-    step: Step, world: World, micro: Micro, check_form: Callable[[], None], *, unused_may_be: bool
+    step: Step, world: World, micro: Micro, check_form: Callable[[], None], *, allow_unused: bool
 ) -> hidden.Seen:
-    """Collective. A forward and backward that ranks don't sum: a parameter that only some of them
-    use is found, where DDP would wait for ever.
+    """Collective. Compute a forward and backward without synchronisation.
+
+    It finds parameters that only some ranks use: DDP would wait forever for their gradients.
 
     Raises:
-        ConfigError: see `refuse_unused`; or the forward has made the model another one.
+        ConfigError: see `refuse_unused`, or `check_form` of `warm_up`.
     """
     slot = dataclasses.replace(micro.slot, last=False)
     step.forward_backward(dataclasses.replace(micro, slot=slot), rehearsal=True)
     step.buffers.bring_home()
     check_form()
-    if world.size > 1 and not unused_may_be:
+    if world.size > 1 and not allow_unused:
         refuse_unused(step, world)
     step.objective.tally.take()
     step.buffers.put_back()
@@ -150,34 +184,36 @@ def rehearse(
     return hidden.Seen.of(step)
 
 
-def _apart(micro: Micro) -> Micro:
-    """A copy: a loss that works on its batch in place isn't to find it done."""
+def _copied(micro: Micro) -> Micro:
+    """Copy the batch: a loss may change it in place, and training uses it again."""
     return dataclasses.replace(micro, batch=batches.copy_of(micro.batch))
 
 
 def refuse_unused(step: Step, world: World, *, looked: bool = True) -> None:
-    """Collective. DDP waits for ever for the gradient of a parameter that isn't used; and where
-    the number of ranks may change, one rank refuses what several would.
+    """Collective. Refuse trainable parameters without a gradient.
+
+    DDP would wait forever for their gradients. The canonical reduction refuses them on one rank
+    too, since the number of ranks may change.
 
     Args:
-        looked: whether this rank's gradients tell which parameters are used.
+        looked: whether this rank's gradients count.
 
     Raises:
-        ConfigError: names the parameters that got no gradient on some rank.
+        ConfigError: names the parameters without a gradient on some rank.
     """
     mine = [n for n, p in step.model.named_parameters()
             if looked and p.requires_grad and p.grad is None]
     unused = sorted({name for names in world.gather_json(mine) for name in names})
     if unused:
         raise told_by(0, ConfigError(
-            f"--task: the loss of the first batch doesn't depend on the trainable parameters "
+            f"--task: the loss of the first batch does not depend on the trainable parameters "
             f"{_listed(unused)}; freeze them (requires_grad_(False)), use them, or set "
             "--parallel.find-unused on."))
 
 
 @contextlib.contextmanager
 def counted(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
-    """How often a backward within adds to each parameter's gradient."""
+    """Count how often a backward inside adds to each parameter's gradient."""
     times = Counter[Tensor]()
 
     def count(parameter: Tensor) -> None:
@@ -192,78 +228,82 @@ def counted(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
 
 
 def refuse_parts(step: Step, world: World, times: Mapping[Tensor, int]) -> None:
-    """Collective. Where the bits are those of any number of ranks, each micro-batch's gradient has
-    to come as one sum: parts of it would be added one by one to what is there.
+    """Collective. Refuse gradients that backward accumulates in several parts.
+
+    The canonical reduction needs each micro-batch's gradient as one sum: parts of it would be
+    added one by one to the sum of earlier micro-batches.
 
     Raises:
-        ConfigError: names the parameters whose gradients come in parts on some rank.
+        ConfigError: names the parameters with such a gradient on some rank.
     """
     mine = [n for n, p in step.model.named_parameters()
             if times.get(p, 0) > 1 or (p.grad is not None and p.grad.layout != torch.strided)]
     parts = sorted({name for names in world.gather_json(mine) for name in names})
     if parts:
         raise told_by(0, ConfigError(
-            f"--parallel.reduction canonical: the gradients of {_listed(parts)} come in parts, "
-            "whose sum would depend on the number of ranks: they are sparse (use sparse=False), or "
-            "a backward within the backward adds to them as well (use_reentrant=False in "
-            "checkpoints); or use --parallel.reduction ddp."))
+            f"--parallel.reduction canonical: the gradients of {_listed(parts)} come in parts, so "
+            "their sum would depend on the number of ranks: they are sparse (use sparse=False), or "
+            "a nested backward adds to them too (use use_reentrant=False in checkpoint()). "
+            "Or use --parallel.reduction ddp."))
 
 
 def refuse_sparse(step: Step, world: World) -> None:
-    """Collective. Most optimizers take no sparse gradients, and would say so in the first update.
+    """Collective. Refuse sparse gradients that the optimizer would refuse in the first update.
 
     Raises:
-        ConfigError: names the optimizer, the parameters, and what to use.
+        ConfigError: names the optimizer, the parameters, and a remedy.
     """
     sparse, dense = dict[Tensor, str](), dict[Tensor, str]()
     for name, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             (dense if parameter.grad.layout == torch.strided else sparse)[parameter] = name
-    told = unfit_for_sparse(step.optimizer, step.clip, sparse, dense)
-    if why := next(filter(None, world.gather_json(told)), ""):
+    problem = unfit_for_sparse(step.optimizer, step.clip, sparse, dense)
+    if why := next(filter(None, world.gather_json(problem)), ""):
         raise told_by(0, ConfigError(f"{why}."))
 
 
 def refuse_moved(step: Step, moved: list[float]) -> None:
-    """Where the bits are those of any number of ranks, no forward may move parameters: it does so
-    once for each micro-batch of its rank.
+    """Refuse a forward that changes parameters, for the canonical reduction.
+
+    The forward would change them once per micro-batch of its rank, so they would depend on the
+    number of ranks.
 
     Args:
-        moved: of each parameter, whether some rank's forward has moved it.
+        moved: for each parameter, whether the forward of some rank has changed it.
 
     Raises:
-        ConfigError: names those.
+        ConfigError: names the parameters.
     """
     names = [n for (n, _), m in zip(step.model.named_parameters(), moved, strict=True) if m]
     if names:
         raise told_by(0, ConfigError(
-            "--parallel.reduction canonical: the model's own forward moves the parameters "
+            "--parallel.reduction canonical: the model's forward changes the parameters "
             f"{_listed(names)}, so they would depend on the number of ranks; make them buffers "
             "(register_buffer), or use --parallel.reduction ddp."))
 
 
 def refuse_parting(step: Step, world: World, sums: list[int]) -> None:
-    """Collective. A forward that moves parameters has to move them alike on all ranks.
+    """Collective. Refuse a forward that changes parameters differently on each rank.
 
     Args:
-        sums: checksums of the parameters after it.
+        sums: checksums of the parameters after the forward.
 
     Raises:
-        ConfigError: names those that differ.
+        ConfigError: names the parameters that differ.
     """
     everywhere = world.gather_json(sums)
     names = [n for (n, _), *values in zip(step.model.named_parameters(), *everywhere, strict=True)
              if len(set(values)) > 1]
     if names:
         raise told_by(0, ConfigError(
-            f"--task: the model's own forward moves the parameters {_listed(names)}, on each rank "
-            "by its own samples (max_norm of an Embedding does, and an initialisation by the first "
-            "batch), so ranks would part; compute it without moving them, make them buffers, or "
-            "train with one rank."))
+            f"--task: the model's forward changes the parameters {_listed(names)} differently on "
+            "each rank, because it depends on the samples (as max_norm of an Embedding does, and "
+            "an initialisation by the first batch); do not change parameters in the forward, make "
+            "them buffers, or train with one rank."))
 
 
 def buffers_moved(step: Step, world: World) -> frozenset[Tensor]:
-    """Collective. The buffers that the forward has just moved on some rank."""
+    """Collective. Buffers that the forward has just changed on some rank."""
     moved = torch.tensor([float(torch.any(a != b)) for a, b in step.buffers.pairs()])
     world.all_sum(moved)
     live = [b for b, _ in step.buffers.pairs()]
@@ -271,8 +311,8 @@ def buffers_moved(step: Step, world: World) -> frozenset[Tensor]:
 
 
 def moving_buffers(step: Step, world: World, moved: Container[Tensor]) -> list[Tensor]:
-    """Those of the moved buffers that no synchronised batch norm, or the reduction, keeps equal on
-    all ranks."""
+    """Changed buffers that neither a synchronised batch norm nor the reduction keeps equal on all
+    ranks."""
     if world.size == 1:
         return []
     synchronised = (SyncBatchNorm, CudaSyncBatchNorm)
@@ -283,7 +323,7 @@ def moving_buffers(step: Step, world: World, moved: Container[Tensor]) -> list[T
 
 
 def forgotten_buffers(step: Step) -> list[str]:
-    """The names of the buffers that the forward has just moved and that aren't in the state."""
+    """Names of the buffers that the forward has just changed and that the state dict omits."""
     moved = {id(live) for live, kept in step.buffers.pairs() if bool(torch.any(live != kept))}
     held = {id(tensor) for tensor in step.model.state_dict(keep_vars=True).values()}
     return [n for n, b in step.model.named_buffers() if id(b) in moved - held]

@@ -1,4 +1,4 @@
-"""One optimizer step: the canonical order, over the numbered micro-batches of a global batch."""
+"""One optimizer step over the numbered micro-batches of a global batch, in the canonical order."""
 
 from __future__ import annotations
 
@@ -35,30 +35,29 @@ from trainer.waits import WaitsFor, waiting_for
 
 
 class StepResult(NamedTuple):
-    """What a step came to. All but `seconds` is equal on all ranks."""
+    """Result of a step. Equal on all ranks, except times."""
 
     step: int
     epoch: int
     sums: Sums
     lrs: tuple[float, ...]
-    """The rates that this step's update used, one a parameter group."""
+    """Learning rates of this step's update, one per parameter group."""
     grad_norm: float
     """Global norm of the mean gradient before clipping."""
     scale: float | None
-    """fp16: the loss scale that this step used."""
+    """Loss scale of this step (fp16)."""
     fault: str
-    """Why the update was left out (see `health`), "" if it wasn't."""
+    """Why the update was skipped (see `health`); "" if it was applied."""
     seconds: float
     device_s: float | None
-    """CUDA: seconds from zero_grad to clip on the device's own time line."""
+    """Seconds from zero_grad to clip on the device's timeline (CUDA only)."""
     communication_s: float = 0.0
-    """Seconds that this rank waited for the others: an estimate (see `communication`)."""
+    """Estimated seconds that this rank waited for other ranks (see `communication`)."""
     held_s: float = 0.0
-    """Seconds that the update waited for the copy of a save."""
+    """Seconds that the update waited for a save to copy the state."""
 
     @property
     def skipped(self) -> bool:
-        """Whether the update was left out."""
         return bool(self.fault)
 
     @property
@@ -69,31 +68,32 @@ class StepResult(NamedTuple):
 
 NOTHING = contextlib.nullcontext()
 UPDATE = -2
-"""The update's number among those of the micro-batches, as a key of randomness."""
+"""Number that keys the randomness of the update, in place of a micro-batch's number."""
 
 
 class Wishes(Protocol):
-    """What a rank wants to happen after the step, looked at as late as possible in it."""
+    """Returns a rank's requests of all ranks; called as late as possible in a step."""
 
     def __call__(self) -> tuple[bool, ...]:
-        """One truth value for each of `parallel.WISHES`."""
+        """Return a value for each member of `parallel.WISHES`."""
         ...
 
 
 def no_wishes() -> tuple[bool, ...]:
-    """Nothing is wanted."""
+    """Request nothing."""
     return ()
 
 
 @dataclass
 class Step:
-    """The parts of a step, and the step itself when called.
+    """Computes one optimizer step per call.
 
     Args:
-        objective: the module whose forward is the loss.
-        wrapped: the objective under DDP, or itself.
-        model: the plain model, whose buffers a skipped update puts back.
-        autocast: makes the context for forwards.
+        objective: module whose forward returns the loss.
+        wrapped: the objective, under DDP if there are several ranks.
+        model: the plain model.
+        autocast: factory of contexts for the forward.
+        nominal_count: expected count of a global batch, the divisor of its loss.
     """
 
     objective: Objective
@@ -112,38 +112,39 @@ class Step:
     broadcast: Callable[[Sequence[Tensor], int], None]
     health: Health
     moving: list[Tensor] = field(default_factory=list)
-    """Buffers that the forward moves and that ranks don't share: the last rank's are taken."""
+    """Buffers that the forward changes on each rank separately. The last rank's are broadcast."""
     kept_equal: Container[Tensor] = frozenset()
-    """Those, and the ones that ranks do share: equal on all ranks at a boundary."""
+    """All buffers that the forward changes: equal on all ranks at a step boundary."""
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
     ema: Ema | None = None
     hunt: Callable[[Slot], contextlib.AbstractContextManager[None]] | None = None
-    """Makes the context that looks for what makes a NaN."""
+    """Factory of contexts that detect the origin of a NaN."""
     reduction: Callable[[Iterable[Micro]], Iterable[Micro]] = iter
-    """Goes over the micro-batches of a step; after the last, gradients and sums are those of all
-    ranks, where DDP doesn't see to it."""
+    """Wraps the micro-batches of a step. After the last one, gradients and sums are those of all
+    ranks. The default leaves the reduction to DDP."""
     shared: Container[Tensor] = ()
     """Buffers that are equal on all ranks after `reduction`."""
     least_samples: int = 0
-    """Samples that a window must have to count; it hasn't where the epoch of a stream ends."""
+    """Minimum of samples in a window. A window at the end of a stream's epoch may have fewer; it
+    gives no step."""
     all_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    """Adds a tensor over the ranks, in place."""
+    """Sums a tensor over the ranks, in place."""
     status: Status = field(default_factory=Status)
-    """Learns when a step and its update begin and end."""
+    """Notified when a step and its update begin and end."""
     clock: Callable[[], float] = time.perf_counter
 
     def __post_init__(self) -> None:
         self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
         self.trained = [n for n, p in self.wrapped.named_parameters() if p.requires_grad]
-        """In the order in which DDP counts them."""
+        """Names of the trained parameters, in the order of DDP's indices."""
         self.no_sync = (self.wrapped.no_sync if isinstance(self.wrapped, DistributedDataParallel)
                         else None)
-        """DDP's context around forward *and* backward of a micro-batch whose gradients wait."""
+        """DDP's context for forward *and* backward of micro-batches that are not the last."""
         self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
         self.generators = generators.kept_by(*self.model.modules(), self.objective.loss)
-        """Those that the model and the loss keep for themselves."""
+        """Random generators inside the model and the loss."""
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
         self.waiting = waiting_for(WaitsFor.PEERS)
@@ -154,53 +155,41 @@ class Step:
             if isinstance(module, SyncBatchNorm):
                 module.communication = self.communication
         self.in_place = False
-        """Whether the loss changes its batch, which the data set may have handed out of its own."""
+        """Whether the loss changes its batch, whose memory may belong to the data set."""
         self.moves_parameters = False
-        """Whether the forward of some rank moves parameters: then only at a boundary are they the
-        boundary's."""
+        """Whether the forward changes parameters on some rank. Within a step they are then not
+        those of the last step boundary."""
         self.gate = threading.Lock()
-        """Open from a step's beginning to its update: parameters, optimizer and all facts are
-        those of the last boundary, and the buffers' copies too."""
+        """Free from the beginning of a step to its update. While it is free, parameters, optimizer,
+        progress and the copies of buffers are those of the last step boundary, and another thread
+        that takes the lock may save them."""
         self.gate.acquire()
         self.shut = True
-        """Whether the main thread itself holds the gate."""
+        """Whether the main thread holds `gate`."""
         self.boundary = torch.cuda.Event() if self.parameters[0].is_cuda else None
-        """When the device has come to the last boundary."""
+        """Recorded on the device at the last step boundary."""
 
     def __call__(
         self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
     ) -> StepResult | None:
-        """Consume the next global batch and, unless something speaks against it, update the
-        weights.
-
-        Collective.
+        """Collective. Consume the next global batch, and apply or skip the update of the weights.
 
         Args:
-            micro_batches: this rank's, the last one with `slot.last`.
-            wishes: this rank's wishes for after the step; they ride to all ranks.
+            micro_batches: those of this rank; the last one has `slot.last`.
+            wishes: returns this rank's requests of all ranks.
 
         Returns:
-            None, on all ranks, if the window had fewer than `least_samples`: no step was made.
+            None, on all ranks, if the window had fewer samples than `least_samples`.
         """
-        start, step, mark = self.clock(), self.progress.step + 1, self.marks.mark
+        start, step = self.clock(), self.progress.step + 1
         if step in self.progress.left_out:
             return self.leave_out(micro_batches, step)
-        self.device_span.first()
-        self.buffers.keep()
-        self.status.begin_step()  # not before: an error would bring back the last step's buffers
-        if self.boundary is not None:
-            self.boundary.record()
-        if self.shut:
-            self.shut = False
-            self.gate.release()
+        self._begin()
         zero_grad(self.optimizer, self.parameters)
         for micro in self.reduction(micro_batches):
             epoch = micro.slot.epoch
-            if self.hunt is None:
+            with NOTHING if self.hunt is None else self.hunt(micro.slot):
                 self.forward_backward(micro, wishes=wishes)
-            else:
-                with self.hunt(micro.slot):
-                    self.forward_backward(micro, wishes=wishes)
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
         self.scaler.unscale_(self.optimizer)
@@ -209,27 +198,17 @@ class Step:
         self.device_span.second()
         sums, norm = self.objective.read_sums(vector, grad_norm)  # waits for the device
         if sums.samples < self.least_samples:
-            self.shut = self.gate.acquire()
             self.leave_no_trace()
             return None
         lrs = tuple([float(group["lr"]) for group in self.optimizer.param_groups])
         self.buffers.bring_home()
-        # All are reduced values, so all ranks decide alike.
+        # All values are reduced, so all ranks reach the same decision.
         fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
-        if self.moving:
-            # The last rank has no empty micro-batch but where a stream's epoch ends. No collective
-            # comes after it: a rank that loses a peer in a step has either made its update, or has
-            # nothing of it.
-            self.broadcast(self.moving, self.num_ranks - 1)
+        self._broadcast_buffers()  # the last collective of the step
         self.shut = self.gate.acquire()
-        mark(Phase.OPTIMIZER, step, epoch)
-        held_s = 0.0
+        self.marks.mark(Phase.OPTIMIZER, step, epoch)
+        held_s = 0.0 if fault else self._prepare_update(step)
         if not fault:
-            held_s = -self.clock()
-            self.before_update()
-            held_s += self.clock()
-            if self.own_update:  # the same on all ranks
-                rng.key_generators(step, UPDATE, state=self.key, devices=self.on_device)
             self.status.begin_update()
             self.scaler.step(self.optimizer)
             self.schedule.step()
@@ -244,23 +223,54 @@ class Step:
         self.progress.replaced += sums.replaced
         self.progress.step = step
         self.status.end_step()
-        mark(Phase.STEP_END, step, epoch)
+        self.marks.mark(Phase.STEP_END, step, epoch)
         seconds = self.clock() - start
         return StepResult(
-            step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
-            fault=fault, seconds=seconds, device_s=self.device_span.between_s(), held_s=held_s,
-            communication_s=self.communication.take(seconds),
-        )  # fmt: skip
+            step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale, fault=fault,
+            seconds=seconds, device_s=self.device_span.between_s(), held_s=held_s,
+            communication_s=self.communication.take(seconds))
+
+    def _begin(self) -> None:
+        """Copy the buffers of the step boundary, and let other threads save the boundary."""
+        self.device_span.first()
+        self.buffers.keep()
+        self.status.begin_step()  # not before `keep`: an error would restore older buffers
+        if self.boundary is not None:
+            self.boundary.record()
+        if self.shut:
+            self.shut = False
+            self.gate.release()
+
+    def _broadcast_buffers(self) -> None:
+        """Collective. Make buffers equal on all ranks that the forward changes on each rank.
+
+        The last rank is the source: it has an empty micro-batch only at the end of a stream's
+        epoch. No collective follows in the step, so a rank that loses a peer has applied either
+        the whole update or nothing of it.
+        """
+        if self.moving:
+            self.broadcast(self.moving, self.num_ranks - 1)
+
+    def _prepare_update(self, step: int) -> float:
+        """Wait for a save to copy the state, and key the randomness of the update.
+
+        Returns:
+            seconds of waiting.
+        """
+        held_s = -self.clock()
+        self.before_update()
+        held_s += self.clock()
+        if self.own_update:  # the key is equal on all ranks
+            rng.key_generators(step, UPDATE, state=self.key, devices=self.on_device)
+        return held_s
 
     def forward_backward(
         self, micro: Micro, *, wishes: Wishes = no_wishes, rehearsal: bool = False
     ) -> None:
-        """Forward and backward of one micro-batch; the last one's gradients are all-reduced.
-
-        Collective.
+        """Collective. Compute forward and backward of a micro-batch; reduce after the last one.
 
         Args:
-            rehearsal: not part of a step; no fault is injected.
+            rehearsal: the computation is not part of a step; no fault is injected.
         """
         slot = micro.slot
         if self.in_place:
@@ -286,9 +296,10 @@ class Step:
             self.communication.reduced()
 
     def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult | None:
-        """Consume a global batch without computing anything with it.
+        """Consume an excluded global batch without any computation. Collective for a stream.
 
-        Collective, of a stream; None as for a step that is made.
+        Returns:
+            None, on all ranks, if the window had fewer samples than `least_samples`.
         """
         start, samples = self.clock(), 0
         for micro in micro_batches:
@@ -305,8 +316,10 @@ class Step:
         )  # fmt: skip
 
     def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Where another thread may read the state of the last boundary while the gate is open: on
-        a GPU a stream of its own, which waits for that boundary alone."""
+        """Context in which another thread that holds `gate` reads the state of the last boundary.
+
+        On a GPU this is a side stream that waits only for the work before that boundary.
+        """
         if self.boundary is None:
             return contextlib.nullcontext()
         stream = torch.cuda.Stream(self.parameters[0].device)
@@ -314,18 +327,19 @@ class Step:
         return torch.cuda.stream(stream)
 
     def leave_no_trace(self) -> None:
-        """Undo a window that doesn't count: buffers, and what the scaler noted of its gradients."""
+        """Undo a window that gives no step: buffers, and the scaler's record of its gradients."""
+        self.shut = self.gate.acquire()
         self.buffers.put_back()
         kept = self.scaler.state_dict()
         self.scaler.update()
         self.scaler.load_state_dict(kept)
 
     def to_mean(self, count: Tensor | float) -> None:
-        """Make the gradients those of the mean over what was really counted."""
+        """Scale the gradients to those of the mean over the actual count."""
         on_device = isinstance(count, Tensor) and count.device.type != "cpu"
         if not on_device and float(count) == self.nominal_count:
             return
         if count == 0 and not on_device:
-            count = math.nan  # no number to divide by; the step is left out
+            count = math.nan  # avoids a division by 0; the update is skipped
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         torch._foreach_mul_(gradients, self.nominal_count / count)

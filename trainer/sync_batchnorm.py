@@ -1,6 +1,6 @@
-"""Batch normalisation over the samples of all ranks, on any device, also where a rank has none.
+"""Batch normalisation over the samples of all ranks, on any device, for empty batches too.
 
-`nn.SyncBatchNorm` refuses CPU tensors in training mode. The class here computes what it computes,
+`nn.SyncBatchNorm` refuses CPU tensors in training mode. `SyncBatchNorm` here computes the same,
 with one all-gather in the forward and one in the backward. Every rank combines the gathered rows in
 the same order, so statistics and buffers have the same bits on all ranks.
 """
@@ -23,15 +23,18 @@ from trainer.errors import ConfigError
 
 def convert(model: nn.Module, world_size: int, device_type: str,
             process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, int]:
-    """Turn the batch norms of `model` into synchronised ones, in place; (model, how many).
+    """Convert the batch norms of `model` to synchronised ones, in place.
 
-    The modules stay the same objects: parameters, buffers, hooks and names in the state dict are
-    kept. With `world_size` 1 nothing is converted but an `nn.SyncBatchNorm` off CUDA, which could
-    not train there. A subclass with a forward of its own is left as it is.
+    The modules stay the same objects: parameters, buffers, hooks and names in the state dict do
+    not change. With `world_size` 1 only `nn.SyncBatchNorm` modules on other devices than CUDA are
+    converted, since they could not train there. Subclasses that override `forward` are skipped.
 
     Args:
-        device_type: "cuda" takes torch's `nn.SyncBatchNorm`, anything else `SyncBatchNorm`.
-        process_group: the ranks that share statistics; None: all of them.
+        device_type: "cuda" uses torch's `nn.SyncBatchNorm`, any other type `SyncBatchNorm`.
+        process_group: the ranks that share statistics; None: all ranks.
+
+    Returns:
+        (model, number of converted modules).
     """
     on_cuda = device_type == "cuda"
     plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
@@ -48,29 +51,34 @@ def convert(model: nn.Module, world_size: int, device_type: str,
         cast(SyncBatchNorm, module).process_group = group
         number += 1
     if number and not on_cuda and not hasattr(SyncBatchNorm.forward, "_torchdynamo_disable"):
-        # torch.compile would break the graph at the collective and compile what is around it, on
-        # each rank for its own batch size: the buffers' bits could part. Not a decorator: it
-        # imports torch._dynamo (seconds), which only training needs anyway.
+        # torch.compile would break the graph at the collective and compile the parts around it,
+        # on each rank for its own batch size: the bits of the buffers could differ. Not a
+        # decorator, since it imports torch._dynamo (seconds), which only training needs.
         SyncBatchNorm.forward = torch.compiler.disable(  # type: ignore[method-assign]
             SyncBatchNorm.forward)
     return model, number
 
 
 def refuse(model: nn.Module) -> None:
-    """Raises: ConfigError: a batch norm is synchronised by the model itself."""
+    """Refuse models that contain an `nn.SyncBatchNorm`.
+
+    Raises:
+        ConfigError: names the first one.
+    """
     names = [n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
     if names:
         raise ConfigError(
-            f"--parallel.reduction canonical: {names[0]} of the model is a SyncBatchNorm, whose "
-            "statistics depend on how many ranks share a batch; use nn.BatchNorm, or "
+            f"--parallel.reduction canonical: {names[0]} of the model is a SyncBatchNorm; its "
+            "statistics depend on the number of ranks that share a batch. Use nn.BatchNorm, or "
             "--parallel.reduction ddp.")
 
 
 def guard_plain(model: nn.Module) -> int:
-    """Make a batch of 0 samples change no buffer of a plain batch norm; how many are guarded.
+    """Make plain batch norms ignore a batch of 0 samples; return the number of such modules.
 
-    Torch already returns an empty output with a graph (zero gradients) and leaves the running
-    statistics alone, but counts the batch in `num_batches_tracked`. Calling this again is harmless.
+    For an empty batch torch returns an empty output with a graph (zero gradients) and keeps the
+    running statistics, but counts the batch in `num_batches_tracked`. A hook subtracts it again.
+    A second call changes nothing.
     """
     number = 0
     for module in model.modules():
@@ -90,10 +98,10 @@ def _uncount_empty(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> 
 
 
 class CudaSyncBatchNorm(nn.SyncBatchNorm):
-    """Torch's, mended for an empty batch in bf16 or fp16.
+    """`nn.SyncBatchNorm` with a fix for empty batches in bf16 or fp16.
 
-    There a rank without samples sends zeros in the input's type while its peers send fp32, so the
-    all-gather would mix sizes (torch.nn.modules._functions.SyncBatchNorm, torch 2.14).
+    In torch a rank without samples sends zeros in the input's dtype while its peers send fp32, so
+    the all-gather mixes sizes (torch.nn.modules._functions.SyncBatchNorm, torch 2.14).
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -104,16 +112,16 @@ class CudaSyncBatchNorm(nn.SyncBatchNorm):
 
 
 class SyncBatchNorm(_BatchNorm):
-    """Batch norm whose training statistics are those of the samples of all ranks.
+    """Batch norm with training statistics over the samples of all ranks.
 
-    Same parameters, buffers and arithmetic as `nn.BatchNorm*d`; statistics in fp32 or wider. A rank
-    with 0 samples takes part and updates its buffers like the others. Without a group of at least
-    two ranks, and in eval mode, it is a plain batch norm without any communication.
+    Parameters, buffers and arithmetic are those of `nn.BatchNorm*d`; statistics are in fp32 or
+    wider. A rank with 0 samples takes part and updates its buffers like the others. Without a
+    group of at least two ranks, and in eval mode, it is a plain batch norm without communication.
     """
 
     process_group: dist.ProcessGroup | None = None
     communication: Communication | None = None
-    """Told how long the ranks wait for each other here."""
+    """Records how long ranks wait for each other in the collectives of this module."""
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -123,7 +131,7 @@ class SyncBatchNorm(_BatchNorm):
         """Collective in training mode. Input (N, C, …); the output has its shape and type.
 
         Raises:
-            ValueError: all ranks together hold one value per channel (raised on all of them).
+            ValueError: all ranks together hold one value per channel (raised on all ranks).
         """
         if not (self.training and dist.is_available() and dist.is_initialized()
                 and dist.get_world_size(self.process_group) > 1):
@@ -136,7 +144,7 @@ class SyncBatchNorm(_BatchNorm):
         if count == 1:
             raise ValueError("Expected more than 1 value per channel when training, got input size "
                              f"{tuple(input.shape)} on this rank and one value on all ranks")
-        if count == 0:  # no rank has a sample: an empty output with a graph, and nothing changes
+        if count == 0:  # no rank has a sample: an empty output with a graph, and no update
             return F.batch_norm(input, None, None, self.weight, self.bias, training=True)
         if self.track_running_stats:
             self._update_buffers(mean, variance, count)
@@ -162,10 +170,10 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 def _gather_rows(
     row: Tensor, group: dist.ProcessGroup | None, communication: Communication | None
 ) -> Tensor:
-    """Collective. `row` (K,) of every rank, as (ranks, K)."""
+    """Collective. Gather `row` (K,) of every rank to (ranks, K)."""
     rows = row.new_empty(dist.get_world_size(group), row.numel())
-    # All-gather also where a sum is wanted: with gloo it takes 2/3 of an all-reduce's time, and
-    # the order of the sum is the order of ranks.
+    # Sums use an all-gather too: with gloo it takes 2/3 of the time of an all-reduce, and the sum
+    # is in the order of ranks.
     began_s = 0.0 if communication is None else communication.began()
     dist.all_gather(list(rows.unbind()), row, group=group)
     if communication is not None:
@@ -176,11 +184,11 @@ def _gather_rows(
 def _global_statistics(
     x: Tensor, group: dist.ProcessGroup | None, communication: Communication | None = None
 ) -> tuple[Tensor, Tensor, int]:
-    """Collective. Mean (C,), biased variance (C,) and number of values a channel, of all ranks.
+    """Collective. Mean (C,), biased variance (C,) and values per channel, over all ranks.
 
-    Each rank sends its own (mean, variance, count). They are combined without cancellation: Chan,
+    Each rank sends its (mean, variance, count). They are combined without cancellation: Chan,
     Golub, LeVeque, "Algorithms for computing the sample variance" (1983), with M2 = variance *
-    count. With count 0 mean and variance are nan.
+    count. With count 0, mean and variance are NaN.
     """
     dtype, channels = _statistics_dtype(x.dtype), x.shape[1]
     if x.numel() == 0:
@@ -202,8 +210,8 @@ def _global_statistics(
 class _Normalize(torch.autograd.Function):
     """(x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance depend on x.
 
-    With y the normalised x, g the gradient of the output and E the mean over the samples of all
-    ranks, the gradient of x is weight / sqrt(variance + eps) * (g - E[g] - y * E[g * y]).
+    Let y be the normalised x, g the gradient of the output, and E the mean over the samples of all
+    ranks. The gradient of x is weight / sqrt(variance + eps) * (g - E[g] - y * E[g * y]).
     """
 
     @staticmethod
@@ -220,7 +228,7 @@ class _Normalize(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
-        """Collective, where the input needs a gradient."""
+        """Collective if the input needs a gradient."""
         x, weight, mean, variance = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         dtype, channels = mean.dtype, x.shape[1]
@@ -228,8 +236,8 @@ class _Normalize(torch.autograd.Function):
             sums = mean.new_zeros(2 * channels)
         else:
             wide_x, g = x.to(dtype), grad_output.to(dtype)
-            # The eval-mode kernel gives E[g * y] and E[g], over this rank's samples and not yet
-            # divided, as the gradients of weight and bias.
+            # The gradients of weight and bias of the eval-mode kernel are the sums behind
+            # E[g * y] and E[g] over this rank's samples, not yet divided by the count.
             sums = torch.cat(torch.ops.aten.native_batch_norm_backward(
                 g, wide_x, None, mean, variance, None, None, False, ctx.eps,
                 [False, True, True])[1:])
@@ -253,6 +261,6 @@ class _Normalize(torch.autograd.Function):
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
             eps: float) -> Tensor:
-    """Normalised with the given statistics, in one pass over memory."""
+    """Normalise with the given statistics, in one pass over memory."""
     weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
     return torch.ops.aten.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]

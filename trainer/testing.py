@@ -21,10 +21,9 @@ from trainer.config import Clip, Nonfinite, Optim
 from trainer.data import batch as batches
 from trainer.data.reading import Micro
 from trainer.data.sampler import Slot
-from trainer.diagnosis import EMPTY
 from trainer.errors import ConfigError
 from trainer.health import Health
-from trainer.outcome import check_outcome
+from trainer.outcome import EMPTY, check_outcome
 from trainer.parallel import Objective
 from trainer.progress import Progress
 from trainer.pulse import ProgressMarks

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Generic, TypeVar
 
-from trainer.data.sampler import block, micro_batches_per_rank
+from trainer.partition import block, micro_batches_per_rank
 
 Span = tuple[int, int]
 """A node of the tree, as the range of its leaves: (first, end)."""

@@ -1,4 +1,4 @@
-"""The run at Weights & Biases, where that is wanted: an optional sink."""
+"""Optional sink for Weights & Biases."""
 
 from __future__ import annotations
 
@@ -10,32 +10,39 @@ from pathlib import Path
 from typing import Any
 
 from trainer import drawing
+from trainer.durable import replace_text
 from trainer.errors import ConfigError
-from trainer.folder import replace_text
 from trainer.log import Log
 from trainer.sinks import train_scalars, validation_scalars
 
 ID = "wandb-id"
-"""File of the run folder: the run's id there, so that each start of the run shows the same one."""
+"""File in the run folder with the id of the W&B run, so that a restart continues that run."""
 
 
 def check_installed(mode: str) -> None:
-    """Raises: ConfigError: it is wanted, and isn't installed."""
+    """Check that wandb is installed unless the mode is "off".
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
     if mode != "off" and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f"--log.wandb {mode}: wandb isn't installed; pip install '.[wandb]', or "
-                          "leave it off.")
+                          "use off.")
 
 
 class WandB:
-    """Scalars at an interval, validations, the confusion matrix, pictures, final figures.
+    """Log scalars at an interval, validations, the confusion matrix, pictures, final metrics.
 
-    What an earlier attempt has logged already is ignored there: steps only rise. An error of wandb
-    costs a warning and this sink, never the run.
+    wandb ignores the steps that an earlier attempt has logged, because its steps only increase. An
+    error of wandb disables this sink with a warning; it never ends the run.
 
     Args:
-        path: the run folder, which keeps the id and, offline, the files.
-        run_id: of the run.
+        path: the run folder, which contains the id and, offline, the files of wandb.
+        run_id: id of a new W&B run.
         mode: online or offline.
+        every: steps between scalars.
+        settings: the configuration to show.
+        class_names: names for the confusion matrix.
     """
 
     def __init__(
@@ -46,12 +53,12 @@ class WandB:
         self._run: Any = None
         with self._guarded():
             self._wandb: Any = importlib.import_module("wandb")
-            known = path / ID
-            if not known.exists():
-                replace_text(known, run_id)
-            # Its own console capture would put a pipe between the run and the terminal.
+            id_file = path / ID
+            if not id_file.exists():
+                replace_text(id_file, run_id)
+            # The console capture of wandb would put a pipe between the run and the terminal.
             self._run = self._wandb.init(
-                id=known.read_text().strip(), name=path.name, resume="allow",
+                id=id_file.read_text().strip(), name=path.name, resume="allow",
                 mode=mode, dir=str(path), config=dict(settings),
                 settings=self._wandb.Settings(console="off", silent=True),
             )  # fmt: skip
@@ -63,17 +70,17 @@ class WandB:
         tags = train_scalars(line)
         if timing:
             tags["speed/samples_per_s"] = line["samples"] / timing["step"]
-        self._tell(tags, step)
+        self._log_row(tags, step)
 
     def validation(self, line: dict[str, Any]) -> None:
         row: dict[str, Any] = dict(validation_scalars(line))
         table = line.get("val_table")
         if table is not None and drawing.is_matrix(table):
             row |= self._image("confusion", drawing.matrix(table, self._names))
-        self._tell(row, line["step"])
+        self._log_row(row, line["step"])
 
     def picture(self, image: Any, step: int) -> None:
-        self._tell(self._image("validation", image), step)
+        self._log_row(self._image("validation", image), step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         with self._guarded():
@@ -86,13 +93,13 @@ class WandB:
                 self._run.finish()
 
     def _image(self, name: str, image: Any) -> dict[str, Any]:
-        """A picture as a part of a row; none where nothing is shown any more."""
+        """Return a row with the picture; an empty row if the sink is disabled."""
         with self._guarded():
             if self._run is not None:
                 return {name: self._wandb.Image(image)}
         return {}
 
-    def _tell(self, row: Mapping[str, Any], step: int) -> None:
+    def _log_row(self, row: Mapping[str, Any], step: int) -> None:
         with self._guarded():
             if self._run is not None:
                 self._run.log(row, step=step)
@@ -103,5 +110,5 @@ class WandB:
             yield
         except Exception as error:
             self._run = None
-            self._log.warning(f"nothing more is shown at Weights & Biases: "
+            self._log.warning(f"Weights & Biases is disabled: "
                               f"{type(error).__name__}: {error}")

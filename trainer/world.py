@@ -1,4 +1,4 @@
-"""This attempt's process group and every collective, by name, each with its timeout."""
+"""Process groups of an attempt and all its collectives, each with a timeout."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _REMEDY = "start with torchrun or `python -m launch`, or set all of its variable
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:
-    """What the launcher told this process; without a launcher, the only rank there is."""
+    """Variables that the launcher set for this process; the defaults are a world of one rank."""
 
     rank: int = 0
     size: int = 1
@@ -35,24 +35,24 @@ class Launch:
     master_address: str = ""
     master_port: int = 0
     run_id: str | None = None
-    """Not None under torch's elastic agent."""
+    """None if the process was not started by torch's elastic agent."""
     restart_count: int = 0
     max_restarts: int = 0
     knows_exit_codes: bool = False
     """Whether the launcher is `python -m launch`, which knows this trainer's exit codes."""
     hosts_store: bool = True
-    """Whether rank 0 hosts the store, and not torch's elastic agent."""
+    """Whether rank 0 hosts the store. Otherwise torch's elastic agent does."""
     grace_s: float = 30.0
-    """What the launcher gives the others after a rank's death before it kills them."""
+    """Seconds between the death of a rank and the moment the launcher kills the other ranks."""
     launch_id: str | None = None
-    """Of `python -m launch`: equal in all attempts of the launcher's life, and in no other's."""
+    """Id of one run of `python -m launch`, equal in all its attempts."""
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
-        """Read torchrun's variables; `environ` defaults to this process's own.
+        """Read torchrun's variables from `environ` (default: `os.environ`).
 
         Raises:
-            ConfigError: some are missing, or are not what they must be.
+            ConfigError: a variable is missing or invalid.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env and "WORLD_SIZE" not in env:
@@ -62,8 +62,8 @@ class Launch:
             text = env.get(name) or default
             if not text.isdecimal() or not low <= int(text) <= high:
                 found = f"is {text!r}" if text else "is not set"
-                raise ConfigError(f"environment variable {name} {found}; a whole number from {low} "
-                                  f"to {high} is wanted: {_REMEDY}.")
+                raise ConfigError(f"environment variable {name} {found}; it must be a whole number "
+                                  f"from {low} to {high}: {_REMEDY}.")
             return int(text)
 
         most = 2**31 - 1
@@ -90,26 +90,26 @@ class Launch:
 
 
 class World:
-    """One attempt's ranks. A context manager: an orderly end closes it, an error abandons it.
+    """The ranks of one attempt. A context manager: closes on a normal exit, abandons on an error.
 
-    Gradients, figures, and JSON each go through a process group of their own. Nothing is pickled.
-    In a world of one rank there is no group, and each collective gives what it would give among
-    several.
+    Gradients, metrics, and JSON use separate process groups. Nothing is pickled. A world of one
+    rank has no groups, and its collectives return what they would return among several ranks.
 
     Attributes:
         nonce: 32 hex digits, new for each attempt, equal on all ranks.
-        store: shared by the ranks of this attempt alone; None in a world of one. One locked
-            connection: a thread that may wait in it takes `store.clone()`.
-        group: for gradients (gloo on CPU, nccl on CUDA); None in a world of one.
-        threads: intra-op threads of this rank. They decide bits, so a resumed run keeps them.
+        store: key-value store of this attempt; None in a world of one. It has one locked
+            connection: a thread that may block in it uses `store.clone()`.
+        group: process group for gradients (gloo on CPU, nccl on CUDA); None in a world of one.
+        threads: intra-op threads of this rank. They affect the bits, so a resumed run keeps them.
         has_nodes: whether there are ranks on other nodes.
         keeps_folder: whether this rank writes a run folder (see `folder.enter`).
-        stale: a newer attempt has begun without this node; nothing may be written any more.
-        interface: through which network interface ranks talk, None: left to torch or the user.
+        stale: a newer attempt has started without this node; this one must not write any more.
+        interface: name of the network interface that connects the ranks; None if torch or the
+            user chooses it.
     """
 
     def __init__(self, launch: Launch, device: torch.device, threads: int) -> None:
-        """Prefer `form`."""
+        """Use `form` instead: it also connects the ranks."""
         self.launch = launch
         self.rank, self.size = launch.rank, launch.size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
@@ -122,57 +122,58 @@ class World:
         self.has_nodes = launch.local_size < launch.size
         self.keeps_folder, self.stale = launch.rank == 0, False
         self._groups: Groups | None = None
-        self._timeout_s = self._limit_s = self._patience_s = 0.0
+        self._timeout_s = self._current_timeout_s = self._long_timeout_s = 0.0
         self._ended: str | None = None
 
     @classmethod
     def form(
         cls, *, device: str = "auto", timeout_s: float = 60.0, join_timeout_s: float = 120.0,
-        patience_s: float = 1800.0, threads: int | None = None, launch: Launch | None = None,
+        long_timeout_s: float = 1800.0, threads: int | None = None, launch: Launch | None = None,
     ) -> World:
-        """Collective. Find the other ranks and form the groups.
+        """Collective. Connect to the other ranks and create the process groups.
 
         Args:
-            timeout_s: of each collective on tensors (`--world.timeout-s`).
+            timeout_s: timeout of each collective on tensors (`--world.timeout-s`).
             join_timeout_s: how long to wait for ranks that start later.
-            patience_s: of JSON, `barrier` and `agree`, and of all within `patient()`.
-            threads: default: the cores this process may use / ranks on this host.
+            long_timeout_s: timeout of JSON collectives, `barrier` and `agree`, and of all
+                collectives inside `patient()`.
+            threads: default: the cores available to this process / ranks on this host.
 
         Raises:
-            ConfigError: the launcher's variables or the device are wrong.
-            TimeoutError: names the ranks that never came.
+            ConfigError: the launcher's variables or the device are invalid.
+            TimeoutError: ranks are missing; the message names them.
             RuntimeError: no store answers at MASTER_ADDR:MASTER_PORT.
         """
         launch = launch or Launch.from_environment()
-        place = choose_device(device, size=launch.size, local_rank=launch.local_rank,
-                              local_size=launch.local_size)
-        world = cls(launch, place, threads or share_of_cores(launch.local_size))
+        chosen = choose_device(device, size=launch.size, local_rank=launch.local_rank,
+                               local_size=launch.local_size)
+        world = cls(launch, chosen, threads or share_of_cores(launch.local_size))
         torch.set_num_threads(world.threads)
-        if place.type == "cuda":
-            torch.cuda.set_device(place)
-        elif place.type == "cpu":
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        elif chosen.type == "cpu":
             allocator.keep_freed()
         if world.size > 1:
-            world._timeout_s = world._limit_s = timeout_s
-            world._patience_s = patience_s
+            world._timeout_s = world._current_timeout_s = timeout_s
+            world._long_timeout_s = long_timeout_s
             world._join(join_timeout_s)
         return world
 
     def _join(self, join_timeout_s: float) -> None:
         self.interface = network.use_interface(
             self.launch.master_address, self.launch.master_port, on_one_host=not self.has_nodes)
-        # torchrun sets 1: then torch's own thread would abort NCCL, and queued kernels run on
-        # garbage before anybody could save what the device still holds.
+        # torchrun sets this to 1. Then a thread of torch aborts NCCL after an error, and queued
+        # kernels run on garbage before this process can save the state on the device.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self.nonce, self.store = meet(self.rank, self.size, join_timeout_s)
         self._groups = Groups(
             self.store, self.rank, self.size, self.device, timeout_s=self._timeout_s,
-            patience_s=self._patience_s, store_port=self.launch.master_port,
+            long_timeout_s=self._long_timeout_s, store_port=self.launch.master_port,
         )  # fmt: skip
         self.group = self._groups.gradients
 
     def use_threads(self, threads: int) -> None:
-        """Compute with this many intra-op threads from now on."""
+        """Set the number of intra-op threads."""
         if threads != self.threads:
             self.threads = threads
             torch.set_num_threads(threads)
@@ -182,27 +183,28 @@ class World:
         return self.rank == 0
 
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Collective. In place: the sum over all ranks, for figures such as a validation's.
+        """Collective. Sum a tensor over all ranks, in place. Meant for metrics, not for gradients.
 
-        Any shape and number type, the same on all ranks. A tensor on a GPU is summed on the host
-        (which waits for the device); gradients go through `group`.
+        Shape and dtype are arbitrary, but the same on all ranks. A tensor on a GPU is summed on
+        the host, which waits for the device; gradients use `group`.
         """
         with self._collective("all_sum") as groups:
             if groups is not None:
                 own = tensor.detach()
-                on_host = own.cpu().contiguous()  # gloo sums memory, whatever the strides say
+                on_host = own.cpu().contiguous()  # gloo ignores strides
                 dist.all_reduce(on_host, group=groups.figures)
                 if on_host.data_ptr() != own.data_ptr():
                     own.copy_(on_host)
         return tensor
 
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
-        """Collective. In place: each tensor becomes bit for bit that of rank `source`.
+        """Collective. Copy the tensors of rank `source` to all ranks, in place and bit for bit.
 
-        Any shapes and dtypes, the same on all ranks; all on the CPU or all on this rank's device.
+        Shapes and dtypes are arbitrary, but the same on all ranks. The tensors are all on the CPU
+        or all on this rank's device.
 
         Raises:
-            ValueError: on CPU, where shapes or dtypes are not those of `source`.
+            ValueError: shapes or dtypes differ from those of `source` (detected on CPU only).
         """
         with self._collective("broadcast") as groups:
             if groups is None:
@@ -215,9 +217,9 @@ class World:
                     packing.unpack(flat, bucket)
 
     def broadcast_json(self, value: Any, source: int = 0) -> Any:
-        """Collective. The JSON value of rank `source`, on all ranks; the others' is ignored.
+        """Collective. Return the JSON value of rank `source` on all ranks.
 
-        Also the source gets it back as JSON gives it: tuples are lists, keys are strings.
+        The value has passed through JSON on the source too: tuples become lists, keys strings.
         """
         with self._collective("broadcast_json") as groups:
             if groups is None:
@@ -230,7 +232,7 @@ class World:
         return packing.decode(row.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any]:
-        """Collective. The JSON values of all ranks, by rank, on all ranks."""
+        """Collective. Return the JSON values of all ranks, in the order of ranks."""
         data = packing.encode(value)
         with self._collective("gather_json") as groups:
             if groups is None:
@@ -244,16 +246,16 @@ class World:
                 for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
-        """Collective. Wait until all ranks are here."""
+        """Collective. Wait until all ranks have called it."""
         with self._collective("barrier") as groups:
             if groups is not None:
                 dist.barrier(group=groups.patient)
 
     def agree(self, error: BaseException | None) -> None:
-        """Collective. Returns if no rank has an error; otherwise every rank raises.
+        """Collective. Raise on all ranks if any rank has an error; otherwise return.
 
-        A rank with an error raises that. The others raise one of the same class if it is one of
-        `trainer.errors`, else PeerFailed, with the message of the first rank that failed.
+        A rank with an error raises it. The others raise an error with the message of the first
+        failed rank: of the same class if that is one of `trainer.errors`, otherwise PeerFailed.
         """
         report = None if error is None else (type(error).__name__, str(error))
         reports: list[Any] = []
@@ -262,7 +264,7 @@ class World:
         except RuntimeError as broken:
             if error is None:
                 raise
-            error.add_note(f"(and the other ranks could not be told: {broken})")
+            error.add_note(f"(and this error could not be sent to the other ranks: {broken})")
         if error is not None:
             raise error
         for rank, found in enumerate(reports):
@@ -275,19 +277,22 @@ class World:
 
     @contextlib.contextmanager
     def patient(self) -> Iterator[None]:
-        """All collectives within may take `patience_s`: while ranks compile, evaluate or save."""
-        before = self._limit_s
-        self._limit(self._patience_s)
+        """Use `long_timeout_s` for all collectives inside: ranks compile, evaluate or save."""
+        before = self._current_timeout_s
+        self._set_timeout(self._long_timeout_s)
         try:
             yield
         finally:
-            self._limit(before)
+            self._set_timeout(before)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Collective. The orderly end: wait for all ranks, then let the groups go.
+        """Collective. Wait for all ranks, then destroy the process groups.
+
+        Args:
+            timeout_s: default: `long_timeout_s`, since rank 0 may still be saving.
 
         Returns:
-            whether all ranks came within `timeout_s` (default: `patience_s`; rank 0 may be saving).
+            whether all ranks called it in time.
         """
         if self._ended:
             return False
@@ -304,10 +309,10 @@ class World:
         return True
 
     def abandon(self) -> None:
-        """A peer is dead or this rank leaves: end all connections of the groups, at once.
+        """Close all connections of the groups at once: a peer is dead, or this rank leaves.
 
-        Every rank that waits for this one notices within milliseconds, instead of when its own
-        time is up. No collective may follow. May be called in any thread.
+        Ranks that wait for this one notice within milliseconds, instead of after their timeout.
+        No collective may follow. May be called in any thread.
         """
         if not self._ended:
             self._ended = "abandoned"
@@ -315,7 +320,7 @@ class World:
                 self._groups.cut()
 
     def connections(self) -> list[int]:
-        """Descriptors of the connections to the other ranks, so that their ends can be watched."""
+        """Duplicated file descriptors of the connections to other ranks, to detect their end."""
         return [] if self._groups is None else self._groups.connections()
 
     def __enter__(self) -> World:
@@ -328,7 +333,7 @@ class World:
         if error is None or isinstance(error, StopRequested):
             self.close()
         elif isinstance(error, TrainerError):
-            self.close(5.0)  # most likely all ranks have come to it; if not: not for long
+            self.close(5.0)  # most likely all ranks have this error; if not, do not wait long
         else:
             self.abandon()
 
@@ -345,8 +350,8 @@ class World:
             error.add_note(f"(in World.{name}, rank {self.rank} of {self.size})")
             raise
 
-    def _limit(self, timeout_s: float) -> None:
-        self._limit_s = timeout_s
+    def _set_timeout(self, timeout_s: float) -> None:
+        self._current_timeout_s = timeout_s
         if self._groups is not None and not self._ended:
             set_timeout(self._groups.gradients, timeout_s)
             set_timeout(self._groups.figures, timeout_s)

@@ -16,8 +16,8 @@ from trainer.build import build
 from trainer.commands.compare import differences
 from trainer.communication import Marks
 from trainer.data.reading import Micro
-from trainer.data.sampler import block
 from trainer.log import Log
+from trainer.partition import block
 from trainer.start import start
 from trainer.step import Step
 from trainer.stop import StopRequest

@@ -140,7 +140,7 @@ UNFIT = ["--task=unfit_task:Unfit", "--device=cpu", "--batch.global-size=8",
 
 
 @pytest.mark.parametrize(("way", "size", "why"), [
-    ("teacher", 2, "moves the parameters teacher"),
+    ("teacher", 2, "changes the parameters teacher"),
     ("sparse", 1, "the gradients of table.weight come in parts"),
     ("reentrant", 2, "the gradients of body.bias, body.weight come in parts"),
     ("hook", 1, "body.weight has a hook"),
@@ -162,7 +162,7 @@ def test_a_buffer_that_moves_and_is_in_no_checkpoint_is_named(ranks, tmp_path, c
           group=False)
 
     told = capfd.readouterr().out
-    assert told.count("warning: the model's forward moves passing, and no checkpoint") == 1
+    assert told.count("warning: the model's forward changes passing, registered with") == 1
 
 
 def test_a_start_may_fall_on_a_window_of_fewer_micro_batches_than_ranks(ranks, tmp_path):

@@ -279,7 +279,7 @@ def test_a_record_that_is_removed_in_mid_run_is_there_in_full_at_the_end(ranks, 
 
     assert straight == codes == [0, 0]
     for name in ("metrics.jsonl", "events.jsonl"):
-        assert "".join(said).count(f"somebody has removed {name} in mid-run") == 1
+        assert "".join(said).count(f"another process has removed {name} during the run") == 1
     assert not list(differences(tmp_path / "straight", tmp_path / "run"))
     events = [event["event"] for event in read_events(tmp_path / "run/events.jsonl")]
     assert {"start", "first-step", "end"} <= set(events)

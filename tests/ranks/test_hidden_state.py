@@ -35,11 +35,11 @@ def test_what_has_a_place_in_a_checkpoint_comes_back(ranks, tmp_path, arguments)
 
 
 @pytest.mark.parametrize(("way", "told"), [
-    ("grows", "makes its buffer mean (2, 4) float32, and it was (0, 4) float32"),
+    ("grows", "changes its buffer mean from (0, 4) float32 to (2, 4) float32"),
     ("adds", "forward has added, removed or unfrozen more.bias, more.weight"),
-    ("one rank", "doesn't depend on the trainable parameters body.bias; freeze"),
-    ("parts", "moves the parameters own, on each rank by its own samples"),
-    ("data of a rank", 'dataset("train") is another one on rank 1'),
+    ("one rank", "does not depend on the trainable parameters body.bias; freeze"),
+    ("parts", "changes the parameters own differently on each rank"),
+    ("data of a rank", 'dataset("train") on rank 1'),
 ])  # fmt: skip
 def test_what_cannot_come_back_or_would_part_the_ranks_is_refused(
         ranks, tmp_path, capfd, way, told):
@@ -57,15 +57,15 @@ def test_a_step_that_leaves_out_parameters_is_not_made(ranks, tmp_path, capfd):
     told = capfd.readouterr().out
     assert codes(ranks, 2, tmp_path / "run", way, "--parallel.find-unused=on") == [0, 0]
 
-    assert "the loss of step 3, micro-batch 1, doesn't depend on body.weight, body.bias" in told
+    assert "the loss of step 3, micro-batch 1, does not depend on body.weight, body.bias" in told
 
 
 @pytest.mark.parametrize(("arguments", "told"), [
-    (["--task.way=counts"], "the model's forward changes count, which no checkpoint holds, and"),
-    (["--task.way=counts elsewhere"], "the same micro-batch gives another loss the second time"),
-    (["--task.way=counting data"], "of the training data are others when they are read again"),
-    (["--task.way=ordering data"], "or set_epoch() goes on from the epoch before; a restart"),
-    (["--task.way=drawn data"], "of the training data keep what they draw when they are read"),
+    (["--task.way=counts"], "the model's forward changes count, which no checkpoint holds; "),
+    (["--task.way=counts elsewhere"], "a second computation of a micro-batch gives another loss"),
+    (["--task.way=counting data"], "of the training data differ when they are read again"),
+    (["--task.way=ordering data"], "or set_epoch() continues from the previous epoch; a restart"),
+    (["--task.way=drawn data"], "of the training data cache the random numbers of their first read"),
     (["--optim.name=hidden_task:keeps_attribute"], "an update changes its attribute count"),
 ], ids=lambda value: value[0].partition("=")[2] if isinstance(value, list) else "")  # fmt: skip
 def test_what_no_checkpoint_holds_is_told(ranks, tmp_path, capfd, arguments, told):
@@ -77,8 +77,8 @@ def test_what_no_checkpoint_holds_is_told(ranks, tmp_path, capfd, arguments, tol
 @pytest.mark.parametrize(("kept", "told"), [
     ("list", "it keeps 'list', a list, for body.weight"),
     ("tensor", "its groups have 't', a Tensor"),
-    ("elsewhere", "it keeps a state under 'all', which is no parameter"),
-    ("optimizer", "its attribute inner[0], a SGD, keeps a state of its own (let it use this one's: "
+    ("elsewhere", "it has a state under 'all', which is not a parameter"),
+    ("optimizer", "its attribute inner[0], a SGD, has a separate state (share the outer one: "
                   "self.inner[0].state = self.state)"),
 ])  # fmt: skip
 def test_an_optimizer_that_keeps_what_no_checkpoint_holds_is_refused(

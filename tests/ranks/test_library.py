@@ -265,7 +265,7 @@ def one_in_the_other(run: str) -> str:
 def test_a_second_training_at_the_same_time_is_refused(ranks, tmp_path):
     run = str(tmp_path / "run")
 
-    assert "at work in this process already" in ranks(
+    assert "running in this process already" in ranks(
         1, alone, one_in_the_other, run, group=False)[0]
 
 

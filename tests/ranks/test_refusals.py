@@ -38,7 +38,7 @@ BAD = {
     "resume path that isn't there": (
         [*TAPE, "--task.samples=200", "--resume=/nowhere"], ["--resume /nowhere", "no such"]),
     "nothing left to train": (
-        [*TAPE, "--task.samples=200", "--freeze=*"], ["--freeze", "no parameter is left"]),
+        [*TAPE, "--task.samples=200", "--freeze=*"], ["--freeze", "all parameters are frozen"]),
     "what torch refuses": (
         [*TAPE, "--task.samples=200", "--schedule.name=warm-restarts", "--schedule.options=T_0=0"],
         ["--schedule.options T_0=0", "positive integer T_0"]),
@@ -89,7 +89,7 @@ def test_sparse_gradients_are_left_to_an_optimizer_that_takes_them(ranks, tmp_pa
     codes = ranks(1, train, *arguments, f"--run={tmp_path / 'run'}", group=False)
 
     assert codes == [0]
-    assert "step 2 gives no update: loss nan on rank 0" in capfd.readouterr().out
+    assert "skipped step 2: loss nan on rank 0" in capfd.readouterr().out
 
 
 def test_a_file_where_the_run_folder_should_be_is_refused(ranks, tmp_path, capfd):

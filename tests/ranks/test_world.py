@@ -183,7 +183,7 @@ def test_each_collective_has_its_time_limit_and_patience_raises_it(ranks: Ranks)
 def _late() -> list[str]:
     """Rank 1 stays away from each collective for longer than the limit, which is 1 s."""
     done = []
-    with World.form(timeout_s=1.0, patience_s=60.0) as world:
+    with World.form(timeout_s=1.0, long_timeout_s=60.0) as world:
         assert world.store is not None
 
         def away(name: str) -> None:
@@ -281,7 +281,7 @@ def test_a_death_is_noticed_though_what_the_rank_has_forked_lives_on(ranks: Rank
 
 
 def _fork_and_die() -> str:
-    world = World.form(patience_s=5.0)
+    world = World.form(long_timeout_s=5.0)
     with pytest.raises(RuntimeError) as lost:
         _meet_twice(world)
     world.abandon()
@@ -346,7 +346,7 @@ def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
     outcomes = ranks.outcomes(3, _absent, group=False)
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, TimeoutError)
-        assert "rank 2 of 3 did not come within 2 s" in str(outcome.error)
+        assert "rank 2 of 3 did not join within 2 s" in str(outcome.error)
 
 
 def _absent() -> None:
@@ -357,7 +357,7 @@ def _absent() -> None:
 def test_a_store_that_nobody_hosts_is_named(ranks: Ranks) -> None:
     error = ranks.outcomes(2, _no_host, group=False)[1].error
     assert isinstance(error, RuntimeError)
-    assert "rank 1 of 2 has no store at MASTER_ADDR:MASTER_PORT" in str(error)
+    assert "rank 1 of 2 cannot reach the store at MASTER_ADDR:MASTER_PORT" in str(error)
 
 
 def _no_host() -> None:

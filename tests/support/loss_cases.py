@@ -15,9 +15,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from trainer import Outcome, losses
 from trainer.config import Clip, Nonfinite
 from trainer.data.reading import Micro
-from trainer.data.sampler import Slot, block
+from trainer.data.sampler import Slot
 from trainer.health import Health
 from trainer.parallel import Objective, wrap
+from trainer.partition import block
 from trainer.progress import Progress
 from trainer.pulse import ProgressMarks
 from trainer.step import Step

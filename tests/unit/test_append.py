@@ -39,7 +39,7 @@ def test_metrics_removed_or_replaced_in_mid_run_are_restored(tmp_path, act, word
             pass
 
     metrics = Metrics()
-    metrics.open(path, [], kept=lines(1, 3), lacking=[], guard=Guard, tell=warnings.append)
+    metrics.open(path, [], kept=lines(1, 3), unshown=[], guard=Guard, warn=warnings.append)
     metrics._record({"step": 4}, {})
     metrics.sync()
     assert not warnings
@@ -51,7 +51,7 @@ def test_metrics_removed_or_replaced_in_mid_run_are_restored(tmp_path, act, word
 
     assert read_metrics(path) == lines(1, 6)
     [text] = warnings
-    assert f"somebody has {word} metrics.jsonl" in text
+    assert f"another process has {word} metrics.jsonl" in text
     assert guarded == [act is replace]  # once, and before the folder was changed
     assert {p.name for p in tmp_path.iterdir()} == {"metrics.jsonl", "last-step"}
 
@@ -85,7 +85,7 @@ def test_records_delayed_by_a_full_disk_are_written_with_the_next_record(tmp_pat
 def test_truncated_lines_are_reported_once(tmp_path):
     path, warnings = tmp_path / "metrics.jsonl", []
     metrics = Metrics()
-    metrics.open(path, [], kept=lines(1, 3), lacking=[], tell=warnings.append)
+    metrics.open(path, [], kept=lines(1, 3), unshown=[], warn=warnings.append)
     with path.open("r+b") as file:
         file.truncate(0)
     metrics._record({"step": 4}, {})
@@ -94,14 +94,14 @@ def test_truncated_lines_are_reported_once(tmp_path):
 
     assert read_metrics(path) == lines(4, 4)
     [text] = warnings
-    assert "cut lines of metrics.jsonl off" in text
+    assert "lines of metrics.jsonl were cut off" in text
 
 
 def test_a_folder_that_is_gone_is_an_error_at_the_next_sync(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     metrics = Metrics()
-    metrics.open(folder / "metrics.jsonl", [], kept=lines(1, 3), lacking=[])
+    metrics.open(folder / "metrics.jsonl", [], kept=lines(1, 3), unshown=[])
     folder.rename(tmp_path / "moved")
     metrics._record({"step": 4}, {})
 

@@ -22,7 +22,7 @@ from trainer.commands.predict import _lines, _named, _stacked
 from trainer.config import Batch, Checkpoint, Eval, Optim, Ranks
 from trainer.errors import ConfigError
 from trainer.length import Length
-from trainer.library import _settings, train
+from trainer.library import _process_settings_restored, train
 
 
 def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
@@ -43,7 +43,7 @@ def run(tmp_path_factory) -> Path:
 @pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
     """A command sets threads and determinism of its whole process."""
-    with _settings():
+    with _process_settings_restored():
         yield
 
 

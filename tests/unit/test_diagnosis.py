@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.diagnosis import diagnose, lost_peer
+from trainer.diagnosis import diagnose
+from trainer.peer_errors import lost_peer
 
 WORDS = "Connection reset by peer"
 

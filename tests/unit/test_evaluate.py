@@ -172,7 +172,7 @@ def test_an_evaluation_leaves_nothing_in_the_models_buffers_and_tells_once():
     assert model.mean is mean
     assert evaluate() == scores
     assert len(said) == 1
-    assert "moves its buffers mean, seen when it is evaluated too" in said[0]
+    assert "changes its buffers mean, seen in eval mode too" in said[0]
 
 
 @pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])

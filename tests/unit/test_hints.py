@@ -97,7 +97,7 @@ def test_a_hint_is_one_line_with_its_place_in_the_documentation_and_its_switch()
 
 
 @pytest.mark.parametrize("options", [{"off": ["all"]}, {"off": ["flat-loss", "constant-rate"]},
-                                     {"said": ["flat-loss", "constant-rate"]}])
+                                     {"given": ["flat-loss", "constant-rate"]}])
 def test_what_is_not_wanted_or_was_said_before_is_not_said(options):
     given = made(**options)
 

@@ -48,11 +48,11 @@ def test_ranks_that_never_come_are_named_on_all_that_did() -> None:
     errors = [future.exception() for future in _meet(store, (0, 1), 4, timeout_s=2.0)]
     assert [type(error) for error in errors] == [TimeoutError, TimeoutError]
     for error in errors:
-        assert "ranks 2, 3 of 4 did not come within 2 s" in str(error)
+        assert "ranks 2, 3 of 4 did not join within 2 s" in str(error)
 
 
 def test_a_missing_rank_0_is_named() -> None:
-    with pytest.raises(TimeoutError, match=r"rank 0 of 2 did not come within 0\.2 s"):
+    with pytest.raises(TimeoutError, match=r"rank 0 of 2 did not join within 0\.2 s"):
         handshake(HashStore(), rank=1, size=2, timeout_s=0.2)
 
 

@@ -121,7 +121,7 @@ def test_parameters_learn_at_the_rate_of_the_first_pattern_that_matches():
     assert rates == {"2.weight": 0.5, "2.bias": 0.5, "0.0.weight": 0.05, "0.0.bias": 0.05,
                      "0.1.weight": 0.25, "0.1.bias": 0.25}
     assert [g["lr"] for g in groups] == [0.5, 0.5, 0.05, 0.05, 0.25]
-    with pytest.raises(ConfigError, match=r"--optim.rates body\.\*: it matches no"):
+    with pytest.raises(ConfigError, match=r"--optim.rates body\.\*: matches no"):
         optim.build(Optim(rates=("body.*=0.1",)), model)
 
 
@@ -169,11 +169,11 @@ class Wrapped:
 
 
 @pytest.mark.parametrize(("name", "told"), [
-    (f"{__name__}:Closure", "its step() wants closure"),
-    (f"{__name__}:Wrapped", "it is no torch.optim.Optimizer"),
+    (f"{__name__}:Closure", "its step() requires closure"),
+    (f"{__name__}:Wrapped", "it is not a torch.optim.Optimizer"),
     ("torch.optim:Muon", "Muon only supports 2D parameters"),
-    ("torch.optim:Muon", "gives it the matrices and AdamW the rest"),
-    ("torch.optim:LBFGS", "its step() wants closure, by which it computes the loss several"),
+    ("torch.optim:Muon", "for the matrices and AdamW for the rest"),
+    ("torch.optim:LBFGS", "its step() requires closure, to compute the loss several"),
 ])  # fmt: skip
 def test_an_optimizer_that_cannot_be_used_is_refused(name, told):
     with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:
@@ -228,12 +228,14 @@ class Table(nn.Module):
 
 @pytest.mark.parametrize(("name", "decay", "told"), [
     ("adamw", 0.0, "--optim.name adamw: the gradient of rows.weight is sparse, and AdamW takes "),
-    ("sgd", 0.0, "--optim.name sgd: .*fused SGD takes none; use sparse=False in embeddings, or "),
+    ("sgd", 0.0, "--optim.name sgd: .*fused SGD does not support it; use sparse=False in "
+                 "embeddings, or "),
     ("torch.optim:Adam", 0.0, "--optim.name torch.optim:Adam: .* Adam takes none"),
     ("torch.optim:SGD", 0.1, "--optim.weight-decay: .* use --optim.weight-decay 0"),
     ("torch.optim:SGD", 0.0, "^$"),
     ("torch.optim:Adagrad", 0.0, "^$"),
-    ("torch.optim:SparseAdam", 0.0, "takes sparse gradients alone, .* head.weight, head.bias are"),
+    ("torch.optim:SparseAdam", 0.0, "supports only sparse gradients, .* head.weight, head.bias "
+                                    "are"),
     (f"{__name__}:Own", 0.0, "^$"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
@@ -255,8 +257,8 @@ def test_what_torch_says_of_sparse_gradients_in_the_first_update_is_known_before
 
 
 @pytest.mark.parametrize(("groups", "told"), [
-    (lambda m: list(m.parameters()), "has to return a list of dicts"),
-    (lambda m: [{"params": [nn.Parameter(torch.zeros(3))]}], "shape (3,) that is no parameter"),
+    (lambda m: list(m.parameters()), "must return a list of dicts"),
+    (lambda m: [{"params": [nn.Parameter(torch.zeros(3))]}], "shape (3,) that is not a parameter"),
     (lambda m: [{"params": m[2].parameters()}, {"params": m.parameters()}], "(3, 144) twice"),
     (lambda m: [{"params": ["weight"]}], "has 'weight' among its params"),
     (lambda m: [{"params": m.parameters(), "lr": "1e-3"}], "has 'lr': '1e-3', a text"),
@@ -273,7 +275,7 @@ def test_a_misspelt_key_of_a_group_is_refused_and_a_note_of_the_users_is_not():
     def groups(model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
         return [{"params": list(model.parameters()), **keys}]
 
-    with pytest.raises(ConfigError, match="'weigth_decay', which AdamW doesn't read; did you mean "
+    with pytest.raises(ConfigError, match="'weigth_decay', which AdamW does not use; did you mean "
                                           "'weight_decay'"):
         optim.build(Optim(), net(), partial(groups, weigth_decay=0.0))
     kept = optim.build(Optim(), net(), partial(groups, name="all", lr_scale=0.1))

@@ -198,7 +198,7 @@ class Half(nn.Linear):
 
 
 def test_a_state_dict_that_is_made_anew_is_refused():
-    with pytest.raises(ConfigError, match=r"'weight' of the model's state_dict is made anew"):
+    with pytest.raises(ConfigError, match=r"'weight' of the model's state_dict is a new tensor at each call"):
         prepared(Made(net=lambda: Half(2, 1)))
 
 
@@ -311,8 +311,8 @@ class Extra(nn.Linear):
     (lambda: nn.Sequential(Extra(2, 1)), r"'0\._extra_state', a dict, and a checkpoint holds tens"),
     (lambda: nn.LazyLinear(1), r"weight has no values yet \(a lazy module"),
     (lambda: nn.Linear(2, 1, device="meta"), r"weight has no values yet"),
-    (lambda: Sparse(), r"grid is sparse, and no checkpoint could hold it"),
-    (lambda: Converting(2, 1), r"state_dict leaves out bias, which can be trained"),
+    (lambda: Sparse(), r"grid is sparse, and a checkpoint cannot hold it"),
+    (lambda: Converting(2, 1), r"state_dict omits bias, which is trainable"),
 ])  # fmt: skip
 def test_a_model_that_no_checkpoint_could_hold_is_refused_with_what_it_has(net, told):
     with pytest.raises(ConfigError, match=rf"--task: the model's .*{told}"):

@@ -8,7 +8,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.pretrained import begin_with, read
+from trainer.pretrained import begin_with, read_weights
 
 
 def net(classes: int = 3, *, seed: int = 0, width: int = 4) -> nn.Module:
@@ -109,12 +109,12 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path):
     save_file({"other": torch.ones(2)}, tmp_path / "other.safetensors")
 
     with pytest.raises(ConfigError, match="the file holds a list and no state_dict"):
-        read(tmp_path / "list.pt")
+        read_weights(tmp_path / "list.pt")
     with pytest.raises(ConfigError, match="can't be read"):
-        read(tmp_path / "text.safetensors")
+        read_weights(tmp_path / "text.safetensors")
     with pytest.raises(ConfigError, match="there is no such file"):
-        read(tmp_path / "absent.pt")
+        read_weights(tmp_path / "absent.pt")
     with pytest.raises(ConfigError, match="in this folder; give a weights file"):
-        read(tmp_path)
+        read_weights(tmp_path)
     with pytest.raises(ConfigError, match="no tensor fits the model; the file has other"):
         begin_with(net(), tmp_path / "other.safetensors", strict=False)

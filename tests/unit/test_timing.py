@@ -1,4 +1,4 @@
-"""Where the time of the steps goes: what ranks tell, what rank 0 makes of it, what it says."""
+"""Timing of the steps: messages of the ranks, the lines of rank 0, its warnings."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ import torch.distributed as dist
 from trainer.communication import Communication
 from trainer.hang import Report
 from trainer.heartbeats import Heartbeats, own_identity
-from trainer.timing import EVERY_S, LONGEST_S, MARKS, Timing, slowest, waits_most
+from trainer.timing import EVERY_S, LONGEST_S, MARKS, Clocks, Timing, slowest, waits_most
 
 
 class World:
-    """Ranks in lock step, on a clock of their own, whose rank 0 hears all of them."""
+    """Simulated ranks in lock step on a simulated clock. Rank 0 receives all messages."""
 
     def __init__(self, path: Path, *, size: int = 2, workers: int = 0, cores: int = 4) -> None:
         self.now, self.said, self.path = 1000.0, list[str](), path
         clock = lambda: self.now  # noqa: E731
         self.ranks = [
-            Timing(rank=rank, size=size, workers=workers, cores=cores, tell=self.said.append,
-                   memory=lambda rank=rank: 100.0 + rank, clock=clock, now=clock)
+            Timing(rank=rank, size=size, workers=workers, cores=cores, warn=self.said.append,
+                   memory=lambda rank=rank: 100.0 + rank, clocks=Clocks(clock, clock))
             for rank in range(size)
         ]
         self.ranks[0].open(path)
         self.step = 0
 
     def train(self, steps: int, own: list[float], *, data: float = 0.0, beat: bool = True) -> None:
-        """Each step lasts as long as the slowest rank needs; the others wait for it."""
+        """Each step takes as long as its slowest rank; the others wait."""
         for _ in range(steps):
             self.step += 1
             self.now += max(own)

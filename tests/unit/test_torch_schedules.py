@@ -243,16 +243,17 @@ def noisy(update: int) -> float:
 @pytest.mark.parametrize(("name", "options", "told"), [
     ("warm-restarts", ("T_mul=3",), "did you mean T_mult"),
     ("warm-restarts", ("T_0=three",), "is not a length"),
-    ("warm-restarts", ("T_mult=1.5",), "T_mult=1.5: a whole number is wanted"),
+    ("warm-restarts", ("T_mult=1.5",), "T_mult=1.5: must be a whole number"),
     ("one-cycle", ("pct_start=3",), "OneCycleLR raised"),
     ("multi-step", (), "milestones=30ep,60ep"),
     ("plateau", ("metric=loss",), "val_loss:min"),
     ("plateau", ("mode=max",), "no such argument"),
     ("math:nothing", (), "has no 'nothing'"),
     ("math:pi", (), "it raised TypeError"),
-    (f"{__name__}:nowhere", (), "its value is nan"),
-    (f"{__name__}:downhill", (), "its value is -1.0; it gives a factor of --optim.lr, 0 or more"),
-    (f"{__name__}:noisy", (), "it has to be a function of that number alone"),
+    (f"{__name__}:nowhere", (), "it returned nan"),
+    (f"{__name__}:downhill", (), "it returned -1.0; it must return a factor of --optim.lr, 0 or "
+                                 "more"),
+    (f"{__name__}:noisy", (), "it must depend on that number alone"),
 ])  # fmt: skip
 def test_what_a_schedule_cannot_use_is_named(name, options, told):
     with pytest.raises(ConfigError, match="--schedule") as error:

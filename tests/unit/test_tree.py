@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainer.canonical import Layout, Statistics
-from trainer.data.sampler import block
+from trainer.partition import block
 from trainer.sync_batchnorm import guard_plain
 from trainer.tree import ALIGN, Fold, Plan, cut, subtrees
 

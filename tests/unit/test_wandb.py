@@ -78,7 +78,7 @@ def test_an_error_of_wandb_costs_a_warning_and_not_the_run(tmp_path, monkeypatch
     sink.finish({}, {}, 10)
     sink.close()
 
-    assert capfd.readouterr().err == ("warning: nothing more is shown at Weights & Biases: "
+    assert capfd.readouterr().err == ("warning: Weights & Biases is disabled: "
                                       "OSError: no network\n")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from trainer import folder, tensorfile
+from trainer import durable, layout, tensorfile
 from trainer.checkpoint import STATE
 from trainer.errors import CheckpointDamaged
 from trainer.manifest import CheckpointInfo
@@ -83,13 +83,13 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
 def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
     if not run.is_dir():
         raise Unreadable(f"{run}: there is no such run folder")
-    store = Store(run / folder.CHECKPOINTS)
+    store = Store(run / layout.CHECKPOINTS)
     try:
         if at is not None:
             return store.verify(at)
-        summary = folder.read_json(run / folder.SUMMARY)
+        summary = durable.read_json(run / layout.SUMMARY)
         if summary is None:
-            raise Unreadable(f"{run}: the run isn't finished (no {folder.SUMMARY}); "
+            raise Unreadable(f"{run}: the run isn't finished (no {layout.SUMMARY}); "
                              "finish it, or compare checkpoints with --at STEP")
         return store.verify(summary["step"])
     except CheckpointDamaged as error:
@@ -102,12 +102,12 @@ def _facts(info: CheckpointInfo) -> dict[str, Any]:
 
 def _metric_differences(run_a: Path, run_b: Path, step: int) -> Iterator[str]:
     tables = [
-        {order_of(line): line for line in read_metrics(run / folder.METRICS)
+        {order_of(line): line for line in read_metrics(run / layout.METRICS)
          if line["step"] <= step}
         for run in (run_a, run_b)
     ]  # fmt: skip
     for run, table in zip((run_a, run_b), tables, strict=True):
-        lines = [line for line in read_metrics(run / folder.METRICS) if line["step"] <= step]
+        lines = [line for line in read_metrics(run / layout.METRICS) if line["step"] <= step]
         if len(lines) != len(table):
             yield f"metrics.jsonl of {run} has a step twice"
     for key in sorted({**tables[0], **tables[1]}):
@@ -146,11 +146,11 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _product_differences(run_a: Path, run_b: Path) -> Iterator[str]:
-    paths = [run / folder.PRODUCT for run in (run_a, run_b)]
+    paths = [run / layout.PRODUCT for run in (run_a, run_b)]
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
         raise Unreadable(f"{missing[0]} is missing")
-    yield from tensor_differences(folder.PRODUCT, *map(_product, paths))
+    yield from tensor_differences(layout.PRODUCT, *map(_product, paths))
 
 
 def _product(path: Path) -> dict[str, torch.Tensor]:

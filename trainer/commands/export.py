@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer import flags, folder, rng, tensorfile
+from trainer import durable, flags, layout, rng, tensorfile
 from trainer.cli import task_path
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
@@ -55,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             raise ConfigError(f"--tolerance {options.tolerance:g}: use 0 or more.")
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
         call = _example(reader)
-        if any((options.to / name).exists() for name in (folder.IDENTITY, MANIFEST)):
+        if any((options.to / name).exists() for name in (layout.IDENTITY, MANIFEST)):
             raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
                               f"{SAFETENSORS} of its own; choose another folder.")
         to_folder = partial(writing, f"--to {options.to}", "choose a folder that can be written")
@@ -80,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
                 log.error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
         if files:
             with to_folder():
-                folder.replace_json(options.to / ABOUT, {
+                durable.replace_json(options.to / ABOUT, {
                     "run": str(options.run), "step": reader.weights.step,
                     "averaged": bool(reader.weights.average), "task": task_path(reader.config.task),
                     "files": files})
@@ -107,7 +107,7 @@ def _example(reader: Reader) -> Call:
 
 def _write_safetensors(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
     weights = {name: value.cpu() for name, value in reader.model.state_dict().items()}
-    folder.replace_bytes(path, tensorfile.chunks(weights))
+    durable.replace_bytes(path, tensorfile.chunks(weights))
     model = reader.fresh_model()
     load(model, tensorfile.load(path), str(path))
     return _output(model, call), {}

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer import folder
+from trainer import durable, layout
 from trainer.append import read_records
 from trainer.attempts import Attempt, Event, read_attempts
 from trainer.log import read_events
@@ -118,19 +118,19 @@ def read(path: Path, *others: Path) -> History:
     """
     if not path.is_dir():
         raise NoRun(f"{path}: there is no such folder")
-    if folder.read_json(path / folder.IDENTITY) is None and not (path / folder.EVENTS).exists():
-        raise NoRun(f"{path}: there is no run in this folder (no {folder.IDENTITY})")
-    lines = read_records(path / folder.METRICS)
+    if durable.read_json(path / layout.IDENTITY) is None and not (path / layout.EVENTS).exists():
+        raise NoRun(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
+    lines = read_records(path / layout.METRICS)
     history = History(
         name=path.resolve().name, path=path,
-        events=[e for e in read_events(*(run / folder.EVENTS for run in (path, *others)))
+        events=[e for e in read_events(*(run / layout.EVENTS for run in (path, *others)))
                 if {"time", "attempt", "rank", "step", "event"} <= e.keys()],
         steps=[line for line in lines if "loss" in line],
         validations=[line for line in lines if "val_loss" in line],
-        timing=[line for line in read_records(path / folder.TIMING) if "step_s" in line],
-        config=_config(path / folder.CONFIG),
-        environment=folder.read_json(path / folder.ENVIRONMENT) or {},
-        summary=folder.read_json(path / folder.SUMMARY),
+        timing=[line for line in read_records(path / layout.TIMING) if "step_s" in line],
+        config=_config(path / layout.CONFIG),
+        environment=durable.read_json(path / layout.ENVIRONMENT) or {},
+        summary=durable.read_json(path / layout.SUMMARY),
     )  # fmt: skip
     straighten(history.events, history.timing)
     history.passages = passages(history.events, history.timing)

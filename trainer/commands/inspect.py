@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import cli, folder, resume
+from trainer import cli, durable, layout, resume
 from trainer.attempts import repeated, sentence
 from trainer.commands import history
 from trainer.errors import CheckpointDamaged, ConfigError
@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
                         help="folders of the same run on other nodes, for their events")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
-    if folder.read_json(options.run / folder.IDENTITY) is None:
-        print(f"{options.run}: there is no run in this folder (no whole {folder.IDENTITY})")
+    if durable.read_json(options.run / layout.IDENTITY) is None:
+        print(f"{options.run}: there is no run in this folder (no whole {layout.IDENTITY})")
         return 2
     report = inspect(options.run, *options.others)
     print(json.dumps(report, indent=2) if options.json else _table(report, options.run))
@@ -55,7 +55,7 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
         kind, why, then = *_label_of_step(run, step), "nothing to do: the run is complete"
     else:
         kind, why, then = _following(run, story, step, has_checkpoint=newest is not None)
-    at_work = is_at_work(run / folder.LOCK)
+    at_work = is_at_work(run / layout.LOCK)
     if at_work:
         then = f"is refused while the run is in progress; afterwards: {then}"
     return {
@@ -71,7 +71,7 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
 
 def checkpoints(run: Path) -> list[dict[str, Any]]:
     """Return each checkpoint of a run, oldest first, with its validity."""
-    store = Store(run / folder.CHECKPOINTS)
+    store = Store(run / layout.CHECKPOINTS)
     found = []
     for info in store.checkpoints():
         why = info.why
@@ -113,7 +113,7 @@ def _following(
 
 
 def _label_of_step(run: Path, step: int) -> tuple[str, str]:
-    facts = folder.read_json(run / folder.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
+    facts = durable.read_json(run / layout.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
     return label(run, facts)
 
 
@@ -126,13 +126,13 @@ def label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
     Args:
         facts: content of the state.json of the checkpoint.
     """
-    determinism = (folder.read_json(run / folder.ENVIRONMENT) or {}).get("determinism", {})
+    determinism = (durable.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
     if not {"settings", "circumstances"} <= facts.keys():
         return last
     try:
         verdict = resume.judge(
-            cli.load(run / folder.CONFIG), facts["settings"], before=facts.get("inexact", ()),
+            cli.load(run / layout.CONFIG), facts["settings"], before=facts.get("inexact", ()),
             now=_here(facts["circumstances"]), then=facts["circumstances"])
     except ConfigError as error:
         # The task can't be imported from here: use the label of the last start.

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from trainer import flags, folder
+from trainer import durable, flags
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.log import Log, writable
@@ -58,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
         encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
         with writing(f"--out {out}", REMEDY):
             out.parent.mkdir(parents=True, exist_ok=True)
-            folder.replace_bytes(out, encoded)
+            durable.replace_bytes(out, encoded)
     except ConfigError as error:
         log.error(str(error))
         return error.exit_code

@@ -10,8 +10,8 @@ from typing import Any, TypeVar
 
 from torch.utils.data import get_worker_info
 
-from trainer.diagnosis import text_of
 from trainer.errors import TooManyBadSamples
+from trainer.peer_errors import text_of
 
 T = TypeVar("T")
 

@@ -15,8 +15,9 @@ from trainer.data import batch as batches
 from trainer.data.bad import handing_over, named, this_worker
 from trainer.data.feed import Cut, Feed, Mark
 from trainer.data.reading import Micro, begin_epoch
-from trainer.data.sampler import Slot, block
+from trainer.data.sampler import Slot
 from trainer.errors import ConfigError
+from trainer.partition import block
 
 Collate = Callable[[list[Any]], Any]
 _COLLATE = 1

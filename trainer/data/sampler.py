@@ -14,6 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from trainer import rng
+from trainer.partition import block, micro_batches_per_rank
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,20 +53,6 @@ class Plan:
             return self.global_size // self.micro_size
         first, end = self.window(step)
         return -(-(end - first) // self.micro_size)
-
-
-def block(micro_batches: int, rank: int, num_ranks: int) -> range:
-    """The numbers of the micro-batches that a rank computes."""
-    return range(rank * micro_batches // num_ranks, (rank + 1) * micro_batches // num_ranks)
-
-
-def micro_batches_per_rank(micro_batches: int, num_ranks: int) -> int:
-    """Forward passes per rank and step: the size of the largest block.
-
-    A rank with a smaller block runs an empty micro-batch instead, so that all ranks call the same
-    collectives in their forward passes.
-    """
-    return -(-micro_batches // num_ranks)
 
 
 @dataclass(frozen=True, slots=True)

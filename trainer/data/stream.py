@@ -24,8 +24,8 @@ from trainer.data.feed import Mark
 from trainer.data.lanes import LaneReader, Part, StreamSpec
 from trainer.data.loader import loader_arguments, shut_down
 from trainer.data.reading import Micro
-from trainer.data.sampler import block, micro_batches_per_rank
 from trainer.errors import ConfigError
+from trainer.partition import block, micro_batches_per_rank
 
 
 class Stream:

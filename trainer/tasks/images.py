@@ -87,7 +87,7 @@ class Images:
     data: Data = "sample"
     """sample: 12,000 + 2,000 images of Fashion-MNIST, included in this package;
     fashion-mnist: all 60,000 + 10,000."""
-    root: str | None = dataclasses.field(default=None, metadata={"change": "free"})
+    root: str | None = dataclasses.field(default=None, metadata={"change": "ignored"})
     """First folder searched for the full data set, and target of its download."""
     architecture: Annotated[str, tyro.conf.arg(name="model")] = dataclasses.field(
         default="cnn", metadata={"flag": "model"})  # `model` itself is the method
@@ -101,7 +101,7 @@ class Images:
     """Share of the target that is spread over all classes, in training only."""
     dropout: float = 0.0
     """Dropout probability of the cnn's hidden units, in training only."""
-    teacher: str | None = dataclasses.field(default=None, metadata={"change": "free"})
+    teacher: str | None = dataclasses.field(default=None, metadata={"change": "ignored"})
     """Distil this model: a run folder, a checkpoint folder, or a model.safetensors."""
     teacher_architecture: Annotated[str, tyro.conf.arg(name="teacher-model")] = dataclasses.field(
         default="cnn", metadata={"flag": "teacher_model"})

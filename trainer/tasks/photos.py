@@ -81,7 +81,7 @@ class CifarImages(Dataset):
 class Photos:
     """Classify photographs."""
 
-    root: str | None = field(default=None, metadata={"change": "free"})
+    root: str | None = field(default=None, metadata={"change": "ignored"})
     """Required: folder with train/CLASS/FILE and optionally val/ and test/ in the same form, or
     with the binary files of CIFAR-10 (data_batch_1.bin …)."""
     data: Literal["folder", "cifar-10"] = "folder"

@@ -17,8 +17,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from trainer import losses
 from trainer.confusion import Figure
-from trainer.data.sampler import block
 from trainer.errors import ConfigError
+from trainer.partition import block
 from trainer.task import Outcome
 from trainer.tasks.gpt import GPT
 
@@ -97,7 +97,7 @@ class Reader(Iterator[tuple[Tensor, Tensor]]):
 class Text:
     """Predict the next byte of a text."""
 
-    file: str | None = field(default=None, metadata={"change": "free"})
+    file: str | None = field(default=None, metadata={"change": "ignored"})
     """Any file; by default pydoc_data/topics.py of this Python, 0.7 MB of its documentation."""
     stream: bool = False
     """Read the text in order, as a stream in lanes, instead of in shuffled pieces."""

@@ -1,0 +1,8 @@
+"""Names of the files and folders in a run folder."""
+
+IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
+SUMMARY, PRODUCT, METRICS, EVENTS = (
+    "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
+)  # fmt: skip
+CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
+COMPILED, TIMING, LAST_STEP = "compile-cache", "timing.jsonl", "last-step"
