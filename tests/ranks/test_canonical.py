@@ -18,16 +18,18 @@ TASK = ["--task=odd_task:Odd", "--device=cpu", "--batch.micro-size=3",
 
 
 def run(ranks, sizes, folder: Path, *arguments: str) -> None:
-    """The same command until the run is complete, each time with the next number of ranks; the
-    last one stays."""
+    """Repeat the command until the run is complete, with the next number of ranks each time.
+
+    The last number is used for all further starts.
+    """
     for start in range(30):
         size = sizes[min(start, len(sizes) - 1)]
-        ended = ranks.outcomes(size, train, *arguments, f"--run={folder}", group=False,
+        ended = ranks.outcomes(size, train, *arguments, f"--run-dir={folder}", group=False,
                                timeout_s=300 if "--precision.compile=on" in arguments else 100)
         if all(rank.value == 0 for rank in ended):
             return
         assert not any(rank.value == 2 or rank.hung for rank in ended), ended
-    raise AssertionError("the run doesn't come to its end")
+    raise AssertionError("the run did not end")
 
 
 def label(folder: Path) -> str:
@@ -37,7 +39,7 @@ def label(folder: Path) -> str:
 SMALL = ["--task.samples=116", "--batch.global-size=12", "--data.workers=0"]
 ODD = ["--task.samples=167", "--batch.global-size=18", "--task.width=700", "--task.odd",
        "--parallel.find-unused=on", "--optim.ema=0.9", "--data.workers=1"]  # fmt: skip
-"""4 and 6 micro-batches; the last window of an epoch has 3 and 2: fewer than there are ranks."""
+"""4 and 6 micro-batches; the last window of an epoch has 3 and 2, fewer than ranks."""
 
 
 @pytest.mark.parametrize(("sizes", "more"), [
@@ -71,7 +73,7 @@ def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path, sizes, more):
     pytest.param([*SMALL, "--precision.compile=on"], marks=pytest.mark.timeout(600)),
 ], ids=["bf16", "fp16", "spikes", "sgd", "nan", "tokens", "lanes", "stream",
         "compiled"])  # fmt: skip
-def test_other_ways_to_train_depend_on_the_number_of_ranks_no_more(ranks, tmp_path, more):
+def test_other_settings_do_not_depend_on_the_number_of_ranks(ranks, tmp_path, more):
     arguments = [*TASK, *more, "--steps=24"]
 
     run(ranks, [1], tmp_path / "of-1", *arguments)
@@ -94,7 +96,7 @@ def test_the_short_last_window_of_a_stream_has_all_micro_batches(ranks, tmp_path
 
 
 def changes(seed: int, last: int) -> tuple[list[int], list[str]]:
-    """Numbers of ranks, and the faults after each of which the next one begins."""
+    """Random numbers of ranks, and the faults between them."""
     draw, step, sizes, faults = random.Random(seed), 0, [], []
     while (step := step + draw.randint(2, 12)) < last:
         size = draw.randint(1, 4)
@@ -110,7 +112,7 @@ def changes(seed: int, last: int) -> tuple[list[int], list[str]]:
     *(pytest.param(seed, more, 6, marks=pytest.mark.long)
       for seed in range(1, 6) for more in (SMALL, ODD)),
 ])  # fmt: skip
-def test_ranks_may_come_and_go_and_die(ranks, tmp_path, seed, more, epochs):
+def test_the_number_of_ranks_may_change_and_ranks_may_die(ranks, tmp_path, seed, more, epochs):
     sizes, faults = changes(seed, 10 * epochs)
     arguments = [*TASK, *more, f"--epochs={epochs}"]
 
@@ -145,27 +147,27 @@ UNFIT = ["--task=unfit_task:Unfit", "--device=cpu", "--batch.global-size=8",
     ("reentrant", 2, "the gradients of body.bias, body.weight come in parts"),
     ("hook", 1, "body.weight has a hook"),
 ])  # fmt: skip
-def test_what_would_depend_on_the_number_of_ranks_is_refused(
+def test_models_that_depend_on_the_number_of_ranks_are_refused(
         ranks, tmp_path, capfd, way, size, why):
     codes = ranks(size, train, *UNFIT, f"--task.way={way}", "--steps=1",
-                  f"--run={tmp_path / 'run'}", group=False)
+                  f"--run-dir={tmp_path / 'run'}", group=False)
 
-    told = capfd.readouterr().out
+    output = capfd.readouterr().out
     assert codes == [2] * size
-    assert "error: --parallel.reduction canonical: " in told
-    assert why in told
+    assert "error: --parallel.reduction canonical: " in output
+    assert why in output
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_a_buffer_that_moves_and_is_in_no_checkpoint_is_named(ranks, tmp_path, capfd):
-    ranks(2, train, *UNFIT, "--task.way=passing", "--steps=1", f"--run={tmp_path / 'run'}",
+def test_a_changed_non_persistent_buffer_is_named(ranks, tmp_path, capfd):
+    ranks(2, train, *UNFIT, "--task.way=passing", "--steps=1", f"--run-dir={tmp_path / 'run'}",
           group=False)
 
-    told = capfd.readouterr().out
-    assert told.count("warning: the model's forward changes passing, registered with") == 1
+    output = capfd.readouterr().out
+    assert output.count("warning: the model's forward changes passing, registered with") == 1
 
 
-def test_a_start_may_fall_on_a_window_of_fewer_micro_batches_than_ranks(ranks, tmp_path):
+def test_a_start_at_a_window_with_fewer_micro_batches_than_ranks(ranks, tmp_path):
     arguments = [*UNFIT, "--epochs=2"]  # of 13 samples: windows of 4 and 3 micro-batches
 
     run(ranks, [1], tmp_path / "straight", *arguments)
@@ -174,7 +176,7 @@ def test_a_start_may_fall_on_a_window_of_fewer_micro_batches_than_ranks(ranks, t
     assert not list(differences(tmp_path / "straight", tmp_path / "changed"))
 
 
-def test_the_default_reduction_agrees_to_rounding_and_says_so(ranks, tmp_path):
+def test_the_default_reduction_is_equal_up_to_rounding_and_says_so(ranks, tmp_path):
     arguments = [*TASK, *SMALL, "--steps=12", "--parallel.reduction=ddp", "--parallel.sync-bn=off"]
 
     run(ranks, [2], tmp_path / "straight", *arguments)

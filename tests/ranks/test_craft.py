@@ -1,4 +1,4 @@
-"""Schedules, averaged weights, recomputed blocks and the NaN hunt in whole runs: as exact."""
+"""Schedules, averaged weights, recomputed blocks and NaN detection in exact runs."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.gl
 
 
 def until_done(ranks, size: int, folder: Path, *arguments: str) -> None:
-    """Run the same command until it is complete, over stops and deaths."""
+    """Repeat the command until the run is complete, over stops and deaths."""
     for _ in range(9):
-        outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run={folder}", group=False)
+        outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run-dir={folder}",
+                                  group=False)
         if all(outcome.value == 0 for outcome in outcomes):
             return
-    raise AssertionError("it isn't complete")
+    raise AssertionError("the run is not complete")
 
 
 @pytest.mark.parametrize("optimizer", [
     ["--optim.name=sgd", "--optim.nesterov=on"], ["--optim.name=torch.optim:RMSprop"],
 ], ids=["nesterov", "rmsprop"])  # fmt: skip
-def test_another_optimizer_goes_on_from_a_stop_with_the_same_bits(ranks, tmp_path, optimizer):
+def test_other_optimizers_resume_from_a_stop_with_the_same_bits(ranks, tmp_path, optimizer):
     arguments = ["--steps=6", "--optim.lr=0.01", *optimizer]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
 
@@ -65,7 +66,7 @@ def test_stops_and_deaths_change_no_bit(ranks, tmp_path, craft):
     assert "ema.safetensors" in json.loads((checkpoint / "manifest.json").read_text())["files"]
 
 
-def test_a_plateau_falls_on_the_validations_figure_and_a_killed_run_knows_how_far(ranks, tmp_path):
+def test_a_plateau_follows_the_validation_loss(ranks, tmp_path):
     until_done(ranks, 1, tmp_path / "run", "--steps=20", *PLATEAU)
 
     rates = [line["lr"] for line in steps(tmp_path / "run")]
@@ -82,7 +83,7 @@ def test_a_plateau_falls_on_the_validations_figure_and_a_killed_run_knows_how_fa
     assert rates[-1] < 0.02
 
 
-def test_the_averaged_weights_are_what_is_validated_and_exported(ranks, tmp_path):
+def test_averaged_weights_are_validated_and_exported(ranks, tmp_path):
     arguments = ["--steps=12", "--eval.every=4", "--optim.lr=0.05", "--checkpoint.keep=5"]
     until_done(ranks, 1, tmp_path / "plain", *arguments)
     until_done(ranks, 1, tmp_path / "ema", *arguments, "--optim.ema=0.9")
@@ -103,20 +104,21 @@ def test_the_averaged_weights_are_what_is_validated_and_exported(ranks, tmp_path
 
 
 def test_recomputed_activations_change_no_bit(ranks, tmp_path):
-    for every in (0, 2):  # with batch norms that are synchronised, also in the second forward
+    for every in (0, 2):  # batch norms synchronise in the second forward too
         ended = ranks(2, train, "--task=resnet_task:ResNet", "--device=cpu", "--data.workers=0",
                       "--batch.global-size=4", "--batch.micro-size=2", "--steps=2",
-                      f"--precision.recompute-every={every}", f"--run={tmp_path / str(every)}",
+                      f"--precision.recompute-every={every}", f"--run-dir={tmp_path / str(every)}",
                       group=False)
         assert ended == [0, 0]
 
     assert not list(differences(tmp_path / "0", tmp_path / "2"))
 
 
-def test_the_operation_that_makes_a_nan_is_named_by_its_rank(ranks, tmp_path):
+def test_the_operation_that_creates_a_nan_is_reported_by_its_rank(ranks, tmp_path):
     ended = ranks(2, train, "--task=sick_task:Sick", *TASK[1:], "--task.way=gradient",
                   "--task.first=44", "--task.end=45", "--data.shuffle=off", "--task.norm=group",
-                  "--steps=8", "--numerics.anomaly=on", f"--run={tmp_path / 'run'}", group=False)
+                  "--steps=8", "--numerics.anomaly=on", f"--run-dir={tmp_path / 'run'}",
+                  group=False)
 
     assert ended == [0, 0]
     events = [json.loads(t) for t in (tmp_path / "run/events.jsonl").read_text().splitlines()]
@@ -126,14 +128,14 @@ def test_the_operation_that_makes_a_nan_is_named_by_its_rank(ranks, tmp_path):
                      "node": "AbsBackward0", "module": None}  # infinity · 0
 
 
-@pytest.mark.parametrize(("flags", "told"), [
+@pytest.mark.parametrize(("flags", "message"), [
     (["--task.validation=0"], "the task has no validation data"),
-    (["--schedule.options=metric=val_f1:max"], "it gives val_loss, val_abs"),
+    (["--schedule.options=metric=val_f1:max"], "it computes val_loss, val_abs"),
 ], ids=["no-validation", "no-such-figure"])  # fmt: skip
-def test_a_plateau_that_nothing_can_be_judged_by_is_refused(ranks, tmp_path, capfd, flags, told):
+def test_a_plateau_without_its_metric_is_refused(ranks, tmp_path, capfd, flags, message):
     ended = ranks(1, train, *TASK, "--steps=4", "--schedule.name=plateau", *flags,
-                  f"--run={tmp_path / 'run'}", group=False)
+                  f"--run-dir={tmp_path / 'run'}", group=False)
 
     assert ended == [2]
     output = capfd.readouterr()
-    assert told in output.out + output.err
+    assert message in output.out + output.err

@@ -19,12 +19,12 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0",
 
 
 def run(ranks, size: int, folder: Path, *arguments: str, timeout_s: float = 100) -> list[int]:
-    return ranks(size, train, *TASK, *arguments, f"--run={folder}", group=False,
+    return ranks(size, train, *TASK, *arguments, f"--run-dir={folder}", group=False,
                  timeout_s=timeout_s)
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_overflowing_updates_are_skipped_and_move_neither_rate_nor_count(ranks, tmp_path, size):
+def test_overflowing_updates_are_skipped_and_change_neither_rate_nor_count(ranks, tmp_path, size):
     arguments = ["--precision.dtype=fp16", f"--precision.loss-scale={2.0**40}", "--steps=40",
                  "--schedule.warmup=10"]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
@@ -71,7 +71,7 @@ def test_a_window_in_fp16_is_clipped_once_in_real_units(ranks, tmp_path):
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_nan_on_one_rank_is_skipped_by_all_and_leaves_no_trace(ranks, tmp_path, size):
+def test_a_nan_on_one_rank_is_skipped_by_all_and_changes_nothing(ranks, tmp_path, size):
     arguments = ["--steps=8", "--task.norm=batch", "--checkpoint.every=1", "--checkpoint.keep=9",
                  f"--inject=nan:step=5:rank={size - 1}"]
 
@@ -87,7 +87,7 @@ def test_a_nan_on_one_rank_is_skipped_by_all_and_leaves_no_trace(ranks, tmp_path
 
 @pytest.mark.long
 def test_checkpoints_load_with_and_without_compile_and_ddp_in_all_pairs(ranks, tmp_path):
-    # Each ordered pair of (ranks, compile) follows another at least once in this walk.
+    # The walk contains each ordered pair of settings (ranks, compile) at least once.
     ways = [(size, compiled) for size in (1, 2) for compiled in ("off", "on")]
     walk = [ways[i] for i in (0, 0, 1, 0, 2, 0, 3, 1, 1, 2, 1, 3, 2, 2, 3, 3, 0)]
     keys = set()

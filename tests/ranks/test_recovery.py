@@ -1,4 +1,4 @@
-"""Bad steps: skipped by all ranks, named, left out after a rollback; ranks that differ."""
+"""Bad steps: skipped by all ranks, reported, excluded after a roll-back; ranks that differ."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from trainer.step import Step
 TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
         "--batch.micro-size=2", "--task.norm=batch", "--task.samples=160",
         "--data.shuffle=off"]  # fmt: skip
-# Unshuffled, step n of an epoch has the samples from 8 (n - 1) up to 8 n.
+# Without shuffling, step n of an epoch has the samples from 8 (n - 1) up to 8 n.
 
 
 def run(ranks, size: int, folder: Path, *arguments: str) -> list[int]:
-    return ranks(size, train, *TASK, *arguments, f"--run={folder}", group=False)
+    return ranks(size, train, *TASK, *arguments, f"--run-dir={folder}", group=False)
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Rank 0's events of a kind."""
+    """Events of a kind from rank 0."""
     found = [json.loads(t) for t in (folder / "events.jsonl").read_text().splitlines()]
     return [e for e in found if e["event"] == kind and e["rank"] == 0]
 
@@ -43,8 +43,8 @@ def state(folder: Path, step: int) -> dict[str, Any]:
 @pytest.mark.parametrize(("way", "norm"), [("input", "batch"), ("input", "group"),
                                            ("loss", "group"), ("gradient", "group"),
                                            ("outlier", "batch"), ("outlier", "canonical")])
-def test_one_sick_sample_is_skipped_alike_whatever_the_number_of_ranks(ranks, tmp_path, way, norm):
-    # Sample 44 is in step 6, in the third of its four micro-batches: rank 1's first of W = 2.
+def test_a_bad_sample_is_skipped_with_any_number_of_ranks(ranks, tmp_path, way, norm):
+    # Sample 44 is in the third of the four micro-batches of step 6: with W = 2, rank 1's first.
     sick = ["--task.first=44", "--task.end=45", f"--task.way={way}", "--steps=8",
             f"--task.norm={norm}"]
     if norm == "canonical":
@@ -70,7 +70,7 @@ def test_one_sick_sample_is_skipped_alike_whatever_the_number_of_ranks(ranks, tm
                        for n, t in weights(folder, 8).items())
 
 
-def test_a_run_without_a_single_update_is_no_complete_one(ranks, tmp_path, capfd):
+def test_a_run_without_any_update_is_not_complete(ranks, tmp_path, capfd):
     arguments = ["--task.first=0", "--task.end=160", "--steps=2", "--task.norm=group"]
 
     assert run(ranks, 2, tmp_path, *arguments) == [77, 77]
@@ -81,15 +81,18 @@ def test_a_run_without_a_single_update_is_no_complete_one(ranks, tmp_path, capfd
                "--accept=task.end") == [0, 0]
 
 
-def test_a_count_of_nothing_is_named_where_nothing_else_is_wrong():
-    assert "the sum of Outcome.count over all micro-batches, which divides the loss, is 0" in told(NONFINITE, [], [], 2, count=0)
+def test_a_count_of_zero_is_named_as_the_cause():
+    text = told(NONFINITE, [], [], 2, count=0)
+
+    assert "the sum of Outcome.count over all micro-batches, which divides the loss, is 0" in text
 
 
 @pytest.mark.parametrize("reduction", ["ddp", "canonical"])
-def test_a_buffer_that_0_samples_spoil_makes_no_step_bad_since_another_ranks_is_taken(
+def test_a_non_finite_buffer_of_an_empty_micro_batch_makes_no_step_bad(
     ranks, tmp_path, reduction
 ):
-    # 4 micro-batches on 3 ranks: the first two compute an empty one as well.
+    # 4 micro-batches on 3 ranks: the first two ranks compute an empty one as well. The last rank's
+    # buffers count.
     assert run(ranks, 3, tmp_path, "--task.centred", "--steps=3", "--task.norm=group",
                f"--parallel.reduction={reduction}") == [0, 0, 0]
 
@@ -97,18 +100,18 @@ def test_a_buffer_that_0_samples_spoil_makes_no_step_bad_since_another_ranks_is_
     assert all(torch.isfinite(t).all() for t in weights(tmp_path, 3).values())
 
 
-def test_a_buffer_that_0_samples_spoil_for_good_is_told_as_that():
+def test_a_buffer_that_an_empty_micro_batch_makes_non_finite_is_reported():
     cause = {"rank": 1, "micro_batch": -1, "samples": [], "loss": "0.0", "input": [],
              "buffers": ["mean"]}
 
-    said = told(NONFINITE, [cause], [], 3)
+    text = told(NONFINITE, [cause], [], 3)
 
-    assert "leaves mean not finite on rank 1, an empty micro-batch, which must change no" in said
-    assert "must not change its buffers for an empty batch" in said
+    assert "makes mean non-finite on rank 1, an empty micro-batch, which must change no" in text
+    assert "must not change its buffers for an empty batch" in text
 
 
-def test_ranks_judge_alike_where_one_has_warmed_up_with_an_empty_micro_batch(ranks, tmp_path):
-    # Of an epoch's last window there is only one micro-batch, the last rank's.
+def test_all_ranks_decide_equally_after_a_warm_up_with_an_empty_micro_batch(ranks, tmp_path):
+    # The last window of an epoch has only one micro-batch, that of the last rank.
     sick = ["--task.first=0", "--task.end=1", "--task.way=outlier", "--task.samples=10",
             "--data.drop-last=off", "--parallel.reduction=canonical", "--epochs=2"]
 
@@ -119,9 +122,8 @@ def test_ranks_judge_alike_where_one_has_warmed_up_with_an_empty_micro_batch(ran
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_bad_steps_in_a_row_lead_back_and_their_batches_are_left_out(ranks, tmp_path, size, capfd):
-    # Steps 6, 7, 8 of each epoch of 20 are bad: the first epoch's are met one by one, and the
-    # second epoch's too.
+def test_consecutive_bad_steps_are_rolled_back_and_excluded(ranks, tmp_path, size, capfd):
+    # Steps 6, 7, 8 of each epoch of 20 are bad.
     arguments = ["--task.first=40", "--task.end=64", "--task.way=loss", "--epochs=2",
                  "--checkpoint.every=4", "--checkpoint.keep=1"]
     folder = tmp_path / "run"
@@ -138,7 +140,7 @@ def test_bad_steps_in_a_row_lead_back_and_their_batches_are_left_out(ranks, tmp_
     progress = state(folder, 40)["progress"]
     assert progress["bad"] == progress["left_out"] == [6, 7, 8, 26, 27, 28]
     assert progress["skipped"] == 6
-    # As if the batches had been skipped and no rollback had been: it is the same computation.
+    # Skipping the batches without a roll-back is the same computation.
     plain = tmp_path / "plain"
     assert run(ranks, size, plain, *arguments, "--nonfinite.max-in-row=0") == [0] * size
     assert all(torch.equal(weights(plain, 40)[n], t) for n, t in weights(folder, 40).items())
@@ -146,7 +148,7 @@ def test_bad_steps_in_a_row_lead_back_and_their_batches_are_left_out(ranks, tmp_
 
 @pytest.mark.parametrize("deaths", [["kill:step=9:rank=1:phase=backward"],
                                     ["term:step=5"], ["term:step=7:rank=1", "term:step=8"]])
-def test_a_stop_or_death_around_a_rollback_changes_no_bit(ranks, tmp_path, deaths):
+def test_a_stop_or_death_around_a_roll_back_changes_no_bit(ranks, tmp_path, deaths):
     arguments = ["--task.first=40", "--task.end=64", "--task.way=loss", "--steps=24",
                  "--checkpoint.every=4", "--task.dropout=0.2", "--data.workers=1"]
     straight, killed = tmp_path / "straight", tmp_path / "killed"
@@ -154,7 +156,7 @@ def test_a_stop_or_death_around_a_rollback_changes_no_bit(ranks, tmp_path, death
 
     assert run(ranks, 2, straight, *arguments) == [0, 0]
     for death in deaths:
-        outcomes = ranks.outcomes(2, train, *TASK, *arguments, *faults, f"--run={killed}",
+        outcomes = ranks.outcomes(2, train, *TASK, *arguments, *faults, f"--run-dir={killed}",
                                   group=False)
         if death.startswith("kill"):
             assert outcomes[1].signal == 9
@@ -167,14 +169,14 @@ def test_a_stop_or_death_around_a_rollback_changes_no_bit(ranks, tmp_path, death
     assert state(killed, 24)["generation"] >= 1
 
 
-def test_what_is_abandoned_is_not_resumed_from(ranks, tmp_path):
+def test_abandoned_checkpoints_are_not_resumed_from(ranks, tmp_path):
     arguments = ["--task.first=40", "--task.end=64", "--task.way=loss", "--steps=24",
                  "--checkpoint.every=1", "--checkpoint.keep=9"]
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     assert run(ranks, 2, whole, *arguments) == [0, 0]
     assert run(ranks, 2, cut, *arguments, "--inject=term:step=9:phase=data") == [75, 75]
 
-    # Step 9 follows the rollback from step 8 to 5: whatever lay there is of the new generation.
+    # Step 9 follows the roll-back from step 8 to 5: later checkpoints are of the new generation.
     kept = inspect(cut)["checkpoints"]
     assert {c["generation"] for c in kept if c["step"] > 5} == {1}
     shutil.rmtree(cut / "checkpoints/step-00000009")
@@ -182,7 +184,7 @@ def test_what_is_abandoned_is_not_resumed_from(ranks, tmp_path):
     assert not list(differences(whole, cut))
 
 
-def test_too_many_bad_steps_end_the_run_with_77_and_healthy_checkpoints(ranks, tmp_path, capfd):
+def test_too_many_bad_steps_end_the_run_with_77_and_finite_checkpoints(ranks, tmp_path, capfd):
     arguments = ["--inject=nan:rank=1:always", "--steps=40", "--checkpoint.every=1",
                  "--checkpoint.keep=1", "--nonfinite.max-total=7"]
 
@@ -198,8 +200,8 @@ def test_too_many_bad_steps_end_the_run_with_77_and_healthy_checkpoints(ranks, t
         assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run", c["step"]).values())
 
 
-def test_weights_that_an_update_made_infinite_are_never_kept(ranks, tmp_path):
-    # The gradients are finite and the rate isn't: the update itself breaks the weights.
+def test_infinite_weights_are_never_saved(ranks, tmp_path):
+    # Gradients are finite, but the rate is too high: the update itself makes weights infinite.
     arguments = ["--optim.lr=1e38", "--optim.name=sgd", "--schedule.warmup=off", "--clip.norm=0",
                  "--steps=12", "--checkpoint.every=1", "--checkpoint.keep=1",
                  "--nonfinite.max-total=5"]
@@ -210,7 +212,7 @@ def test_weights_that_an_update_made_infinite_are_never_kept(ranks, tmp_path):
         assert all(torch.isfinite(t).all() for t in weights(tmp_path / "run", c["step"]).values())
 
 
-def test_a_loss_spike_is_left_out_too_where_that_is_asked_for(ranks, tmp_path):
+def test_a_loss_spike_is_excluded_if_enabled(ranks, tmp_path):
     arguments = ["--task.first=144", "--task.end=160", "--task.way=spike", "--steps=20"]
 
     assert run(ranks, 2, tmp_path / "on", *arguments, "--nonfinite.spike-z=30",
@@ -223,7 +225,7 @@ def test_a_loss_spike_is_left_out_too_where_that_is_asked_for(ranks, tmp_path):
 
 
 @pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 1), (3, 0)])
-def test_a_flipped_bit_is_found_named_and_undone(ranks, tmp_path, size, rank):
+def test_a_flipped_bit_is_found_reported_and_undone(ranks, tmp_path, size, rank):
     arguments = ["--steps=30", "--checkpoint.every=5", "--parallel.verify-every=3"]
     straight, flipped = tmp_path / "straight", tmp_path / "flipped"
     flip = f"--inject=flip:rank={rank}:step=10:phase=step-end"
@@ -242,7 +244,7 @@ def test_a_flipped_bit_is_found_named_and_undone(ranks, tmp_path, size, rank):
 
 
 def flip_a_buffer(*arguments: str) -> int:
-    """In a rank: train; after step 10 a bit of rank 1's running mean is another one, once."""
+    """In a rank: train, and flip a bit of rank 1's running mean once, after step 10."""
     make, flipped = Step.__call__, []
 
     def flip(step: Step, *args: Any, **options: Any) -> Any:
@@ -262,8 +264,8 @@ def test_a_flipped_bit_of_a_buffer_is_found_and_undone(ranks, tmp_path, norm):
     arguments = [*TASK, f"--parallel.sync-bn={norm}", "--steps=20", "--checkpoint.every=5"]
     straight, flipped = tmp_path / "straight", tmp_path / "flipped"
 
-    assert ranks(2, train, *arguments, f"--run={straight}", group=False) == [0, 0]
-    assert ranks(2, flip_a_buffer, *arguments, f"--run={flipped}", group=False) == [0, 0]
+    assert ranks(2, train, *arguments, f"--run-dir={straight}", group=False) == [0, 0]
+    assert ranks(2, flip_a_buffer, *arguments, f"--run-dir={flipped}", group=False) == [0, 0]
 
     (event,) = events(flipped, "divergence")
     assert event["at_step"] == 10
@@ -276,14 +278,14 @@ def test_a_flipped_bit_of_a_buffer_is_found_and_undone(ranks, tmp_path, norm):
     pytest.param(3, 12, "kill:rank=0:step=7:phase=optimizer", marks=pytest.mark.long),
     pytest.param(3, 7, "kill:rank=1:step=7:phase=step-end", marks=pytest.mark.long),
 ])  # fmt: skip
-def test_a_death_between_the_last_bad_step_and_the_way_back_changes_nothing(
+def test_a_death_between_the_last_bad_step_and_the_roll_back_changes_nothing(
     ranks, tmp_path, size, last, fault
 ):
     arguments = [*(f"--inject=nan:step={step}:always" for step in (5, 6, 7)), f"--steps={last}",
                  "--checkpoint.every=3"]
     assert run(ranks, size, tmp_path / "straight", *arguments) == [0] * size
 
-    killed = [*TASK, *arguments, f"--inject={fault}", f"--run={tmp_path / 'killed'}"]
+    killed = [*TASK, *arguments, f"--inject={fault}", f"--run-dir={tmp_path / 'killed'}"]
     ranks.outcomes(size, train, *killed, group=False)
     assert ranks(size, train, *killed, group=False) == [0] * size
 
@@ -291,29 +293,29 @@ def test_a_death_between_the_last_bad_step_and_the_way_back_changes_nothing(
     assert not list(differences(tmp_path / "straight", tmp_path / "killed"))
 
 
-def end_before_the_way_back(*arguments: str) -> int:
-    """In a rank: train; rank 0 dies where the way back is looked for."""
+def die_before_the_roll_back(*arguments: str) -> int:
+    """In a rank: train; rank 0 dies when the roll-back searches a checkpoint."""
     find = recovery.find
 
-    def look(*args: Any, **options: Any) -> Any:
+    def die_or_find(*args: Any, **options: Any) -> Any:
         if os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return find(*args, **options)
 
-    recovery.find = look
+    recovery.find = die_or_find
     return train(*arguments)
 
 
-def test_a_passing_fault_is_not_forgotten_with_a_rank_that_dies_before_the_way_back(
+def test_a_transient_fault_is_remembered_after_a_death_before_the_roll_back(
     ranks, tmp_path
 ):
-    # Each NaN comes once in the run: a restart from before them would train on those batches.
+    # Each NaN is injected once: a restart from before them would train on those batches.
     arguments = [*(f"--inject=nan:step={step}" for step in (5, 6, 7)), "--steps=12",
                  "--checkpoint.every=3"]
     assert run(ranks, 2, tmp_path / "straight", *arguments) == [0, 0]
 
-    killed = [*TASK, *arguments, f"--run={tmp_path / 'killed'}"]
-    ranks.outcomes(2, end_before_the_way_back, *killed, group=False)
+    killed = [*TASK, *arguments, f"--run-dir={tmp_path / 'killed'}"]
+    ranks.outcomes(2, die_before_the_roll_back, *killed, group=False)
     assert inspect(tmp_path / "killed")["step"] == 7
     assert ranks(2, train, *killed, group=False, timeout_s=60) == [0, 0]
 

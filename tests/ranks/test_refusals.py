@@ -69,7 +69,7 @@ def test_bad_input_is_one_clear_error_with_exit_code_2(ranks, tmp_path, capfd, w
     arguments, expected = BAD[what]
     env = {"TRAINER_DATA": str(tmp_path), "WORLD_SIZE": "1"}
 
-    codes = ranks(1, bare, *arguments, f"--run={tmp_path / 'run'}", group=False, env=env)
+    codes = ranks(1, bare, *arguments, f"--run-dir={tmp_path / 'run'}", group=False, env=env)
 
     output = capfd.readouterr().out
     assert codes == [2]
@@ -86,7 +86,7 @@ def test_sparse_gradients_are_left_to_an_optimizer_that_takes_them(ranks, tmp_pa
                  "--batch.global-size=8", "--batch.micro-size=2", "--log.histograms=1",
                  "--optim.name=torch.optim:SGD", "--optim.weight-decay=0", "--inject=nan:step=2"]
 
-    codes = ranks(1, train, *arguments, f"--run={tmp_path / 'run'}", group=False)
+    codes = ranks(1, train, *arguments, f"--run-dir={tmp_path / 'run'}", group=False)
 
     assert codes == [0]
     assert "skipped step 2: loss nan on rank 0" in capfd.readouterr().out
@@ -95,11 +95,12 @@ def test_sparse_gradients_are_left_to_an_optimizer_that_takes_them(ranks, tmp_pa
 def test_a_file_where_the_run_folder_should_be_is_refused(ranks, tmp_path, capfd):
     (tmp_path / "run").write_text("mine")
 
-    codes = ranks(1, train, *TAPE, "--task.samples=200", f"--run={tmp_path / 'run'}", group=False)
+    codes = ranks(1, train, *TAPE, "--task.samples=200", f"--run-dir={tmp_path / 'run'}",
+                  group=False)
 
     output = capfd.readouterr().out
     assert codes == [2]
-    assert f"error: --run {tmp_path / 'run'}: " in output
+    assert f"error: --run-dir {tmp_path / 'run'}: " in output
     assert "Traceback" not in output
     assert (tmp_path / "run").read_text() == "mine"
 
@@ -107,7 +108,7 @@ def test_a_file_where_the_run_folder_should_be_is_refused(ranks, tmp_path, capfd
 def test_a_run_folder_whose_path_can_not_be_is_refused_on_all_ranks_at_once(
     ranks, tmp_path, capfd
 ):
-    codes = ranks(2, train, *TAPE, "--task.samples=200", f"--run={tmp_path / ('x' * 300)}",
+    codes = ranks(2, train, *TAPE, "--task.samples=200", f"--run-dir={tmp_path / ('x' * 300)}",
                   group=False)
 
     output = capfd.readouterr().out
@@ -119,7 +120,7 @@ def test_a_run_folder_whose_path_can_not_be_is_refused_on_all_ranks_at_once(
 
 def test_more_ranks_than_micro_batches_is_refused_on_all_ranks(ranks, tmp_path, capfd):
     codes = ranks(3, train, *TAPE, "--task.samples=64", "--batch.global-size=8",
-                  "--batch.micro-size=4", f"--run={tmp_path / 'run'}", group=False)
+                  "--batch.micro-size=4", f"--run-dir={tmp_path / 'run'}", group=False)
 
     output = capfd.readouterr().out
     assert codes == [2, 2, 2]

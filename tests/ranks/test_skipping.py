@@ -1,4 +1,4 @@
-"""Training on data with bad samples: all ranks end at once, or go on with the same others."""
+"""Training on data with bad samples: all ranks end at once, or use the same replacements."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAD = {5, 11, 40}
 
 
 def run(ranks, size: int, folder: Path, *arguments: str, code: int = 0) -> Path:
-    codes = ranks(size, train, *arguments, f"--run={folder}", group=False)
+    codes = ranks(size, train, *arguments, f"--run-dir={folder}", group=False)
     assert codes == [code] * size
     return folder
 
@@ -38,27 +38,27 @@ def summary(folder: Path) -> dict:
 def test_all_ranks_end_within_seconds_and_the_sample_is_named(
     ranks, tmp_path, size, workers, kind, doing
 ):
-    # The window of step 3 holds the samples 24 to 35. The one that is bad belongs to the middle
-    # micro-batch of rank 1 of 2, and to the first of the last rank of 3: others wait for theirs.
+    # The window of step 3 has the samples 24 to 35. The bad one is in the middle micro-batch of
+    # rank 1 of 2, or in the first one of the last rank of 3: other ranks wait.
     arguments = [*TASK, "--task.samples=48", "--epochs=2", "--data.shuffle=off",
                  f"--task.{kind}=32", f"--data.workers={workers}"]
 
-    # A peer that waited for the collective's own time limit would come a minute too late.
-    outcomes = ranks.outcomes(size, train, *arguments, f"--run={tmp_path / 'run'}",
+    # A peer that waits for the timeout of its collective would end a minute later.
+    outcomes = ranks.outcomes(size, train, *arguments, f"--run-dir={tmp_path / 'run'}",
                               group=False)
 
     assert [outcome.value for outcome in outcomes] == [1] * size
     ends = [outcome.at for outcome in outcomes]
     assert max(ends) - min(ends) < 30
     output = {outcome.rank: outcome.output for outcome in outcomes}
-    told = output[size - 1]
+    text = output[size - 1]
     place = f"rank {size - 1}" + (", loader worker " if workers else ")")
-    assert f"SampleError: {doing} sample 32 of epoch 0 raised ValueError: no " in told
-    assert place in told
-    assert "--data.on-error skip" in told
+    assert f"SampleError: {doing} sample 32 of epoch 0 raised ValueError: no " in text
+    assert place in text
+    assert "--data.on-error skip" in text
     line = "# the user's line" if kind == "bad" else 'raise ValueError(f"no shape for'
-    assert line in told
-    assert all("sample 32" not in text for rank, text in output.items() if rank != size - 1)
+    assert line in text
+    assert all("sample 32" not in other for rank, other in output.items() if rank != size - 1)
     [failure] = [e for e in read_events(tmp_path / "run/events.jsonl")
                  if e["event"] == "failure" and not e["echo"]]
     assert failure["rank"] == size - 1
@@ -66,7 +66,7 @@ def test_all_ranks_end_within_seconds_and_the_sample_is_named(
     assert saved == ["step-00000002"], "a survivor's"
 
 
-def test_a_sample_that_ends_its_loader_worker_is_named_and_not_replaced(ranks, tmp_path, capfd):
+def test_a_sample_that_ends_its_loader_worker_is_reported_and_not_replaced(ranks, tmp_path, capfd):
     arguments = [*TASK, "--task.samples=48", "--epochs=1", "--data.shuffle=off", "--task.bad=32",
                  "--task.error=SystemExit", "--data.workers=1", "--data.on-error=skip"]
 
@@ -94,7 +94,7 @@ def test_a_bad_sample_of_the_validation_is_never_replaced(ranks, tmp_path, capfd
 def test_a_killed_run_replaces_the_same_samples_and_counts_each_once(ranks, tmp_path, capfd):
     straight = run(ranks, 2, tmp_path / "straight", *SKIP, "--data.workers=0")
     faults = ["--inject=kill:step=3:rank=1:phase=backward", "--inject=kill:step=11:rank=0"]
-    killed = [*SKIP, "--data.workers=2", *faults, f"--run={tmp_path / 'killed'}"]
+    killed = [*SKIP, "--data.workers=2", *faults, f"--run-dir={tmp_path / 'killed'}"]
 
     for _ in faults:
         outcomes = ranks.outcomes(2, train, *killed, group=False)
@@ -107,9 +107,9 @@ def test_a_killed_run_replaces_the_same_samples_and_counts_each_once(ranks, tmp_
         assert all(counts)
         assert sum(counts) == summary(folder)["replaced"] == 3 * len(BAD)
     events = [e for e in read_events(straight / "events.jsonl") if e["event"] == "bad-sample"]
-    told = {(e["rank"], e["index"]) for e in events}
-    assert len(told) == len(events), "once by each rank"
-    assert {index for _, index in told} == BAD
+    reported = {(e["rank"], e["index"]) for e in events}
+    assert len(reported) == len(events), "once by each rank"
+    assert {index for _, index in reported} == BAD
     assert {e["exception"] for e in events} == {
         "ValueError: no picture in 5", "ValueError: no picture in 40", "ValueError: no shape for "
         "{11}"}  # fmt: skip
@@ -132,7 +132,7 @@ def test_any_number_of_ranks_and_workers_trains_on_the_same_samples(ranks, tmp_p
     assert not BAD & {index for window in found[0] for _, index, _ in window}
 
 
-def test_data_that_are_mostly_bad_end_the_run_on_all_ranks(ranks, tmp_path, capfd):
+def test_too_many_bad_samples_end_the_run_on_all_ranks(ranks, tmp_path, capfd):
     bad = ",".join(str(number) for number in range(1, 240, 2))
 
     run(ranks, 2, tmp_path / "run", *TASK, "--task.samples=240", f"--task.bad={bad}",
@@ -146,9 +146,7 @@ def test_data_that_are_mostly_bad_end_the_run_on_all_ranks(ranks, tmp_path, capf
     assert weights(tmp_path / "run", len(lines) - 1)
 
 
-def test_a_run_that_has_stopped_goes_on_as_if_it_had_skipped_from_the_start(
-    ranks, tmp_path, capfd
-):
+def test_a_stopped_run_resumes_as_if_it_had_skipped_from_the_start(ranks, tmp_path, capfd):
     arguments = [*TASK, "--task.samples=48", "--epochs=2", "--data.shuffle=off", "--task.bad=32"]
     straight = run(ranks, 2, tmp_path / "straight", *arguments, "--data.on-error=skip")
     stopped = run(ranks, 2, tmp_path / "stopped", *arguments, code=1)

@@ -1,4 +1,4 @@
-"""Each loss over ranks and micro-batches with unequal numbers of tokens: the same update."""
+"""Each loss gives the same update for any split into ranks and unequal micro-batches."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from loss_cases import CASES, one_step
 
 SIZES = (1, 3, 2, 2)
-"""Samples of the micro-batches; of the tokens' losses each counts another number of targets."""
+"""Samples per micro-batch; for token losses the number of counted targets differs too."""
 
 
 def all_losses() -> dict[str, tuple[float, list[float]]]:
@@ -32,6 +32,6 @@ def test_four_micro_batches_are_one_update_on_any_number_of_ranks(split, name, s
     loss = plain(whole, *others)
     loss.backward()
 
-    for of_rank, values in (result[name] for result in split(size)):
-        assert abs(of_rank - float(loss.detach())) <= 1e-6
+    for rank_loss, values in (result[name] for result in split(size)):
+        assert abs(rank_loss - float(loss.detach())) <= 1e-6
         assert float((torch.tensor(values) - whole.grad.flatten()).abs().max()) <= 1e-6

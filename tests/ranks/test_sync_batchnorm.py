@@ -1,4 +1,4 @@
-"""Synchronised batch norm equals one process that sees the samples of all ranks."""
+"""Synchronised batch norm equals one process with the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def assert_equal_to_one_process(ranks: Ranks, module: nn.Module, x: Tensor, spli
 
 @pytest.mark.parametrize("split", SPLITS, ids=str)
 @pytest.mark.parametrize("kind", ["flat", "1d", "2d", "channels-last", "3d"])
-def test_unequal_shares_equal_one_process_that_sees_all(
+def test_unequal_shares_equal_one_process(
         ranks: Ranks, kind: str, split: list[int]) -> None:
     assert_equal_to_one_process(ranks, layer(kind), samples(4, kind), split)
 
@@ -122,7 +122,7 @@ def test_a_layer_used_twice_in_one_forward_equals_one_process(ranks: Ranks) -> N
     assert_equal_to_one_process(ranks, model, samples(4, dtype=double), [0, 1, 3], tolerance=1e-9)
 
 
-def test_frozen_weights_get_no_gradient_and_the_input_does(ranks: Ranks) -> None:
+def test_with_frozen_weights_only_the_input_gets_a_gradient(ranks: Ranks) -> None:
     assert_equal_to_one_process(ranks, layer().requires_grad_(False), samples(4), [0, 1, 3])
 
 
@@ -195,7 +195,7 @@ def message_of_one_value(shares: Sequence[Tensor]) -> str:
     return str(caught.value)
 
 
-def test_one_value_a_channel_on_all_ranks_together_is_refused_on_each(ranks: Ranks) -> None:
+def test_one_value_per_channel_on_all_ranks_is_refused_on_each(ranks: Ranks) -> None:
     with_it, without = ranks(2, message_of_one_value, samples(1, "flat").split([1, 0]))
 
     assert "(1, 5) on this rank" in with_it
@@ -207,7 +207,7 @@ def evaluate_on_rank_0() -> Tensor | None:
     return module.eval()(samples(2)) if dist.get_rank() == 0 else None
 
 
-def test_one_rank_that_evaluates_alone_does_not_wait_for_the_other(ranks: Ranks) -> None:
+def test_evaluation_on_one_rank_does_not_wait_for_the_other(ranks: Ranks) -> None:
     output, nothing = ranks(2, evaluate_on_rank_0)
 
     assert nothing is None
@@ -221,7 +221,7 @@ def forward_without_grad(shares: Sequence[Tensor]) -> tuple[Tensor, dict[str, Te
     return output, dict(module.named_buffers())
 
 
-def test_a_training_forward_without_grad_moves_the_statistics(ranks: Ranks) -> None:
+def test_a_training_forward_without_grad_updates_the_statistics(ranks: Ranks) -> None:
     expected = layer()
     output = expected(samples(4)).detach()
 
@@ -268,13 +268,13 @@ def test_training_under_ddp_with_an_empty_rank_equals_one_process(ranks: Ranks) 
 
 
 class Scaled(nn.BatchNorm2d):
-    """A batch norm with a forward of its own."""
+    """A batch norm that overrides `forward`."""
 
     def forward(self, input: Tensor) -> Tensor:
         return super().forward(input) * 2
 
 
-def test_conversion_keeps_objects_names_and_hooks_and_leaves_own_forwards_alone() -> None:
+def test_conversion_keeps_objects_names_hooks_and_overridden_forwards() -> None:
     model = nn.Sequential(nn.BatchNorm1d(3), nn.Sequential(nn.BatchNorm2d(3), Scaled(3)),
                           nn.GroupNorm(1, 3), nn.InstanceNorm2d(3), nn.LazyBatchNorm2d())
     modules, keys = list(model.modules()), list(model.state_dict())
@@ -294,7 +294,7 @@ def test_conversion_keeps_objects_names_and_hooks_and_leaves_own_forwards_alone(
     assert calls == [model[0]]
 
 
-def test_a_state_dict_goes_both_ways() -> None:
+def test_a_state_dict_loads_both_ways() -> None:
     plain, synced = layer(), convert(nn.BatchNorm2d(CHANNELS), 2, "cpu")[0]
 
     synced.load_state_dict(plain.state_dict())
@@ -325,7 +325,7 @@ def test_on_cuda_torchs_class_is_used() -> None:
     assert all(isinstance(module, nn.SyncBatchNorm) for module in model)
 
 
-def test_the_cuda_class_returns_an_empty_bf16_batch_in_its_own_type() -> None:
+def test_the_cuda_class_keeps_the_dtype_of_an_empty_bf16_batch() -> None:
     model, _ = convert(nn.BatchNorm1d(3), 2, "cuda")
     assert isinstance(model, CudaSyncBatchNorm)
     x = torch.empty(0, 3, dtype=torch.bfloat16, requires_grad=True)
@@ -354,7 +354,7 @@ def test_a_guarded_plain_layer_is_not_changed_by_an_empty_batch(
     assert int(module.num_batches_tracked) == 1
 
 
-def test_the_guard_spares_what_is_synchronised_and_what_tracks_nothing() -> None:
+def test_the_guard_skips_synchronised_layers_and_those_without_statistics() -> None:
     model = nn.Sequential(convert(nn.BatchNorm2d(3), 2, "cpu")[0],
                           nn.BatchNorm2d(3, track_running_stats=False), nn.BatchNorm2d(3).eval())
 

@@ -13,7 +13,7 @@ TAPE = ("--task", "tape_task:Tape", "--device", "cpu", "--data.workers=0", "--cl
 
 
 def run(ranks, size: int, folder: Path, *arguments: str) -> Path:
-    codes = ranks(size, train, *arguments, "--run", str(folder), group=False)
+    codes = ranks(size, train, *arguments, "--run-dir", str(folder), group=False)
     assert codes == [0] * size
     return folder
 
@@ -24,7 +24,7 @@ def tape_arguments(path: Path, **fields: object) -> list[str]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_each_epoch_holds_each_kept_sample_once_in_an_order_of_its_own(ranks, tmp_path, size):
+def test_each_epoch_has_each_kept_sample_once_in_another_order(ranks, tmp_path, size):
     arguments = tape_arguments(tmp_path / "tape", samples=27)
 
     run(ranks, size, tmp_path / "run", *arguments, "--batch.global-size=8",
@@ -79,7 +79,7 @@ def test_three_ranks_share_four_micro_batches_with_synchronised_batch_norm(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_the_last_window_is_divided_by_what_it_holds(ranks, tmp_path, size):
+def test_the_last_window_is_divided_by_its_size(ranks, tmp_path, size):
     arguments = [*tape_arguments(tmp_path / "tape", samples=10), "--batch.global-size=4",
                  "--batch.micro-size=1", "--epochs=1", "--data.drop-last=off",
                  "--data.shuffle=off", "--optim.name=sgd", "--optim.lr=0.1", "--optim.momentum=0",
@@ -94,7 +94,7 @@ def test_the_last_window_is_divided_by_what_it_holds(ranks, tmp_path, size):
     gradient = None
     for step, window in enumerate([range(4), range(4, 8), range(8, 10)], start=1):
         saved = weights(folder, step)
-        if step > 1:  # from the state after the step before, by hand
+        if step > 1:  # by hand, from the state of the previous step
             before = weights(folder, step - 1)
             model.load_state_dict({n: before[f"head.{n}"] for n in ("weight", "bias")})
             x, y = data.inputs[list(window)], data.targets[list(window)]
@@ -107,7 +107,7 @@ def test_the_last_window_is_divided_by_what_it_holds(ranks, tmp_path, size):
     assert gradient is not None
 
 
-def test_a_token_weighs_the_same_on_any_rank_and_in_any_micro_batch(ranks, tmp_path):
+def test_a_token_has_the_same_weight_on_any_rank_and_in_any_micro_batch(ranks, tmp_path):
     def update(size: int, micro: int) -> torch.Tensor:
         folder = run(ranks, size, tmp_path / f"run-{size}-{micro}", "--task=tape_task:Tokens",
                      "--device=cpu", "--batch.global-size=12", f"--batch.micro-size={micro}",
@@ -125,8 +125,8 @@ def test_a_token_weighs_the_same_on_any_rank_and_in_any_micro_batch(ranks, tmp_p
     x, y, valid = (torch.stack([sample[k] for sample in batch]) for k in ("x", "y", "valid"))
     (((model(x).squeeze(-1) - y).square() * valid).sum() / valid.sum()).backward()
     expected = (model.weight - model.weight.grad).detach()
-    for how, weight in updates.items():
-        assert torch.allclose(weight, expected, rtol=1e-6, atol=1e-6), how
+    for split, weight in updates.items():
+        assert torch.allclose(weight, expected, rtol=1e-6, atol=1e-6), split
 
 
 @pytest.mark.parametrize("size", [1, 2])
@@ -146,7 +146,7 @@ def test_learning_rate_and_saves_count_optimizer_steps(ranks, tmp_path, size):
 
 
 @pytest.mark.parametrize("workers", [0, 2])
-def test_random_numbers_differ_by_sample_epoch_and_rank_and_come_again(ranks, tmp_path, workers):
+def test_random_numbers_differ_by_sample_epoch_and_rank_and_repeat(ranks, tmp_path, workers):
     arguments = [*tape_arguments(tmp_path / "tape", samples=16), "--batch.global-size=8",
                  "--batch.micro-size=2", "--epochs=2", f"--data.workers={workers}"]
 
@@ -213,7 +213,7 @@ def test_validation_counts_each_sample_once_for_any_number_of_ranks(ranks, tmp_p
     (5, ["--batch.global-size=4"], 2),
     (5, ["--batch.global-size=16", "--data.drop-last=off"], 2),
 ])  # fmt: skip
-def test_a_small_data_set_gives_its_true_number_of_steps(ranks, tmp_path, samples, arguments,
+def test_a_small_data_set_gives_the_right_number_of_steps(ranks, tmp_path, samples, arguments,
                                                          count):
     folder = run(ranks, 2, tmp_path / "run", *tape_arguments(tmp_path / "tape", samples=samples),
                  "--batch.micro-size=2", "--epochs=2", *arguments)
@@ -223,14 +223,14 @@ def test_a_small_data_set_gives_its_true_number_of_steps(ranks, tmp_path, sample
 
 def test_too_few_samples_for_a_step_is_an_error_on_all_ranks(ranks, tmp_path):
     codes = ranks(2, train, *tape_arguments(tmp_path / "tape", samples=3),
-                  "--batch.global-size=4", "--batch.micro-size=2", "--run", str(tmp_path / "run"),
-                  group=False)  # fmt: skip
+                  "--batch.global-size=4", "--batch.micro-size=2",
+                  "--run-dir", str(tmp_path / "run"), group=False)  # fmt: skip
 
     assert codes == [2, 2]
     assert not (tmp_path / "run").exists()
 
 
-def test_gradients_that_are_none_last_over_saves_and_a_restart(ranks, tmp_path):
+def test_parameters_without_gradients_survive_saves_and_a_restart(ranks, tmp_path):
     arguments = ["--task=tape_task:Unused", "--device=cpu", "--batch.global-size=4",
                  "--batch.micro-size=2", "--checkpoint.every=2", "--data.workers=0"]  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""The process groups of an attempt and the collectives that go through them."""
+"""Process groups of an attempt, and their collectives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainer.errors import ConfigError, StopRequested
 from trainer.world import World
 
 
-def test_ranks_form_one_world_with_a_nonce_and_a_store_of_their_own(ranks: Ranks) -> None:
+def test_ranks_form_a_world_with_a_common_nonce_and_store(ranks: Ranks) -> None:
     found = ranks(3, _describe, group=False)
     assert [world["rank"] for world in found] == [0, 1, 2]
     assert [world["main"] for world in found] == [True, False, False]
@@ -53,7 +53,7 @@ def _threads(wanted: int | None) -> tuple[int, int]:
         return world.threads, torch.get_num_threads()
 
 
-def test_a_world_of_one_needs_no_group_and_gives_what_several_would(ranks: Ranks) -> None:
+def test_a_world_of_one_has_no_group_and_the_same_results(ranks: Ranks) -> None:
     for environment in ({}, {"TORCHELASTIC_RUN_ID": "x"}):
         assert ranks(1, _alone, group=False, env=environment) == [[
             [6.0, 7.0], [1.0, 2.0], {"a": [1, 2]}, [{"1": None}]]]
@@ -71,7 +71,7 @@ def _alone() -> list[object]:
                     world.broadcast_json({"a": (1, 2)}), world.gather_json({1: None})]
 
 
-def test_all_sum_adds_in_place_whatever_the_strides_and_the_type(ranks: Ranks) -> None:
+def test_all_sum_works_in_place_for_any_strides_and_dtype(ranks: Ranks) -> None:
     for wide, last, whole, flag in ranks(3, _sums, group=False):
         assert wide == [[6.0, -1.0, 6.0, -1.0]] * 2
         assert last == [[6.0, 60.0]]
@@ -94,7 +94,7 @@ def _sums() -> tuple[object, ...]:
                 world.all_sum(parameter).item())
 
 
-def test_broadcast_makes_every_rank_the_sources_bits(ranks: Ranks) -> None:
+def test_broadcast_gives_every_rank_the_bits_of_the_source(ranks: Ranks) -> None:
     of_rank_1 = ranks(3, _broadcast, 1, group=False)
     assert of_rank_1 == [of_rank_1[1]] * 3
     of_rank_0 = ranks(3, _broadcast, 0, group=False)
@@ -116,7 +116,7 @@ def _broadcast(source: int) -> list[bytes]:
         return [t.detach().reshape(-1).view(torch.uint8).numpy().tobytes() for t in tensors]
 
 
-def test_tensors_of_different_shapes_are_not_taken_for_one_another(ranks: Ranks) -> None:
+def test_broadcast_refuses_tensors_of_different_shapes(ranks: Ranks) -> None:
     with pytest.raises(ValueError, match="the sender's tensors differ"):
         ranks(2, _mismatch, group=False)
 
@@ -126,20 +126,20 @@ def _mismatch() -> None:
         world.broadcast([torch.zeros(4, 2) if world.is_main else torch.zeros(2, 4)])
 
 
-def test_json_values_travel_exactly(ranks: Ranks) -> None:
-    for told, gathered in ranks(3, _json, group=False):
-        assert told == {"from": 2, "text": "ünïcode" * 1000, "none": None}
+def test_json_values_are_sent_exactly(ranks: Ranks) -> None:
+    for value, gathered in ranks(3, _json, group=False):
+        assert value == {"from": 2, "text": "ünïcode" * 1000, "none": None}
         assert gathered == [[0.1 * rank, "x" * 10**rank] for rank in range(3)]
 
 
 def _json() -> tuple[object, object]:
     with World.form() as world:
-        told = world.broadcast_json(
+        value = world.broadcast_json(
             {"from": world.rank, "text": "ünïcode" * 1000, "none": None}, source=2)
-        return told, world.gather_json([0.1 * world.rank, "x" * 10**world.rank])
+        return value, world.gather_json([0.1 * world.rank, "x" * 10**world.rank])
 
 
-def test_agree_raises_on_every_rank_where_one_has_an_error(ranks: Ranks) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(ranks: Ranks) -> None:
     found = ranks(3, _agree, ConfigError("--task.root /none: not found"), group=False)
     assert found == [
         "ConfigError: --task.root /none: not found (rank 1)",
@@ -161,7 +161,7 @@ def _agree(error: BaseException) -> str:
         return "nothing was raised"
 
 
-def test_an_all_sum_of_figures_does_not_pair_with_one_of_gradients(ranks: Ranks) -> None:
+def test_a_sum_of_metrics_does_not_pair_with_one_of_gradients(ranks: Ranks) -> None:
     outcomes = ranks.outcomes(2, _out_of_step, group=False)
     assert all(isinstance(outcome.error, RuntimeError) for outcome in outcomes)
 
@@ -174,31 +174,31 @@ def _out_of_step() -> float:
         return float(world.all_sum(ones).sum())
 
 
-def test_each_collective_has_its_time_limit_and_patience_raises_it(ranks: Ranks) -> None:
+def test_each_collective_has_a_timeout_and_patient_raises_it(ranks: Ranks) -> None:
     outcomes = ranks.outcomes(2, _late, group=False)
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert outcomes[0].value == outcomes[1].value == ["sum", "gradient", "json", "limit"]
 
 
 def _late() -> list[str]:
-    """Rank 1 stays away from each collective for longer than the limit, which is 1 s."""
+    """Rank 1 is late for each collective by more than the timeout of 1 s."""
     done = []
     with World.form(timeout_s=1.0, long_timeout_s=60.0) as world:
         assert world.store is not None
 
-        def away(name: str) -> None:
+        def be_late(name: str) -> None:
             done.append(name)
             if not world.is_main:
                 _until(lambda: time.monotonic() > begun + 1.3)
         begun = time.monotonic()
         with world.patient():
-            away("sum")
+            be_late("sum")
             world.all_sum(torch.ones(1))
             begun = time.monotonic()
-            away("gradient")
+            be_late("gradient")
             dist.all_reduce(torch.ones(1), group=world.group)
         begun = time.monotonic()
-        away("json")
+        be_late("json")
         world.gather_json(None)
         begun = time.monotonic()
         if world.is_main:
@@ -212,13 +212,13 @@ def _late() -> list[str]:
         return [*done, "limit"]
 
 
-def test_survivors_of_a_death_all_notice_once_one_of_them_abandons(ranks: Ranks) -> None:
+def test_survivors_notice_a_death_when_one_of_them_abandons(ranks: Ranks) -> None:
     outcomes = ranks.outcomes(4, _survive, group=False)
     assert outcomes[3].signal == signal.SIGKILL
     for survivor in outcomes[:3]:
         assert survivor.error is None
         noticed_s, refused = survivor.value
-        assert noticed_s < 20.0  # a thousandth of that; by the time limit, a minute
+        assert noticed_s < 20.0  # usually a thousandth of that; the timeout is a minute
         assert "World.barrier: the process group of this attempt is abandoned" in refused
 
 
@@ -234,13 +234,13 @@ def _survive() -> tuple[float, str]:
         _all_reduce_for_ever(world)
     world.abandon()
     noticed_s = time.monotonic() - begun
-    # Nobody leaves, which would close its connections anyway, before all have noticed.
+    # No rank may exit, which would close its connections too, before all have noticed.
     world.store.set(f"noticed/{world.rank}", "")
     world.store.wait([f"noticed/{rank}" for rank in range(3)])
     with pytest.raises(RuntimeError) as refused:
         world.barrier()
     assert not world.close()
-    if world.is_main:  # it hosts the store, from which the others still read
+    if world.is_main:  # it hosts the store that the others still read
         world.store.wait(["read/1", "read/2"])
     else:
         world.store.set(f"read/{world.rank}", "")
@@ -252,7 +252,7 @@ def _all_reduce_for_ever(world: World) -> NoReturn:
         dist.all_reduce(torch.ones(1000), group=world.group)
 
 
-def test_another_thread_can_abandon_a_group_in_which_this_one_waits(ranks: Ranks) -> None:
+def test_another_thread_can_abandon_a_group_while_this_one_waits(ranks: Ranks) -> None:
     outcomes = ranks.outcomes(2, _stuck, group=False)
     assert [outcome.error for outcome in outcomes] == [None, None]
     assert outcomes[0].value == "woken"
@@ -262,18 +262,18 @@ def _stuck() -> str:
     world = World.form()
     assert world.store is not None
     if not world.is_main:
-        world.store.wait(["rank 0 is awake"])  # and so doesn't come to the collective
+        world.store.wait(["rank 0 is awake"])  # so it is missing in the collective
         return "done"
     waker = threading.Timer(0.3, world.abandon)
     waker.start()
     with pytest.raises(RuntimeError):
         dist.all_reduce(torch.ones(1), group=world.group)
     waker.join()
-    world.store.set("rank 0 is awake", "")  # the store's connection is spared
+    world.store.set("rank 0 is awake", "")  # the store's connection stays open
     return "woken"
 
 
-def test_a_death_is_noticed_though_what_the_rank_has_forked_lives_on(ranks: Ranks) -> None:
+def test_a_death_is_noticed_while_a_child_of_the_rank_lives(ranks: Ranks) -> None:
     survivor, dead = ranks.outcomes(2, _fork_and_die, group=False)
     assert survivor.error is None
     assert dead.signal == signal.SIGKILL
@@ -289,10 +289,10 @@ def _fork_and_die() -> str:
 
 
 def _meet_twice(world: World) -> None:
-    world.barrier()  # else rank 0 may still be forming it
+    world.barrier()  # otherwise rank 0 may still form the group
     if not world.is_main:
         if fork() == 0:
-            time.sleep(8.0)  # longer than the world's patience
+            time.sleep(8.0)  # longer than the long timeout
             os._exit(0)
         os.kill(os.getpid(), signal.SIGKILL)
     world.barrier()
@@ -302,7 +302,7 @@ def test_an_error_in_one_rank_ends_the_others_at_once(ranks: Ranks) -> None:
     first, second = ranks.outcomes(2, _fail, group=False)
     assert isinstance(first.error, OSError)
     assert isinstance(second.error, RuntimeError)
-    assert abs(first.at - second.at) < 20.0  # the time limit would be a minute
+    assert abs(first.at - second.at) < 20.0  # the timeout is a minute
 
 
 def _fail() -> None:
@@ -312,7 +312,7 @@ def _fail() -> None:
         world.barrier()
 
 
-def test_a_stop_that_all_ranks_came_to_closes_the_group(ranks: Ranks) -> None:
+def test_a_stop_on_all_ranks_closes_the_group(ranks: Ranks) -> None:
     outcomes = ranks.outcomes(2, _stop, group=False)
     assert [type(outcome.error) for outcome in outcomes] == [StopRequested, StopRequested]
 
@@ -327,7 +327,7 @@ def _stop() -> None:
             world.all_sum(torch.ones(1))
 
 
-def test_closing_doesnt_wait_for_ever_for_a_rank_that_doesnt_come(ranks: Ranks) -> None:
+def test_closing_does_not_wait_forever_for_a_missing_rank(ranks: Ranks) -> None:
     assert ranks(2, _close, group=False)[0] is False
 
 
@@ -342,7 +342,7 @@ def _close() -> bool:
     return True
 
 
-def test_a_rank_that_never_comes_is_named(ranks: Ranks) -> None:
+def test_a_missing_rank_is_named(ranks: Ranks) -> None:
     outcomes = ranks.outcomes(3, _absent, group=False)
     for outcome in outcomes[:2]:
         assert isinstance(outcome.error, TimeoutError)
@@ -354,7 +354,7 @@ def _absent() -> None:
         World.form(join_timeout_s=2.0)
 
 
-def test_a_store_that_nobody_hosts_is_named(ranks: Ranks) -> None:
+def test_a_missing_store_is_named(ranks: Ranks) -> None:
     error = ranks.outcomes(2, _no_host, group=False)[1].error
     assert isinstance(error, RuntimeError)
     assert "rank 1 of 2 cannot reach the store at MASTER_ADDR:MASTER_PORT" in str(error)
@@ -368,9 +368,9 @@ def _no_host() -> None:
 def test_the_users_choice_of_interface_is_kept(ranks: Ranks) -> None:
     user = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "ib7"}
     assert ranks(2, _interfaces, group=False, env=user) == [["lo", "ib7", "0"]] * 2
-    # Two hosts by their variables: the route to MASTER_ADDR decides.
-    apart = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-    assert ranks(2, _interfaces, group=False, env=apart) == [["lo", "=lo", "0"]] * 2
+    # The variables describe two hosts: the route to MASTER_ADDR decides.
+    two_hosts = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    assert ranks(2, _interfaces, group=False, env=two_hosts) == [["lo", "=lo", "0"]] * 2
 
 
 def _interfaces() -> list[str]:

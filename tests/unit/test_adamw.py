@@ -1,4 +1,4 @@
-"""AdamW: the bits and the state of torch's, and torch's own step where somebody looks at it."""
+"""AdamW: same bits and state as torch's, and torch's own step when hooks or a profiler need it."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def assert_equal(ours, optimizer, theirs, expected) -> None:
 
 @pytest.fixture
 def torchs(monkeypatch):
-    """How often torch's own step is called by ours."""
+    """Calls of torch's own step by ours."""
     calls, step = [], adamw._torchs_step
     monkeypatch.setattr(adamw, "_torchs_step", lambda *a: calls.append(a) or step(*a))
     return calls
@@ -60,17 +60,17 @@ def test_it_has_the_bits_and_the_state_of_torchs(torchs):
     for step in range(20):
         for model, each in ((ours, optimizer), (theirs, expected)):
             give_gradients(model, step)
-            if step % 3 == 1:  # some have none, once a whole group
+            if step % 3 == 1:  # some parameters, once a whole group, have no gradient
                 model[0].weight.grad = model[4].weight.grad = None
             each.param_groups[0]["lr"] = 0.01 / (1 + step)
             each.step()
         assert_equal(ours, optimizer, theirs, expected)
 
-    assert len(torchs) == 1  # the first makes the state
+    assert len(torchs) == 1  # the first one creates the state
     assert optimizer.state_dict()["param_groups"] == expected.state_dict()["param_groups"]
 
 
-def test_its_state_goes_on_under_torchs_and_back(torchs):
+def test_its_state_can_be_loaded_by_torchs_and_back(torchs):
     ours, optimizer, theirs, expected = both()
     for step in range(3):
         give_gradients(ours, step)
@@ -85,14 +85,14 @@ def test_its_state_goes_on_under_torchs_and_back(torchs):
             each.step()
 
     assert_equal(ours, optimizer, theirs, expected)
-    assert len(torchs) == 1  # not again after the loading
+    assert len(torchs) == 1  # not again after load_state_dict
 
 
 @pytest.mark.parametrize("group", [
     {"amsgrad": True}, {"maximize": True}, {"fused": False}, {"lr": torch.tensor(0.01)},
     {"differentiable": False, "capturable": False, "fused": None, "foreach": True},
 ])  # fmt: skip
-def test_what_the_kernel_is_not_called_for_just_so_is_torchs(torchs, group):
+def test_options_that_the_kernel_does_not_support_use_torchs_step(torchs, group):
     ours, optimizer, theirs, expected = both()
 
     for step in range(4):
@@ -105,7 +105,7 @@ def test_what_the_kernel_is_not_called_for_just_so_is_torchs(torchs, group):
     assert len(torchs) == 4
 
 
-def test_parameters_of_two_dtypes_in_one_group_are_torchs(torchs):
+def test_two_dtypes_in_one_group_use_torchs_step(torchs):
     parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, dtype=torch.float64))]
     optimizer = AdamW(parameters[:1], lr=0.1)
     optimizer.add_param_group({"params": parameters[1:]})
@@ -114,7 +114,7 @@ def test_parameters_of_two_dtypes_in_one_group_are_torchs(torchs):
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
-    assert len(torchs) == 1  # each group is of one
+    assert len(torchs) == 1  # each group has one dtype
 
     mixed = AdamW(parameters, lr=0.1)
     for _ in range(3):
@@ -161,7 +161,7 @@ def test_the_profiler_sees_the_step_once():
     assert counts["Optimizer.step#AdamW.step"] == 1
 
 
-def test_a_scaler_that_has_found_an_infinity_leaves_everything_as_it_was():
+def test_nothing_changes_if_the_scaler_has_found_an_infinity():
     model = net()
     optimizer = AdamW(model.parameters(), lr=0.1)
     for step in range(2):

@@ -1,4 +1,4 @@
-"""The hunt for a NaN: where the first one comes from, in forward, loss and backward."""
+"""NaN detection: the origin of the first NaN, in forward, loss and backward."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Objective(nn.Module):
     (nn.ReLU(), 0.0, Origin("forward", None, "aten.div.Tensor"),
      "aten.div.Tensor in the forward of the loss, outside the model"),
 ])  # fmt: skip
-def test_the_operation_and_the_module_that_make_a_nan_are_named(inner, divisor, origin, text):
+def test_the_operation_and_the_module_that_create_a_nan_are_named(inner, divisor, origin, text):
     objective, found = Objective(inner, divisor), []
 
     with hunt(objective, objective.model, found.append):
@@ -48,12 +48,12 @@ def test_the_operation_and_the_module_that_make_a_nan_are_named(inner, divisor, 
     assert str(origin) == text
 
 
-def test_nothing_is_told_where_all_is_finite_and_nothing_is_changed():
+def test_finite_values_give_no_report_and_the_same_bits():
     found, gradients = [], []
-    for hunting in (False, True):
+    for detecting in (False, True):
         torch.manual_seed(0)
         objective = Objective(nn.Dropout(0.5), 1.0)
-        if hunting:
+        if detecting:
             with hunt(objective, objective.model, found.append):
                 objective(torch.randn(8, 3)).backward()
         else:

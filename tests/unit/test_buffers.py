@@ -1,4 +1,4 @@
-"""A model's buffers are put back as they were, wherever the forward has put others."""
+"""Buffers are restored in their original storage, even if the forward assigns new tensors."""
 
 from __future__ import annotations
 
@@ -20,23 +20,22 @@ def model() -> nn.Module:
     return made
 
 
-def test_a_buffer_that_is_assigned_anew_keeps_its_memory(model: nn.Module) -> None:
-    buffers, home = Buffers(model), model.mean
+def test_a_reassigned_buffer_keeps_its_storage(model: nn.Module) -> None:
+    buffers, original = Buffers(model), model.mean
     buffers.keep()
 
     model.mean = model.mean + 1
-    strayed = buffers.strayed
+    was_reassigned = buffers.strayed
     buffers.bring_home()
 
-    assert strayed
-    assert model.mean is home
-    assert home.tolist() == [1, 1, 1]
+    assert was_reassigned
+    assert model.mean is original
+    assert original.tolist() == [1, 1, 1]
     buffers.put_back()
-    assert home.tolist() == [0, 0, 0]
+    assert original.tolist() == [0, 0, 0]
 
 
-def test_a_cache_that_grows_takes_nothing_of_what_the_others_are_put_back_to(model: nn.Module
-                                                                            ) -> None:
+def test_a_growing_cache_does_not_change_the_copies_of_other_buffers(model: nn.Module) -> None:
     buffers = Buffers(model)
     buffers.keep()
 
@@ -49,20 +48,20 @@ def test_a_cache_that_grows_takes_nothing_of_what_the_others_are_put_back_to(mod
     assert model.cache.tolist() == [1] * 5
 
 
-def test_a_persistent_buffer_of_another_form_is_refused(model: nn.Module) -> None:
+def test_a_persistent_buffer_that_changes_its_shape_is_refused(model: nn.Module) -> None:
     buffers = Buffers(model)
 
     model.mean = torch.zeros(4)
 
-    with pytest.raises(ConfigError, match=r"mean \(4,\) float32, and it was \(3,\) float32"):
+    with pytest.raises(ConfigError, match=r"mean from \(3,\) float32 to \(4,\) float32"):
         buffers.bring_home()
 
 
 @pytest.mark.parametrize("on_host", [True, False])
-def test_what_a_buffer_adds_to_the_sums_changes_no_loss_that_backward_has(on_host: bool) -> None:
+def test_a_nan_added_to_the_sums_does_not_change_the_loss_of_backward(on_host: bool) -> None:
     tally, x = Tally(on_host=on_host), torch.tensor(1.0, requires_grad=True)
 
-    loss = tally.add(Outcome(x.exp(), 3), samples=3, replaced=0)  # whose backward wants its result
+    loss = tally.add(Outcome(x.exp(), 3), samples=3, replaced=0)  # exp: backward uses its result
     tally.wish((), torch.tensor(torch.nan))
     loss.backward()
     first, *_ = tally.take()
@@ -72,7 +71,7 @@ def test_what_a_buffer_adds_to_the_sums_changes_no_loss_that_backward_has(on_hos
     assert [float(total) for total in tally.totals] == [loss.item()]
 
 
-def test_only_what_some_rank_has_moved_and_was_finite_can_be_spoilt(model: nn.Module) -> None:
+def test_only_changed_buffers_that_were_finite_are_checked(model: nn.Module) -> None:
     model.register_buffer("mask", torch.tensor([0.0, -torch.inf]))
     buffers = Buffers(model)
     buffers.keep()

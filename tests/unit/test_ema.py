@@ -1,4 +1,4 @@
-"""The average of the weights: torch's, exchanged in place, and back."""
+"""Averaged weights: same bits as torch's, exchanged in place and back."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_the_average_has_the_bits_of_torchs():
         assert torch.equal(model.eval()(x), torchs.eval()(x))
 
 
-def test_while_they_are_exchanged_the_trained_weights_are_what_would_be_saved():
+def test_during_an_exchange_the_trained_weights_would_be_saved():
     model, asked = Tied(), []
     ema = Ema(model, 0.8, before=lambda: asked.append(True))
     updates(model, ema.update)
@@ -61,7 +61,7 @@ def test_while_they_are_exchanged_the_trained_weights_are_what_would_be_saved():
     average = {n: t.clone() for n, t in ema.averages().items()}
     addresses = [p.data_ptr() for p in model.parameters()]
 
-    def look_and_fail():
+    def check_and_fail():
         with ema.exchanged():
             assert asked
             assert all(torch.equal(model.state_dict()[n], average[n]) for n in average)
@@ -70,7 +70,7 @@ def test_while_they_are_exchanged_the_trained_weights_are_what_would_be_saved():
             raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
-        look_and_fail()
+        check_and_fail()
 
     assert all(torch.equal(t, trained[n]) for n, t in model.state_dict().items())
     assert [p.data_ptr() for p in model.parameters()] == addresses
@@ -78,7 +78,7 @@ def test_while_they_are_exchanged_the_trained_weights_are_what_would_be_saved():
     assert torch.equal(average["second.weight"], average["first.weight"])
 
 
-def test_a_restored_average_goes_on_with_the_same_bits_and_a_new_one_begins_with_the_next_update():
+def test_a_restored_average_has_the_same_bits_and_a_new_one_starts_with_the_next_update():
     straight, model = Tied(), Tied()
     whole, ema = Ema(straight, 0.8), Ema(model, 0.8)
     updates(straight, whole.update)
@@ -94,5 +94,5 @@ def test_a_restored_average_goes_on_with_the_same_bits_and_a_new_one_begins_with
     fresh.load(None, {})
     fresh.update()
     assert all(torch.equal(t, model.get_parameter(n)) for n, t in fresh.tensors().items())
-    with pytest.raises(CheckpointDamaged, match=r"lack first\.weight"):
+    with pytest.raises(CheckpointDamaged, match=r"do not contain first\.weight"):
         fresh.load({}, state)

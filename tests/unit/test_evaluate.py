@@ -1,4 +1,4 @@
-"""What a task's loss may return, and where an evaluation stands."""
+"""Results of a task's loss, and evaluation."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from trainer.task import Outcome
 @pytest.mark.parametrize("name", ["loss", "samples", "step", "epoch", "lr", "val_loss",
                                   "val_accuracy", "train_loss"])
 @pytest.mark.parametrize("named_loss", [False, True])
-def test_a_metric_with_a_name_that_is_taken_is_refused(name, named_loss):
+def test_reserved_metric_names_are_refused(name, named_loss):
     one = torch.ones(())
     outcome = Outcome({name: one}, 1) if named_loss else Outcome(one, 1, {name: (1, 1)})
 
@@ -37,7 +37,7 @@ def test_a_loss_and_a_metric_of_one_name_are_refused():
         check_outcome(Outcome({"box": one, "mask": one}, 1, {"box": (1, 1)}))
 
 
-def test_named_losses_and_metrics_stand_side_by_side():
+def test_named_losses_and_metrics_can_be_combined():
     one = torch.ones(())
 
     total, metrics = check_outcome(Outcome({"box": one, "mask": one}, 1, {"losses": (1, 2)}))
@@ -66,7 +66,7 @@ def test_metrics_that_differ_from_batch_to_batch_are_refused():
 
 
 def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
-    votes, told = [], []
+    votes, messages = [], []
 
     def gather(vote: torch.Tensor) -> torch.Tensor:
         votes.append(vote)
@@ -76,12 +76,12 @@ def test_metrics_that_differ_from_rank_to_rank_are_refused_on_each():
         with pytest.raises(InterruptedError):
             evaluator_of(by_content, rank=rank, num_ranks=2, all_sum=gather)()
     for rank in range(2):
-        with pytest.raises(ConfigError, match=r"on rank . and others elsewhere") as error:
+        with pytest.raises(ConfigError, match=r"on rank . and others on other ranks") as error:
             evaluator_of(by_content, rank=rank, num_ranks=2, all_sum=lambda _: sum(votes))()
-        told.append(str(error.value))
+        messages.append(str(error.value))
 
-    assert "['low'] on rank 0" in told[0]
-    assert "['high'] on rank 1" in told[1]
+    assert "['low'] on rank 0" in messages[0]
+    assert "['high'] on rank 1" in messages[1]
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
@@ -98,7 +98,7 @@ def test_a_model_in_torchscript_is_evaluated_after_a_training_step():
 
 
 def evaluator(model: nn.Module, **others: Any) -> Evaluator:
-    """Of three samples, two at once; the loss is the sum of what the model gives."""
+    """Evaluator of three samples in batches of two; the loss is the sum of the outputs."""
     def loss(model: nn.Module, batch: Any) -> Outcome:
         return Outcome(model(batch).sum(), len(batch))
 
@@ -111,7 +111,7 @@ def evaluator(model: nn.Module, **others: Any) -> Evaluator:
 
 
 class Caching(nn.Linear):
-    """Makes its table of positions at the first forward."""
+    """Creates its table of positions in the first forward."""
 
     table: torch.Tensor | None = None
 
@@ -121,7 +121,7 @@ class Caching(nn.Linear):
         return super().forward(x) * self.table[: len(x)]
 
 
-def test_what_a_model_makes_in_an_evaluation_can_be_trained_with():
+def test_tensors_created_in_an_evaluation_can_be_used_in_training():
     model = Caching(1, 1)
     evaluator(model)()
 
@@ -131,7 +131,7 @@ def test_what_a_model_makes_in_an_evaluation_can_be_trained_with():
 
 
 class Noisy(nn.Linear):
-    """Adds noise of its own."""
+    """Adds noise from its own generator."""
 
     generator = torch.Generator()
 
@@ -146,7 +146,7 @@ def test_a_models_own_generator_is_keyed_in_an_evaluation():
 
 
 class Observing(nn.Linear):
-    """Looks at its inputs in every mode, as torch.ao's observers do."""
+    """Records its inputs in every mode, like torch.ao's observers."""
 
     def __init__(self) -> None:
         super().__init__(1, 1)
@@ -159,20 +159,20 @@ class Observing(nn.Linear):
         return super().forward(x) + self.seen + self.mean
 
 
-def test_an_evaluation_leaves_nothing_in_the_models_buffers_and_tells_once():
-    model, said = Observing(), []
+def test_an_evaluation_restores_buffers_and_warns_once():
+    model, warnings = Observing(), []
     model(torch.ones(3, 1))
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     mean = model.mean
-    evaluate = evaluator(model, announce=said.append)
+    evaluate = evaluator(model, announce=warnings.append)
 
     scores = evaluate()
 
     assert all(torch.equal(buffer, kept[name]) for name, buffer in model.named_buffers())
     assert model.mean is mean
     assert evaluate() == scores
-    assert len(said) == 1
-    assert "changes its buffers mean, seen in eval mode too" in said[0]
+    assert len(warnings) == 1
+    assert "changes its buffers mean, seen in eval mode too" in warnings[0]
 
 
 @pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])

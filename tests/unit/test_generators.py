@@ -1,4 +1,4 @@
-"""The generators that a user's objects keep: where they are found, and what keys them."""
+"""Random generators inside objects of the user: search and keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainer import generators, rng
 
 
 class Draws(Dataset):
-    """A data set with one generator of its own."""
+    """A data set that holds a generator."""
 
     def __init__(self, generator: object) -> None:
         self.generator = generator
@@ -27,7 +27,7 @@ class Draws(Dataset):
 
 
 class Slotted:
-    """Has no dictionary of attributes."""
+    """A class without `__dict__`."""
 
     __slots__ = ("__generator",)
 
@@ -47,7 +47,7 @@ GENERATORS = {
 
 
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_an_own_generator_is_keyed(kind):
+def test_keys_determine_the_draws_of_a_generator(kind):
     make, draw = GENERATORS[kind]
     one, other = make(), make()
     draw(other)
@@ -61,7 +61,7 @@ def test_an_own_generator_is_keyed(kind):
     assert draw(one) != first
 
 
-def test_an_own_generator_does_not_repeat_the_process_wide_draws():
+def test_a_generator_of_an_object_does_not_repeat_the_process_wide_draws():
     own = random.Random()
     rng.key_generators(1, 2)
     generators.key([own], 1, 2)
@@ -84,36 +84,36 @@ def test_an_own_generator_does_not_repeat_the_process_wide_draws():
     lambda g: type("Owner", (), {"drawn": property(lambda self: g)})(),
 ])
 @pytest.mark.parametrize("kind", GENERATORS)
-def test_own_generators_are_found_wherever_they_are_nested(kind, nest):
+def test_nested_generators_are_found(kind, nest):
     generator = GENERATORS[kind][0]()
 
     assert [id(found) for found in generators.kept_by(nest(generator))] == [id(generator)]
 
 
-WIDE = random.Random()
+SHARED = random.Random()
 
 
-def draw_widely() -> float:
-    return WIDE.random()
+def draw_shared() -> float:
+    return SHARED.random()
 
 
-class Widely(Draws):
+class Drawing(Draws):
     def __getitem__(self, index: int) -> float:
-        return draw_widely()
+        return draw_shared()
 
 
-class Elsewhere(Draws):
+class DrawingThroughAModule(Draws):
     def __getitem__(self, index: int) -> float:
-        return test_generators.draw_widely()
+        return test_generators.draw_shared()
 
 
-@pytest.mark.parametrize("owner", [Widely(None), Draws(WIDE.random), Draws(draw_widely),
-                                   Elsewhere(None)])
-def test_a_generator_of_the_module_is_found_by_what_draws_from_it(owner):
-    assert generators.kept_by(owner) == [WIDE]
+@pytest.mark.parametrize("owner", [Drawing(None), Draws(SHARED.random), Draws(draw_shared),
+                                   DrawingThroughAModule(None)])
+def test_a_global_generator_is_found_through_the_functions_that_use_it(owner):
+    assert generators.kept_by(owner) == [SHARED]
 
 
-def test_generators_of_one_owner_draw_apart():
+def test_generators_of_one_owner_have_different_keys():
     one, other = random.Random(), random.Random()
 
     generators.key(generators.kept_by(Draws([one, other])), 1, 2)
@@ -121,7 +121,7 @@ def test_generators_of_one_owner_draw_apart():
     assert one.random() != other.random()
 
 
-def test_an_object_that_holds_itself_and_its_generator_twice_is_walked_once():
+def test_cycles_and_duplicates_are_visited_once():
     owner = Draws(random.Random())
     owner.again, owner.self = owner.generator, owner
 

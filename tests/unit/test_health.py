@@ -1,4 +1,4 @@
-"""What makes a step bad, and which bad steps are in a row."""
+"""Reasons to skip a step, and consecutive bad steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from trainer.progress import Progress
 NAN, INF = float("nan"), float("inf")
 
 
-def judge(health: Health | None = None, loss=8.0, count=8.0, norm=1.0, scale=None) -> str:
-    """The verdict on a step, which is made where nothing speaks against it."""
+def check(health: Health | None = None, loss=8.0, count=8.0, norm=1.0, scale=None) -> str:
+    """Reason to skip a step; a step without one is applied."""
     health = health or Health(Nonfinite())
-    verdict = health.judge(loss=loss, count=count, norm=norm, scale=scale)
-    if not verdict:
+    reason = health.judge(loss=loss, count=count, norm=norm, scale=scale)
+    if not reason:
         health.remember(loss=loss, count=count)
-    return verdict
+    return reason
 
 
-@pytest.mark.parametrize(("values", "verdict"), [
+@pytest.mark.parametrize(("values", "reason"), [
     ({}, ""),
     ({"norm": 0.0}, ""),
     ({"loss": NAN}, NONFINITE),
@@ -32,42 +32,42 @@ def judge(health: Health | None = None, loss=8.0, count=8.0, norm=1.0, scale=Non
     ({"count": NAN}, NONFINITE),
     ({"count": 0.0, "loss": 0.0, "norm": NAN}, EMPTY),
     ({"count": 0.0, "loss": NAN}, NONFINITE),
-    # A scaler that can still fall is looking for its scale; a loss isn't scaled.
+    # A scale that can still fall is not an error. The loss itself is not scaled.
     ({"norm": INF, "scale": 65536.0}, OVERFLOW),
     ({"norm": INF, "scale": 1.0}, NONFINITE),
     ({"loss": INF, "scale": 65536.0}, NONFINITE),
 ])  # fmt: skip
-def test_a_step_is_judged_by_its_reduced_values(values, verdict):
-    assert judge(**values) == verdict
+def test_reduced_values_decide_whether_a_step_is_skipped(values, reason):
+    assert check(**values) == reason
 
 
-def test_a_loss_far_above_the_recent_ones_is_a_spike_where_that_is_asked_for():
+def test_a_loss_far_above_recent_ones_is_a_spike_if_enabled():
     strict, off = Health(Nonfinite(spike_z=5)), Health(Nonfinite())
     losses = [8.0 + 0.1 * (n % 7) for n in range(LEAST)]
 
     for loss in losses:
-        assert judge(strict, loss) == judge(off, loss) == ""
+        assert check(strict, loss) == check(off, loss) == ""
 
-    assert judge(strict, 16.0) == SPIKE
-    assert judge(strict, 1.0) == ""  # lower is no harm
-    assert judge(strict, 8.9) == ""
-    assert judge(off, 1e9) == ""
+    assert check(strict, 16.0) == SPIKE
+    assert check(strict, 1.0) == ""  # downward jumps are fine
+    assert check(strict, 8.9) == ""
+    assert check(off, 1e9) == ""
 
 
-def test_a_spike_needs_losses_to_be_measured_against_and_is_none_of_them():
+def test_a_spike_needs_a_history_and_is_not_added_to_it():
     health = Health(Nonfinite(spike_z=5))
     for n in range(LEAST - 1):
-        judge(health, 8.0 + 0.1 * (n % 7))
+        check(health, 8.0 + 0.1 * (n % 7))
 
-    assert judge(health, 100.0) == ""
-    assert judge(health, 100.0) == SPIKE
-    assert judge(health, 100.0) == SPIKE
+    assert check(health, 100.0) == ""
+    assert check(health, 100.0) == SPIKE
+    assert check(health, 100.0) == SPIKE
 
 
-def test_the_losses_come_back_exactly_and_only_the_recent_ones():
+def test_the_history_is_restored_exactly_and_has_a_limit():
     health, other = Health(Nonfinite(spike_z=5)), Health(Nonfinite(spike_z=5))
     for n in range(2 * HISTORY):
-        judge(health, 8.0 + 0.1 * (n % 7))
+        check(health, 8.0 + 0.1 * (n % 7))
 
     other.load_state_dict(json.loads(json.dumps(health.state_dict())))
 
@@ -75,7 +75,7 @@ def test_the_losses_come_back_exactly_and_only_the_recent_ones():
     assert len(health.state_dict()["losses"]) == HISTORY
 
 
-def test_bad_steps_in_a_row_are_those_up_to_this_one():
+def test_consecutive_bad_steps_end_with_the_current_step():
     progress = Progress()
 
     def rows(bad: list[int], left_out: list[int] = (), upto: int = 9) -> list[list[int]]:
@@ -86,12 +86,12 @@ def test_bad_steps_in_a_row_are_those_up_to_this_one():
         return found
 
     assert rows([3, 4, 7])[3:9] == [[3], [3, 4], [], [], [7], []]
-    # What is left out neither counts nor ends a row.
+    # Excluded steps neither count nor interrupt the sequence.
     assert rows([3, 4, 6, 7], [3, 4])[3:9] == [[], [], [], [6], [6, 7], []]
     assert rows([3, 4, 5, 6], [3, 4])[3:7] == [[], [], [5], [5, 6]]
 
 
-def test_a_bad_step_that_is_met_again_counts_once():
+def test_a_repeated_bad_step_counts_once():
     progress = Progress()
 
     for step in (4, 5, 4):

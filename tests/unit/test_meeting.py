@@ -1,4 +1,4 @@
-"""Ranks find each other in a store, whatever older attempts left in it."""
+"""Rendezvous of ranks in a store that holds keys of older attempts; network connections."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def test_all_ranks_get_the_same_nonce_and_each_attempt_another() -> None:
     assert len({nonces[0] for nonces in attempts}) == 3
 
 
-def test_ranks_meet_though_an_older_attempt_died_at_any_point() -> None:
+def test_keys_of_an_older_attempt_do_not_disturb() -> None:
     store = HashStore()
     store.set("hello/1", "dead-before-it-was-answered")
     store.set("hello/2", "dead-after-its-welcome")
@@ -32,17 +32,17 @@ def test_ranks_meet_though_an_older_attempt_died_at_any_point() -> None:
     assert nonces[0] != "old-nonce"
 
 
-def test_a_rank_that_comes_after_rank_0_has_answered_a_dead_one_is_answered_too() -> None:
+def test_rank_0_answers_a_new_id_after_it_has_answered_a_dead_one() -> None:
     store = HashStore()
     store.set("hello/1", "dead")
     with ThreadPoolExecutor() as threads:
         host = threads.submit(handshake, store, rank=0, size=2, timeout_s=100)
-        store.wait(["welcome/dead"])  # rank 0 has taken the dead rank's id for rank 1's
+        store.wait(["welcome/dead"])  # rank 0 has answered the id of the dead rank
         nonce = handshake(store, rank=1, size=2, timeout_s=100)
         assert host.result() == nonce
 
 
-def test_ranks_that_never_come_are_named_on_all_that_did() -> None:
+def test_missing_ranks_are_named_on_all_others() -> None:
     store = HashStore()
     store.set("hello/2", "dead")
     errors = [future.exception() for future in _meet(store, (0, 1), 4, timeout_s=2.0)]
@@ -56,26 +56,26 @@ def test_a_missing_rank_0_is_named() -> None:
         handshake(HashStore(), rank=1, size=2, timeout_s=0.2)
 
 
-def test_the_interface_towards_an_address_is_the_one_that_has_our_end_of_the_route(
+def test_the_interface_towards_an_address_is_that_of_the_route(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert network.interface_towards("127.0.0.1", 1) == network.loopback()
 
-    def unknown(*_: object, **__: object) -> None:  # some name servers answer to any name
+    def unknown(*_: object, **__: object) -> None:  # some name servers resolve any name
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
     assert network.interface_towards("no-such-host.invalid", 1) is None
 
 
-def test_a_shutdown_ends_the_connections_named_and_no_others() -> None:
+def test_a_shutdown_ends_only_the_given_connections() -> None:
     before = network.connections()
     with socket.create_server(("127.0.0.1", 0)) as server:
         pairs = [_connect(server) for _ in range(2)]
-        made = network.connections().keys() - before.keys()
+        opened = network.connections().keys() - before.keys()
         ours = {number for number, found in network.connections().items()
                 if found.local_port == pairs[0][0].getsockname()[1]}
-        assert len(made) == 4  # both ends live here; the server only listens
+        assert len(opened) == 4  # both ends are in this process; the server only listens
         assert network.shut_down(ours) == 1
         assert pairs[0][1].recv(1) == b""
         pairs[1][0].sendall(b"x")

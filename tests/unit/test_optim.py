@@ -1,4 +1,4 @@
-"""Optimizers against plain torch; groups by rate and decay; what is frozen stays as it is."""
+"""Optimizers compared with plain torch; parameter groups; freezing; clipping."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def trained(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 20)
 
 
 def by_hand(model: nn.Module) -> list[dict]:
-    """The recipe that everybody writes: no decay on biases and norms."""
+    """The usual groups: no decay on biases and norms."""
     named = list(model.named_parameters())
     return [{"params": [p for _, p in named if p.dim() >= 2], "weight_decay": 0.1},
             {"params": [p for _, p in named if p.dim() < 2], "weight_decay": 0.0}]
@@ -69,7 +69,7 @@ def test_an_optimizer_has_the_bits_of_torchs(config, plain):
 def test_the_fused_kernels_compute_what_the_plain_ones_do(config):
     ours, expected = net(), net()
     for model in (ours, expected):
-        model[0][1] = nn.Identity()  # before a norm a bias has no gradient but rounding
+        model[0][1] = nn.Identity()  # before a norm, the gradient of a bias is only rounding error
     optimizer = optim.build(config, expected)
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = False, False
@@ -82,13 +82,13 @@ def test_the_fused_kernels_compute_what_the_plain_ones_do(config):
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
-def test_a_slice_learns_as_a_copy_of_it_does_and_nothing_beside_it_moves(name):
-    config, colours, beside = Optim(name=name, lr=0.01), torch.randn(4, 3, 3, 3), []
+def test_a_slice_is_trained_like_a_copy_and_its_base_does_not_change(name):
+    config, colours, unused = Optim(name=name, lr=0.01), torch.randn(4, 3, 3, 3), []
 
-    def grey(*, copied: bool) -> nn.Module:  # as of a model that was trained on colours
+    def grey(*, copied: bool) -> nn.Module:  # one channel of a kernel for colours
         model, kernel = net(), colours.clone()[:, 1:2]
         model[0][0].weight = nn.Parameter(kernel.clone() if copied else kernel)
-        beside.append(kernel._base[:, 2:])
+        unused.append(kernel._base[:, 2:])
         return model
 
     slices, copies = grey(copied=False), grey(copied=True)
@@ -96,7 +96,7 @@ def test_a_slice_learns_as_a_copy_of_it_does_and_nothing_beside_it_moves(name):
     trained(copies, optim.build(config, copies))
 
     torch.testing.assert_close(slices[0][0].weight, copies[0][0].weight, rtol=0, atol=1e-4)
-    assert torch.equal(beside[0], colours[:, 2:])
+    assert torch.equal(unused[0], colours[:, 2:])
 
 
 def test_biases_and_norms_of_any_shape_do_not_decay():
@@ -112,7 +112,7 @@ def test_biases_and_norms_of_any_shape_do_not_decay():
         0.0, ["bias", "0.bias", "1.weight", "1.bias", "2.weight", "2.bias"])
 
 
-def test_parameters_learn_at_the_rate_of_the_first_pattern_that_matches():
+def test_the_first_matching_pattern_sets_the_rate():
     model = net()
 
     groups = optim.build(Optim(lr=0.5, rates=("0.0.*=0.1", "0.*=0.5")), model).param_groups
@@ -125,7 +125,7 @@ def test_parameters_learn_at_the_rate_of_the_first_pattern_that_matches():
         optim.build(Optim(rates=("body.*=0.1",)), model)
 
 
-def test_what_is_frozen_is_bit_identical_afterwards_with_its_batch_norm():
+def test_frozen_parameters_and_their_batch_norm_keep_their_bits():
     model = net()
     frozen = optim.freeze(model, ["*", "!2.*"])
     before = copy.deepcopy(model.state_dict())
@@ -141,7 +141,7 @@ def test_what_is_frozen_is_bit_identical_afterwards_with_its_batch_norm():
         assert torch.equal(value, before[name]) == (not name.startswith("2.")), name
 
 
-def test_a_batch_norm_that_is_trained_in_part_keeps_its_statistics_moving():
+def test_a_partly_frozen_batch_norm_still_updates_its_statistics():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 1))
 
     optim.freeze(model, ["0.weight", "2.weight"])
@@ -154,7 +154,7 @@ def test_a_batch_norm_that_is_trained_in_part_keeps_its_statistics_moving():
 
 
 def test_a_pattern_that_freezes_nothing_is_refused():
-    with pytest.raises(ConfigError, match=r"--freeze layer4\.\*.*matches no parameter"):
+    with pytest.raises(ConfigError, match=r"--freeze layer4\.\*: matches no trainable"):
         optim.freeze(net(), ["layer4.*"])
 
 
@@ -168,28 +168,28 @@ class Wrapped:
         self.param_groups = groups
 
 
-@pytest.mark.parametrize(("name", "told"), [
+@pytest.mark.parametrize(("name", "message"), [
     (f"{__name__}:Closure", "its step() requires closure"),
     (f"{__name__}:Wrapped", "it is not a torch.optim.Optimizer"),
     ("torch.optim:Muon", "Muon only supports 2D parameters"),
     ("torch.optim:Muon", "for the matrices and AdamW for the rest"),
     ("torch.optim:LBFGS", "its step() requires closure, to compute the loss several"),
 ])  # fmt: skip
-def test_an_optimizer_that_cannot_be_used_is_refused(name, told):
+def test_an_optimizer_that_cannot_be_used_is_refused(name, message):
     with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:
         optim.build(Optim(name=name), net())
 
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["Rprop", "SparseAdam"])
-def test_torchs_optimizers_without_weight_decay_are_called_without(name):
+def test_optimizers_of_torch_without_weight_decay_get_none(name):
     assert type(optim.build(Optim(name=f"torch.optim:{name}"), net())).__name__ == name
     with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} has no"):
         optim.build(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
 
 
-def test_the_muon_of_the_docs_goes_on_from_its_state_to_the_same_bits(tmp_path, monkeypatch):
+def test_the_muon_of_the_docs_resumes_from_its_state_to_the_same_bits(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "schedules-and-optimizers.md").read_text()
     (tmp_path / "muon.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
@@ -226,11 +226,11 @@ class Table(nn.Module):
         self.head = nn.Linear(3, 1)
 
 
-@pytest.mark.parametrize(("name", "decay", "told"), [
-    ("adamw", 0.0, "--optim.name adamw: the gradient of rows.weight is sparse, and AdamW takes "),
+@pytest.mark.parametrize(("name", "decay", "message"), [
+    ("adamw", 0.0, "--optim.name adamw: the gradient of rows.weight is sparse, and AdamW does "),
     ("sgd", 0.0, "--optim.name sgd: .*fused SGD does not support it; use sparse=False in "
                  "embeddings, or "),
-    ("torch.optim:Adam", 0.0, "--optim.name torch.optim:Adam: .* Adam takes none"),
+    ("torch.optim:Adam", 0.0, "--optim.name torch.optim:Adam: .* Adam does not support it"),
     ("torch.optim:SGD", 0.1, "--optim.weight-decay: .* use --optim.weight-decay 0"),
     ("torch.optim:SGD", 0.0, "^$"),
     ("torch.optim:Adagrad", 0.0, "^$"),
@@ -239,7 +239,7 @@ class Table(nn.Module):
     (f"{__name__}:Own", 0.0, "^$"),
 ])  # fmt: skip
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
-def test_what_torch_says_of_sparse_gradients_in_the_first_update_is_known_before(name, decay, told):
+def test_sparse_gradients_that_torch_would_refuse_are_found_before_the_update(name, decay, message):
     model = Table()
     optimizer = optim.build(Optim(name=name, weight_decay=decay), model)
     model.head(model.rows(torch.tensor([1, 2]))).sum().backward()
@@ -248,7 +248,7 @@ def test_what_torch_says_of_sparse_gradients_in_the_first_update_is_known_before
 
     why = optim.unfit_for_sparse(optimizer, Clip(), *by_kind)
 
-    assert re.search(told, why)
+    assert re.search(message, why)
     if why:
         with pytest.raises(RuntimeError, match=r"sparse|dense gradients"):
             optimizer.step()
@@ -256,22 +256,22 @@ def test_what_torch_says_of_sparse_gradients_in_the_first_update_is_known_before
         optimizer.step()
 
 
-@pytest.mark.parametrize(("groups", "told"), [
+@pytest.mark.parametrize(("groups", "message"), [
     (lambda m: list(m.parameters()), "must return a list of dicts"),
     (lambda m: [{"params": [nn.Parameter(torch.zeros(3))]}], "shape (3,) that is not a parameter"),
     (lambda m: [{"params": m[2].parameters()}, {"params": m.parameters()}], "(3, 144) twice"),
-    (lambda m: [{"params": ["weight"]}], "has 'weight' among its params"),
-    (lambda m: [{"params": m.parameters(), "lr": "1e-3"}], "has 'lr': '1e-3', a text"),
+    (lambda m: [{"params": ["weight"]}], "has 'weight' in params"),
+    (lambda m: [{"params": m.parameters(), "lr": "1e-3"}], "has 'lr': '1e-3', a string"),
     (lambda m: [], "returned no parameter"),
 ])  # fmt: skip
-def test_groups_that_are_none_of_the_model_are_refused(groups, told):
+def test_invalid_groups_are_refused(groups, message):
     with pytest.raises(ConfigError, match=r"--task: parameter_groups\(model\) ") as error:
         optim.build(Optim(), net(), groups)
 
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
-def test_a_misspelt_key_of_a_group_is_refused_and_a_note_of_the_users_is_not():
+def test_a_misspelt_key_of_a_group_is_refused_and_a_custom_key_is_not():
     def groups(model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
         return [{"params": list(model.parameters()), **keys}]
 
@@ -282,7 +282,7 @@ def test_a_misspelt_key_of_a_group_is_refused_and_a_note_of_the_users_is_not():
     assert (kept.param_groups[0]["name"], kept.param_groups[0]["lr_scale"]) == ("all", 0.1)
 
 
-def test_an_empty_group_and_a_single_tensor_are_taken_as_meant():
+def test_an_empty_group_is_dropped_and_a_single_tensor_accepted():
     model = net()
 
     found = optim.build(Optim(), model, lambda m: [{"params": []}, {"params": m[2].weight}])
@@ -304,7 +304,7 @@ def with_gradients(factor: float, *, bad: float | None = None) -> list[nn.Parame
                                    1.01, 1e4, 1e15])
 @pytest.mark.parametrize("limit", [1e-6, 1.0, 1e3])
 def test_clipping_has_the_bits_of_torchs(share, limit):
-    """Of norms far below the limit, which aren't multiplied, just at it, and above."""
+    """Norms far below the limit, where nothing is multiplied, close to it, and above."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in with_gradients(1.0)]).item()
     ours, expected = (with_gradients(share * limit / norm) for _ in range(2))
 
@@ -315,7 +315,7 @@ def test_clipping_has_the_bits_of_torchs(share, limit):
         assert torch.equal(a.grad, b.grad)
 
 
-def test_the_norm_of_sparse_gradients_adds_what_came_for_the_same_row():
+def test_the_norm_of_sparse_gradients_sums_entries_of_the_same_row():
     twice = torch.sparse_coo_tensor([[1, 1]], [[1.0], [2.0]], (5, 1),
                                     check_invariants=True)  # the parts of two micro-batches
 
@@ -323,7 +323,7 @@ def test_the_norm_of_sparse_gradients_adds_what_came_for_the_same_row():
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_gradients_whose_norm_is_not_finite_stay_as_they_are(bad):
+def test_gradients_with_a_non_finite_norm_do_not_change(bad):
     ours, before = (with_gradients(1.0, bad=bad) for _ in range(2))
 
     found = optim.clip(ours, Clip(norm=0.1))
@@ -333,7 +333,7 @@ def test_gradients_whose_norm_is_not_finite_stay_as_they_are(bad):
         assert torch.equal(a.grad.nan_to_num(7.0), b.grad.nan_to_num(7.0))
 
 
-def test_an_optimizer_that_has_a_zero_grad_of_its_own_is_asked():
+def test_a_custom_zero_grad_of_a_class_is_called():
     class Own(torch.optim.SGD):
         def zero_grad(self, set_to_none=True):
             for group in self.param_groups:
@@ -349,7 +349,7 @@ def test_an_optimizer_that_has_a_zero_grad_of_its_own_is_asked():
     assert all(p.grad is None for p in usual)
 
 
-def test_a_zero_grad_that_was_given_to_one_optimizer_is_asked_too():
+def test_a_custom_zero_grad_of_an_instance_is_called():
     mine = with_gradients(1.0)
     optimizer = torch.optim.SGD(mine, lr=0.1)
     optimizer.zero_grad = lambda set_to_none=True: None

@@ -1,4 +1,4 @@
-"""What the launcher tells a rank, and what a stale attempt may no longer do."""
+"""Messages of the launcher to a rank; a superseded attempt writes nothing."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.orders import Orders
 
 
 class Group:
-    """Notes when it is abandoned."""
+    """Records whether it is abandoned."""
 
     def __init__(self) -> None:
         self.stale = False
@@ -29,7 +29,7 @@ class Group:
 
 
 @pytest.mark.parametrize(("word", "stale"), [("lost", False), ("stale", True)])
-def test_a_word_of_the_launcher_ends_the_group_and_its_death_is_noticed(word, stale):
+def test_a_message_abandons_the_group_and_the_launchers_death_is_noticed(word, stale):
     ours, theirs = socket.socketpair()
     orders, group = Orders(), Group()
     orders.attach(group)
@@ -46,12 +46,12 @@ def test_a_word_of_the_launcher_ends_the_group_and_its_death_is_noticed(word, st
     theirs.close()
 
 
-def test_the_end_of_a_rank_ends_those_that_wait_for_it_to_come_and_no_others():
+def test_a_missing_rank_ends_only_ranks_that_wait_for_it():
     ours, theirs = socket.socketpair()
     if (pid := fork()) == 0:
         try:
             Orders().follow(theirs.fileno())
-            time.sleep(100)  # until the word ends it
+            time.sleep(100)  # until the message ends it
         finally:
             os._exit(99)
     orders, group = Orders(), Group()
@@ -66,7 +66,7 @@ def test_the_end_of_a_rank_ends_those_that_wait_for_it_to_come_and_no_others():
     theirs.close()
 
 
-def test_a_stale_attempt_writes_nothing(tmp_path: Path):
+def test_a_superseded_attempt_writes_nothing(tmp_path: Path):
     group = Group()
     lock = RunLock(tmp_path / "lock", "one", revoked=lambda: group.stale)
     lock.take()
@@ -81,7 +81,7 @@ def test_a_stale_attempt_writes_nothing(tmp_path: Path):
     lock.close()
 
 
-def test_who_shares_a_folder_finds_it_taken_by_the_same_attempt(tmp_path: Path):
+def test_two_ranks_of_one_attempt_share_a_lock(tmp_path: Path):
     first, second = RunLock(tmp_path / "lock", "one"), RunLock(tmp_path / "lock", "one")
 
     first.take()

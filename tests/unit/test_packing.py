@@ -1,4 +1,4 @@
-"""Tensors come out of a packed buffer bit for bit."""
+"""Packed tensors are restored bit for bit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Number formats and switches of the device's arithmetic."""
+"""Precision policy: number formats, TF32, compilation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.parallel import Objective
 from trainer.task import Outcome
 
 
-def test_tf32_is_switched_for_matrix_products_and_convolutions_together():
+def test_tf32_is_set_for_matrix_products_and_convolutions():
     for allowed in (True, False):
         precision.set_tf32(allowed)
 
@@ -19,7 +19,7 @@ def test_tf32_is_switched_for_matrix_products_and_convolutions_together():
         assert torch.backends.cudnn.allow_tf32 is allowed
 
 
-def test_the_hunt_for_a_nan_is_never_compiled():
+def test_eager_overrides_compilation():
     wanted = Precision(compile="on")
 
     chosen = [precision.choose(wanted, nn.Linear(1, 1), torch.device("cpu"), eager=eager).compile
@@ -28,7 +28,7 @@ def test_the_hunt_for_a_nan_is_never_compiled():
     assert chosen == [True, False]
 
 
-def test_a_model_is_taken_out_of_wrappers_and_stays_compiled():
+def test_wrappers_are_removed_and_the_model_stays_compiled():
     graphs = []
 
     def backend(graph, inputs):
@@ -51,7 +51,7 @@ def test_a_model_is_taken_out_of_wrappers_and_stays_compiled():
         assert graphs
 
 
-def test_gradients_of_float64_are_as_good_as_that():
+def test_gradients_of_float64_have_full_precision():
     model = nn.Linear(1, 1, dtype=torch.float64)
     objective = Objective(model, lambda model, x: Outcome(model(x).sum(), len(x)), num_ranks=1,
                           nominal_count=3, device=torch.device("cpu"))

@@ -25,7 +25,7 @@ def net() -> nn.Module:
 
 
 def trained(every: int) -> tuple[dict[str, torch.Tensor], int]:
-    """The state after some steps, and how much the last forward has kept for its backward."""
+    """The state after some steps, and the bytes that the last forward saved for backward."""
     model = net()
     recompute(model, every)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -48,7 +48,7 @@ def trained(every: int) -> tuple[dict[str, torch.Tensor], int]:
     return model.state_dict() | {"output": model(torch.ones(2, 4))}, kept
 
 
-def test_recomputed_blocks_give_the_same_bits_and_keep_less():
+def test_recomputed_blocks_give_the_same_bits_and_save_less():
     plain, kept = trained(0)
 
     for every in (1, 2):
@@ -59,7 +59,7 @@ def test_recomputed_blocks_give_the_same_bits_and_keep_less():
         assert less < kept
 
 
-def test_every_nth_of_the_outermost_blocks_is_taken():
+def test_every_nth_block_is_recomputed():
     model = net()
 
     assert list(blocks(model)) == ["body.layers.0", "body.layers.1", "body.layers.2"]

@@ -1,4 +1,4 @@
-"""Keyed randomness: what a key depends on, which generators follow it, and how they come back."""
+"""Keyed randomness: keys, keyed generators, snapshots."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def draws() -> list[float]:
 # --- keys
 
 def test_a_key_is_a_fixed_number_of_64_bits():
-    # SplitMix64's first output for a state of 0, and a value that must never move: it would
-    # change every run.
+    # SplitMix64's first output for a state of 0. This value must never change: all runs depend on
+    # it.
     assert rng.mix(0) == 0xE220A8397B1DCDAF
     assert rng.mix(1, 2, 3) == rng.mix(1, 2, 3)
     assert 0 <= rng.mix(2**64 - 1, 5) < 2**64
@@ -35,10 +35,10 @@ def test_a_key_is_a_fixed_number_of_64_bits():
 @settings(deadline=None)
 @given(st.lists(integers, min_size=1, max_size=5), st.data())
 def test_a_key_depends_on_each_element(parts, data):
-    place = data.draw(st.integers(0, len(parts) - 1))
-    other = data.draw(integers.filter(lambda v: v != parts[place]))
+    index = data.draw(st.integers(0, len(parts) - 1))
+    other = data.draw(integers.filter(lambda v: v != parts[index]))
 
-    assert rng.mix(*parts) != rng.mix(*parts[:place], other, *parts[place + 1 :])
+    assert rng.mix(*parts) != rng.mix(*parts[:index], other, *parts[index + 1 :])
 
 
 def test_a_key_depends_on_order_and_number():
@@ -49,7 +49,7 @@ def test_a_key_depends_on_order_and_number():
 
 @settings(deadline=None)
 @given(st.lists(integers, max_size=3), st.lists(integers, min_size=1, max_size=20))
-def test_many_keys_at_once_are_the_same_as_one_by_one(base, parts):
+def test_an_array_of_keys_equals_single_keys(base, parts):
     together = rng.mix_array(rng.mix(*base), np.array(parts, dtype=np.int64))
 
     assert together.dtype == np.uint64
@@ -67,7 +67,7 @@ def test_neighbouring_keys_differ_in_about_half_of_their_bits():
 
 # --- the process-wide generators
 
-def test_the_same_key_gives_the_same_draws_whatever_came_before():
+def test_the_same_key_gives_the_same_draws():
     rng.key_generators(1, 2, 3)
     first = draws()
     draws()
@@ -78,9 +78,9 @@ def test_the_same_key_gives_the_same_draws_whatever_came_before():
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
-def test_a_snapshot_travels_as_json_and_brings_all_generators_back():
+def test_a_snapshot_is_json_and_restores_all_generators():
     rng.key_generators(5)
-    random.gauss()  # leaves a second value waiting, as numpy's does
+    random.gauss()  # caches a second value, like numpy
     np.random.randn()
     state = json.loads(json.dumps(rng.snapshot()))
     expected = draws()
@@ -91,7 +91,7 @@ def test_a_snapshot_travels_as_json_and_brings_all_generators_back():
     assert draws() == expected
 
 
-def test_equal_states_have_equal_digests_and_others_not():
+def test_only_equal_states_have_equal_digests():
     rng.key_generators(5)
     before, again = rng.digest(rng.snapshot()), rng.digest(rng.snapshot())
     assert before == again
@@ -101,7 +101,7 @@ def test_equal_states_have_equal_digests_and_others_not():
         assert rng.digest(rng.snapshot()) != before
 
 
-def test_what_is_drawn_inside_moves_nothing_outside():
+def test_preserved_restores_the_generators():
     rng.key_generators(5)
     expected = draws()
     rng.key_generators(5)

@@ -1,4 +1,4 @@
-"""The learning rate over the updates: where it starts, where it ends, and in which unit."""
+"""Learning rate over the updates: start, end, units."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak():
     assert max(found) == found[4] == 1.0
 
 
-def test_the_cosine_falls_from_the_peak_and_ends_at_its_least_on_the_last_update():
+def test_the_cosine_falls_from_the_peak_to_its_minimum_at_the_last_update():
     found = rates(20, warmup=Length(5), min_ratio=0.1)
 
     assert found[4:] == sorted(found[4:], reverse=True)
@@ -45,15 +45,15 @@ def test_the_cosine_falls_from_the_peak_and_ends_at_its_least_on_the_last_update
     assert found[9] == pytest.approx(middle)
 
 
-def test_after_the_last_update_the_rate_stays():
+def test_after_the_last_update_the_rate_is_constant():
     assert rates(20, warmup=Length(5), more=10)[19:] == pytest.approx([0.1] * 11, abs=1e-12)
 
 
-def test_a_constant_rate_stays_at_the_peak_after_the_warm_up():
+def test_a_constant_rate_is_the_peak_after_the_warm_up():
     assert rates(8, name="constant", warmup=Length(2), more=3) == [0.5] + [1.0] * 10
 
 
-def test_without_a_warm_up_the_first_update_is_on_the_curve_already():
+def test_without_a_warm_up_the_first_update_is_on_the_curve():
     found = rates(10, warmup=Length(0))
 
     assert 0.9 < found[0] < 1.0
@@ -64,7 +64,7 @@ def test_without_a_warm_up_the_first_update_is_on_the_curve_already():
     (Length(7), 7), (Length(0.5, "epochs"), 5), (Length(2, "epochs"), 20),
     (Length(5, "percent"), 2), (Length(0.1, "percent"), 1),
 ])
-def test_the_warm_up_may_be_given_in_steps_epochs_or_as_a_part_of_the_run(warmup, updates):
+def test_the_warm_up_is_given_in_steps_epochs_or_percent(warmup, updates):
     found = rates(40, warmup=warmup)
 
     assert found[:updates] == pytest.approx([(n + 1) / updates for n in range(updates)])
@@ -78,10 +78,10 @@ def test_a_warm_up_longer_than_the_run_reaches_the_peak_with_the_last_update():
 @settings(deadline=None)
 @given(st.integers(1, 300), st.integers(1, 50), lengths, st.floats(0, 1),
        st.sampled_from(["cosine", "constant"]))
-def test_any_rate_lies_above_zero_or_the_least_and_not_above_the_peak(
+def test_all_rates_are_between_zero_and_the_peak(
     total, epoch, warmup, least, name
 ):
-    least = least if name == "cosine" else Schedule().min_ratio  # which nothing else uses
+    least = least if name == "cosine" else Schedule().min_ratio  # others ignore it
     found = rates(total, epoch=epoch, more=3, warmup=warmup, min_ratio=least, name=name)
 
     assert found[0] > 0 or (total == 1 and least == 0)
@@ -91,7 +91,7 @@ def test_any_rate_lies_above_zero_or_the_least_and_not_above_the_peak(
     assert found[top:] == sorted(found[top:], reverse=True)
 
 
-def test_the_scheduler_gives_each_update_its_rate_and_each_group_its_own_peak():
+def test_the_scheduler_sets_the_rate_of_each_update_and_group():
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 2.0}, {"params": [second], "lr": 0.5}])
     config = Schedule(warmup=Length(3))
@@ -108,7 +108,7 @@ def test_the_scheduler_gives_each_update_its_rate_and_each_group_its_own_peak():
     assert [other for _, other in seen] == pytest.approx([0.5 * rate for rate in expected])
 
 
-def test_a_run_made_longer_stays_at_the_last_rate_and_does_not_climb():
+def test_a_longer_run_continues_at_the_last_rate():
     horizon = Horizon(epoch=5, total=10)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     schedule = schedules.build(Schedule(), optimizer, horizon)

@@ -1,4 +1,4 @@
-"""Each schedule against plain torch, and once more with a stop at every step."""
+"""Each schedule compared with plain torch, also with a stop at every step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def optimizer_of(name: str = "sgd") -> torch.optim.Optimizer:
 
 
 def figure(update: int) -> float:
-    """A loss that falls, then stays: what a plateau is judged by."""
+    """Metric for plateau: a loss that falls, then stays constant."""
     return max(1.0, 2.0 - update / 10)
 
 
@@ -39,10 +39,10 @@ def seen(optimizer: torch.optim.Optimizer) -> list[float]:
 
 def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int = TOTAL,
          after: Schedule | None = None, at: int = 0) -> Rates:  # fmt: skip
-    """What each update is made with.
+    """Rates of each update.
 
     Args:
-        stop: save, and go on with new objects, at every step.
+        stop: save, and continue with new objects, at every step.
         after: the configuration from update `at` on.
     """
     optimizer, horizon = optimizer_of(optim), Horizon(epoch=EPOCH, total=TOTAL)
@@ -56,7 +56,7 @@ def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int
         if stop or (after and update + 1 == at):
             saved = json.loads(json.dumps([schedule.state_dict(), [
                 {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]]))
-            # The run may have been made longer: the horizon is restored before.
+            # The run may have become longer: its lengths are restored first.
             optimizer, horizon = optimizer_of(optim), Horizon(epoch=EPOCH, total=2 * TOTAL)
             schedule = schedules.build(after or config, optimizer, horizon)
             horizon.load_state_dict({"epoch": EPOCH, "total": TOTAL})
@@ -66,7 +66,7 @@ def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int
 
 def torchs(make: Callable[[torch.optim.Optimizer], Any], *, optim: str = "sgd",
            warmup: int = 1, steps: int = TOTAL) -> Rates:  # fmt: skip
-    """The same with torch alone, by a SequentialLR where there is a warm-up."""
+    """The same with torch alone; a warm-up uses SequentialLR."""
     optimizer, rates = optimizer_of(optim), []
     schedule = make(optimizer)
     if warmup > 1:
@@ -111,7 +111,7 @@ def test_without_a_warm_up_a_schedule_has_the_bits_of_torchs(case, optim):
     assert ours(config, optim=optim) == torchs(make, optim=optim)
 
 
-def test_one_cycle_moves_the_momentum_too():
+def test_one_cycle_changes_the_momentum_too():
     config = Schedule(name="one-cycle", warmup=Length(0))
 
     momenta = [rates[1] for rates in ours(config)]
@@ -133,7 +133,7 @@ def test_one_cycle_moves_the_momentum_too():
     ("multi-step", ("milestones=16,30",), lambda o: lr_scheduler.MultiStepLR(o, [12, 26])),
     ("one-cycle", (), lambda o: lr_scheduler.OneCycleLR(o, list(PEAKS), TOTAL - 4)),
 ])  # fmt: skip
-def test_after_a_warm_up_a_schedule_is_torchs_in_sequence(name, options, make):
+def test_with_a_warm_up_a_schedule_equals_torchs_sequential(name, options, make):
     least = {"min_ratio": 0.0} if name in ("cosine", "linear") else {}
     config = Schedule(name=name, warmup=Length(5), options=options, **least)
 
@@ -150,7 +150,7 @@ def test_after_a_warm_up_a_schedule_is_torchs_in_sequence(name, options, make):
       "mode": "max"}),
 ])  # fmt: skip
 @pytest.mark.parametrize("warmup", [0, 6])
-def test_a_plateau_falls_as_torchs_does_also_after_a_warm_up(options, more, warmup):
+def test_a_plateau_equals_torchs_with_and_without_a_warm_up(options, more, warmup):
     config = Schedule(name="plateau", warmup=Length(warmup), options=options)
     optimizer, expected = optimizer_of(), []
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, **{"mode": "min", **more})
@@ -181,7 +181,7 @@ ALL = [(case, options) for case, (options, _) in CASES.items()] + [
 @pytest.mark.parametrize("warmup", [0, 5])
 @pytest.mark.parametrize(("case", "options"), ALL)
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
-def test_a_stop_at_every_step_moves_no_rate(case, options, optim, warmup):
+def test_a_stop_at_every_step_changes_no_rate(case, options, optim, warmup):
     config = Schedule(name=case.strip(), warmup=Length(warmup), options=options)
 
     straight = ours(config, optim=optim, steps=TOTAL + 5)
@@ -190,7 +190,7 @@ def test_a_stop_at_every_step_moves_no_rate(case, options, optim, warmup):
 
 
 @pytest.mark.parametrize("name", ["cosine", "cosine-annealing", "one-cycle", "linear"])
-def test_a_longer_run_stays_at_the_last_rate(name):
+def test_a_longer_run_continues_at_the_last_rate(name):
     rates = ours(Schedule(name=name, warmup=Length(3)), steps=TOTAL + 10)
 
     assert rates[TOTAL - 1:] == [rates[TOTAL - 1]] * 11
@@ -198,7 +198,7 @@ def test_a_longer_run_stays_at_the_last_rate(name):
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
-def test_a_schedule_that_is_changed_on_purpose_takes_effect_from_there(name):
+def test_a_changed_schedule_takes_effect_from_there(name):
     before, after = Schedule(), Schedule(name=name, warmup=Length(0), min_ratio=0.5)
 
     changed = ours(before, after=after, at=20)
@@ -207,7 +207,7 @@ def test_a_schedule_that_is_changed_on_purpose_takes_effect_from_there(name):
     assert changed[20:] == ours(after)[20:]
 
 
-def test_a_plateau_whose_factor_is_changed_keeps_what_it_has_seen_and_come_to():
+def test_a_plateau_with_a_changed_factor_keeps_its_state_and_rate():
     before = Schedule(name="plateau", warmup=Length(0), options=("patience=1", "factor=0.5"))
     after = Schedule(name="plateau", warmup=Length(0), options=("patience=1", "factor=0.1"))
     straight = [lr for lr, *_ in ours(before)]
@@ -219,7 +219,7 @@ def test_a_plateau_whose_factor_is_changed_keeps_what_it_has_seen_and_come_to():
     assert changed[straight.index(0.125)] == pytest.approx(0.025)
 
 
-def test_a_function_gets_the_number_of_the_update_and_gives_a_factor_of_the_peak():
+def test_a_function_maps_the_number_of_the_update_to_a_factor_of_the_peak():
     config = Schedule(name=f"{__name__}:halving", warmup=Length(4))
 
     rates = [lr for lr, *_ in ours(config)]
@@ -228,11 +228,11 @@ def test_a_function_gets_the_number_of_the_update_and_gives_a_factor_of_the_peak
     assert rates[4:] == [halving(n) for n in range(4, TOTAL)]
 
 
-def nowhere(update: int) -> float:
+def undefined(update: int) -> float:
     return float("nan")
 
 
-def downhill(update: int) -> float:
+def negative(update: int) -> float:
     return -1.0
 
 
@@ -240,7 +240,7 @@ def noisy(update: int) -> float:
     return float(torch.rand(()))
 
 
-@pytest.mark.parametrize(("name", "options", "told"), [
+@pytest.mark.parametrize(("name", "options", "message"), [
     ("warm-restarts", ("T_mul=3",), "did you mean T_mult"),
     ("warm-restarts", ("T_0=three",), "is not a length"),
     ("warm-restarts", ("T_mult=1.5",), "T_mult=1.5: must be a whole number"),
@@ -250,13 +250,13 @@ def noisy(update: int) -> float:
     ("plateau", ("mode=max",), "no such argument"),
     ("math:nothing", (), "has no 'nothing'"),
     ("math:pi", (), "it raised TypeError"),
-    (f"{__name__}:nowhere", (), "it returned nan"),
-    (f"{__name__}:downhill", (), "it returned -1.0; it must return a factor of --optim.lr, 0 or "
+    (f"{__name__}:undefined", (), "it returned nan"),
+    (f"{__name__}:negative", (), "it returned -1.0; it must return a factor of --optim.lr, 0 or "
                                  "more"),
     (f"{__name__}:noisy", (), "it must depend on that number alone"),
 ])  # fmt: skip
-def test_what_a_schedule_cannot_use_is_named(name, options, told):
+def test_invalid_options_are_refused(name, options, message):
     with pytest.raises(ConfigError, match="--schedule") as error:
         ours(Schedule(name=name, options=options, warmup=Length(0)))
 
-    assert told in str(error.value)
+    assert message in str(error.value)

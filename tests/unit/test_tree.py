@@ -1,4 +1,4 @@
-"""The tree of micro-batches: its sum has the same bits however the leaves are shared out."""
+"""Summation tree over micro-batches: same bits for any split of the leaves."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 
 
 def total(blocks: list[list[Any]], join: Any) -> Any:
-    """The sum over blocks of neighbouring leaves, each folded where it is."""
+    """Sum over blocks of adjacent leaves; each block is summed separately first."""
     leaves = sum(map(len, blocks))
     end, whole = 0, Fold(leaves, join)
     for mine in blocks:
@@ -43,7 +43,7 @@ def total(blocks: list[list[Any]], join: Any) -> Any:
 
 
 @st.composite
-def shared_out(draw: st.DrawFn) -> tuple[list[list[np.ndarray]], list[np.ndarray]]:
+def split_leaves(draw: st.DrawFn) -> tuple[list[list[np.ndarray]], list[np.ndarray]]:
     leaves = draw(st.integers(1, 40))
     values = [np.array(draw(st.lists(FLOATS, min_size=3, max_size=3)), dtype=np.float32)
               for _ in range(leaves)]
@@ -52,15 +52,15 @@ def shared_out(draw: st.DrawFn) -> tuple[list[list[np.ndarray]], list[np.ndarray
 
 
 @settings(max_examples=100, deadline=None)
-@given(shared_out())
-def test_the_bits_of_a_sum_do_not_depend_on_who_adds(case):
+@given(split_leaves())
+def test_the_bits_of_a_sum_do_not_depend_on_the_split(case):
     blocks, values = case
 
     assert total(blocks, add).tobytes() == total([values], add).tobytes()
 
 
 @given(st.integers(1, 300), st.data())
-def test_ranks_own_whole_nodes_and_not_many(leaves, data):
+def test_each_rank_owns_a_few_whole_nodes(leaves, data):
     size = data.draw(st.integers(1, leaves))
     spans = [subtrees(leaves, rank, size) for rank in range(size)]
 
@@ -98,7 +98,7 @@ def test_slices_cover_a_buffer(size, num_ranks):
     assert all(first % ALIGN == 0 or first == size for first, _ in slices)
 
 
-def test_gradients_of_any_dtype_and_layout_find_room_in_one_buffer():
+def test_one_buffer_holds_gradients_of_any_dtype_and_layout():
     conv = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     tensors = [conv, torch.randn(5, dtype=torch.float64), torch.randn(3, 1), torch.randn(7).half(),
                torch.randn(2, 2).t()]
@@ -118,7 +118,7 @@ def test_gradients_of_any_dtype_and_layout_find_room_in_one_buffer():
 
 
 def folded(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The buffers after batches that each begin with those of the boundary."""
+    """The buffers after batches that each start with those of the step boundary."""
     kept = {b: b.clone() for b in model.buffers()}
     statistics = Statistics(model, kept)
     rows = torch.zeros(len(batches), statistics.width, dtype=torch.float64)
@@ -132,7 +132,7 @@ def folded(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Ten
 
 
 class Twice(nn.Module):
-    """Batch norms of each kind: one that is called twice, one without momentum, a frozen one."""
+    """Batch norms of each kind: called twice, without momentum, frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,7 +143,7 @@ class Twice(nn.Module):
         return self.frozen(self.mean(self.norm(2 * self.norm(x) + 1)))
 
 
-def test_running_statistics_are_those_of_one_micro_batch_after_the_other():
+def test_running_statistics_equal_those_of_sequential_micro_batches():
     torch.manual_seed(0)
     plain, ours = Twice(), Twice()
     guard_plain(plain)
@@ -157,7 +157,7 @@ def test_running_statistics_are_those_of_one_micro_batch_after_the_other():
         torch.testing.assert_close(found[name], buffer, rtol=1e-6, atol=1e-6)
 
 
-def test_one_micro_batch_moves_running_statistics_as_torch_does():
+def test_one_micro_batch_gives_the_running_statistics_of_torch():
     torch.manual_seed(0)
     plain, ours = Twice(), Twice()
     batch = torch.randn(9, 5)
@@ -170,7 +170,7 @@ def test_one_micro_batch_moves_running_statistics_as_torch_does():
 
 
 def test_a_sum_over_floats_depends_on_its_tree():
-    """So the tests above compare something."""
+    """Otherwise the tests above would prove nothing."""
     ones = [1.0, 2.0**-24, 2.0**-24, 2.0**-24]
 
     def f32(a: float, b: float) -> float:
