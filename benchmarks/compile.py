@@ -42,7 +42,7 @@ def launch(run: Path, *arguments: str) -> float:
         SystemExit: it ended neither complete (0) nor stopped (75).
     """
     command = [sys.executable, "-m", "launch", "--nproc-per-node=1", "--max-restarts=2", "--",
-               *arguments, "--run", str(run), f"--steps={STEPS}", "--eval.every=off",
+               *arguments, "--run-dir", str(run), f"--steps={STEPS}", "--eval.every=off",
                "--log.level=error"]
     root = Path(__file__).parents[1]
     path = os.pathsep.join([str(root), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -154,7 +154,7 @@ def measure(model: str, steps: int, folder: Path) -> None:
         for name in REDUCTIONS:
             config = cli.parse([
                 *COST[model], f"--steps={steps + 3}", "--device=cpu", "--data.workers=0",
-                f"--run={folder / name}", "--log.level=warning", "--parallel.sync-bn=off",
+                f"--run-dir={folder / name}", "--log.level=warning", "--parallel.sync-bn=off",
                 f"--parallel.reduction={name}"])  # fmt: skip
             built[name] = build(config, world, log, StopRequest(), watchdog.marks)
             start(built[name])

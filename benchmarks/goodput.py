@@ -80,7 +80,7 @@ def run(
     from trainer.layout import EVENTS
     from trainer.log import read_events
 
-    arguments = ["sample", "--run", str(folder), f"--steps={steps}", "--eval.every=off",
+    arguments = ["sample", "--run-dir", str(folder), f"--steps={steps}", "--eval.every=off",
                  f"--checkpoint.every={every}", "--restart.max-same-step=1000",
                  "--log.level=error", f"--world.threads={THREADS}"]
     shown, events = folder.with_suffix(".log"), folder / EVENTS

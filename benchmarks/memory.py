@@ -48,7 +48,7 @@ def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, 
     from trainer.world import World
 
     config = cli.parse([*TASKS[task], f"--steps={steps}", "--eval.every=100", "--device=cpu",
-                        "--checkpoint.every=50", f"--run={folder}/run", "--log.level=error"])
+                        "--checkpoint.every=50", f"--run-dir={folder}/run", "--log.level=error"])
     log = Log(launch.rank, level="error")
     found: list[tuple[int, float]] = []
     with (World.form(device="cpu", threads=1, launch=launch) as world,

@@ -104,7 +104,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     from trainer.world import Launch, World
 
     config = cli.parse([*MODELS[model], f"--steps={steps}", "--eval.every=off", "--device=cpu",
-                        "--data.workers=0", f"--run={folder / model}", "--log.level=warning"])
+                        "--data.workers=0", f"--run-dir={folder / model}", "--log.level=warning"])
     watch, log = Stopwatch(), Log(level="warning")
     found: dict[str, list[float]] = {name: [] for name in (*NAMES, MORE)}
     with (World.form(device="cpu", threads=1, launch=Launch()) as world,

@@ -104,7 +104,7 @@ def _save(image: Image.Image, target: Path) -> None:
 
 def train(work: Path) -> None:
     """The shipped recipe under four faults; after the stop it is started again."""
-    command = ["launch", "--nproc-per-node", "2", "--", "--run", RUN, "--world.threads=1",
+    command = ["launch", "--nproc-per-node", "2", "--", "--run-dir", RUN, "--world.threads=1",
                "--watchdog.limit-s=2", "--checkpoint.every=50", "--log.every=10",
                *(part for fault in FAULTS for part in ("--inject", fault))]  # fmt: skip
     codes = [python(work, *command).wait() for _ in range(2)]

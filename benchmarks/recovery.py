@@ -96,7 +96,7 @@ def _measure_trainer(
     run = folder / launcher
     faults = [f"--inject={kind}:rank={rank}:step={step}" for step, rank in deaths
               for kind in (f"slow:seconds={SETTLE_S}", "kill")]
-    name = "--run" if launcher == "launch" else "--run-dir"
+    name = "--run-dir" if launcher == "launch" else "--run-dir"
     arguments = ["sample", name, str(run), f"--steps={deaths[-1][0] + 1}", "--eval.every=off",
                  f"--checkpoint.every={EVERY}", *faults]
     with _running(launcher, ranks, arguments, folder) as process:

@@ -78,7 +78,7 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
 
     steps = (rounds + WARM_BLOCKS) * BLOCK
     config = cli.parse(["sample", f"--steps={steps}", "--eval.every=off", "--device=cpu",
-                        f"--run={folder}/run", f"--parallel.sync-bn={sync_bn}",
+                        f"--run-dir={folder}/run", f"--parallel.sync-bn={sync_bn}",
                         "--task.label-smoothing=0",  # as the bare loop
                         "--log.level=error"])
     log = Log(launch.rank, level="error")

@@ -295,7 +295,7 @@ def test_nothing_is_pickled(path):
 
 def test_the_default_task_trains_without_torchvision(tmp_path):
     code = ("import sys; from trainer.__main__ import main\n"
-            f"code = main(['--steps=1', '--device=cpu', '--run={tmp_path}/run'])\n"
+            f"code = main(['--steps=1', '--device=cpu', '--run-dir={tmp_path}/run'])\n"
             "print('code', code, 'torch' in sys.modules, 'torchvision' in sys.modules)")
 
     ended = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,

@@ -1,4 +1,4 @@
-"""The C library's memory allocator: what a step frees is kept for the next one."""
+"""Settings of glibc's memory allocator: keep freed memory in the process for the next step."""
 
 from __future__ import annotations
 
@@ -8,28 +8,28 @@ import sys
 from collections.abc import Mapping
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt(3)."""
+"""Parameters of mallopt(3)."""
 LARGEST = 32 << 20
-"""Bytes: the most that glibc takes as a threshold for blocks of their own."""
+"""Largest threshold in bytes that glibc accepts for blocks that are mapped separately."""
 NEVER = -1
 
 _kept = False
-"""Whether freed memory stays this process's now."""
+"""Whether freed memory currently stays in this process."""
 
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_",
              "MALLOC_TOP_PAD_")  # fmt: skip
 
 
 def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
-    """From now on memory that is freed stays this process's (glibc only).
+    """Keep freed memory in this process from now on (glibc only).
 
-    A step frees its activations and gradients, and the next one needs as many. Left alone, glibc
-    hands freed memory of more than 64 MiB in a row back to the system each time, which then gives
-    page after page of it again, zeroed: a fault for each 4 KiB. Blocks of more than 32 MiB still
-    come and go one by one.
+    A step frees its activations and gradients, and the next step needs the same amount. By default
+    glibc returns more than 64 MiB of contiguous free memory to the system each time. The system
+    then provides it again as zeroed pages, with a page fault for each 4 KiB. Blocks of more than
+    32 MiB are still mapped and unmapped separately.
 
     Returns:
-        False if nothing was changed: another C library, or settings of the user's for this one.
+        False if nothing was changed: another C library, or the user has set allocator options.
     """
     global _kept
     _kept = (not _is_set(environment) and _set(M_MMAP_THRESHOLD, LARGEST)
@@ -38,10 +38,10 @@ def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
 
 
 def give_back() -> None:
-    """The end of `keep_freed`: what is free goes to the system, now and from now on.
+    """Undo `keep_freed`: return free memory to the system, now and in future.
 
-    Nothing where nothing was kept: from a first setting on glibc no longer learns its thresholds,
-    and with those of its start each array of more than 128 KiB comes from the system.
+    Does nothing if `keep_freed` did nothing: after the first setting glibc no longer adapts its
+    thresholds, and with the initial ones each array of more than 128 KiB is mapped separately.
     """
     global _kept
     if _kept and _set(M_TRIM_THRESHOLD, 2 * LARGEST):
@@ -50,13 +50,13 @@ def give_back() -> None:
 
 
 def _is_set(environment: Mapping[str, str]) -> bool:
-    """Whether the user has settings for the allocator."""
+    """Whether the user has set allocator options."""
     return (any(name in environment for name in _SETTINGS)
             or "glibc.malloc." in environment.get("GLIBC_TUNABLES", ""))
 
 
 def _set(parameter: int, value: int) -> bool:
-    """Set one of the allocator's parameters, where it is glibc's."""
+    """Set an allocator parameter. Returns False if the C library isn't glibc."""
     if sys.platform != "linux":
         return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)

@@ -12,38 +12,38 @@ from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_GAVE_UP
 Event = Mapping[str, Any]
 
 CAUSES = ("failure", "death", "hang", "stop")
-"""Events that may tell why an attempt ended; `lost-peer` is what others see of it."""
+"""Events that give the cause of an attempt's end; other ranks report it as `lost-peer`."""
 
 
 @dataclass(kw_only=True)
 class Attempt:
-    """One attempt: from rank 0's start to what every rank noted after it."""
+    """One attempt, from the events of all ranks."""
 
     number: int
     world_size: int
     start_step: int
     end_step: int
     end: str = "died"
-    """finished, stopped, gave up, refused, failure, or died where nobody could tell."""
+    """finished, stopped, gave up, refused, failure, or died (no event about the end)."""
     launch: str | None = None
-    """Equal in the attempts that one launcher has started."""
+    """Equal in all attempts started by one launcher."""
     version: str | None = None
-    """Of the configuration and the task's code."""
+    """Digest of the configuration and the task's code."""
     cause: Event | None = None
-    """The first failure, or an echo of it where none is told."""
+    """The event of the first failure, or a secondary failure if there is no other."""
     relaunched: bool = False
-    """Whether its launcher has outlived it: it was no preemption, though nobody could tell."""
+    """Whether its launcher started the next attempt: then the end was no preemption."""
     reached: int | None = None
-    """The last step that metrics.jsonl had when the attempt after it began."""
+    """The last step in metrics.jsonl when the next attempt started."""
 
     @property
     def failed(self) -> bool:
-        """Whether a failure ended it. One that vanished with its launcher was taken away."""
+        """Whether a failure ended it. If it died with its launcher, it was preempted."""
         return self.end in ("failure", "died") and (self.cause is not None or self.relaunched)
 
     @property
     def failed_step(self) -> int | None:
-        """The step that it was in; where nobody could tell, the one after the last that shows."""
+        """The step of the failure; without an event, the step after the last recorded one."""
         if self.cause is not None:
             return failed_step(self.cause)
         return None if self.reached is None else self.reached + 1
@@ -53,14 +53,14 @@ def read_attempts(events: Iterable[Event]) -> list[Attempt]:
     """All attempts, in order.
 
     Args:
-        events: in time's order.
+        events: in order of time.
     """
     attempts: dict[int, Attempt] = {}
     reached: dict[int, int | None] = {}
     for event in events:
         number, name = event.get("attempt", -1), event.get("event")
         if name == "start" and (event["rank"] == 0 or number not in attempts):
-            # Rank 0's, or, in the folder of a node without it, the first.
+            # Use rank 0's event; in the folder of a node without rank 0, the first one.
             reached[number] = event.get("reached") if event["rank"] == 0 else None
             attempts[number] = Attempt(
                 number=number, world_size=event["world_size"], start_step=event["step"],
@@ -78,20 +78,20 @@ def read_attempts(events: Iterable[Event]) -> list[Attempt]:
 def _add(attempt: Attempt, event: Event) -> None:
     attempt.end_step = max(attempt.end_step, event["step"])
     if event.get("error") == "StaleAttempt":
-        return  # an orphan of it, which a newer attempt has sent away
+        return  # from an orphan that was superseded by a newer attempt
     end = _end(event)
     if end is not None and attempt.end in ("died", "failure"):
         attempt.end = end
-    tells = event["event"] in CAUSES and not event.get("echo") and end in ("failure", None)
-    echoes = event["event"] == "lost-peer" or event.get("echo")
-    known = attempt.cause is not None and attempt.cause["event"] in CAUSES and (
+    is_primary = event["event"] in CAUSES and not event.get("echo") and end in ("failure", None)
+    is_secondary = event["event"] == "lost-peer" or event.get("echo")
+    has_primary = attempt.cause is not None and attempt.cause["event"] in CAUSES and (
         not attempt.cause.get("echo"))
-    if (tells and not known) or (echoes and attempt.cause is None):
+    if (is_primary and not has_primary) or (is_secondary and attempt.cause is None):
         attempt.cause = event
 
 
 def _end(event: Event) -> str | None:
-    """How an attempt ends by this event; None if it is another kind of event."""
+    """The end of an attempt that this event means; None for other events."""
     match event["event"]:
         case "end":
             return "finished"
@@ -106,14 +106,13 @@ def _end(event: Event) -> str | None:
 
 
 def repeated(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
-    """The newest attempts in a row that failed at the same step, the first one first.
+    """The most recent consecutive attempts that failed at the same step, oldest first.
 
-    Those that were taken away count neither way. A failure at another step, or at one that nobody
-    can tell, is progress, or another failure; a stop, or changed code or configuration, begins
-    anew.
+    Preempted attempts are ignored. The sequence is ended by a failure at another or an unknown
+    step, by a stop, and by changed code or configuration.
 
     Args:
-        version: of the next attempt's configuration and task.
+        version: digest of the next attempt's configuration and task.
     """
     row: list[Attempt] = []
     for attempt in reversed(attempts):
@@ -129,21 +128,21 @@ def repeated(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
 
 
 def failed_step(event: Event) -> int:
-    """The step, in the making or just made, in which a failure happened."""
+    """The step, in progress or just finished, in which a failure happened."""
     step = event.get("failed_step")
     return event["step"] if step is None else step
 
 
 def sentence(event: Event) -> str:
-    """A failure in one line: rank, step, phase, attempt, and what it was."""
+    """A failure in one line: rank, step, phase, attempt and reason."""
     place = (f"step {failed_step(event)} ({event.get('failed_phase') or event['phase']}), "
              f"attempt {event['attempt']}")
     if event["event"] == "lost-peer" or event.get("echo"):
         return f"a peer of rank {event['rank']} was lost at {place}"
-    told = event.get("why") or event["event"]
+    reason = event.get("why") or event["event"]
     where = event.get("where")
-    if event["event"] == "hang":  # of which another rank may tell
+    if event["event"] == "hang":  # possibly reported by another rank
         culprit = event.get("culprit")
         who = "all ranks" if culprit is None else f"rank {culprit}"
-        return f"{who}, {place}: hang: {told}"
-    return f"rank {event['rank']}, {place}: {told}" + (f" ({where})" if where else "")
+        return f"{who}, {place}: hang: {reason}"
+    return f"rank {event['rank']}, {place}: {reason}" + (f" ({where})" if where else "")

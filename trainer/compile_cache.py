@@ -1,4 +1,4 @@
-"""The cache of compiled code, kept with the run; not trusted after an end amid a compile."""
+"""The run's cache of compiled code; discarded if a process died during a compilation."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 def use(folder: Path, world: World) -> None:
-    """Collective. Cache in `folder`, shared by the ranks of a host; unless the user chose a place.
+    """Collective. Set torch's compile cache to a subfolder of `folder`; call before compiling.
 
-    While a rank compiles there is a file `NAME.compiling-RANK` beside the cache. One that an
-    earlier attempt has left tells of an end in the middle (a kill, a failed compile), after which
-    files may be there that can't be loaded: then the cache is made anew. Before the first compile.
+    The ranks of a host share it. A TORCHINDUCTOR_CACHE_DIR set by the user takes precedence.
+
+    While a rank compiles, a file `NAME.compiling-RANK` exists next to the cache. If an earlier
+    attempt has left one, it was killed or failed during a compilation, and the cache may contain
+    files that can't be loaded. Then the cache is deleted.
     """
-    # Here, since this takes seconds where nothing has imported it; and torch sets its own default.
+    # Imported here, since the import takes seconds and torch sets its own default during it.
     from torch._dynamo.callback import callback_handler
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -34,7 +36,7 @@ def use(folder: Path, world: World) -> None:
     place = folder / f"{platform.node()}-torch{torch.__version__}"
     if world.local_rank == 0 and not chosen:
         make_folder(folder)
-        _remove_doubtful(place)
+        _remove_incomplete(place)
     world.barrier()
     if chosen:
         return
@@ -42,7 +44,7 @@ def use(folder: Path, world: World) -> None:
     mark = folder / f"{place.name}.compiling-{world.rank}"
 
     def begin(_: Any) -> None:
-        with suppress(OSError):  # a full disk: nothing is cached either
+        with suppress(OSError):  # the disk is full: nothing is cached either
             mark.touch()
 
     def end(_: Any) -> None:
@@ -55,7 +57,7 @@ def use(folder: Path, world: World) -> None:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """What `use` sets within, in the whole process, is put back."""
+    """Context manager that undoes what `use` sets in this process within the block."""
     chosen = os.environ.get(VARIABLE)
     try:
         yield
@@ -69,11 +71,11 @@ def restored() -> Iterator[None]:
                 callbacks[:] = [c for c in callbacks if c.__module__ != __name__]
 
 
-def _remove_doubtful(place: Path) -> None:
-    """Remove a cache that bears a mark, and what is left of such a removal."""
+def _remove_incomplete(place: Path) -> None:
+    """Delete a cache that has a mark, and the rest of an interrupted deletion."""
     marks = list(place.parent.glob(f"{place.name}.compiling-*"))
     if marks and place.exists():
-        with suppress(FileNotFoundError):  # two launchers of one host, as in tests
+        with suppress(FileNotFoundError):  # another launcher on this host did it, as in tests
             place.rename(place.with_name(f"{place.name}.gone-{secrets.token_hex(4)}"))
     for mark in marks:
         mark.unlink(missing_ok=True)

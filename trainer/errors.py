@@ -1,4 +1,4 @@
-"""Exit codes, and the exceptions that somebody catches."""
+"""Exit codes and exceptions."""
 
 import errno
 
@@ -10,17 +10,17 @@ EXIT_GAVE_UP = 76
 EXIT_NONFINITE = 77
 
 FINAL_EXIT_CODES = (EXIT_CONFIG, EXIT_STOPPED, EXIT_GAVE_UP, EXIT_NONFINITE)
-"""Codes with which the trainer itself ends the run: a launcher must not restart them."""
+"""Exit codes with which the trainer ends the run itself: a launcher must not restart it."""
 
 UNFIT = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
-"""Errors of a folder's path that no other attempt would find mended."""
+"""Error numbers of path errors that a retry cannot fix."""
 
 
 class TrainerError(Exception):
-    """An end of the run that has an exit code of its own.
+    """Base class of errors that end the run with an exit code of their own.
 
     Attributes:
-        teller: the rank whose error it is, where another rank has told of it.
+        teller: the rank that raised the error first, if another rank has reported it to this one.
     """
 
     exit_code = EXIT_FAILURE
@@ -28,57 +28,57 @@ class TrainerError(Exception):
 
 
 def told_by(rank: int, error: TrainerError) -> TrainerError:
-    """The error, marked as another rank's."""
+    """Mark an error as raised by another rank. Returns the error."""
     error.teller = rank
     return error
 
 
 class PeerFailed(RuntimeError):
-    """Another rank has told that it failed, and tells more itself."""
+    """Another rank has reported a failure; that rank gives the details."""
 
 
 class ConfigError(TrainerError, ValueError):
-    """Bad configuration or data, found before anything started: names flag, value and remedy."""
+    """Invalid configuration or data, found before training starts: flag, value and remedy."""
 
     exit_code = EXIT_CONFIG
 
 
 class AlreadyFinished(TrainerError):
-    """The run that is to be continued is complete: there is nothing to do."""
+    """The run to be continued is complete: there is nothing to do."""
 
     exit_code = EXIT_COMPLETE
 
 
 class StopRequested(TrainerError):
-    """The run was asked to stop, its state is saved, and the same command continues it."""
+    """The run was stopped on request and its state is saved; the same command continues it."""
 
     exit_code = EXIT_STOPPED
 
 
 class GaveUp(TrainerError):
-    """The same step failed again and again; another restart would not get further."""
+    """The same step has failed repeatedly; another restart would not help."""
 
     exit_code = EXIT_GAVE_UP
 
 
 class NonFinite(TrainerError):
-    """More non-finite losses or gradients than the configuration allows."""
+    """There were more NaN or infinite losses or gradients than the configuration allows."""
 
     exit_code = EXIT_NONFINITE
 
 
 class RanksDiffer(TrainerError):
-    """Ranks hold different weights, and nothing from before is left to go back to."""
+    """The ranks' weights differ, and there is no earlier checkpoint to roll back to."""
 
 
 class TooManyBadSamples(TrainerError):
-    """So many samples could not be read that the run would train on copies of the others."""
+    """Too many samples can't be read: the run would train on copies of the others."""
 
     exit_code = EXIT_CONFIG
 
 
 class CheckpointDamaged(TrainerError):
-    """A checkpoint folder is not what its manifest says; the message names what differs."""
+    """A checkpoint doesn't match its manifest; the message names the difference."""
 
 
 class CheckpointBusy(TrainerError):
@@ -86,7 +86,7 @@ class CheckpointBusy(TrainerError):
 
 
 class StaleAttempt(TrainerError):
-    """A newer attempt owns the run folder; this process must leave without writing."""
+    """A newer attempt owns the run folder; this process must exit without writing."""
 
 
 class SaveFailed(TrainerError):

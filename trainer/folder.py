@@ -1,4 +1,4 @@
-"""The run folder: who the run is, which attempt this is, and what is written once an attempt."""
+"""The run folder: identity of the run, number of the attempt, files written once per attempt."""
 
 from __future__ import annotations
 
@@ -44,39 +44,39 @@ from trainer.store import FULL, Store
 from trainer.world import World
 
 FULL_S = 15.0
-"""How long a restart waits for room on a full disk, before the attempt fails."""
+"""Seconds that a restart waits for space on a full disk before the attempt fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """Which run a folder holds, and how often it had been started before this attempt."""
+    """Id of the run in a folder, and the number of this attempt (0 is the first)."""
 
     run: str
     attempt: int
 
 
 def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
-    """Collective. Which run a folder holds, or is going to hold, and which attempt this is.
+    """Collective. Determine the run's id, a new one for an empty folder, and the attempt's number.
 
     Raises:
-        ConfigError: the folder is used and `resume` is "never".
+        ConfigError: the folder can't be read, or it holds a run and `resume` is "never".
     """
     error: Exception | None = None
     mine: dict[str, Any] | None = None
     if world.local_rank == 0:
-        old, error = _whose(path)
+        old, error = _read_identity(path)
         launch = _launch_id(world)
         restarted = old is not None and launch is not None and old.get("launch") == launch
         if resume == "never" and old is not None and not restarted:
-            error = ConfigError(f"--resume never: {display_path(path)} holds a run already; "
-                                "choose another --run-dir, or leave --resume out to continue that run.")
+            error = ConfigError(f"--resume never: {display_path(path)} already holds a run; "
+                                "choose another --run-dir, or omit --resume to continue it.")
         if old is not None:
             steps = [info.step for info in Store(path / CHECKPOINTS).checkpoints()
                      if info.run == old["run"]]
             mine = {"run": old["run"], "attempt": old["attempt"], "step": max(steps, default=0)}
     world.agree(error)
-    # A node with a disk of its own may come back empty, or with the little that it began without
-    # the others: the run is the one that has come furthest.
+    # A node with its own disk may rejoin with an empty folder, or with a short run that it started
+    # without the others. The run with the most steps is continued.
     seen = [record for record in world.gather_json(mine) if record is not None]
     if not seen:
         return Identity(run=world.broadcast_json(secrets.token_hex(8)), attempt=0)
@@ -84,15 +84,14 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
     attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
     if mine is not None and mine["run"] != run:
         log.warning(f"{display_path(path)} holds another run ({mine['run']}, step {mine['step']}) "
-                    f"than the one that goes on here ({run}); its checkpoints stay, and aren't "
-                    "used")
+                    f"than the one being continued ({run}); its checkpoints are kept, but not used")
     return Identity(run=run, attempt=attempt)
 
 
-def _whose(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
-    """The identity of the run in a folder, if there is one, and what is wrong with its path."""
+def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
+    """The identity of the run in a folder, or None, and an error if the folder can't be read."""
     try:
-        return read_json(path / IDENTITY) or _adopted(path), None
+        return read_json(path / IDENTITY) or _recovered_identity(path), None
     except OSError as problem:
         if problem.errno not in UNFIT:
             raise
@@ -100,8 +99,8 @@ def _whose(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
                                  "can be read and written.")
 
 
-def _adopted(path: Path) -> dict[str, Any] | None:
-    """The identity of a run whose run.json is lost, from what else it has left."""
+def _recovered_identity(path: Path) -> dict[str, Any] | None:
+    """The identity of a run without run.json, from its checkpoints and events; None without any."""
     runs = [info.run for info in Store(path / CHECKPOINTS).checkpoints() if info.run is not None]
     if not runs:
         return None
@@ -110,10 +109,13 @@ def _adopted(path: Path) -> dict[str, Any] | None:
 
 
 def refuse_finished(path: Path, world: World, step: int) -> None:
-    """Collective. Go no further with a run that has no step left, if it is complete.
+    """Collective. Check whether the run is complete; call it if no steps are left.
+
+    Args:
+        step: the run's last step.
 
     Raises:
-        AlreadyFinished: its summary is of the step it is at.
+        AlreadyFinished: the run's summary is of this step.
     """
     found = world.gather_json(read_json(path / SUMMARY) if world.local_rank == 0 else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
@@ -124,7 +126,7 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
 
 
 def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
-    """The last lines of a finished run: the figures, and where things are."""
+    """The last console lines of a finished run: metrics, and paths of its results."""
     best, test = summary["best"], summary["test"]
     lines = [f"finished at step {summary['step']}"
              + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")
@@ -140,27 +142,29 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
 
 
 def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log) -> None:
-    """Collective. Take possession of the run folder for this attempt: rank 0, then the first rank
-    of each other node, which finds rank 0's mark in it where nodes share it. Where they don't,
-    this rank keeps a full copy of the run there (`world.keeps_folder`).
+    """Collective. Take the run folder's lock for this attempt, and open the event log.
+
+    Rank 0 takes it first, then the first rank of each other node. On a shared folder that rank
+    finds rank 0's lock. On a disk of its own it takes the lock there, and writes a full copy of the
+    run to it (`world.keeps_folder`).
 
     Raises:
-        ConfigError: the folder can't be written, or another run that lives is at work in it.
-        OSError: the disk has become full, or read-only, since the run was begun.
+        ConfigError: the folder can't be written, or another run is active in it.
+        OSError: the disk has become full or read-only since the run was started.
     """
-    note = None
+    warning = None
     others_turn = world.local_rank == 0 and not world.is_main
     for mine in (world.is_main, others_turn) if world.has_nodes else (world.is_main,):
         error: Exception | None = None
         if mine:
             try:
-                note = _take(path, identity, lock, world, log)
+                warning = _take(path, identity, lock, world, log)
             except (ConfigError, OSError) as problem:
                 error = problem
         world.agree(error)
     log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
-    if note:
-        log.warning(note)
+    if warning:
+        log.warning(warning)
 
 
 def _take(
@@ -170,27 +174,27 @@ def _take(
     elastic = world.launch.run_id is not None
     try:
         make_folder(path)
-        note = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
+        warning = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
         world.keeps_folder = lock.holds
         if lock.holds:
-            _try(path)
+            _check_writable(path)
             mine = {**dataclasses.asdict(identity), "launch": launch_id}
             _when_not_full(lambda: replace_json(path / IDENTITY, mine),
                            FULL_S if identity.attempt else 0.0, log)
     except OSError as problem:
         if identity.attempt and problem.errno not in UNFIT:
-            raise  # no mistake of the configuration, which was right before, and it may pass
+            raise  # no configuration error, since earlier attempts could write; may be temporary
         raise ConfigError(
             f"--run-dir {display_path(path)}: {problem}; choose a folder that can be "
             "written.") from problem
-    return note
+    return warning
 
 
-def _try(path: Path) -> None:
-    """What is there of a run, another user's it may be, is opened before it is needed.
+def _check_writable(path: Path) -> None:
+    """Check that the existing files can be written; they may belong to another user.
 
     Raises:
-        OSError: something can't be written.
+        OSError: a file or folder can't be written.
     """
     for place in (path / name for name in (METRICS, EVENTS, TIMING, LAST_STEP)):
         if place.exists():
@@ -203,31 +207,31 @@ def _try(path: Path) -> None:
 
 
 def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> None:
-    """Write; on a full disk, try again for so many seconds."""
-    began_s, told = time.monotonic(), False
+    """Call `write`; on a full disk, try again for up to `patience_s` seconds."""
+    began_s, warned = time.monotonic(), False
     while True:
         try:
             return write()
         except OSError as problem:
             if problem.errno not in FULL or time.monotonic() - began_s >= patience_s:
                 raise
-            if not told:
-                log.warning(f"{problem}; waiting for room, {patience_s:g} s at most")
-            told = True
+            if not warned:
+                log.warning(f"{problem}; waiting up to {patience_s:g} s for free space")
+            warned = True
         time.sleep(0.2)
 
 
 def begin(path: Path, identity: Identity, world: World, log: Log, *, position: int, version: str,
           max_same_step: int) -> None:
-    """Collective. Note the start of this attempt, unless those before it make it pointless.
+    """Collective. Record the start of this attempt in the event log.
 
     Args:
-        position: the step from which it goes on.
-        version: of its configuration and its task's code.
-        max_same_step: failures in a row at the same step that are enough.
+        position: the step to continue from.
+        version: digest of the configuration and the task's code.
+        max_same_step: consecutive failures at the same step after which the run gives up.
 
     Raises:
-        GaveUp: there have been so many.
+        GaveUp: the previous attempts have failed that often at the same step.
     """
     error = None
     reached = max(Mark.read(path / LAST_STEP), newest_step(path / METRICS)) if world.is_main else 0
@@ -237,18 +241,18 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
         if len(row) >= max_same_step:
             first = next((a.cause for a in row if a.cause is not None), None)
             times = "1 time" if len(row) == 1 else f"{len(row)} times"
-            told = "not told; its process was killed" if first is None else sentence(first)
+            cause = "unknown; the process was killed" if first is None else sentence(first)
             error = GaveUp(
                 f"gave up: step {row[0].failed_step} has failed {times} in a row "
-                f"(--restart.max-same-step {max_same_step}); once it is mended, the same command "
-                f"goes on from step {position}. First cause: {told}")
+                f"(--restart.max-same-step {max_same_step}). Fix the cause; the same command then "
+                f"continues from step {position}. First cause: {cause}")
     log.event("start", world_size=world.size, pid=os.getpid(), launch=_launch_id(world),
               version=version, reached=reached)
     world.agree(error)
 
 
 def _launch_id(world: World) -> str | None:
-    """Equal in all attempts of one launcher's life. torchrun's own run id is "none" by default."""
+    """An id that all attempts of one launcher share. torchrun's own run id is "none" by default."""
     if world.launch.run_id is None:
         return None
     if world.launch.launch_id is not None:
@@ -257,14 +261,14 @@ def _launch_id(world: World) -> str | None:
 
 
 def clean(path: Path) -> None:
-    """At the start of an attempt: remove what dead ones had written aside of the run's files."""
+    """Remove temporary files of dead attempts; call it at the start of an attempt."""
     for name in (IDENTITY, CONFIG, ENVIRONMENT, METRICS, PRODUCT, SUMMARY):
         for aside in path.glob(f".{name}.*.tmp"):
             aside.unlink(missing_ok=True)
 
 
 def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) -> dict[str, Any]:
-    """What environment.json says: versions, devices, ranks, command, data, determinism."""
+    """The content of environment.json: versions, devices, ranks, command, data, determinism."""
     import torch
 
     return {
@@ -285,15 +289,15 @@ def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) 
 
 
 def device_name(device: Any) -> str:
-    """The kind of device that bits depend on: the card's name, or "cpu"."""
+    """The kind of device, on which results depend: the GPU's name, or "cpu"."""
     import torch
 
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-@functools.cache  # looking for them takes 20 ms
+@functools.cache  # looking them up takes 20 ms
 def package_versions() -> dict[str, str | None]:
-    """Versions of the packages that a run's bits may depend on."""
+    """Versions of the packages on which results may depend."""
     packages = ("torch", "torchvision", "numpy", "safetensors", "tensorboard")
     return {name: _version(name) for name in packages}
 

@@ -1,5 +1,4 @@
-"""What a process needs of the system before anything starts: enough open files, a folder to be
-in, one that torch can write to, times that it can wait for."""
+"""Checks of the system before a process starts: open files, folders, environment variables."""
 
 from __future__ import annotations
 
@@ -11,24 +10,24 @@ import socket
 from trainer.errors import ConfigError
 
 LONGEST_S = 1e9
-"""The longest time that one can wait for (thirty years): clocks count in nanoseconds."""
+"""Upper limit of times in seconds (thirty years): clocks count in 64-bit nanoseconds."""
 
 FILES, FILES_A_RANK = 48, 8
-"""Open files that a process needs, and for each rank more: its sockets, pipes and descriptors of
-processes. Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves or
+"""Open files that a process needs, and further ones for each rank (sockets, pipes, process
+descriptors). Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves or
 draws."""
 
 
 def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
-    """Make sure that a launcher or rank may open the files that it needs.
+    """Raise the limit of open files to what a launcher or rank needs.
 
     Args:
-        num_ranks: of this host.
-        elsewhere: ranks on other hosts. How many files these take depends on how they are
-            connected, so the limit is raised for them as far as the system lets it, no more.
+        num_ranks: ranks on this host.
+        elsewhere: ranks on other hosts. The number of files for these depends on how they are
+            connected. For them the limit is raised as far as the system allows, without an error.
 
     Raises:
-        ConfigError: the system allows fewer, so that it would fail at some place or other.
+        ConfigError: the system allows too few files, so that the process would fail later.
     """
     needed = FILES + FILES_A_RANK * num_ranks
     wanted = needed + FILES_A_RANK * elsewhere
@@ -36,38 +35,41 @@ def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
     if soft == resource.RLIM_INFINITY or soft >= wanted:
         return
     if hard != resource.RLIM_INFINITY and hard < needed:
-        raise ConfigError(f"a process may open {hard} files at most here (ulimit -n {hard}), and "
+        raise ConfigError(f"a process may open at most {hard} files here (ulimit -n {hard}), and "
                           f"with {num_ranks} ranks it needs {needed}: raise the limit, for "
-                          f"example by ulimit -n {max(1024, needed)}")
+                          f"example with ulimit -n {max(1024, needed)}")
     reach = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, reach), hard))
 
 
 def check_current_folder() -> None:
-    """To be called before torch is imported, whose libraries abort the process for want of it.
+    """Check the current folder. Call this before importing torch.
+
+    Without a current folder torch's libraries abort the process.
 
     Raises:
-        ConfigError: it has been deleted, or may not be read.
+        ConfigError: the current folder has been deleted, or can't be read.
     """
     try:
         os.getcwd()
     except OSError as error:
         raise ConfigError(f"the current folder is gone ({error.strerror}): cd to another one, or "
-                          "to the same path once more") from error
+                          "to the same path again") from error
 
 
 def check_environment() -> None:
-    """Raises: ConfigError: a variable names what isn't there."""
+    """Raise `ConfigError` if an environment variable names something that doesn't exist."""
     check_cache_folder()
     check_interface()
 
 
 def check_cache_folder() -> None:
-    """To be called before torch compiles, or makes an optimizer: for both it makes the folder of
-    its cache, where the user has named one.
+    """Check the user's TORCHINDUCTOR_CACHE_DIR.
+
+    Call this before torch compiles or creates an optimizer: both create this folder.
 
     Raises:
-        ConfigError: that can't be made, or written to.
+        ConfigError: the folder can't be created or written.
     """
     name = "TORCHINDUCTOR_CACHE_DIR"
     place = os.environ.get(name)
@@ -78,16 +80,16 @@ def check_cache_folder() -> None:
         if not os.access(place, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), place)
     except OSError as error:
-        raise ConfigError(f"environment variable {name} is {place!r}, where torch keeps compiled "
-                          f"code: {error.strerror}; name a folder that can be written, or unset "
-                          "it") from error
+        raise ConfigError(f"environment variable {name} is {place!r}, torch's folder for "
+                          f"compiled code: {error.strerror}; use a folder that can be written, or "
+                          "unset it") from error
 
 
 def check_interface() -> None:
-    """Before ranks meet: gloo talks through the network interface that the user has named.
+    """Check the user's GLOO_SOCKET_IFNAME. Call this before the rendezvous of the ranks.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: there is no such network interface.
     """
     chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
     here = [name for _, name in socket.if_nameindex()]

@@ -1,4 +1,4 @@
-"""What a rank needs of memory: parameters, optimizer state, activations, the peak; in MiB."""
+"""Memory use of a rank in MiB: parameters, optimizer state, activations, peak."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ MIB = 2**20
 
 @dataclass
 class Memory:
-    """The figures of this rank, as far as they are known.
+    """Memory use of this rank, as far as it is known.
 
     Attributes:
-        activations_mb: what the backward of a micro-batch keeps of its forward.
+        activations_mb: memory saved for the backward of one micro-batch.
     """
 
     activations_mb: float | None = None
 
     def figures(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Fields of summary.json. `peak_mb` is the device's on CUDA, the process's elsewhere."""
+        """Fields for summary.json. `peak_mb` is of the device on CUDA, else of the process."""
         return {
             "parameters_mb": round(_size(model.parameters()), 3),
             "optimizer_mb": _rounded(optimizer_mb(optimizer)),
@@ -36,19 +36,22 @@ class Memory:
             "peak_mb": round(peak_mb(), 1),
         }
 
-    def told(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-        """A line for people, before the first step."""
-        found = self.figures(model, optimizer)
-        known = [f"{name} {_text(found[key])} MiB" for name, key in (
+    def summary_line(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+        """The console line before the first step."""
+        figures = self.figures(model, optimizer)
+        known = [f"{name} {_text(figures[key])} MiB" for name, key in (
             ("parameters", "parameters_mb"), ("optimizer", "optimizer_mb"),
-            ("activations of a micro-batch", "activations_mb"), ("the peak so far", "peak_mb"),
-        ) if found[key] is not None]  # fmt: skip
+            ("activations of a micro-batch", "activations_mb"), ("peak so far", "peak_mb"),
+        ) if figures[key] is not None]  # fmt: skip
         return "memory: " + ", ".join(known)
 
 
 def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
-    """The optimizer's state. Before the first update, which makes it, what AdamW and SGD will
-    make; None for others."""
+    """Size of the optimizer's state in MiB.
+
+    Before the first update, which allocates the state, this is the future size for AdamW and SGD,
+    and None for other optimizers.
+    """
     tensors = [v for entries in optimizer.state.values() for v in entries.values()
                if isinstance(v, Tensor)]
     if tensors:
@@ -61,7 +64,7 @@ def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
 
 
 def peak_mb() -> float:
-    """The most that has been in use: of the CUDA device by torch's tensors, or of this process."""
+    """Peak memory in MiB: torch's tensors on the CUDA device, or this process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return torch.cuda.max_memory_allocated() / MIB
     unit = 1 if sys.platform == "darwin" else 1024
@@ -71,14 +74,18 @@ def peak_mb() -> float:
 def activations(
     model: nn.Module, forward_backward: Callable[[], None], undo: Callable[[], None]
 ) -> float | None:
-    """Run a forward and backward, and measure what it keeps in between.
+    """Run a forward and backward, and measure the memory saved between them, in MiB.
 
-    On CUDA by torch's allocator: the peak without what was there and without the gradients. On a
-    CPU by the tensors saved for the backward at once, without the parameters; not in compiled
-    code, which would be compiled once more without the hooks.
+    On CUDA this is the allocator's peak minus the memory used before and the gradients. On a CPU it
+    is the largest size of the tensors saved for the backward at one time, without parameters.
+    Compiled code is not measured on a CPU, since it would be compiled again without the hooks.
 
     Args:
-        undo: of a forward that refuses to be looked at, as `torch.func` does; it is run again.
+        undo: undoes a forward that doesn't support saved tensor hooks, such as `torch.func`; the
+            forward is then run again without them.
+
+    Returns:
+        None if it can't be measured.
     """
     if any(p.is_cuda for p in model.parameters()):
         before = torch.cuda.memory_allocated()
@@ -90,9 +97,9 @@ def activations(
            for m in model.modules()):
         forward_backward()
         return None
-    saved = _Saved({t.untyped_storage().data_ptr() for t in model.parameters()})
+    saved = _SavedBytes({t.untyped_storage().data_ptr() for t in model.parameters()})
     try:
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, _Kept.get):
+        with torch.autograd.graph.saved_tensors_hooks(saved.pack, _SavedTensor.get):
             forward_backward()
     except RuntimeError as error:
         if "saved tensor hooks" not in str(error):
@@ -103,30 +110,30 @@ def activations(
     return saved.most / MIB
 
 
-class _Saved:
-    """Bytes of the memory that is saved for a backward, each counted once, and the most of it."""
+class _SavedBytes:
+    """Counts the bytes saved for a backward, each storage once, and their maximum."""
 
     def __init__(self, others: set[int]) -> None:
         self.now = self.most = 0
         self._others, self._users = others, Counter[int]()
 
-    def pack(self, tensor: Tensor) -> _Kept:
-        return _Kept(self, tensor)
+    def pack(self, tensor: Tensor) -> _SavedTensor:
+        return _SavedTensor(self, tensor)
 
     def add(self, memory: torch.UntypedStorage, sign: int) -> None:
         at = memory.data_ptr()
         if at in self._others or not at:
             return
         self._users[at] += sign
-        if self._users[at] == (sign > 0):  # the first that comes, the last that goes
+        if self._users[at] == (sign > 0):  # its first user, or the end of its last user
             self.now += sign * memory.nbytes()
             self.most = max(self.most, self.now)
 
 
-class _Kept:
-    """A saved tensor, for as long as the graph has it."""
+class _SavedTensor:
+    """A saved tensor; counted until the autograd graph releases it."""
 
-    def __init__(self, saved: _Saved, tensor: Tensor) -> None:
+    def __init__(self, saved: _SavedBytes, tensor: Tensor) -> None:
         self._saved, self._tensor = saved, tensor
         self._memory = tensor.untyped_storage() if tensor.layout == torch.strided else None
         if self._memory is not None:

@@ -46,7 +46,7 @@ def start(run: Parts) -> None:
         run.checkpoint.load(run.found)
         if run.progress.validated == run.progress.step:
             run.draw(again=False)  # it may have been lost with rank 0
-    run.log.info(run.memory.told(run.state.model, run.state.optimizer))
+    run.log.info(run.memory.summary_line(run.state.model, run.state.optimizer))
     if run.step.own_update:
         hidden.watch(run.step.optimizer, run.state.names(), run.log)
     run.state.key_rng(run.world.rank)

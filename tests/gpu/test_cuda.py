@@ -36,7 +36,7 @@ DEVICE = "cuda"
 
 
 def train(run: Path, *arguments: str) -> int:
-    command = [sys.executable, "-m", "trainer", "--device=cuda", "--steps=30", f"--run={run}",
+    command = [sys.executable, "-m", "trainer", "--device=cuda", "--steps=30", f"--run-dir={run}",
                "--eval.every=10", "--task.dropout=0.2", *arguments]
     return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(ROOT)}).returncode
 
@@ -95,7 +95,7 @@ def test_the_time_between_two_marks_is_the_devices_own():
     ["--task.model=resnet18", "--precision.compile=off"],
 ])  # fmt: skip
 def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, arguments):
-    config = cli.parse([f"--device={DEVICE}", "--steps=4", f"--run={tmp_path / 'run'}",
+    config = cli.parse([f"--device={DEVICE}", "--steps=4", f"--run-dir={tmp_path / 'run'}",
                         "--parallel.reduction=canonical", "--batch.global-size=96",
                         "--batch.micro-size=16", *arguments])
     log = Log(level="warning")

@@ -73,7 +73,7 @@ class Node:
         with self.err.open("ab") as err:
             self.process = subprocess.Popen(
                 [*self._enter, sys.executable, "-m", "launch", *self._arguments,
-                 f"--run={self.run}"],
+                 f"--run-dir={self.run}"],
                 stdout=err, stderr=err, stdin=subprocess.DEVNULL, cwd=ROOT, process_group=0,
                 env={**kept, "PYTHONPATH": f"{self.path}{os.pathsep}{PATH}"},
             )  # fmt: skip
@@ -99,7 +99,7 @@ class Node:
     def pids(self) -> list[int]:
         """Pids of the launcher and of its descendants: fork server, ranks, their loader workers."""
         found = []
-        marker = f"--run={self.run}".encode()
+        marker = f"--run-dir={self.run}".encode()
         for entry in Path("/proc").iterdir():
             if entry.name.isdecimal():
                 with contextlib.suppress(OSError):

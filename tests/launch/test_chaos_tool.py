@@ -64,7 +64,7 @@ def drill(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def arguments(run: Path) -> list[str]:
-    return ["-m", "launch", "--nproc-per-node=2", "--max-restarts=20", "--", "--run", str(run),
+    return ["-m", "launch", "--nproc-per-node=2", "--max-restarts=20", "--", "--run-dir", str(run),
             "--task", "benchmarks.chaos_task:Chaos", "--steps=400", "--device=cpu",
             "--world.threads=1", "--log.level=warning", "--batch.global-size=8",
             "--batch.micro-size=2", "--checkpoint.every=20", "--eval.every=100", "--seed=3"]

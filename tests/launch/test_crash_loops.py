@@ -28,7 +28,8 @@ def launch(run: Path, *arguments: str, command: tuple[str, ...]) -> tuple[int, l
 
 
 def hot(size: int, max_restarts: int = 3) -> tuple[str, ...]:
-    return ("launch", f"--nproc-per-node={size}", f"--max-restarts={max_restarts}", "--", "--run")
+    return ("launch", f"--nproc-per-node={size}", f"--max-restarts={max_restarts}", "--",
+            "--run-dir")
 
 
 def ends(run: Path) -> list[str]:

@@ -215,7 +215,7 @@ def test_a_process_continued_after_sigstop_during_a_save_is_no_hang(tmp_path: Pa
                "--data.workers=0", "--world.threads=1", "--watchdog.limit-s=1",
                "--checkpoint.every=4", "--inject=stop:step=4:phase=save-mid",
                "--inject=slow:step=4:phase=save-mid:seconds=1",
-               f"--run={tmp_path / 'run'}"]  # fmt: skip
+               f"--run-dir={tmp_path / 'run'}"]  # fmt: skip
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path})
     try:

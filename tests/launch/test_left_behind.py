@@ -41,7 +41,7 @@ class Run:
     ) -> Iterator[subprocess.Popen[bytes]]:
         path = path or self.path
         command = {
-            "launch": ["launch", "--nproc-per-node=2", "--", f"--run={path}"],
+            "launch": ["launch", "--nproc-per-node=2", "--", f"--run-dir={path}"],
             "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node=2",
                          "--max-restarts=3", "-m", "trainer", f"--run-dir={path}"],
         }[self.launcher]  # fmt: skip

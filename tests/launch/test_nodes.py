@@ -308,7 +308,7 @@ def test_a_port_in_use_is_an_error_that_names_port_and_option(tmp_path: Path) ->
         port = other.getsockname()[1]
         ended = subprocess.run(
             [sys.executable, "-m", "launch", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}",
-             "--", *training(tmp_path), f"--run={tmp_path / 'run'}"],
+             "--", *training(tmp_path), f"--run-dir={tmp_path / 'run'}"],
             env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, text=True,
             timeout=DEADLINE_S,
         )  # fmt: skip

@@ -100,14 +100,14 @@ def test_sbatch_starts_a_launcher_on_each_node_with_the_first_as_endpoint(tmp_pa
     one, two = tmp_path / "one", tmp_path / "two"
     one.mkdir()
     two.mkdir()
-    single = Batch(one, "--run", "runs/a b", code=0, NPROC="3", PYTHON="py")
+    single = Batch(one, "--run-dir", "runs/a b", code=0, NPROC="3", PYTHON="py")
     double = Batch(two, "--steps=1", code=0, nodes=2, SLURM_GPUS_ON_NODE="8", MIN_NODES="2",
                    SLURM_CPUS_PER_TASK="32")  # fmt: skip
 
     assert single.end() == double.end() == 0
     step = "--no-kill --kill-on-bad-exit=0"
     assert single.calls("srun") == [
-        f"{step} py -m launch --nproc-per-node 3 --max-restarts 3 -- --run runs/a b"]
+        f"{step} py -m launch --nproc-per-node 3 --max-restarts 3 -- --run-dir runs/a b"]
     assert double.calls("srun") == [
         f"{step} --cpus-per-task=32 python -m launch --nproc-per-node 8 --max-restarts 3"
         " --nnodes 2:2 --rdzv-endpoint n07:20123 -- --steps=1"]
@@ -125,7 +125,7 @@ def test_sbatch_sets_the_options_that_its_comments_describe():
 @pytest.mark.long
 def test_a_real_run_is_stopped_requeued_and_completed(tmp_path):
     srun = '#!/bin/bash\necho "srun $*" >> "$CALLS"\nshift 2\nexec "$@"\n'
-    arguments = ["--run", str(tmp_path / "run"), "--task", "benchmarks.chaos_task:Chaos",
+    arguments = ["--run-dir", str(tmp_path / "run"), "--task", "benchmarks.chaos_task:Chaos",
                  "--steps=1000", "--device=cpu", "--world.threads=1", "--batch.global-size=8",
                  "--batch.micro-size=4"]  # fmt: skip
     first = Batch(tmp_path, *arguments, code=0, srun=srun, PYTHON=sys.executable, NPROC="2")
@@ -205,7 +205,7 @@ def test_the_launcher_accepts_the_arguments_of_a_manifest(name):
     set_by_kubeflow = {"PET_NNODES": "2", "PET_MASTER_ADDR": "host", "PET_MASTER_PORT": "29400"}
     given = [re.sub(r"\$\((\w+)\)", lambda m: set_by_kubeflow[m[1]], a) for a in arguments]
     found = options.parse(given)
-    assert found.trainer_argv == ("--run=/runs/mine",)
+    assert found.trainer_argv == ("--run-dir=/runs/mine",)
 
 
 def test_the_sizes_and_names_of_the_job_agree():
@@ -242,7 +242,7 @@ def test_the_unit_restarts_only_if_a_restart_can_help():
     words = unit["ExecStart"].split()
     assert words[1:3] == ["-m", "launch"]
     assert dataclasses.replace(options.parse(words[3:]), nproc_per_node=1) == options.Options(
-        trainer_argv=("--run", "runs/mine"))
+        trainer_argv=("--run-dir", "runs/mine"))
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="there is no systemd-analyze")

@@ -81,7 +81,7 @@ def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
     before = log.stat().st_size if log.exists() else 0
     events = Path(run, "events.jsonl")
     seen = events.stat().st_size if events.exists() else 0
-    own = [*TASK, *arguments, f"--run={run}"]
+    own = [*TASK, *arguments, f"--run-dir={run}"]
     pid = _fork(["--nproc-per-node", str(size), "--", *own], log) if size else alone(own, log)
     pidfd = os.pidfd_open(pid)
 

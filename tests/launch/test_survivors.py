@@ -22,7 +22,7 @@ def launch(size: int, run: Path, *arguments: str) -> subprocess.CompletedProcess
     command = [sys.executable, "-m", "launch", f"--nproc-per-node={size}", "--max-restarts=9", "--",
                "--task=tape_task:Tape", "--device=cpu", "--batch.global-size=8",
                "--batch.micro-size=2", "--task.samples=160", "--task.norm=batch",
-               "--data.workers=0", "--checkpoint.every=1000", f"--run={run}", *arguments]
+               "--data.workers=0", "--checkpoint.every=1000", f"--run-dir={run}", *arguments]
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
     return subprocess.run(command, capture_output=True, text=True, timeout=250,
                           env=os.environ | {"PYTHONPATH": path})

@@ -23,7 +23,7 @@ def work(tmp_path_factory) -> Path:
     faults = [f"--inject=kill:step={step}:rank=0:phase=backward" for step in KILLS]
     command = [sys.executable, "-m", "launch", "--nproc-per-node=1", "--max-restarts=9", "--",
                "--world.threads=1", f"--steps={STEPS}", "--log.tensorboard-every=1",
-               "--checkpoint.every=20", "--eval.every=30", f"--run={folder / pictures.RUN}",
+               "--checkpoint.every=20", "--eval.every=30", f"--run-dir={folder / pictures.RUN}",
                *faults]
     subprocess.run(command, check=True, cwd=pictures.ROOT, timeout=200)
     return folder

@@ -29,8 +29,8 @@ def best_in_checkpoint(run, step):
 def test_a_start_resumes_before_the_best_weights_and_computes_them_again(ranks, tmp_path):
     straight, harmed = tmp_path / "straight", tmp_path / "harmed"
     command = [*RUN, "--eval.best=val_loss:min"]
-    assert ranks(2, train, *command, f"--run={straight}", group=False) == [0, 0]
-    again = [*command, "--inject=term:step=5:rank=1", f"--run={harmed}"]
+    assert ranks(2, train, *command, f"--run-dir={straight}", group=False) == [0, 0]
+    again = [*command, "--inject=term:step=5:rank=1", f"--run-dir={harmed}"]
     assert ranks(2, train, *again, group=False) == [75, 75]
     assert best_in_checkpoint(harmed, 5) == 4
     assert not (harmed / "checkpoints/step-00000002").exists()  # the best one for step 3
@@ -48,7 +48,7 @@ def test_best_weights_that_cannot_be_computed_again_are_replaced_by_the_last_wit
     ranks, tmp_path, capfd
 ):
     harmed = tmp_path / "harmed"
-    command = [*RUN, "--eval.best=val_loss:max", "--inject=term:step=6", f"--run={harmed}",
+    command = [*RUN, "--eval.best=val_loss:max", "--inject=term:step=6", f"--run-dir={harmed}",
                "--checkpoint.keep=1"]
     assert ranks(2, train, *command, group=False) == [75, 75]
     assert best_in_checkpoint(harmed, 6) == 2

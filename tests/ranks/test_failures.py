@@ -23,7 +23,8 @@ RAISED = "ValueError: sample 88 is not to be borne (tests/support/failing_task.p
 
 def run(ranks, size: int, path: Path, *arguments: str, env: dict[str, str] | None = None):
     """The exit code of each rank, None for a death by signal; and what each has said."""
-    outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run={path}", group=False, env=env)
+    outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run-dir={path}", group=False,
+                              env=env)
     codes = [None if o.signal else (o.exit_code or o.value) for o in outcomes]
     return codes, [o.output for o in outcomes]
 

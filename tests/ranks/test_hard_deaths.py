@@ -16,12 +16,12 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.gl
 
 
 def finish(ranks, size: int, run, *arguments: str) -> None:
-    assert ranks(size, train, *TASK, *arguments, f"--run={run}", group=False) == [0] * size
+    assert ranks(size, train, *TASK, *arguments, f"--run-dir={run}", group=False) == [0] * size
 
 
 def die(ranks, size: int, run, *arguments: str) -> list[int | None]:
     """The exit codes of the ranks, None for a death by signal."""
-    outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run={run}", group=False)
+    outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run-dir={run}", group=False)
     return [None if o.signal else (o.exit_code or o.value) for o in outcomes]
 
 
@@ -130,7 +130,7 @@ def test_a_peer_that_hangs_is_survived_like_one_that_dies(ranks, tmp_path):
     arguments = ["--steps=9", "--world.timeout-s=5", "--inject=hang:step=6:rank=0"]
     finish(ranks, 2, tmp_path / "straight", "--steps=9")
 
-    outcomes = ranks.outcomes(2, train, *TASK, *arguments, f"--run={tmp_path / 'run'}",
+    outcomes = ranks.outcomes(2, train, *TASK, *arguments, f"--run-dir={tmp_path / 'run'}",
                               group=False)
 
     assert outcomes[0].exit_code == 1  # left by its watchdog, once the other one was gone

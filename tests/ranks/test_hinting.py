@@ -31,10 +31,10 @@ def hints(run: Path) -> list[str]:
 def test_a_sick_run_is_given_each_hint_once_also_over_a_restart(ranks, tmp_path, capfd):
     run = tmp_path / "run"
     fault = "--inject=kill:step=150:phase=forward"
-    outcome, = ranks.outcomes(1, unhurried, *SICK, fault, f"--run={run}", group=False)
+    outcome, = ranks.outcomes(1, unhurried, *SICK, fault, f"--run-dir={run}", group=False)
     assert outcome.signal == 9
 
-    assert ranks(1, unhurried, *SICK, fault, f"--run={run}", group=False) == [0]
+    assert ranks(1, unhurried, *SICK, fault, f"--run-dir={run}", group=False) == [0]
 
     assert sorted(hints(run)) == ["clipped-steps", "constant-rate", "dead-gradient", "first-loss",
                                   "flat-loss", "shared-samples", "small-batchnorm"]
@@ -47,7 +47,7 @@ def test_hints_that_are_not_wanted_are_not_given(ranks, tmp_path):
     off = ["small-batchnorm", "shared-samples", "first-loss", "constant-rate"]
 
     assert ranks(1, train, *SICK, "--steps=60", *[f"--log.hints-off={name}" for name in off],
-                 f"--run={tmp_path / 'run'}", group=False) == [0]
+                 f"--run-dir={tmp_path / 'run'}", group=False) == [0]
 
     assert hints(tmp_path / "run") == []
 
@@ -55,7 +55,7 @@ def test_hints_that_are_not_wanted_are_not_given(ranks, tmp_path):
 def test_a_rate_that_is_far_too_high_gets_a_hint(ranks, tmp_path):
     assert ranks(1, train, "spiral", "--device=cpu", "--optim.lr=3", "--epochs=20",
                  "--checkpoint.every=off", "--eval.every=off",
-                 f"--run={tmp_path / 'run'}", group=False) == [0]
+                 f"--run-dir={tmp_path / 'run'}", group=False) == [0]
 
     assert {"clipped-steps", "flat-loss"} & set(hints(tmp_path / "run"))
 
@@ -65,7 +65,7 @@ def test_a_rate_that_is_far_too_high_gets_a_hint(ranks, tmp_path):
 @pytest.mark.parametrize("recipe", ["sample", "spiral", "shapes", "shape-labels", "text",
                                     "text-stream"])
 def test_a_healthy_recipe_gets_no_hint(ranks, tmp_path, recipe):
-    assert ranks(1, train, recipe, "--device=cpu", f"--run={tmp_path / 'run'}", group=False,
+    assert ranks(1, train, recipe, "--device=cpu", f"--run-dir={tmp_path / 'run'}", group=False,
                  timeout_s=1400) == [0]
 
     assert hints(tmp_path / "run") == []

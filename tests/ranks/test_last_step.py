@@ -16,8 +16,8 @@ RUN = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--steps=9",
 @pytest.mark.parametrize("step", [8, 9])
 def test_a_stop_at_a_step_whose_validation_is_due_leaves_no_trace(ranks, tmp_path, step):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    assert ranks(2, train, *RUN, f"--run={straight}", group=False) == [0, 0]
-    again = [*RUN, f"--inject=term:step={step}:rank=1", f"--run={stopped}"]
+    assert ranks(2, train, *RUN, f"--run-dir={straight}", group=False) == [0, 0]
+    again = [*RUN, f"--inject=term:step={step}:rank=1", f"--run-dir={stopped}"]
 
     assert ranks(2, train, *again, group=False) == [75, 75]
     assert ranks(2, train, *again, group=False) == [0, 0]

@@ -53,7 +53,7 @@ def test_the_test_prints_a_table_and_a_suggestion_and_leaves_the_run_as_it_is(
     ranks, tmp_path, capfd
 ):
     run = tmp_path / "run"
-    arguments = ["spiral", "--task.points=300", f"--run={run}"]
+    arguments = ["spiral", "--task.points=300", f"--run-dir={run}"]
     assert ranks(1, train, *arguments, "--device=cpu", "--steps=5", "--eval.every=off",
                  group=False) == [0]
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}

@@ -36,10 +36,10 @@ def command(folder: str, *arguments: str) -> int:
 @pytest.mark.parametrize("size", [1, 2])
 def test_a_killed_run_of_the_users_package_has_the_same_bits(ranks, tmp_path, capfd, size):
     kill = f"--inject=kill:rank={size - 1}:step=4:phase=backward"
-    assert ranks(size, elsewhere, str(tmp_path), "--run=straight", group=False) == [0] * size
+    assert ranks(size, elsewhere, str(tmp_path), "--run-dir=straight", group=False) == [0] * size
 
-    outcomes = ranks.outcomes(size, elsewhere, str(tmp_path), "--run=run", kill, group=False)
-    again = ranks(size, elsewhere, str(tmp_path), "--run=run", kill, group=False)
+    outcomes = ranks.outcomes(size, elsewhere, str(tmp_path), "--run-dir=run", kill, group=False)
+    again = ranks(size, elsewhere, str(tmp_path), "--run-dir=run", kill, group=False)
 
     assert outcomes[size - 1].signal == signal.SIGKILL
     assert again == [0] * size
@@ -65,7 +65,7 @@ def test_a_killed_run_of_the_users_package_has_the_same_bits(ranks, tmp_path, ca
 
 
 def test_the_package_predicts_what_it_wants_to(ranks, tmp_path):
-    ranks(1, elsewhere, str(tmp_path), "--run=run", "--steps=2", group=False)
+    ranks(1, elsewhere, str(tmp_path), "--run-dir=run", "--steps=2", group=False)
 
     ranks(1, command, str(tmp_path), "predict", "run", "--out=p.jsonl", group=False)
 
@@ -89,7 +89,7 @@ def test_a_mistake_in_another_model_is_told_with_the_users_line(ranks, tmp_path,
     text, code, expected = MISTAKES[when]
     (tmp_path / "mine.py").write_text(text)
 
-    [outcome] = ranks.outcomes(1, elsewhere, str(tmp_path), "--run=run", "--task.net=mine:Net",
+    [outcome] = ranks.outcomes(1, elsewhere, str(tmp_path), "--run-dir=run", "--task.net=mine:Net",
                                group=False)
 
     assert outcome.value == code

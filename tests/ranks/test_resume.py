@@ -21,7 +21,7 @@ def until_done(ranks, size: int, folder: Path, *arguments: str, sizes=()) -> lis
     codes = []
     while not codes or codes[-1] == 75:
         now = sizes[len(codes)] if len(codes) < len(sizes) else size
-        ended = ranks(now, train, *arguments, f"--run={folder}", group=False)
+        ended = ranks(now, train, *arguments, f"--run-dir={folder}", group=False)
         assert len(set(ended)) == 1
         codes.append(ended[0])
         assert len(codes) < 10
@@ -64,7 +64,7 @@ def test_a_kill_before_or_after_a_due_validation_does_it_exactly_once(ranks, tmp
               "--inject=kill:step=20:phase=save-end", "--inject=kill:step=30:phase=evaluate"]
 
     for _ in faults:
-        outcome, = ranks.outcomes(1, train, *arguments, *faults, f"--run={killed}", group=False)
+        outcome, = ranks.outcomes(1, train, *arguments, *faults, f"--run-dir={killed}", group=False)
         assert outcome.signal == 9
     assert until_done(ranks, 1, killed, *arguments, *faults) == [0]
 
@@ -115,7 +115,7 @@ def test_the_learning_rate_goes_on_where_it_was(ranks, tmp_path):
 
 def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on_at_the_last_rate(ranks, tmp_path,
                                                                                capfd):
-    arguments = [*TASK, "--task.samples=80", f"--run={tmp_path / 'run'}"]
+    arguments = [*TASK, "--task.samples=80", f"--run-dir={tmp_path / 'run'}"]
     assert ranks(1, train, *arguments, "--steps=10", group=False) == [0]
     before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
 
@@ -138,7 +138,7 @@ def test_a_finished_run_is_left_alone_and_a_longer_one_goes_on_at_the_last_rate(
     (["--seed=1"], "seed"),
 ])  # fmt: skip
 def test_another_run_is_not_continued_by_mistake(ranks, tmp_path, capfd, changed, flag):
-    arguments = [*TASK, "--task.samples=160", "--steps=4", f"--run={tmp_path / 'run'}"]
+    arguments = [*TASK, "--task.samples=160", "--steps=4", f"--run-dir={tmp_path / 'run'}"]
     assert ranks(1, train, *arguments, "--inject=term:step=2", group=False) == [75]
 
     assert ranks(1, train, *arguments, *changed, group=False) == [2]
@@ -152,7 +152,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(ranks, tmp_path,
     arguments = [*TASK, "--task.samples=160", "--steps=12", "--checkpoint.every=3"]
     straight, broken = tmp_path / "straight", tmp_path / "broken"
     until_done(ranks, 2, straight, *arguments)
-    assert ranks(2, train, *arguments, "--inject=term:step=10", f"--run={broken}",
+    assert ranks(2, train, *arguments, "--inject=term:step=10", f"--run-dir={broken}",
                  group=False) == [75, 75]
     newest = broken / "checkpoints/step-00000010/model.safetensors"
     data = newest.read_bytes()
@@ -171,7 +171,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_taken(ranks, tmp_path,
     files = {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
     capfd.readouterr()
 
-    codes = ranks(2, train, *arguments, f"--run={broken}", group=False)
+    codes = ranks(2, train, *arguments, f"--run-dir={broken}", group=False)
 
     output = capfd.readouterr().out
     assert "step-00000010" in output
@@ -223,7 +223,7 @@ def test_the_best_checkpoint_stays_and_the_folder_never_holds_fewer_than_keep(ra
 def test_a_moved_run_folder_goes_on(ranks, tmp_path):
     arguments = [*TASK, "--task.samples=160", "--steps=8"]
     until_done(ranks, 1, tmp_path / "straight", *arguments)
-    assert ranks(1, train, *arguments, "--inject=term:step=4", f"--run={tmp_path / 'here'}",
+    assert ranks(1, train, *arguments, "--inject=term:step=4", f"--run-dir={tmp_path / 'here'}",
                  group=False) == [75]
 
     shutil.move(tmp_path / "here", tmp_path / "there")

@@ -28,7 +28,7 @@ SMALL_TEXT = (f"--task.file={TEXT}", "--task.context=32", "--task.width=32")
 
 
 def run(ranks, size: int, folder: Path, *arguments: str) -> Path:
-    codes = ranks(size, train, *arguments, "--device=cpu", f"--run={folder}", group=False)
+    codes = ranks(size, train, *arguments, "--device=cpu", f"--run-dir={folder}", group=False)
     assert codes == [0] * size
     return folder
 
@@ -171,7 +171,7 @@ def kill_and_compare(ranks, tmp_path: Path, *arguments: str) -> None:
     run(ranks, 2, straight, *arguments)
 
     outcomes = ranks.outcomes(2, train, *arguments, "--inject=kill:rank=1:step=8:phase=backward",
-                              f"--run={killed}", group=False)
+                              f"--run-dir={killed}", group=False)
     assert outcomes[1].signal == 9
     run(ranks, 2, killed, *arguments, "--inject=kill:rank=1:step=8:phase=backward")
 
@@ -184,7 +184,7 @@ def test_a_picture_that_died_with_rank_0_is_drawn_by_the_next_attempt(ranks, tmp
     straight, killed = (tmp_path / name for name in ("straight", "killed"))
     run(ranks, 2, straight, *arguments)
     inject = "--inject=kill:rank=0:step=5:phase=forward"  # rank 1 saves step 4, validated
-    outcomes = ranks.outcomes(2, train, *arguments, inject, f"--run={killed}", group=False)
+    outcomes = ranks.outcomes(2, train, *arguments, inject, f"--run-dir={killed}", group=False)
     assert outcomes[0].signal == 9
     for path in (killed / "pictures").glob("*"):
         path.unlink()
@@ -214,7 +214,7 @@ def test_the_table_of_a_validation_is_the_same_on_any_number_of_ranks(ranks, tmp
 def test_the_best_weights_may_be_chosen_by_a_figure_and_a_wrong_name_is_refused_at_once(
     ranks, tmp_path, capfd
 ):
-    arguments = ["spiral", *SHORT["spiral"], "--steps=4", f"--run={tmp_path / 'run'}"]
+    arguments = ["spiral", *SHORT["spiral"], "--steps=4", f"--run-dir={tmp_path / 'run'}"]
 
     assert ranks(1, train, *arguments, "--eval.best=val_f2:max", group=False) == [2]
     assert "gives no val_f2; it gives val_accuracy, val_f1" in "".join(capfd.readouterr())
@@ -223,7 +223,7 @@ def test_the_best_weights_may_be_chosen_by_a_figure_and_a_wrong_name_is_refused_
 
 def test_a_wrong_pairing_ends_the_run_before_its_first_step(ranks, tmp_path, capfd):
     codes = ranks(2, train, "--task=softmax_task:Softmax", "--steps=4", "--device=cpu",
-                  f"--run={tmp_path / 'run'}", group=False)
+                  f"--run-dir={tmp_path / 'run'}", group=False)
 
     assert codes == [2, 2]
     assert "cross-entropy: the model's output went through a softmax" in "".join(
@@ -247,7 +247,7 @@ likeliest class; every pixel above 0.4 is each shape; each image holds each shap
 def test_a_recipe_reaches_its_figure(ranks, tmp_path, recipe):
     figure, least, without_learning = REACHED[recipe]
 
-    assert ranks(2, train, recipe, "--device=cpu", f"--run={tmp_path / 'run'}", group=False,
+    assert ranks(2, train, recipe, "--device=cpu", f"--run-dir={tmp_path / 'run'}", group=False,
                  timeout_s=850) == [0, 0]
 
     reached = json.loads((tmp_path / "run/summary.json").read_bytes())["test"][figure]
@@ -260,7 +260,7 @@ def test_a_recipe_reaches_its_figure(ranks, tmp_path, recipe):
 def test_the_gpt_beats_counting_which_byte_follows_which(ranks, tmp_path, recipe):
     folder = tmp_path / "run"
 
-    assert ranks(2, train, recipe, "--device=cpu", f"--run={folder}", group=False,
+    assert ranks(2, train, recipe, "--device=cpu", f"--run-dir={folder}", group=False,
                  timeout_s=850) == [0, 0]
 
     task = Text()
@@ -282,7 +282,7 @@ def test_a_student_of_few_images_is_better_with_a_teacher_than_without(ranks, tm
         "taught": ["distill", f"--task.teacher={tmp_path / 'teacher'}"],
         "alone": ["distill", f"--task.teacher={tmp_path / 'teacher'}", "--task.teacher-share=0"],
     }.items():
-        assert ranks(2, train, *arguments, "--device=cpu", f"--run={tmp_path / name}",
+        assert ranks(2, train, *arguments, "--device=cpu", f"--run-dir={tmp_path / name}",
                      group=False, timeout_s=550) == [0, 0]
         summary = json.loads((tmp_path / name / "summary.json").read_bytes())
         reached.append(summary["test"]["accuracy"])
@@ -304,7 +304,7 @@ def test_a_folder_of_images_is_learnt(ranks, tmp_path):
             Image.fromarray((images[number, 0].clip(0, 1) * 255).astype(np.uint8)).save(path)
 
     codes = ranks(2, train, "folder", f"--task.root={tmp_path / 'data'}", "--task.crop=32",
-                  "--device=cpu", f"--run={tmp_path / 'run'}", group=False, timeout_s=550)
+                  "--device=cpu", f"--run-dir={tmp_path / 'run'}", group=False, timeout_s=550)
 
     assert codes == [0, 0]
     summary = json.loads((tmp_path / "run/summary.json").read_bytes())

@@ -20,7 +20,7 @@ def run(ranks, size: int, folder: Path, tape: Path, *arguments: str, code: int =
     flags = [f"--task.{name}={value}" for name, value in fields.items()]
     codes = ranks(size, train, "--task=stream_task:StreamTape", "--device=cpu", "--clip.norm=0",
                   f"--task.tape={folder}-tape", *flags, *BATCH, "--checkpoint.keep=9",
-                  f"--run={folder}", *arguments, group=False)  # fmt: skip
+                  f"--run-dir={folder}", *arguments, group=False)  # fmt: skip
     assert codes == [code] * size
     for rank in range(size if code != 2 else 0):
         Path(f"{folder}-tape-{rank}.jsonl").rename(f"{tape}-{rank}.jsonl")

@@ -52,11 +52,11 @@ def struck(place: str, *arguments: str) -> int:
 
 def test_a_loader_process_dies_amid_it(ranks, tmp_path):
     straight = tmp_path / "straight"
-    assert ranks(1, train, *TASK, f"--run={straight}", group=False) == [0]
+    assert ranks(1, train, *TASK, f"--run-dir={straight}", group=False) == [0]
 
     for place in ("meter", "average", "beginning"):
         hurt = tmp_path / place
-        assert ranks(1, struck, place, *TASK, f"--run={hurt}", group=False) == [1]
-        assert ranks(1, train, *TASK, f"--run={hurt}", group=False) == [0]
+        assert ranks(1, struck, place, *TASK, f"--run-dir={hurt}", group=False) == [1]
+        assert ranks(1, train, *TASK, f"--run-dir={hurt}", group=False) == [0]
 
         assert not list(differences(straight, hurt))

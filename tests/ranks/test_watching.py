@@ -35,14 +35,14 @@ def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, tmp_pat
                  "--checkpoint.every=5", "--eval.every=8", "--log.tensorboard-every=1",
                  "--log.histograms=4", "--log.graph=on"]  # fmt: skip
     straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert ranks(1, train, *arguments, f"--run={straight}", group=False) == [0]
+    assert ranks(1, train, *arguments, f"--run-dir={straight}", group=False) == [0]
     faults = [f"--inject=kill:step={n}:phase={p}" for n, p in
               ((4, "forward"), (13, "step-end"), (19, "optimizer"))]
 
     for _ in faults:
-        outcome, = ranks.outcomes(1, train, *arguments, *faults, f"--run={killed}", group=False)
+        outcome, = ranks.outcomes(1, train, *arguments, *faults, f"--run-dir={killed}", group=False)
         assert outcome.signal == 9
-    assert ranks(1, train, *arguments, *faults, f"--run={killed}", group=False) == [0]
+    assert ranks(1, train, *arguments, *faults, f"--run-dir={killed}", group=False) == [0]
 
     expected, shown = shown_by(straight), shown_by(killed)
     assert len(list((killed / "tensorboard").iterdir())) == 4
@@ -84,7 +84,7 @@ def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, tmp_pat
 
 def test_the_log_is_short_and_plain_without_a_terminal(ranks, tmp_path, capfd):
     assert ranks(1, train, *TASK, "--steps=1000", "--task.samples=1600",
-                 f"--run={tmp_path / 'run'}", group=False) == [0]
+                 f"--run-dir={tmp_path / 'run'}", group=False) == [0]
 
     output = capfd.readouterr().out
     assert len(output.splitlines()) <= 60
@@ -109,7 +109,7 @@ def unheard(how: str, run: str) -> tuple[int, list[str]]:
 
 @pytest.mark.parametrize("how", ["no reader", "full disk", "closed"])
 def test_a_console_that_takes_nothing_stops_nothing(ranks, tmp_path, how):
-    [(code, streams)] = ranks(1, unheard, how, f"--run={tmp_path / 'run'}", group=False)
+    [(code, streams)] = ranks(1, unheard, how, f"--run-dir={tmp_path / 'run'}", group=False)
 
     assert code == 0
     assert len(steps(tmp_path / "run")) == 6
@@ -117,10 +117,10 @@ def test_a_console_that_takes_nothing_stops_nothing(ranks, tmp_path, how):
 
 
 def test_only_the_first_rank_speaks_and_a_quiet_run_says_nothing(ranks, tmp_path):
-    first, second = ranks.outcomes(2, train, *TASK, "--steps=6", f"--run={tmp_path / 'run'}",
+    first, second = ranks.outcomes(2, train, *TASK, "--steps=6", f"--run-dir={tmp_path / 'run'}",
                                    group=False)
     quiet, = ranks.outcomes(1, train, *TASK, "--steps=6", "--quiet",
-                            f"--run={tmp_path / 'quiet'}", group=False)
+                            f"--run-dir={tmp_path / 'quiet'}", group=False)
 
     assert (first.value, second.value, quiet.value) == (0, 0, 0)
     assert "2 ranks × micro-batches of 2 × 2 (accumulated) = global batch of 8; each BatchNorm " \
@@ -190,8 +190,8 @@ def test_a_restart_on_a_disk_that_takes_nothing_any_more_is_no_bad_configuration
 ):
     arguments = [*TASK, "--steps=12", "--checkpoint.every=2", "--eval.every=50"]
     straight, full = tmp_path / "straight", small_disk / "run"
-    assert ranks(1, train, *arguments, f"--run={straight}", group=False) == [0]
-    arguments.append(f"--run={full}")
+    assert ranks(1, train, *arguments, f"--run-dir={straight}", group=False) == [0]
+    arguments.append(f"--run-dir={full}")
     fault = "--inject=raise:step=6:phase=forward"
     assert ranks(1, train, *arguments, fault, group=False) == [1]
 
@@ -199,7 +199,7 @@ def test_a_restart_on_a_disk_that_takes_nothing_any_more_is_no_bad_configuration
     assert ranks(1, train, *arguments, group=False) == [1]
     assert "Read-only file system" in capfd.readouterr().out
     subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    for room_at, code in (("never", 1), ("waiting for room", 0)):
+    for room_at, code in (("never", 1), ("for free space", 0)):
         again = ranks(1, restart_on_full_disk, small_disk, room_at, *arguments, group=False)
         assert again == [code]
     assert "No space left on device" in capfd.readouterr().out
@@ -212,11 +212,11 @@ def test_a_full_disk_is_said_once_and_nothing_is_missing_when_space_comes_back(
     arguments = [*TASK, "--task.width=20000", "--steps=12", "--checkpoint.every=2",
                  "--checkpoint.keep=2", "--eval.every=50"]
     straight, full = tmp_path / "straight", small_disk / "run"
-    assert ranks(1, train, *arguments, f"--run={straight}", group=False) == [0]
+    assert ranks(1, train, *arguments, f"--run-dir={straight}", group=False) == [0]
     size = int(2.6 * checkpoint_bytes(straight))
     capfd.readouterr()
 
-    codes = ranks(1, full_disk_run, small_disk, size, *arguments, f"--run={full}", group=False)
+    codes = ranks(1, full_disk_run, small_disk, size, *arguments, f"--run-dir={full}", group=False)
 
     output = capfd.readouterr().out
     assert codes == [0]
@@ -233,23 +233,23 @@ def test_a_disk_that_stays_full_ends_with_1_and_whole_checkpoints(ranks, tmp_pat
     arguments = [*TASK, "--task.width=20000", "--steps=12", "--checkpoint.every=2",
                  "--checkpoint.keep=2", "--eval.every=50"]
     straight, full = tmp_path / "straight", small_disk / "run"
-    assert ranks(1, train, *arguments, f"--run={straight}", group=False) == [0]
+    assert ranks(1, train, *arguments, f"--run-dir={straight}", group=False) == [0]
     resize(small_disk, int(2.6 * checkpoint_bytes(straight)))
 
-    assert ranks(1, train, *arguments, f"--run={full}", group=False) == [1]
+    assert ranks(1, train, *arguments, f"--run-dir={full}", group=False) == [1]
 
     capfd.readouterr()
     kept = sorted(p.name for p in (full / "checkpoints").glob("step-*"))
     assert kept == ["step-00000002", "step-00000004"]
     resize(small_disk, 64 << 20)
-    assert ranks(1, train, *arguments, f"--run={full}", group=False) == [0]
+    assert ranks(1, train, *arguments, f"--run-dir={full}", group=False) == [0]
     assert not list(differences(straight, full))
 
 
 def test_a_failed_save_ends_the_run_where_that_is_asked_for(ranks, tmp_path, capfd):
     codes = ranks(2, train, *TASK, "--steps=40", "--checkpoint.every=2",
                   "--checkpoint.on-error=stop", "--inject=enospc:step=4:phase=save-mid",
-                  f"--run={tmp_path / 'run'}", group=False)
+                  f"--run-dir={tmp_path / 'run'}", group=False)
 
     assert codes == [1, 1]
     assert "was not saved" in capfd.readouterr().out

@@ -59,8 +59,8 @@ def test_a_soft_limit_of_open_files_is_raised_and_a_hard_one_refused(capfd) -> N
     assert run(60, 60, main, ["--nproc-per-node", "2", "--", "--steps", "1"]) == 2
 
     assert capfd.readouterr().err == (
-        "launch: error: a process may open 60 files at most here (ulimit -n 60), and with 2 ranks "
-        "it needs 64: raise the limit, for example by ulimit -n 1024\n")
+        "launch: error: a process may open at most 60 files here (ulimit -n 60), and with 2 ranks "
+        "it needs 64: raise the limit, for example with ulimit -n 1024\n")
 
 
 def caused(number: int) -> Exception:
@@ -116,8 +116,8 @@ def test_nothing_starts_where_torch_can_not_keep_compiled_code(module: str, tmp_
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/file/in"}
 
     told = subprocess.run([sys.executable, "-m", module, *(["--"] if module == "launch" else []),
-                           "--steps=1", f"--run={tmp_path}/run"], capture_output=True, text=True,
-                          timeout=60, check=False, env=env)  # fmt: skip
+                           "--steps=1", f"--run-dir={tmp_path}/run"], capture_output=True,
+                          text=True, timeout=60, check=False, env=env)  # fmt: skip
 
     assert told.returncode == 2
     assert "TORCHINDUCTOR_CACHE_DIR is " in told.stderr.splitlines()[-1]
@@ -129,7 +129,7 @@ def test_a_name_that_is_no_utf8_is_refused_and_one_that_the_locale_does_not_know
     known = os.fsencode("runs/\u00fc").decode("ascii", "surrogateescape")  # as LANG=C reads it
     assert Config(task=None, run=known).run == known
 
-    with pytest.raises(ConfigError, match=r"--run .*choose a name in UTF-8"):
+    with pytest.raises(ConfigError, match=r"--run-dir .*choose a name in UTF-8"):
         Config(task=None, run=os.fsdecode(b"runs/\xff"))
 
 
@@ -175,7 +175,7 @@ def test_a_run_of_another_user_is_refused_before_it_starts(name: str) -> None:
         user = os.geteuid()
         os.seteuid(user or 65534)  # root may write anywhere
         try:
-            with pytest.raises(ConfigError, match=f"--run .*run/{name}'; choose a folder that can"):
+            with pytest.raises(ConfigError, match=f"--run-dir .*run/{name}'; choose a folder"):
                 enter(path, mine, RunLock(path / "lock", nonce=world.nonce), world, Log())
         finally:
             os.seteuid(user)

@@ -1,4 +1,4 @@
-"""What may change when a run is resumed: refused, announced or free; exact or equivalent."""
+"""What may change when a run is resumed, and whether it stays exact."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CHANGES = {
     "log.sinks": "mine:Sink", "log.wandb": "offline", "log.hints_off": "all",
     "batch.global_size": "64", "batch.micro_size": "16",
 }  # fmt: skip
-"""A value other than `BASE`'s for each leaf of which none can be guessed."""
+"""Another value than in `BASE`, for each setting for which none can be derived."""
 
 
 @functools.cache
@@ -40,12 +40,12 @@ def parsed(*argv: str) -> Config[Any]:
 
 
 def saved(*argv: str) -> dict[str, Any]:
-    """The settings as a checkpoint gives them back."""
+    """The settings as read from a checkpoint."""
     return json.loads(json.dumps(settings(parsed(*argv))))
 
 
 def other_value(name: str, value: Any) -> str:
-    """A value that the leaf accepts and doesn't have."""
+    """Another valid value of the setting."""
     if name in CHANGES:
         return CHANGES[name]
     known = {"optim.name": "sgd", "schedule.name": "constant", "precision.dtype": "bf16",
@@ -70,27 +70,27 @@ def _accepts(name: str, word: str) -> bool:
     return True
 
 
-LEAVES = [(name, value, change) for name, value, change in parsed().leaves()]
+SETTINGS = [(name, value, change) for name, value, change in parsed().leaves()]
 
 
 # --- the three classes
 
-@pytest.mark.parametrize(("name", "value", "change"), LEAVES, ids=lambda v: str(v)[:30])
-def test_each_leaf_is_refused_announced_or_free_as_it_says(name, value, change):
+@pytest.mark.parametrize(("name", "value", "change"), SETTINGS, ids=lambda v: str(v)[:30])
+def test_each_setting_may_change_as_declared(name, value, change):
     flag = f"--{name.replace('_', '-')}"
     now = parsed(flag, *other_value(name, value).split())
     assert settings(now)[name] != settings(parsed())[name], "the test has to change it"
 
-    if change == "refused":
+    if change == "must_match":
         with pytest.raises(ConfigError) as caught:
             judge(now, saved(), now=HERE, then=HERE)
-        told = str(caught.value)
-        assert told.startswith(f"{flag} was {settings(parsed())[name]!r} and is "
+        message = str(caught.value)
+        assert message.startswith(f"{flag} was {settings(parsed())[name]!r} and is "
                                f"{settings(now)[name]!r}: ")
-        assert f"--accept {flag.removeprefix('--')}" in told
+        assert f"--accept {flag.removeprefix('--')}" in message
         return
     verdict = judge(now, saved(), now=HERE, then=HERE)
-    if change == "free":
+    if change == "ignored":
         assert verdict == Verdict()
     else:
         assert verdict.label == "equivalent"
@@ -98,9 +98,9 @@ def test_each_leaf_is_refused_announced_or_free_as_it_says(name, value, change):
         assert verdict.why == verdict.changes[0]
 
 
-@pytest.mark.parametrize("name", [n for n, _, change in LEAVES if change == "refused"])
-def test_a_refused_change_goes_on_where_it_is_accepted_by_name(name):
-    value = dict((n, v) for n, v, _ in LEAVES)[name]
+@pytest.mark.parametrize("name", [n for n, _, change in SETTINGS if change == "must_match"])
+def test_a_change_of_a_setting_that_must_match_can_be_accepted_by_name(name):
+    value = dict((n, v) for n, v, _ in SETTINGS)[name]
     flag = name.replace("_", "-")
 
     verdict = judge(parsed(f"--{flag}", *other_value(name, value).split(), "--accept", flag),
@@ -120,7 +120,7 @@ def test_nothing_changed_is_exact():
     assert judge(parsed(), saved(), now=HERE, then=HERE) == Verdict(changes=(), label="exact")
 
 
-def test_several_announced_changes_are_a_line_each():
+def test_each_reported_change_is_a_line():
     verdict = judge(parsed("--optim.lr=1", "--clip.norm=2", "--log.every=3"), saved(), now=HERE,
                     then=HERE)
 
@@ -136,13 +136,13 @@ def test_several_announced_changes_are_a_line_each():
     ("device", "NVIDIA H100", "device was cpu and is NVIDIA H100"),
     ("torch", "2.14.1", "torch was 2.11.0 and is 2.14.1"),
 ])
-def test_other_circumstances_are_announced_and_no_longer_exact(key, value, line):
+def test_changed_circumstances_are_reported_and_not_exact(key, value, line):
     verdict = judge(parsed(), saved(), now=HERE | {key: value}, then=HERE)
 
     assert verdict == Verdict(changes=(line,), label="equivalent", reasons=(line,))
 
 
-def test_another_number_of_ranks_is_said_and_exact_where_the_reduction_is_canonical():
+def test_another_number_of_ranks_is_exact_with_the_canonical_reduction():
     line = "world size was 2 and is 3: the same bits (--parallel.reduction canonical)"
     canonical = "--parallel.reduction=canonical"
 
@@ -154,7 +154,7 @@ def test_another_number_of_ranks_is_said_and_exact_where_the_reduction_is_canoni
 
 
 @pytest.mark.parametrize(("key", "accept"), [("data", "data"), ("task", "task.class")])
-def test_other_data_or_another_task_are_refused_until_accepted(key, accept):
+def test_other_data_or_another_task_are_refused_unless_accepted(key, accept):
     now = HERE | {key: "another"}
 
     with pytest.raises(ConfigError) as caught:
@@ -169,7 +169,7 @@ def test_other_data_or_another_task_are_refused_until_accepted(key, accept):
 
 # --- checkpoints of other versions
 
-def test_a_setting_that_an_older_version_did_not_have_is_judged_by_its_class():
+def test_a_setting_missing_from_an_older_checkpoint_is_treated_by_its_class():
     then = saved()
     del then["log.every"], then["clip.value"]
 
@@ -178,13 +178,13 @@ def test_a_setting_that_an_older_version_did_not_have_is_judged_by_its_class():
     assert verdict.changes == ("--clip.value was None and is 0.0",)
 
 
-def test_a_setting_that_is_no_more_is_free_and_a_field_of_the_task_is_not():
+def test_a_removed_setting_is_ignored_and_a_removed_field_of_the_task_is_not():
     assert judge(parsed(), saved() | {"gone.setting": 1}, now=HERE, then=HERE) == Verdict()
     with pytest.raises(ConfigError, match=r"--task\.gone was 1 and is None"):
         judge(parsed(), saved() | {"task.gone": 1}, now=HERE, then=HERE)
 
 
-def test_settings_are_json_of_each_leaf():
+def test_settings_are_json_values_of_all_settings():
     config = parsed("--schedule.warmup=3ep", "--inject=kill")
 
     plain = settings(config)
@@ -195,7 +195,7 @@ def test_settings_are_json_of_each_leaf():
     assert plain["optim.betas"] == [0.9, 0.999]
 
 
-def test_a_verdict_is_a_value():
+def test_a_resume_decision_is_immutable():
     assert dataclasses.fields(Verdict)
     with pytest.raises(dataclasses.FrozenInstanceError):
         resume.Verdict().label = "exact"  # type: ignore[misc]

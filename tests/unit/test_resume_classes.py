@@ -1,4 +1,4 @@
-"""docs/resume.md says of each configuration key how it may change."""
+"""docs/resume.md lists how each setting may change on resume."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ DOC = Path(__file__).parents[2] / "docs/resume.md"
 def test_the_documented_classes_are_those_of_the_configuration():
     config = load(find_recipe("sample"))
     documented = {
-        match[1]: {key.strip() for key in match[2].split(",") if "field" not in key}
-        for match in re.finditer(r"^\| (refused|announced|free) \| (.*) \|$",
+        match[1].replace(" ", "_"): {
+            key.strip() for key in match[2].split(",") if "field" not in key}
+        for match in re.finditer(r"^\| (must match|may change|ignored) \| (.*) \|$",
                                  DOC.read_text(), re.MULTILINE)
     }  # fmt: skip
 

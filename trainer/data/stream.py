@@ -138,7 +138,7 @@ class Stream:
                 f"--batch.micro-size {now[1]}: the saved position in the training stream is for "
                 f"{was[0]} lanes of {was[1]} samples read by {was[2]} iterators, but this run has "
                 f"{now[0]} lanes of {now[1]} samples read by {now[2]}; keep --batch.global-size "
-                "and --batch.micro-size (and the data set's lane()), or start a new --run.")
+                "and --batch.micro-size (and the data set's lane()), or start a new --run-dir.")
         self._epoch, self._start = state["epoch"], state["start"]
         self._marks = {number: Mark(**mark) for number, mark in enumerate(state["feeds"])}
 
