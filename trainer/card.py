@@ -15,7 +15,9 @@ from trainer.source import Found
 from trainer.world import World
 
 
-def card_lines(config: Config[Any], card: Mapping[str, Any], world: World, path: Path) -> list[str]:
+def card_lines(
+    config: Config[Any], card: Mapping[str, Any], world: World, path: Path
+) -> list[str]:
     """Return the lines of the summary.
 
     Args:

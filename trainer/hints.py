@@ -183,7 +183,7 @@ def judge_rate(rates: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts about the run that the checks need.
+    """Properties of the run that the checks need.
 
     Args:
         total: steps in the run.

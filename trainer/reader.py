@@ -34,7 +34,7 @@ TRIES = 5
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights of a checkpoint with which the run would validate."""
+    """Model weights of a checkpoint with which the run would validate."""
 
     step: int
     tensors: dict[str, Tensor]

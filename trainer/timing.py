@@ -87,7 +87,8 @@ class Timing:
         self._file: AppendFile | None = None
         self._began_s = self._next_s = self._clock()
         self._last = self._now()
-        self._base: list[Mark] = [[0.0] * (_HEAD + len(PARTS))] * size  # marks of the previous line
+        # Marks of the previous line.
+        self._base: list[Mark] = [[0.0] * (_HEAD + len(PARTS))] * size
         self._seen: dict[str, int] = {}  # number of consecutive lines that show a problem
         self._warned: set[str] = set()
         self._lines = 0

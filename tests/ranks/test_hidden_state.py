@@ -91,8 +91,7 @@ def test_optimizer_state_that_no_checkpoint_holds_is_refused(
 
 
 @pytest.mark.parametrize("way", ["", "draws"])
-def test_no_warning_without_hidden_state(
-        ranks, tmp_path, capfd, way):
+def test_nothing_is_reported_without_hidden_state(ranks, tmp_path, capfd, way):
     assert codes(ranks, 1, tmp_path / "run", "--steps=3", f"--task.way={way}") == [0]
 
     assert "warning" not in capfd.readouterr().out

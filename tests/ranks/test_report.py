@@ -30,7 +30,7 @@ def run(ranks, tmp_path_factory) -> Path:
     """Three attempts of two ranks: killed in step 12, stopped after step 25, finished."""
     path = tmp_path_factory.mktemp("runs") / "night"
     ends = [[o.exit_code or o.value for o in ranks.outcomes(
-        2, train, *TASK, *FAULTS, f"--run={path}", group=False)] for _ in range(3)]
+        2, train, *TASK, *FAULTS, f"--run-dir={path}", group=False)] for _ in range(3)]
     assert ends == [[1, None], [75, 75], [0, 0]]
     return path
 
@@ -78,7 +78,8 @@ def both(run, tmp_path_factory) -> Path:
     other = Path(shutil.copytree(run, folder / "other"))
     config = other / "config.toml"
     config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
-    line = history.read(other).timing[0]  # the attempts may have been too short to hear of rank 1
+    # The attempts may have been too short for a message of rank 1.
+    line = history.read(other).timing[0]
     line |= {key: [values[0]] * 2 for key, values in line.items() if isinstance(values, list)}
     with (other / "timing.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -220,7 +221,7 @@ def test_a_page_with_a_wide_part_does_not_fit_its_window(out, tmp_path):
 def test_a_slow_rank_of_a_real_run_is_named(ranks, tmp_path):
     outcomes = ranks.outcomes(
         2, train, *TASK, "--steps=80", "--inject=slow:rank=1:seconds=0.05:always",
-        f"--run={tmp_path}/run", group=False)  # fmt: skip
+        f"--run-dir={tmp_path}/run", group=False)  # fmt: skip
 
     assert [o.value for o in outcomes] == [0, 0]
     assert outcomes[0].output.count("rank 1 holds the others back: it needs ") == 1

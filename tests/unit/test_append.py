@@ -124,7 +124,7 @@ def test_events_of_several_processes_continue_in_a_file_that_one_of_them_restore
 
     found = [(event["event"], event["rank"]) for event in read_events(path)]
     assert sorted(found) == [(what, rank) for what in ("after", "before") for rank in range(3)]
-    assert capsys.readouterr().err.count("somebody has removed events.jsonl") == 1
+    assert capsys.readouterr().err.count("another process has removed events.jsonl") == 1
     assert [p.name for p in tmp_path.iterdir()] == ["events.jsonl"]
 
 

@@ -327,8 +327,9 @@ def test_a_value_that_does_not_fit_is_refused_with_flag_value_and_remedy(flag, v
 
 
 @pytest.mark.parametrize(("argv", "message"), [
-    (["--freeze", "README.md", "docs"], "--freeze README.md docs: 'docs' is an excess value; repeat "
-     "--freeze for each value, and quote a pattern, which the shell would expand to file names"),
+    (["--freeze", "README.md", "docs"], "--freeze README.md docs: 'docs' is an excess value; "
+     "repeat --freeze for each value, and quote a pattern, which the shell would expand to file "
+     "names"),
     (["--optim.lr", "1e-3", "5"], "--optim.lr 1e-3 5: '5' is an excess value; quote a value"),
     (["--schedule.warmup", "5", "%"], "--schedule.warmup 5 %: '%' is an excess value"),
     (["--optim.betas", "0.9", "0.99", "0.999"], "--optim.betas 0.9 0.99 0.999: it takes 2 values."),

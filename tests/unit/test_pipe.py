@@ -32,8 +32,9 @@ def test_what_is_cut_off_amid_it_ends_as_a_program_that_sigpipe_has_ended():
 
     text = "print('x' * 100_000, flush=True)"
 
-    assert ended("-c", "from trainer.pipe import quiet_pipe\nwith quiet_pipe(): " + text
-                 ) == (EXIT_PIPE, "")
+    quiet = f"from trainer.pipe import quiet_pipe\nwith quiet_pipe(): {text}"
+
+    assert ended("-c", quiet) == (EXIT_PIPE, "")
 
 
 def test_another_broken_pipe_is_a_failure_like_any_other():

@@ -15,7 +15,15 @@ import torch.distributed as dist
 from trainer.communication import Communication
 from trainer.hang import Report
 from trainer.heartbeats import Heartbeats, own_identity
-from trainer.timing import EVERY_S, LONGEST_S, MARKS, Clocks, Timing, slowest, waits_most
+from trainer.timing import (
+    EVERY_S,
+    LONGEST_S,
+    MARKS,
+    Clocks,
+    Timing,
+    slowest,
+    waits_most,
+)
 
 
 class World:

@@ -61,7 +61,7 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
     """Yield a description of each difference between two runs.
 
     Raises:
-        Unreadable: a run cannot be read or is not finished (with `at`: it has no such checkpoint).
+        Unreadable: a run cannot be read or is not finished (with `at`: has no such checkpoint).
     """
     infos = [_checkpoint(run, at) for run in (run_a, run_b)]
     if infos[0].step != infos[1].step:

@@ -23,7 +23,14 @@ from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.log import Log
 from trainer.manifest import MANIFEST
-from trainer.reader import Call, Reader, first_call, load, read, writing
+from trainer.reader import (
+    Call,
+    Reader,
+    first_call,
+    load,
+    read,
+    writing,
+)
 
 SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
 TOLERANCE = {"safetensors": 0.0, "program": 1e-4}
@@ -58,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
         if any((options.to / name).exists() for name in (layout.IDENTITY, MANIFEST)):
             raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
                               f"{SAFETENSORS} of its own; choose another folder.")
-        to_folder = partial(writing, f"--to {options.to}", "choose a folder that can be written")
+        to_folder = partial(
+            writing, f"--to {options.to}", "choose a folder that can be written")
         with to_folder():
             options.to.mkdir(parents=True, exist_ok=True)
         files = {}

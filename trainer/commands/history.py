@@ -158,7 +158,9 @@ def straighten(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -
     events.sort(key=lambda event: event["time"])
 
 
-def passages(events: Sequence[Event], timing: Sequence[Mapping[str, Any]]) -> list[Passage]:
+def passages(
+    events: Sequence[Event], timing: Sequence[Mapping[str, Any]]
+) -> list[Passage]:
     """Return the times of each attempt. Attempts do not overlap."""
     found: list[Passage] = []
     attempts = read_attempts(events)
@@ -250,7 +252,8 @@ def goodput(
         held += sum(e.get("seconds", 0.0) for e in saves if e.get("kind") == "stop")
         saving = min(training, held)
         steps = lost_steps(passage, after) + sum(
-            redone_by(e) for e in events if e["attempt"] == number and e["rank"] == 0)
+            redone_by(e) for e in events
+            if e["attempt"] == number and e["rank"] == 0)
         redone = min(training - saving, steps * step_seconds(lines, passage))
         parts["saving"] += saving
         parts["redone"] += redone

@@ -107,7 +107,8 @@ def rows(run: History, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
         *((f"test {name}", _number(value)) for name, value in test.items()),
         ("wall time", span(f["wall_s"])),
         ("goodput", goodput(f)),
-        ("not useful", ", ".join(f"{part} {span(value)}" for part, value in f["parts_s"].items()
+        ("not useful", ", ".join(f"{part} {span(value)}"
+                                 for part, value in f["parts_s"].items()
                                  if part != "useful" and value >= 0.0005) or "nothing"),
         ("attempts", f"{f['attempts']}"), ("injected faults", f"{f['faults']}" * bool(f["faults"])),
         ("repeated steps", f"{f['lost_steps']:,}"),
@@ -197,8 +198,9 @@ def _attempts(run: History, *, several: bool) -> str:
 def _happenings(run: History, *, several: bool) -> str:
     found = happenings(run)
     body = "".join(
-        _row([span(at), str(whose(event)), f"{event.get('at_step', event['step']):,}", text],
-             mark="any") for at, event, text in found[:MOST])
+        _row([span(at), str(whose(event)),
+              f"{event.get('at_step', event['step']):,}", text], mark="any")
+        for at, event, text in found[:MOST])
     if len(found) > MOST:
         body += _row(["…", "", "", f"{len(found) - MOST} more in events.jsonl"])
     head = _row(["after", "rank", "step", "what"], "th")

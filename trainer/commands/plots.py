@@ -12,7 +12,14 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from trainer.commands.charts import Colors, Plot, grouped, smoothed, span, time_unit
+from trainer.commands.charts import (
+    Colors,
+    Plot,
+    grouped,
+    smoothed,
+    span,
+    time_unit,
+)
 from trainer.commands.figures import STEP_PARTS, whose, windows
 from trainer.commands.history import PARTS, History
 from trainer.metrics import RESERVED
