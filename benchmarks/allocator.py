@@ -3,7 +3,8 @@
     python -m benchmarks.allocator [--models mlp,cnn,resnet18] [--rounds N] [--json]
 
 The loop by hand of each model on all cores, in two processes that take turns, a block of steps
-each: one as glibc leaves it, one with `trainer.allocator.keep_freed`, as each rank on a CPU is.
+each: one as glibc leaves it, one with `trainer.distributed.allocator.keep_freed`, as each rank on a
+CPU is.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ class Process:
 def train(name: str, way: str) -> None:
     """In a process: as many steps as each line of stdin says; seconds and page faults of one."""
     from examples import bare_loop
-    from trainer import allocator
+    from trainer.distributed import allocator
 
     if way == "kept" and not allocator.keep_freed():
         raise SystemExit("this C library, or the environment, has settings of its own")

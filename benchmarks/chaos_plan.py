@@ -7,7 +7,7 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
-from trainer.faults import PHASES
+from trainer.resilience.fault_injection import PHASES
 
 STEPS, CHECKPOINT_EVERY, EVAL_EVERY = 26, 3, 4
 MICRO_SIZE = 2

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
-from trainer import processes
-from trainer.append import newest_step
-from trainer.durable import read_json
 from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED
-from trainer.layout import EVENTS, IDENTITY, METRICS
-from trainer.log import read_events
+from trainer.resilience import processes
+from trainer.storage.files import read_json
+from trainer.storage.jsonl import newest_step
+from trainer.storage.layout import EVENTS, IDENTITY, METRICS
+from trainer.telemetry.events import read_events
 
 MAX_RESTARTS = 20
 POLL_S, IDLE_POLL_S = 0.004, 0.05
@@ -72,8 +72,8 @@ class Launcher:
             from importlib import import_module
 
             for name in ("torch._dynamo", "torch.utils.tensorboard", "launch.__main__",
-                         "launch.agent", "launch.ranks", "launch.rendezvous", "trainer.build",
-                         "trainer.loop", "trainer.cli", "trainer.commands.compare",
+                         "launch.agent", "launch.workers", "launch.rendezvous", "trainer.run.build",
+                         "trainer.loop", "trainer.config.command_line", "trainer.commands.compare",
                          "benchmarks.chaos_task"):
                 import_module(name)
 
@@ -295,7 +295,7 @@ def _fork(argv: Sequence[str], log: Path) -> int:
 
 
 def _fork_quietly() -> int:
-    from launch.forkserver import fork
+    from launch.fork_server import fork
 
     sys.stdout.flush()
     sys.stderr.flush()

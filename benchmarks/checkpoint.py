@@ -189,7 +189,7 @@ def measure_share(megabytes: float, repeats: int, folder: Path) -> dict[str, Any
 
 def write_share(connection: Any, folder: Path) -> None:
     """A process without torch that writes what it is told to."""
-    from trainer.store import Store
+    from trainer.checkpoint.store import Store
 
     store, data = Store(folder, keep=1), b""
     while (task := connection.recv()) is not None:

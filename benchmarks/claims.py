@@ -211,7 +211,7 @@ def recompute(rounds: int) -> list[Finding]:
     """Activation checkpointing of a GPT's blocks, by this trainer's `precision.recompute_every`."""
     import torch
 
-    from trainer.recompute import recompute as by_blocks
+    from trainer.optim.activation_checkpointing import recompute as by_blocks
 
     inputs, labels = torch.randint(256, (4, 128)), torch.randint(10, (4, 128))
     steps, kept = {}, {}

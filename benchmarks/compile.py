@@ -64,8 +64,8 @@ def code_in(cache: Path, until: float) -> set[Path]:
 
 def measure(folder: Path, arguments: list[str]) -> dict[str, dict[str, float]]:
     """One repeat: for each, seconds to the first step, those of the warm-up, new files."""
-    from trainer.layout import COMPILED, EVENTS
-    from trainer.log import read_events
+    from trainer.storage.layout import COMPILED, EVENTS
+    from trainer.telemetry.events import read_events
 
     def told(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         events = read_events(run / EVENTS)

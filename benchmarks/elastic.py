@@ -138,13 +138,13 @@ def same_bits(runs: int, seed: int, folder: Path) -> bool:
 def measure(model: str, steps: int, folder: Path) -> None:
     """Collective, in a rank: rank 0 prints, as JSON, by reduction (seconds, seconds of processor
     time of all its threads) of each step."""
-    from trainer import cli
-    from trainer.build import build
-    from trainer.log import Log
-    from trainer.start import start
-    from trainer.stop import StopRequest
-    from trainer.watchdog import Watchdog
-    from trainer.world import Launch, World
+    from trainer.config import command_line
+    from trainer.distributed.world import Launch, World
+    from trainer.resilience.stop_signals import StopRequest
+    from trainer.resilience.watchdog import Watchdog
+    from trainer.run.build import build
+    from trainer.run.warmup import start
+    from trainer.telemetry.events import Log
 
     log = Log(level="warning")
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in REDUCTIONS}
@@ -152,7 +152,7 @@ def measure(model: str, steps: int, folder: Path) -> None:
           Watchdog(world, log, limit_s=None) as watchdog):
         built = {}
         for name in REDUCTIONS:
-            config = cli.parse([
+            config = command_line.parse([
                 *COST[model], f"--steps={steps + 3}", "--device=cpu", "--data.workers=0",
                 f"--run-dir={folder / name}", "--log.level=warning", "--parallel.sync-bn=off",
                 f"--parallel.reduction={name}"])  # fmt: skip

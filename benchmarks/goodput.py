@@ -77,8 +77,8 @@ def run(
     Raises:
         SystemExit: it didn't end in time, or not as it should.
     """
-    from trainer.layout import EVENTS
-    from trainer.log import read_events
+    from trainer.storage.layout import EVENTS
+    from trainer.telemetry.events import read_events
 
     arguments = ["sample", "--run-dir", str(folder), f"--steps={steps}", "--eval.every=off",
                  f"--checkpoint.every={every}", "--restart.max-same-step=1000",

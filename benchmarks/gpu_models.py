@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from trainer.precision import set_tf32
+from trainer.optim.precision import set_tf32
 
 UNTOUCHED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 """Operations that make memory and leave it as it is."""

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainer.snapshot import Snapshot
+from trainer.checkpoint.snapshot import Snapshot
 
 STUCK_S = 5.0
 CYCLES_PER_S = 2e9

@@ -51,11 +51,11 @@ def ours(workers: int) -> Contestant:
     import torch
 
     from trainer.data.loader import Loader, SampledSource
-    from trainer.data.reading import KeyedSamples
+    from trainer.data.map_dataset import KeyedSamples
     from trainer.data.sampler import MicroBatchSampler, Plan
-    from trainer.log import Log
-    from trainer.pulse import ProgressMarks
+    from trainer.resilience.progress_marks import ProgressMarks
     from trainer.tasks.images import Images
+    from trainer.telemetry.events import Log
 
     data = Images().dataset("train")
     assert data is not None
@@ -124,13 +124,13 @@ class Trainee:
         import torch
         from torch.optim.lr_scheduler import LambdaLR
 
-        from trainer import optim
-        from trainer.config import Optim
+        from trainer.config.schema import Optim
+        from trainer.optim import optimizers
         from trainer.tasks.images import Images
 
         torch.manual_seed(0)
         self._model = Images().model().to(memory_format=torch.channels_last)
-        self._optimizer = optim.build(Optim(), self._model)
+        self._optimizer = optimizers.build(Optim(), self._model)
         self._schedule = LambdaLR(self._optimizer, lambda step: 1.0)
 
     def step(self, batches: Iterator[Any], clock: Callable[[], float] = time.perf_counter

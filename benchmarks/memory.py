@@ -39,16 +39,18 @@ def resident_bytes() -> int:
 
 def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, float]]:
     """In a rank: (step, MB) over the run."""
-    from trainer import cli
-    from trainer.build import build
-    from trainer.log import Log
+    from trainer.config import command_line
+    from trainer.distributed.world import World
     from trainer.loop import train
-    from trainer.stop import StopRequest
-    from trainer.watchdog import Watchdog
-    from trainer.world import World
+    from trainer.resilience.stop_signals import StopRequest
+    from trainer.resilience.watchdog import Watchdog
+    from trainer.run.build import build
+    from trainer.telemetry.events import Log
 
-    config = cli.parse([*TASKS[task], f"--steps={steps}", "--eval.every=100", "--device=cpu",
-                        "--checkpoint.every=50", f"--run-dir={folder}/run", "--log.level=error"])
+    config = command_line.parse([*TASKS[task], f"--steps={steps}", "--eval.every=100",
+                                 "--device=cpu",
+                                 "--checkpoint.every=50", f"--run-dir={folder}/run",
+                                 "--log.level=error"])
     log = Log(launch.rank, level="error")
     found: list[tuple[int, float]] = []
     with (World.form(device="cpu", threads=1, launch=launch) as world,

@@ -95,16 +95,18 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     import torch
 
     import trainer.step
-    from trainer import cli
-    from trainer.build import build
-    from trainer.log import Log
+    from trainer.config import command_line
+    from trainer.distributed.world import Launch, World
     from trainer.loop import train
-    from trainer.stop import StopRequest
-    from trainer.watchdog import Watchdog
-    from trainer.world import Launch, World
+    from trainer.resilience.stop_signals import StopRequest
+    from trainer.resilience.watchdog import Watchdog
+    from trainer.run.build import build
+    from trainer.telemetry.events import Log
 
-    config = cli.parse([*MODELS[model], f"--steps={steps}", "--eval.every=off", "--device=cpu",
-                        "--data.workers=0", f"--run-dir={folder / model}", "--log.level=warning"])
+    config = command_line.parse([*MODELS[model], f"--steps={steps}", "--eval.every=off",
+                                 "--device=cpu",
+                                 "--data.workers=0", f"--run-dir={folder / model}",
+                                 "--log.level=warning"])
     watch, log = Stopwatch(), Log(level="warning")
     found: dict[str, list[float]] = {name: [] for name in (*NAMES, MORE)}
     with (World.form(device="cpu", threads=1, launch=Launch()) as world,

@@ -271,7 +271,7 @@ def ours(name: str, gate: Gate, ranks: int, folder: Path) -> None:
     """This trainer, with everything on; a block ends when its save is durable."""
     import trainer.loop
     from trainer.__main__ import main
-    from trainer.log import Log
+    from trainer.telemetry.events import Log
 
     work, stepped, loop, runs = WORKS[name], Log.stepped, trainer.loop.train, []
 

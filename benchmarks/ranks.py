@@ -50,7 +50,7 @@ def _call(
     pipe: Any, target: Callable[..., Any], rank: int, size: int, port: int,
     arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    from trainer.world import Launch
+    from trainer.distributed.world import Launch
 
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_RANK": f"{rank}",
                    "LOCAL_WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1",

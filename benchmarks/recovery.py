@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import lightning_peer, reporting
-from trainer.layout import EVENTS, METRICS
-from trainer.log import read_events
-from trainer.metrics import read_metrics
+from trainer.storage.layout import EVENTS, METRICS
+from trainer.telemetry.events import read_events
+from trainer.telemetry.metrics import read_metrics
 
 EVERY = 10
 SETTLE_S = 1.0
@@ -96,8 +96,7 @@ def _measure_trainer(
     run = folder / launcher
     faults = [f"--inject={kind}:rank={rank}:step={step}" for step, rank in deaths
               for kind in (f"slow:seconds={SETTLE_S}", "kill")]
-    name = "--run-dir" if launcher == "launch" else "--run-dir"
-    arguments = ["sample", name, str(run), f"--steps={deaths[-1][0] + 1}", "--eval.every=off",
+    arguments = ["sample", "--run-dir", str(run), f"--steps={deaths[-1][0] + 1}", "--eval.every=off",
                  f"--checkpoint.every={EVERY}", *faults]
     with _running(launcher, ranks, arguments, folder) as process:
         # Lines are seen when they appear: a step has no other time stamp.

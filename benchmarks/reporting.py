@@ -13,7 +13,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.pipe import quiet_pipe
+from trainer.telemetry.std_streams import quiet_pipe
 
 
 def finish(main: Callable[[], int | None]) -> NoReturn:

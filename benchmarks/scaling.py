@@ -68,19 +68,19 @@ class Bare:
 
 def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -> Any:
     """In a rank: seconds of each block, by contestant."""
-    from trainer import cli
-    from trainer.build import build
-    from trainer.log import Log
+    from trainer.config import command_line
+    from trainer.distributed.world import World
     from trainer.loop import train
-    from trainer.stop import StopRequest
-    from trainer.watchdog import Watchdog
-    from trainer.world import World
+    from trainer.resilience.stop_signals import StopRequest
+    from trainer.resilience.watchdog import Watchdog
+    from trainer.run.build import build
+    from trainer.telemetry.events import Log
 
     steps = (rounds + WARM_BLOCKS) * BLOCK
-    config = cli.parse(["sample", f"--steps={steps}", "--eval.every=off", "--device=cpu",
-                        f"--run-dir={folder}/run", f"--parallel.sync-bn={sync_bn}",
-                        "--task.label-smoothing=0",  # as the bare loop
-                        "--log.level=error"])
+    config = command_line.parse(["sample", f"--steps={steps}", "--eval.every=off", "--device=cpu",
+                                 f"--run-dir={folder}/run", f"--parallel.sync-bn={sync_bn}",
+                                 "--task.label-smoothing=0",  # as the bare loop
+                                 "--log.level=error"])
     log = Log(launch.rank, level="error")
     found: dict[str, list[float]] = {name: [] for name in NAMES}
     with (World.form(device="cpu", threads=threads, launch=launch) as world,

@@ -38,16 +38,16 @@ def make_subject(megabytes: float) -> Subject:
     import torch
     from torch import nn
 
-    from trainer import optim, schedules
-    from trainer.config import Optim, Schedule
-    from trainer.progress import Best, Horizon, LossMeter, Progress
-    from trainer.state import TrainState
+    from trainer.checkpoint.progress import Best, Horizon, LossMeter, Progress
+    from trainer.checkpoint.train_state import TrainState
+    from trainer.config.schema import Optim, Schedule
+    from trainer.optim import optimizers, schedules
 
     width = max(8, round((megabytes * 1e6 / 3 / 4 / LAYERS) ** 0.5))
     blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
               for _ in range(LAYERS)]
     model = nn.Sequential(*blocks)
-    optimizer = optim.build(Optim(), model)
+    optimizer = optimizers.build(Optim(), model)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -65,11 +65,11 @@ def make_checkpointer(subject: Subject, folder: Path) -> Any:
     """This trainer's own, as a run has it, with a store that keeps one checkpoint."""
     import torch
 
-    from trainer.checkpoint import Checkpointer
-    from trainer.job import RunRecord, SavePolicy
-    from trainer.log import Log
-    from trainer.store import Store
-    from trainer.world import Launch, World
+    from trainer.checkpoint.checkpointer import Checkpointer
+    from trainer.checkpoint.job import RunRecord, SavePolicy
+    from trainer.checkpoint.store import Store
+    from trainer.distributed.world import Launch, World
+    from trainer.telemetry.events import Log
 
     world = World.form(device="cpu", threads=torch.get_num_threads(), launch=Launch())
     store = Store(folder, run="benchmark", keep=1)

@@ -27,7 +27,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-SAMPLE = Path(__file__).parents[1] / "trainer/data/fashion_mnist_sample.xz"
+SAMPLE = Path(__file__).parents[1] / "trainer/tasks/fashion_mnist_sample.xz"
 GLOBAL_SIZE, MICRO_SIZE, VALIDATION = 128, 32, 0.2
 PEAK_LR, WEIGHT_DECAY, CLIP_NORM, WARMUP, MIN_RATIO = 3e-3, 0.01, 5.0, 0.05, 0.1
 

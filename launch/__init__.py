@@ -12,7 +12,7 @@ has installed handlers. The rank gets torchrun's environment variables and five 
   The rank may write lines of a keyword and a JSON value:
   `run "PATH"`, the absolute path of the run folder, from which the launcher reads the progress of
   the run (`launch.progress`); `failure {…}`, the event that describes its failure
-  (`launch.verdict`); and `returned` without a value, before an exit code of the trainer itself.
+  (`launch.exit_policy`); and `returned` without a value, before an exit code of the trainer itself.
   The launcher may write keywords: `lost`, a node is gone (the rank exits as after a peer's death);
   `stale`, a newer attempt has begun without this node (the rank exits without saving); `absent`, a
   rank has failed (a rank that is still waiting for its peers to join exits).

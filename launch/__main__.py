@@ -11,10 +11,10 @@ from typing import Any
 from launch.options import Options, parse
 from launch.output import Output
 from launch.signals import StopRequest
-from trainer.diagnosis import remedy
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
-from trainer.limits import allow_files, check_cache_folder, check_current_folder
-from trainer.pipe import fill_descriptors
+from trainer.resilience.diagnosis import remedy
+from trainer.resilience.preflight import allow_files, check_cache_folder, check_current_folder
+from trainer.telemetry.std_streams import fill_descriptors
 
 OUTPUT_S = 1.0
 """Seconds to wait at the end for output pipes that some process still holds open."""
@@ -54,7 +54,7 @@ def _launch(options: Options, stop: StopRequest) -> int:
     # Import once, then fork: two concurrent imports take more than twice as long.
     import torch  # noqa: F401
 
-    from launch.ranks import Ranks, fork_server_process
+    from launch.workers import Ranks, fork_server_process
 
     entry, argv = options.entry, options.trainer_argv
     output = Output()
@@ -64,8 +64,8 @@ def _launch(options: Options, stop: StopRequest) -> int:
     try:
         # These imports overlap with the fork server's. From here on this process may have threads.
         from launch.agent import HotAgent
-        from launch.node_agent import NodeAgent
-        from launch.nodes import NodesRendezvous
+        from launch.nodes.agent import NodeAgent
+        from launch.nodes.rendezvous import NodesRendezvous
         from launch.rendezvous import LoopbackRendezvous
 
         stop.at_once = False

@@ -18,13 +18,13 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
+from launch.exit_policy import Exit, Verdict, first_failure, judge
 from launch.output import Output
 from launch.progress import Progress, note
-from launch.ranks import Ranks
 from launch.signals import StopRequest
-from launch.verdict import Exit, Verdict, first_failure, judge
-from trainer.attempts import sentence
+from launch.workers import Ranks
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
+from trainer.resilience.attempts import sentence
 
 ROLE = "trainer"
 POLL_S = 0.5

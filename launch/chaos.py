@@ -22,13 +22,13 @@ from pathlib import Path
 
 from launch.options import Parser
 from launch.progress import Progress
-from trainer import processes
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
-from trainer.log import read_events
+from trainer.resilience import processes
+from trainer.telemetry.events import read_events
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM,
          "node": signal.SIGKILL}  # fmt: skip
-EVENTS = "events.jsonl"  # not from `trainer.folder`, which imports torch
+EVENTS = "events.jsonl"  # not from `trainer.run.run_dir`, which imports torch
 POLL_S = 0.05
 """Interval of checks while a fault is due and there is no target."""
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from trainer.errors import ConfigError
-from trainer.limits import LONGEST_S
+from trainer.resilience.preflight import LONGEST_S
 
 USAGE = """python -m launch [--nproc-per-node N] [--max-restarts K]
            [--nnodes MIN:MAX --rdzv-endpoint HOST:PORT] -- [RECIPE] [--section.key value]"""

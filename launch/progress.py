@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.append import Mark, _parse_records, newest_step
+from trainer.storage.jsonl import Mark, _parse_records, newest_step
 
 MADE = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` is finished. For others (a fault, a sample) it is the current step."""

@@ -3,7 +3,7 @@
     python scripts/make_sample.py [FOLDER_OF_THE_IDX_FILES]
 
 Takes the first 1,200 training and 200 test images of each class, in the files' order, and writes
-the four IDX files that hold them, one behind the other, to trainer/data/fashion_mnist_sample.xz.
+the four IDX files that hold them, one behind the other, to trainer/tasks/fashion_mnist_sample.xz.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from trainer.tasks import fashion_mnist
 
-TARGET = Path(__file__).parent.parent / "trainer" / "data" / fashion_mnist.SAMPLE
+TARGET = Path(__file__).parent.parent / "trainer" / "tasks" / fashion_mnist.SAMPLE
 PER_CLASS = (1200, 200)
 
 # 5.27 MB. Delta, Paeth and LOCO-I predictors before lzma make it larger, since they break the exact

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer import config, faults
-from trainer.length import Length
+from trainer.config import schema
+from trainer.config.length import Length
+from trainer.resilience import fault_injection
 
 ROOT = Path(__file__).parents[1]
 
@@ -155,7 +156,8 @@ def test_the_trainer_does_not_know_the_launcher():
                 assert not any(n.split(".")[0] == "launch" for n in names), path
 
 
-@pytest.mark.parametrize("name", ["trainer.__main__", "trainer.store", "trainer.faults",
+@pytest.mark.parametrize("name", ["trainer.__main__", "trainer.checkpoint.store",
+                                  "trainer.resilience.fault_injection",
                                   "launch.__main__", "launch.chaos"])
 def test_what_runs_before_or_without_torch_does_not_import_it(name):
     code = f"import sys, {name}; sys.exit('torch' in sys.modules)"
@@ -206,7 +208,7 @@ def test_lines_of_code_are_counted_without_comments_docstrings_and_blank_lines()
 
 # --- configuration
 
-def leaves(cls: type = config.Config, section: str = "") -> Iterator[tuple[str, str, type]]:
+def leaves(cls: type = schema.Config, section: str = "") -> Iterator[tuple[str, str, type]]:
     """(section, leaf, class that declares it) of the whole configuration, the task's apart."""
     for field in dataclasses.fields(cls):
         if dataclasses.is_dataclass(field.default) and not isinstance(field.default, Length):
@@ -258,7 +260,7 @@ def test_the_configuration_stays_within_its_budget():
 
 # --- faults
 
-@pytest.mark.parametrize("phase", faults.PHASES)
+@pytest.mark.parametrize("phase", fault_injection.PHASES)
 def test_each_fault_point_is_somewhere_in_the_run(phase):
     points = {text for name, path in modules().items() if name != "faults"
               for called, text in called_with_text(path) if called.strip("_") in ("at", "fault")}
@@ -270,7 +272,7 @@ def test_each_fault_point_of_the_run_is_known():
     points = {text for name, path in modules().items() if name != "faults"
               for called, text in called_with_text(path) if called.strip("_") in ("at", "fault")}
 
-    assert points <= set(faults.PHASES)
+    assert points <= set(fault_injection.PHASES)
 
 
 # --- no pickle, nothing heavy

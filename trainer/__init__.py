@@ -3,16 +3,17 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainer.config import Config
+    from trainer.commands.library import Trained, train
+    from trainer.config.schema import Config
     from trainer.errors import ConfigError
-    from trainer.library import Trained, train
     from trainer.task import Outcome, Task
 
 __all__ = ["Config", "ConfigError", "Outcome", "Task", "Trained", "train"]
 
 _HOMES = {
-    "Config": "trainer.config", "ConfigError": "trainer.errors", "Outcome": "trainer.task",
-    "Task": "trainer.task", "Trained": "trainer.library", "train": "trainer.library",
+    "Config": "trainer.config.schema", "ConfigError": "trainer.errors", "Outcome": "trainer.task",
+    "Task": "trainer.task", "Trained": "trainer.commands.library",
+    "train": "trainer.commands.library",
 }  # fmt: skip
 
 

@@ -8,13 +8,13 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.diagnosis import is_foreign
+from trainer.commands.train import RankProcess, show_cause
+from trainer.config.flags import check_not_empty
 from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
-from trainer.flags import check_not_empty
-from trainer.limits import check_current_folder
-from trainer.pipe import fill_descriptors, quiet_pipe, say
-from trainer.rank_process import RankProcess, show_cause
-from trainer.stop import attend
+from trainer.resilience.diagnosis import is_foreign
+from trainer.resilience.preflight import check_current_folder
+from trainer.resilience.stop_signals import attend
+from trainer.telemetry.std_streams import fill_descriptors, quiet_pipe, say
 
 COMMANDS = {
     "inspect": "what is in a run folder",
@@ -26,6 +26,9 @@ COMMANDS = {
     "lr-find": "a range test of the learning rate",
     "profile": "where the time of a step goes",
 }
+MODULES = {"report": "report.report"}
+"""Command → its module, where they differ."""
+
 _PRELOADED: dict[tuple[str, ...], Any] = {}
 """Arguments → configuration: the launcher's server parses them once for its ranks (0.2 s)."""
 
@@ -48,7 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may not have all letters
                 sys.stdout.reconfigure(errors="backslashreplace")
             with quiet_pipe():
-                return int(import_module(f"trainer.commands.{name}").main(arguments[1:]))
+                module = import_module(f"trainer.commands.{MODULES.get(name, name)}")
+                return int(module.main(arguments[1:]))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -74,14 +78,15 @@ def preload(argv: Sequence[str]) -> int:
     import tensorboard.summary.writer.record_writer  # noqa: F401
     import torch.utils.tensorboard  # noqa: F401
 
-    import trainer.build
-    import trainer.loop  # noqa: F401
-    from trainer import cli, folder
-    from trainer.log import Log
-    from trainer.prepare import bind_seed
+    import trainer.loop
+    import trainer.run.build  # noqa: F401
+    from trainer.config import command_line
+    from trainer.run import run_dir
+    from trainer.run.prepare import bind_seed
+    from trainer.telemetry.events import Log
 
     try:
-        config = cli.parse(argv, commands=", ".join(COMMANDS))
+        config = command_line.parse(argv, commands=", ".join(COMMANDS))
         task = bind_seed(config.task, config.seed)
         if hasattr(task, "preload"):
             task.preload()
@@ -89,7 +94,7 @@ def preload(argv: Sequence[str]) -> int:
         show_cause(error)
         Log().error(str(error))
         return error.exit_code
-    folder.package_versions()
+    run_dir.package_versions()
     _PRELOADED[tuple(argv)] = config
     return 0
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from trainer.boundary import is_due, stop, validate
-from trainer.data.bad import refuse_copies
-from trainer.parts import Parts
-from trainer.product import finish
-from trainer.recovery import face_row, face_skipped, ranks_agree
-from trainer.start import start
-from trainer.status import Phase
+from trainer.data.sample_errors import refuse_copies
+from trainer.run.bad_steps import face_row, face_skipped, ranks_agree
+from trainer.run.finish import finish
+from trainer.run.run import Parts
+from trainer.run.validation import is_due, stop, validate
+from trainer.run.warmup import start
+from trainer.telemetry.status import Phase
 
 
 def train(run: Parts) -> dict[str, object]:

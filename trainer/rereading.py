@@ -8,10 +8,10 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from trainer import generators, rng
-from trainer.attributes import same
 from trainer.data import batch as batches
-from trainer.data.reading import KeyedSamples, begin_epoch
+from trainer.data.map_dataset import KeyedSamples, begin_epoch
 from trainer.data.sampler import Slot
+from trainer.run.attributes import same
 from trainer.task import SPLITS
 
 SEED = 0

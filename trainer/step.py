@@ -15,23 +15,23 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import generators, rng
-from trainer.adamw import AdamW
-from trainer.buffers import Buffers
-from trainer.communication import Communication, Marks
-from trainer.config import Clip
+from trainer.checkpoint.buffers import Buffers
+from trainer.checkpoint.progress import Progress
+from trainer.config.schema import Clip
 from trainer.data import batch as batches
-from trainer.data.reading import Micro
+from trainer.data.map_dataset import Micro
 from trainer.data.sampler import Slot
-from trainer.ema import Ema
-from trainer.health import BAD, LEFT_OUT, Health
-from trainer.optim import clip, zero_grad
-from trainer.parallel import COUNT, Objective, Sums
-from trainer.progress import Progress
-from trainer.pulse import ProgressMarks
-from trainer.reduced import check_reduced
-from trainer.status import Phase, Status
-from trainer.sync_batchnorm import SyncBatchNorm
-from trainer.waits import WaitsFor, waiting_for
+from trainer.distributed.comm_timer import Communication, Marks
+from trainer.distributed.ddp import COUNT, Objective, Sums
+from trainer.distributed.reduced import check_reduced
+from trainer.distributed.sync_batchnorm import SyncBatchNorm
+from trainer.distributed.waits import WaitsFor, waiting_for
+from trainer.optim.adamw import AdamW
+from trainer.optim.bad_step_check import BAD, LEFT_OUT, Health
+from trainer.optim.ema import Ema
+from trainer.optim.optimizers import clip, zero_grad
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.telemetry.status import Phase, Status
 
 
 class StepResult(NamedTuple):
@@ -75,7 +75,7 @@ class Wishes(Protocol):
     """Returns a rank's requests of all ranks; called as late as possible in a step."""
 
     def __call__(self) -> tuple[bool, ...]:
-        """Return a value for each member of `parallel.WISHES`."""
+        """Return a value for each member of `ddp.WISHES`."""
         ...
 
 

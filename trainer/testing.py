@@ -15,21 +15,23 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer import generators, optim, rng, storable
-from trainer.attributes import differing, same, values
-from trainer.config import Clip, Nonfinite, Optim
+from trainer import generators, rng
+from trainer.checkpoint.progress import Progress
+from trainer.config.schema import Clip, Nonfinite, Optim
 from trainer.data import batch as batches
-from trainer.data.reading import Micro
+from trainer.data.map_dataset import Micro
 from trainer.data.sampler import Slot
+from trainer.distributed.ddp import Objective
+from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import ConfigError
-from trainer.health import Health
+from trainer.optim import optimizers
+from trainer.optim.bad_step_check import Health
 from trainer.outcome import EMPTY, check_outcome
-from trainer.parallel import Objective
-from trainer.progress import Progress
-from trainer.pulse import ProgressMarks
 from trainer.rereading import SEED, check_items, dataset_of, raised, read
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.run import state_dict_checks
+from trainer.run.attributes import differing, same, values
 from trainer.step import Step
-from trainer.sync_batchnorm import guard_plain
 from trainer.task import SPLITS, Outcome, figures_of, refuse_calls, uncalled
 
 TOLERANCE = 1e-5
@@ -151,7 +153,7 @@ def _check_model(case: _Case) -> Iterator[str]:
         yield "the model has no trainable parameter, so there is nothing to train."
     else:
         try:
-            storable.check(model)
+            state_dict_checks.check(model)
         except ConfigError as error:
             yield str(error).removeprefix("--task: ")
 
@@ -261,8 +263,8 @@ def _sums(outcome: Outcome) -> dict[str, float]:
 def _check_step(case: _Case) -> Iterator[str]:
     """Run one training step with a full micro-batch and an empty one."""
     model = case.model()
-    optimizer = optim.build(Optim(), model, getattr(case.task, "parameter_groups", None))
-    if names := optim.untrained(optimizer, model):
+    optimizer = optimizers.build(Optim(), model, getattr(case.task, "parameter_groups", None))
+    if names := optimizers.untrained(optimizer, model):
         yield (f"no group of parameter_groups() has {_listed(names)}, so it isn't trained; add it "
                "to a group, or freeze it (requires_grad_(False)).")
     objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,

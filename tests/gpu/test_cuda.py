@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer import cli
-from trainer.build import build
 from trainer.commands.compare import differences
-from trainer.communication import Marks
-from trainer.data.reading import Micro
-from trainer.log import Log
-from trainer.partition import block
-from trainer.start import start
+from trainer.config import command_line
+from trainer.data.map_dataset import Micro
+from trainer.distributed.comm_timer import Marks
+from trainer.distributed.partition import block
+from trainer.distributed.tree import Fold
+from trainer.distributed.world import Launch, World
+from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.watchdog import Watchdog
+from trainer.run.build import build
+from trainer.run.warmup import start
 from trainer.step import Step
-from trainer.stop import StopRequest
-from trainer.tree import Fold
-from trainer.watchdog import Watchdog
-from trainer.world import Launch, World
+from trainer.telemetry.events import Log
 
 pytestmark = [
     pytest.mark.gpu,
@@ -42,7 +42,7 @@ def train(run: Path, *arguments: str) -> int:
 
 
 def test_what_a_warm_up_waited_is_forgotten_while_the_device_is_still_at_it():
-    from trainer.communication import Communication
+    from trainer.distributed.comm_timer import Communication
 
     communication = Communication(ranks=2, on_cuda=True)
     matrix = torch.randn(4096, 4096, device="cuda", requires_grad=True)
@@ -95,9 +95,9 @@ def test_the_time_between_two_marks_is_the_devices_own():
     ["--task.model=resnet18", "--precision.compile=off"],
 ])  # fmt: skip
 def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, arguments):
-    config = cli.parse([f"--device={DEVICE}", "--steps=4", f"--run-dir={tmp_path / 'run'}",
-                        "--parallel.reduction=canonical", "--batch.global-size=96",
-                        "--batch.micro-size=16", *arguments])
+    config = command_line.parse([f"--device={DEVICE}", "--steps=4", f"--run-dir={tmp_path / 'run'}",
+                                 "--parallel.reduction=canonical", "--batch.global-size=96",
+                                 "--batch.micro-size=16", *arguments])
     log = Log(level="warning")
     with (World.form(device=DEVICE, launch=Launch()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):

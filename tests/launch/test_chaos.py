@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos_plan as plans
-from trainer.faults import PHASES, parse
+from trainer.resilience.fault_injection import PHASES, parse
 
 ROOT = Path(__file__).parents[2]
 

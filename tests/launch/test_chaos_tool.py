@@ -17,14 +17,14 @@ from launching import alive, wait_gone
 from scripted import wait_for
 
 from launch import chaos
-from trainer.processes import state
+from trainer.resilience.processes import state
 
 ROOT = Path(__file__).parents[2]
 CHAOS = [sys.executable, "-m", "launch.chaos"]
 
 RANK = """\
 import json, os, socket, sys, time
-from trainer.append import AppendFile
+from trainer.storage.jsonl import AppendFile
 rank, attempt, path = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
 events = AppendFile(path)
 start = {"time": time.time(), "event": "start", "attempt": attempt, "rank": rank,

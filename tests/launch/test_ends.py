@@ -15,8 +15,8 @@ import scripted
 from launching import AT_ONCE_S, GONE_S, Launched, listeners, listening, wait_gone
 from machine import left_in_shared_memory, shared_memory
 
-from launch import forkserver, rank
-from trainer import stop
+from launch import fork_server, worker
+from trainer.resilience import stop_signals
 
 
 def test_a_final_exit_code_wins_over_an_earlier_secondary_exit(tmp_path: Path) -> None:
@@ -104,8 +104,8 @@ def test_a_second_ctrl_c_kills_ranks_that_do_not_stop(tmp_path: Path) -> None:
 
 
 def test_orphans_are_killed_within_5_s() -> None:
-    assert max(forkserver.MOURNING_S, rank.ORPHAN_S, stop.ORPHAN_LIMIT_S) < 5.0
-    assert AT_ONCE_S < forkserver.MOURNING_S
+    assert max(fork_server.MOURNING_S, worker.ORPHAN_S, stop_signals.ORPHAN_LIMIT_S) < 5.0
+    assert AT_ONCE_S < fork_server.MOURNING_S
 
 
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.long)])

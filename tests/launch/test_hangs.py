@@ -15,8 +15,8 @@ import pytest
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.faults import PHASES
-from trainer.log import read_events
+from trainer.resilience.fault_injection import PHASES
+from trainer.telemetry.events import read_events
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 2.0

@@ -18,8 +18,8 @@ from machine import left_in_shared_memory, shared_memory
 
 from benchmarks.chaos_run import children
 from trainer.commands.compare import differences
-from trainer.durable import read_json
-from trainer.metrics import read_metrics
+from trainer.storage.files import read_json
+from trainer.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
 STEPS = 300

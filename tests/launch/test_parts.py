@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.forkserver import load
+from launch.fork_server import load
 from launch.output import Output
 from launch.progress import Progress
 

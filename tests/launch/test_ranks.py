@@ -16,10 +16,10 @@ from contextlib import contextmanager
 
 import pytest
 
-from launch import forkserver
+from launch import fork_server
 from launch.output import Output
-from launch.ranks import Ranks
 from launch.signals import StopRequest
+from launch.workers import Ranks
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -47,11 +47,11 @@ def check_ends(ranks: Ranks, server: socket.socket, num_ranks: int) -> None:
     channels = [socket.socketpair() for _ in range(num_ranks)]
     for rank, (ours, _) in enumerate(channels):
         started = {"started": rank, "pid": 1000 + rank}
-        forkserver.send(server, started, [os.pidfd_open(os.getpid()), ours.fileno()])
+        fork_server.send(server, started, [os.pidfd_open(os.getpid()), ours.fileno()])
     ranks.start({rank: {"RANK": str(rank)} for rank in range(num_ranks)})
 
     for rank, (ours, theirs) in enumerate(channels):
-        forkserver.send(server, {"exited": 1000 + rank, "code": rank})
+        fork_server.send(server, {"exited": 1000 + rank, "code": rank})
         theirs.close()
         ours.close()
     exits = []
@@ -69,18 +69,18 @@ def test_more_ranks_than_one_request_can_contain_are_started() -> None:
         started = 0
         with server:  # closed if the server fails
             while started < 300:
-                message, _ = forkserver.receive(server)
+                message, _ = fork_server.receive(server)
                 for rank in message["fork"]:
                     ours, theirs = socket.socketpair()
                     pidfd = os.pidfd_open(os.getpid())
                     reply = {"started": rank["local_rank"], "pid": 10**6 + rank["local_rank"]}
-                    forkserver.send(server, reply, [pidfd, ours.fileno()])
+                    fork_server.send(server, reply, [pidfd, ours.fileno()])
                     os.close(pidfd)
                     ours.close()
                     theirs.close()
                     started += 1
             for rank in range(300):
-                forkserver.send(server, {"exited": 10**6 + rank, "code": 0})
+                fork_server.send(server, {"exited": 10**6 + rank, "code": 0})
 
     with served() as (ranks, server):
         thread = threading.Thread(target=fork_all, args=(server,))
@@ -100,13 +100,13 @@ def test_many_ranks_are_killed_at_once() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(2048, limits[0]), limits[1]))
     with served() as (ranks, server), subprocess.Popen(["sleep", "600"]) as process:
         pidfd, channel = os.pidfd_open(process.pid), socket.socketpair()
-        forkserver.send(server, {"started": 0, "pid": process.pid}, [pidfd, channel[0].fileno()])
+        fork_server.send(server, {"started": 0, "pid": process.pid}, [pidfd, channel[0].fileno()])
         ranks.start({0: {"RANK": "0"}})
         ranks._server_imports = False
         # As large as the pidfd of the 375th rank.
         ranks._living[process.pid].pidfd = fcntl.fcntl(pidfd, fcntl.F_DUPFD, 1500)
 
-        if (child := forkserver.fork()) == 0:
+        if (child := fork_server.fork()) == 0:
             with contextlib.suppress(BaseException):
                 ranks.kill_and_exit()
             os._exit(99)
@@ -127,8 +127,8 @@ def test_only_a_rank_that_stays_stopped_is_killed() -> None:
         channels = [socket.socketpair() for _ in processes]
         for rank, process in enumerate(processes):
             started = {"started": rank, "pid": process.pid}
-            forkserver.send(server, started,
-                            [os.pidfd_open(process.pid), channels[rank][0].fileno()])
+            fork_server.send(server, started,
+                             [os.pidfd_open(process.pid), channels[rank][0].fileno()])
         ranks.start({rank: {"RANK": str(rank)} for rank in range(2)})
 
         os.kill(processes[1].pid, signal.SIGSTOP)
@@ -141,7 +141,7 @@ def test_only_a_rank_that_stays_stopped_is_killed() -> None:
         processes[0].kill()
         processes[0].wait()
         for process, (ours, theirs) in zip(processes, channels, strict=True):
-            forkserver.send(server, {"exited": process.pid, "code": -9})
+            fork_server.send(server, {"exited": process.pid, "code": -9})
             ours.close()
             theirs.close()
         while ranks.living:

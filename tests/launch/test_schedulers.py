@@ -17,7 +17,7 @@ import pytest
 from scripted import wait_for
 
 from launch import options
-from trainer.config import Stop
+from trainer.config.schema import Stop
 from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED, FINAL_EXIT_CODES
 
 ROOT = Path(__file__).parents[2]

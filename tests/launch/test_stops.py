@@ -18,17 +18,18 @@ from typing import Any
 import pytest
 import torch.utils.tensorboard  # noqa: F401
 
+# Imported here, in the process that launchers are forked from.
 import launch.__main__
 import launch.agent
-import launch.ranks
-import launch.rendezvous  # noqa: F401  imported here, in the process that launchers are forked from
+import launch.rendezvous
+import launch.workers  # noqa: F401
 import trainer.__main__
-import trainer.build
 import trainer.loop
+import trainer.run.build
 from benchmarks.chaos_run import _fork, children
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.log import read_events
+from trainer.telemetry.events import read_events
 
 TASK = ["--task=slow_task:Slow", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",
         "--task.samples=160", "--task.norm=batch", "--task.dropout=0.2", "--world.threads=1",

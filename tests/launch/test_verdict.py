@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launch.verdict import Exit, first_failure, judge
+from launch.exit_policy import Exit, first_failure, judge
 
 KILL, TERM = -9, -15
 

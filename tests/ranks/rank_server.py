@@ -27,8 +27,8 @@ from typing import Any, NoReturn
 from machine import default_signals, free_port
 
 PRELOAD = ("numpy", "torch", "torch.distributed", "torch.nn.parallel", "torch.utils.data",
-           "torch._dynamo", "torch.utils.tensorboard", "safetensors.torch", "trainer.build",
-           "trainer.loop", "trainer.__main__", "trainer.watchdog")
+           "torch._dynamo", "torch.utils.tensorboard", "safetensors.torch", "trainer.run.build",
+           "trainer.loop", "trainer.__main__", "trainer.resilience.watchdog")
 """The first optimizer of a process imports torch._dynamo."""
 LEAVE_S = 30.0  # how long a rank may take to destroy its group and exit
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
@@ -58,7 +58,8 @@ def serve(fd: int) -> NoReturn:
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphaned grandchildren become ours
     for name in PRELOAD:
         importlib.import_module(name)
-    importlib.import_module("trainer.cli").parse([])  # the first one reads its classes' sources
+    # the first one reads its classes' sources
+    importlib.import_module("trainer.config.command_line").parse([])
     while True:
         try:
             request = client.recv()

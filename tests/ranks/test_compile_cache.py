@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.compile_cache import VARIABLE, restored, use
-from trainer.world import World
+from trainer.distributed.world import World
+from trainer.optim.compile_cache import VARIABLE, restored, use
 
 
 def compile_something(folder: str, end: str) -> str:

@@ -7,7 +7,7 @@ import json
 from runs import train, validations
 
 from trainer.commands.compare import differences
-from trainer.log import read_events
+from trainer.telemetry.events import read_events
 
 RUN = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--steps=8",
        "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=40",

@@ -13,7 +13,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.log import read_events
+from trainer.telemetry.events import read_events
 
 TASK = ["--task=failing_task:Failing", "--device=cpu", "--data.workers=0", "--data.shuffle=off",
         "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160",

@@ -1,4 +1,4 @@
-"""Hints in real runs: a sick training gets them, once; a healthy one gets none."""
+"""Hints in real runs: a bad run gets each hint once, a good run gets none."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ import pytest
 from runs import train
 
 
-def unhurried(*arguments: str) -> int:
-    """As `train`; a slow machine looks for shared samples as long as a quick one."""
-    from trainer import leaks
+def patient_train(*arguments: str) -> int:
+    """Train without the time limit of the search for shared samples, for slow machines."""
+    from trainer.data import shared_samples
 
-    leaks.BUDGET_S = 60.0
+    shared_samples.BUDGET_S = 60.0
     return train(*arguments)
 
 
-SICK = ["--task=hinted_task:Hinted", "--device=cpu", "--batch.global-size=8",
+BAD_RUN = ["--task=hinted_task:Hinted", "--device=cpu", "--batch.global-size=8",
         "--batch.micro-size=4", "--steps=240", "--schedule.name=constant", "--schedule.warmup=off",
         "--optim.lr=1e-4", "--task.scale=50", "--task.shuffled", "--task.leaked",
         "--task.dead", "--clip.norm=1"]  # fmt: skip
@@ -28,13 +28,13 @@ def hints(run: Path) -> list[str]:
     return [event["hint"] for event in events if event["event"] == "hint"]
 
 
-def test_a_sick_run_is_given_each_hint_once_also_over_a_restart(ranks, tmp_path, capfd):
+def test_a_bad_run_gets_each_hint_once_also_after_a_restart(ranks, tmp_path, capfd):
     run = tmp_path / "run"
     fault = "--inject=kill:step=150:phase=forward"
-    outcome, = ranks.outcomes(1, unhurried, *SICK, fault, f"--run-dir={run}", group=False)
+    outcome, = ranks.outcomes(1, patient_train, *BAD_RUN, fault, f"--run-dir={run}", group=False)
     assert outcome.signal == 9
 
-    assert ranks(1, unhurried, *SICK, fault, f"--run-dir={run}", group=False) == [0]
+    assert ranks(1, patient_train, *BAD_RUN, fault, f"--run-dir={run}", group=False) == [0]
 
     assert sorted(hints(run)) == ["clipped-steps", "constant-rate", "dead-gradient", "first-loss",
                                   "flat-loss", "shared-samples", "small-batchnorm"]
@@ -43,16 +43,16 @@ def test_a_sick_run_is_given_each_hint_once_also_over_a_restart(ranks, tmp_path,
         assert output.count(f"docs/hints.md#{name}; --log.hints-off {name}") == 1
 
 
-def test_hints_that_are_not_wanted_are_not_given(ranks, tmp_path):
+def test_hints_that_are_off_are_not_given(ranks, tmp_path):
     off = ["small-batchnorm", "shared-samples", "first-loss", "constant-rate"]
 
-    assert ranks(1, train, *SICK, "--steps=60", *[f"--log.hints-off={name}" for name in off],
+    assert ranks(1, train, *BAD_RUN, "--steps=60", *[f"--log.hints-off={name}" for name in off],
                  f"--run-dir={tmp_path / 'run'}", group=False) == [0]
 
     assert hints(tmp_path / "run") == []
 
 
-def test_a_rate_that_is_far_too_high_gets_a_hint(ranks, tmp_path):
+def test_a_very_high_learning_rate_gets_a_hint(ranks, tmp_path):
     assert ranks(1, train, "spiral", "--device=cpu", "--optim.lr=3", "--epochs=20",
                  "--checkpoint.every=off", "--eval.every=off",
                  f"--run-dir={tmp_path / 'run'}", group=False) == [0]
@@ -64,7 +64,7 @@ def test_a_rate_that_is_far_too_high_gets_a_hint(ranks, tmp_path):
 @pytest.mark.timeout(1500)
 @pytest.mark.parametrize("recipe", ["sample", "spiral", "shapes", "shape-labels", "text",
                                     "text-stream"])
-def test_a_healthy_recipe_gets_no_hint(ranks, tmp_path, recipe):
+def test_a_shipped_recipe_gets_no_hint(ranks, tmp_path, recipe):
     assert ranks(1, train, recipe, "--device=cpu", f"--run-dir={tmp_path / 'run'}", group=False,
                  timeout_s=1400) == [0]
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 
 def save(folder: Path, step: int, generation: int, best: int) -> None:
-    from trainer.source import STATE
-    from trainer.store import Store
+    from trainer.checkpoint.source import STATE
+    from trainer.checkpoint.store import Store
 
     facts = {"best": {"step": best}, "progress": {"validated": 0}, "lines": [],
              "of": generation}
@@ -23,11 +23,11 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
     Returns:
         Step → generation, by manifest and by content, in its folder after the copy.
     """
-    from trainer.level import level
-    from trainer.log import Log
-    from trainer.source import STATE, find
-    from trainer.store import Store
-    from trainer.world import World
+    from trainer.checkpoint.replication import level
+    from trainer.checkpoint.source import STATE, find
+    from trainer.checkpoint.store import Store
+    from trainer.distributed.world import World
+    from trainer.telemetry.events import Log
 
     with World.form(device="cpu", threads=1) as world:
         world.has_nodes = world.keeps_folder = True

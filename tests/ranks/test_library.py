@@ -1,4 +1,4 @@
-"""The library call: in a process of the user's own, and as a rank."""
+"""Library call: in a process of the user, and as a rank."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ import trainer
 from trainer import Config, ConfigError
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.config import Batch, Checkpoint, Data, Optim, Ranks
-from trainer.length import Length
-from trainer.log import read_events
-from trainer.reader import find_weights
+from trainer.config.length import Length
+from trainer.config.schema import Batch, Checkpoint, Data, Optim, Ranks
+from trainer.run.saved_run import find_weights
+from trainer.telemetry.events import read_events
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -38,24 +38,24 @@ def config(run: Path | str, task: Any = None, **more: Any) -> Config[Any]:
 
 
 def alone(function: Any, *arguments: Any) -> Any:
-    """In a rank: the call in a process that no launcher has started."""
+    """Call a function in a rank without the environment variables of a launcher."""
     for name in LAUNCHERS:
         os.environ.pop(name, None)
     return function(*arguments)
 
 
 def train(run: str, at: int = 0, act: str = "", number: int = 0, **more: Any) -> Any:
-    """What came of a call: figures, or the name of what it raised and its cause."""
+    """Return the result of a call, or the names of its exception and of the cause."""
     action = {"": None, "signal": send(number), "fail": fail, "twice": interrupt_twice}[act]
     before = process_state()
     try:
         done = trainer.train(config(run, Held(at, action), **more))
     except BaseException as error:
-        told: Any = (type(error).__name__, str(error), type(error.__cause__).__name__)
+        outcome: Any = (type(error).__name__, str(error), type(error.__cause__).__name__)
     else:
         weights = {n: v.clone() for n, v in done.model.state_dict().items()}
-        told = (done.model.training, done.summary["step"], str(done.folder), weights)
-    return told, [a for a, b in zip(before, process_state(), strict=True) if a != b]
+        outcome = (done.model.training, done.summary["step"], str(done.folder), weights)
+    return outcome, [a for a, b in zip(before, process_state(), strict=True) if a != b]
 
 
 def straight(run: str) -> None:
@@ -64,7 +64,7 @@ def straight(run: str) -> None:
 
 @pytest.fixture(scope="module")
 def undisturbed(ranks, tmp_path_factory) -> Path:
-    """A run that nothing has happened to."""
+    """An undisturbed run."""
     path = tmp_path_factory.mktemp("library") / "run"
     ranks(1, alone, straight, str(path), group=False)
     return path
@@ -101,7 +101,7 @@ def test_of_a_dataclass_with_tensors_the_form_is_recorded_and_the_rest_holds(ran
     run = str(tmp_path / "run")
     ranks(1, alone, one_step, run, Kept(), group=False)
 
-    [found] = ranks(1, alone, told, one_step, run, Kept(drift=0.5), group=False)
+    [found] = ranks(1, alone, error_of, one_step, run, Kept(drift=0.5), group=False)
 
     table = tomllib.loads((tmp_path / "run/config.toml").read_text())["task"]
     assert table["holds"] == ["drift=0.0", "x=Tensor float32 96x6"]
@@ -127,7 +127,7 @@ def test_a_stop_is_saved_raised_and_gone_on_from_with_the_same_bits(
 
 
 def interrupted_in_a_notebook(run: str) -> Any:
-    """What a notebook keeps of an interrupt, and whether the model has gone."""
+    """Return the cause of an interrupt, and whether the model was freed although it is kept."""
     made = []
 
     class Watched(Held):
@@ -151,11 +151,11 @@ def test_an_interrupt_that_is_kept_keeps_no_model(ranks, tmp_path):
 def test_a_second_interrupt_does_not_wait_for_the_step(ranks, undisturbed, tmp_path):
     run = str(tmp_path / "run")
 
-    [(told, _)] = ranks(1, alone, train, run, 13, "twice", group=False)
+    [(outcome, _)] = ranks(1, alone, train, run, 13, "twice", group=False)
     kept = inspect(tmp_path / "run")["step"]
     ranks(1, alone, straight, run, group=False)
 
-    assert told == ("KeyboardInterrupt", "", "StopRequested")
+    assert outcome == ("KeyboardInterrupt", "", "StopRequested")
     assert kept == 5
     assert not list(differences(undisturbed, tmp_path / "run"))
 
@@ -183,9 +183,9 @@ def test_the_users_own_exception_is_raised_and_the_boundary_before_it_saved(
         ranks, undisturbed, tmp_path):
     run = str(tmp_path / "run")
 
-    [(told, kept, then)] = ranks(1, alone, fail_and_go_on, run, group=False)
+    [(outcome, kept, then)] = ranks(1, alone, fail_and_go_on, run, group=False)
 
-    assert told == ("KeyError", '"the user\'s own mistake"', "NoneType")
+    assert outcome == ("KeyError", '"the user\'s own mistake"', "NoneType")
     assert (kept, then) == (5, (False, 12))
     failure = next(e for e in read_events(Path(run) / "events.jsonl") if e["event"] == "failure")
     assert "small_task.py:" in failure["where"]
@@ -235,8 +235,8 @@ def test_in_another_thread_it_trains_and_leaves_the_signals_alone(ranks, tmp_pat
 def in_a_pool(run: str) -> Any:
     files = Tape(samples=64)  # not in memory: otherwise nobody would want loader processes
     with multiprocessing.get_context("fork").Pool(1) as pool:
-        return (pool.apply(told, (trainer.train, config(run, files))),
-                pool.apply(told, (trainer.train, config(run, files, data=Data(workers=2)))))
+        return (pool.apply(error_of, (trainer.train, config(run, files))),
+                pool.apply(error_of, (trainer.train, config(run, files, data=Data(workers=2)))))
 
 
 def test_in_a_process_that_may_have_no_children_it_reads_itself(ranks, tmp_path):
@@ -249,8 +249,8 @@ def test_in_a_process_that_may_have_no_children_it_reads_itself(ranks, tmp_path)
     assert refusal.startswith("--data.workers 2: this process is daemonic")
 
 
-def told(function: Any, *arguments: Any) -> str:
-    """What a call raises, as text."""
+def error_of(function: Any, *arguments: Any) -> str:
+    """Return the message of the exception of a call, or ""."""
     try:
         function(*arguments)
     except (RuntimeError, ConfigError) as error:
@@ -259,7 +259,7 @@ def told(function: Any, *arguments: Any) -> str:
 
 
 def one_in_the_other(run: str) -> str:
-    return told(trainer.train, config(run, Held(8, lambda: straight(f"{run}/inner"))))
+    return error_of(trainer.train, config(run, Held(8, lambda: straight(f"{run}/inner"))))
 
 
 def test_a_second_training_at_the_same_time_is_refused(ranks, tmp_path):
@@ -278,12 +278,13 @@ REFUSED = {
         {"batch": Batch(global_size=128, micro_size=8)}, "--batch.global-size 128: the training"),
     "no such device": ({"device": "tpu"}, "(device='tpu'): 'auto' or 'cpu' or 'cuda' or 'mps' is"),
     "a sink that isn't there": (
-        {"log": trainer.config.Logging(sinks=("small_task:Sink",))}, "--log.sinks small_task:Sink"),
+        {"log": trainer.config.schema.Logging(sinks=("small_task:Sink",))}, "--log.sinks "
+                                                                            "small_task:Sink"),
 }  # fmt: skip
 
 
 def refusals(run: str) -> list[str]:
-    return [told(lambda more=more: trainer.train(config(run, **more)))
+    return [error_of(lambda more=more: trainer.train(config(run, **more)))
             for more, _ in REFUSED.values()]
 
 
@@ -316,7 +317,7 @@ def other_data(run: str) -> str:
     task = Held()
     trainer.train(config(run, task, steps=4))
     task.x = samples(96, 9)[0]
-    return told(trainer.train, config(run, task))
+    return error_of(trainer.train, config(run, task))
 
 
 def test_a_run_of_other_data_in_memory_is_refused(ranks, tmp_path):
@@ -343,7 +344,7 @@ def test_the_lines_that_the_page_opens_with_train(ranks, tmp_path):
 
 
 def read_beside_the_writer(run: str) -> int:
-    """The wait status of a process that reads what this one saves and prunes."""
+    """Return the wait status of a process that reads what this process saves and prunes."""
     reader = os.fork()
     if reader == 0:
         read, before = 0, ""

@@ -1,4 +1,4 @@
-"""The learning-rate range test: what it suggests, and that it touches nothing."""
+"""Learning-rate range test: its suggestion, and that it leaves the run folder unchanged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.commands.lr_find import suggest
 RATES = [10 ** (-5 + i / 20) for i in range(100)]
 
 
-def test_the_suggestion_is_a_tenth_of_the_rate_of_the_lowest_loss():
+def test_the_suggestion_is_a_tenth_of_the_rate_with_the_lowest_loss():
     losses = [2.3 if r < 1e-3 else 2.3 - 0.9 * min(1.0, (r - 1e-3) / 0.02) for r in RATES]
     losses = [loss if r < 0.1 else loss + 5 * (r - 0.1) for r, loss in zip(RATES, losses,
               strict=True)]  # fmt: skip
@@ -32,7 +32,7 @@ def test_a_loss_that_never_falls_gives_no_suggestion():
 
 
 def find(folder: str, *arguments: str, without_plots: bool = False) -> tuple[int, list[str]]:
-    """In a rank: the exit code of lr-find, in a folder, and what is there then."""
+    """Run lr-find in a folder, in a rank. Return its exit code and the names in the folder."""
     import os
 
     os.chdir(folder)
@@ -49,7 +49,7 @@ def find(folder: str, *arguments: str, without_plots: bool = False) -> tuple[int
     return code, sorted(path.name for path in Path(folder).iterdir())
 
 
-def test_the_test_prints_a_table_and_a_suggestion_and_leaves_the_run_as_it_is(
+def test_lr_find_prints_a_table_and_a_suggestion_and_leaves_the_run_unchanged(
     ranks, tmp_path, capfd
 ):
     run = tmp_path / "run"
@@ -68,14 +68,14 @@ def test_the_test_prints_a_table_and_a_suggestion_and_leaves_the_run_as_it_is(
     assert {p: p.read_bytes() for p in run.rglob("*") if p.is_file()} == before
 
 
-@pytest.mark.parametrize(("arguments", "code", "told"), [
+@pytest.mark.parametrize(("arguments", "code", "message"), [
     (["spiral", "--points=20", "--task.points=300"], 0, "matplotlib isn't installed (pip install"),
     (["spiral", "--points=5"], 2, "--points 5: use 10 or more"),
     (["spirl"], 2, "did you mean 'spiral'?"),
 ])
-def test_what_is_missing_is_said(ranks, tmp_path, capfd, arguments, code, told):
+def test_problems_are_reported(ranks, tmp_path, capfd, arguments, code, message):
     (found, there), = ranks(1, find, str(tmp_path), *arguments, without_plots=True, group=False)
 
     output = capfd.readouterr().out
     assert (found, there) == (code, [])
-    assert told in output
+    assert message in output

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: tables, and a trace."""
+"""Profile of a step: tables and a trace."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from trainer.commands import profile
 
 
 def profiled(*arguments: str) -> int:
-    """In a rank: the exit code of `python -m trainer profile`."""
+    """Run `python -m trainer profile` in a rank. Return its exit code."""
     return profile.main([*arguments, "--world.threads=1", "--device=cpu"])
 
 
-def test_phases_and_operations_are_shown_and_the_trace_is_whole(ranks, tmp_path, capfd):
+def test_phases_and_operations_are_printed_and_the_trace_is_complete(ranks, tmp_path, capfd):
     assert ranks(1, profiled, "spiral", "--task.points=300", "--active=3", f"--to={tmp_path}",
                  group=False) == [0]
 

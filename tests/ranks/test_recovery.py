@@ -13,11 +13,11 @@ import pytest
 import torch
 from runs import metrics, steps, train, weights
 
-from trainer import recovery
-from trainer.blame import told
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.health import NONFINITE
+from trainer.optim.bad_step_check import NONFINITE
+from trainer.run import bad_steps
+from trainer.run.blame import told
 from trainer.step import Step
 
 TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
@@ -295,14 +295,14 @@ def test_a_death_between_the_last_bad_step_and_the_roll_back_changes_nothing(
 
 def die_before_the_roll_back(*arguments: str) -> int:
     """In a rank: train; rank 0 dies when the roll-back searches a checkpoint."""
-    find = recovery.find
+    find = bad_steps.find
 
     def die_or_find(*args: Any, **options: Any) -> Any:
         if os.environ["RANK"] == "0":
             os.kill(os.getpid(), signal.SIGKILL)
         return find(*args, **options)
 
-    recovery.find = die_or_find
+    bad_steps.find = die_or_find
     return train(*arguments)
 
 

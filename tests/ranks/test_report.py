@@ -1,5 +1,4 @@
-"""`report` and `inspect`: what they tell of a real run that was killed, skipped a step, was stopped
-and went on."""
+"""`report` and `inspect` of a real run that was killed, skipped a step, was stopped and resumed."""
 
 from __future__ import annotations
 
@@ -14,9 +13,10 @@ import pytest
 from runs import steps, train
 
 from benchmarks import pictures
-from trainer.commands import history, inspect, report
-from trainer.commands.figures import figures
-from trainer.log import read_events
+from trainer.commands import inspect
+from trainer.commands.report import history, report
+from trainer.commands.report.figures import figures
+from trainer.telemetry.events import read_events
 
 TASK = ["--task=failing_task:Failing", "--device=cpu", "--data.workers=0", "--task.samples=160",
         "--batch.global-size=8", "--batch.micro-size=2", "--task.norm=batch", "--steps=40",
@@ -41,7 +41,7 @@ def copy(run, tmp_path) -> Path:
 
 
 class Page(HTMLParser):
-    """What a browser would make of a page: its elements, attributes and texts."""
+    """Parsed page: its elements, attributes and texts."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def both(run, tmp_path_factory) -> Path:
     return written(run, other, out=folder)
 
 
-def test_the_time_of_a_real_run_is_accounted_for(run):
+def test_the_goodput_of_a_real_run_sums_to_its_wall_time(run):
     story = history.read(run)
 
     events = read_events(run / "events.jsonl")
@@ -100,13 +100,13 @@ def test_the_time_of_a_real_run_is_accounted_for(run):
     assert sum(line["steps"] for line in story.timing) == len(steps(run)) == 40
 
 
-def test_the_page_shows_the_run_and_needs_nothing_else(out):
+def test_the_page_shows_the_run_and_is_self_contained(out):
     page = Page(out)
 
-    for told in ("night", "finished", "kill:rank=1", "a peer of rank 0 was lost at step 12",
+    for text in ("night", "finished", "kill:rank=1", "a peer of rank 0 was lost at step 12",
                  "stopped on request after step 25", "whole", "goodput", "clipped steps",
                  "batch.global_size", "Time line", "Learning rate"):
-        assert told in page.text, told
+        assert text in page.text, text
     assert page.tags.isdisjoint({"script", "link", "img", "iframe", "object"})
     for name, value in page.attributes:
         assert name not in ("src", "srcset")
@@ -117,16 +117,16 @@ def test_the_page_shows_the_run_and_needs_nothing_else(out):
         "loss", "goodput", "timeline", "lr", "gradients", "step-time", "samples", "memory"}
 
 
-def test_what_is_clipped_is_counted_from_the_norms(run):
+def test_clipped_steps_are_counted_from_the_norms(run):
     norms = [line["grad_norm"] for line in steps(run) if line["grad_norm"] is not None]
 
-    told = figures(history.read(run))
+    found = figures(history.read(run))
 
-    assert told["clipped"] == sum(norm > 0.5 for norm in norms) / len(norms)
-    assert told["skipped"] == 1
+    assert found["clipped"] == sum(norm > 0.5 for norm in norms) / len(norms)
+    assert found["skipped"] == 1
 
 
-def test_of_several_runs_what_differs_is_highlighted(both):
+def test_differences_between_runs_are_highlighted(both):
     text = (both / "report.html").read_text()
 
     assert re.search(r'<tr class="differs"><td>seed</td><td>0</td><td>7</td>', text)
@@ -135,7 +135,7 @@ def test_of_several_runs_what_differs_is_highlighted(both):
     assert "Ranks of other" in Page(both).text
 
 
-def test_the_texts_of_a_run_are_shown_as_texts(copy, tmp_path):
+def test_the_texts_of_a_run_are_escaped(copy, tmp_path):
     evil = "<img src=x onerror=alert(1)>&amp;$x_1$"
     path = copy.rename(copy.with_name(evil))
     for name in ("events.jsonl", "metrics.jsonl", "config.toml", "environment.json"):
@@ -152,7 +152,7 @@ def test_the_texts_of_a_run_are_shown_as_texts(copy, tmp_path):
     assert evil in page.text
 
 
-def test_a_run_that_is_being_written_can_be_shown(copy, tmp_path):
+def test_an_unfinished_run_can_be_reported(copy, tmp_path):
     (copy / "summary.json").unlink()
     for name in ("events.jsonl", "metrics.jsonl", "timing.jsonl"):
         data = (copy / name).read_bytes()
@@ -169,7 +169,7 @@ def test_a_run_that_is_being_written_can_be_shown(copy, tmp_path):
 
 @pytest.mark.parametrize("rest", [["run.json"], ["run.json", "config.toml", "events.jsonl"],
                                   ["run.json", "metrics.jsonl"]])
-def test_a_run_of_which_there_is_little_can_be_shown(copy, tmp_path, rest):
+def test_a_run_with_few_files_can_be_reported(copy, tmp_path, rest):
     little = tmp_path / "little"
     little.mkdir()
     for name in rest:
@@ -178,7 +178,7 @@ def test_a_run_of_which_there_is_little_can_be_shown(copy, tmp_path, rest):
     assert "little" in Page(written(little, out=tmp_path / "out")).text
 
 
-def test_a_folder_without_a_run_is_one_clear_error(tmp_path, capsys):
+def test_a_folder_without_a_run_is_one_error(tmp_path, capsys):
     codes = [report.main([str(tmp_path / "none")]), report.main([str(tmp_path)])]
 
     assert codes == [2, 2]
@@ -187,7 +187,7 @@ def test_a_folder_without_a_run_is_one_clear_error(tmp_path, capsys):
     assert second == f"{tmp_path}: there is no run in this folder (no run.json)"
 
 
-def test_a_missing_library_is_one_clear_error(run, tmp_path, capsys, monkeypatch):
+def test_a_missing_library_is_one_error(run, tmp_path, capsys, monkeypatch):
     for name in ("drawing", "page", "plots"):
         monkeypatch.delitem(sys.modules, f"trainer.commands.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -218,7 +218,7 @@ def test_a_page_with_a_wide_part_does_not_fit_its_window(out, tmp_path):
 
 
 @pytest.mark.long
-def test_a_slow_rank_of_a_real_run_is_named(ranks, tmp_path):
+def test_a_slow_rank_of_a_real_run_is_reported(ranks, tmp_path):
     outcomes = ranks.outcomes(
         2, train, *TASK, "--steps=80", "--inject=slow:rank=1:seconds=0.05:always",
         f"--run-dir={tmp_path}/run", group=False)  # fmt: skip
@@ -230,33 +230,33 @@ def test_a_slow_rank_of_a_real_run_is_named(ranks, tmp_path):
 
 # --- inspect
 
-def test_inspect_tells_people_and_programs_the_same(run, capsys):
+def test_inspect_prints_the_same_as_text_and_as_json(run, capsys):
     assert inspect.main([str(run)]) == 0
-    people = capsys.readouterr().out
+    text = capsys.readouterr().out
     assert inspect.main([str(run), "--json"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    shown = json.loads(capsys.readouterr().out)
 
-    assert told["finished"] is True
-    assert told["running"] is False
-    assert told["step"] == 40
-    assert told["world_sizes"] == [2]
-    assert [a["end"] for a in told["attempts"]] == ["failure", "stopped", "finished"]
-    assert sum(told["goodput"].values()) == pytest.approx(told["wall_s"], rel=1e-3)
-    assert (told["next"], told["does"]) == ("exact", "nothing to do: the run is complete")
-    assert "step 40, finished" in people
-    assert f"{told['goodput']['useful'] / told['wall_s']:.1%}" in people
+    assert shown["finished"] is True
+    assert shown["running"] is False
+    assert shown["step"] == 40
+    assert shown["world_sizes"] == [2]
+    assert [a["end"] for a in shown["attempts"]] == ["failure", "stopped", "finished"]
+    assert sum(shown["goodput"].values()) == pytest.approx(shown["wall_s"], rel=1e-3)
+    assert (shown["next"], shown["does"]) == ("exact", "nothing to do: the run is complete")
+    assert "step 40, finished" in text
+    assert f"{shown['goodput']['useful'] / shown['wall_s']:.1%}" in text
 
 
-def test_the_next_start_goes_on_and_says_from_where(copy):
+def test_inspect_shows_where_the_next_start_continues(copy):
     (copy / "summary.json").unlink()
 
-    told = inspect.inspect(copy)
+    shown = inspect.inspect(copy)
 
-    assert (told["next"], told["why"]) == ("exact", "")
-    assert told["does"] == "continues from step 40"
+    assert (shown["next"], shown["why"]) == ("exact", "")
+    assert shown["does"] == "continues from step 40"
 
 
-def test_another_library_makes_it_equivalent(copy):
+def test_a_start_with_another_library_is_equivalent(copy):
     (copy / "summary.json").unlink()
     state = copy / "checkpoints/step-00000040/state.json"
     facts = json.loads(state.read_text())
@@ -268,14 +268,14 @@ def test_another_library_makes_it_equivalent(copy):
     assert why.startswith("numpy was 1.2.3 and is ")
 
 
-def test_without_a_whole_checkpoint_it_is_refused(copy):
+def test_a_start_without_a_whole_checkpoint_is_refused(copy):
     (copy / "summary.json").unlink()
     for path in (copy / "checkpoints").glob("step-*/model.safetensors"):
         path.write_bytes(b"torn")
 
-    told = inspect.inspect(copy)
+    shown = inspect.inspect(copy)
 
-    assert (told["next"], told["why"]) == ("refused", "there are checkpoints and none is whole")
+    assert (shown["next"], shown["why"]) == ("refused", "there are checkpoints and none is whole")
 
 
 def test_a_step_that_fails_again_and_again_is_refused(copy):
@@ -288,8 +288,8 @@ def test_a_step_that_fails_again_and_again_is_refused(copy):
                        "failed_step": 41, "step": 40}
             file.write(json.dumps(start | more) + "\n" + json.dumps(start | more | failure) + "\n")
 
-    told = inspect.inspect(copy)
+    shown = inspect.inspect(copy)
 
-    assert told["next"] == "refused"
-    assert told["why"].startswith("step 41 has failed 3 times in a row: rank ")
-    assert told["does"].startswith("gives up")
+    assert shown["next"] == "refused"
+    assert shown["why"].startswith("step 41 has failed 3 times in a row: rank ")
+    assert shown["does"].startswith("gives up")

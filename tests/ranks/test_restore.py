@@ -19,12 +19,12 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
     import xxhash
 
     from benchmarks.synthetic_state import make_checkpointer, make_subject
-    from trainer import tensorfile
-    from trainer.log import Log
-    from trainer.restore import restore
-    from trainer.source import STATE, Found
-    from trainer.store import Store
-    from trainer.world import World
+    from trainer.checkpoint.restore import restore
+    from trainer.checkpoint.source import STATE, Found
+    from trainer.checkpoint.store import Store
+    from trainer.distributed.world import World
+    from trainer.storage import tensorfile
+    from trainer.telemetry.events import Log
 
     with World.form(device="cpu", threads=1) as world:
         torch.manual_seed(world.rank)

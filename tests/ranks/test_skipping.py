@@ -10,7 +10,7 @@ from runs import steps, train, weights
 from stream_task import windows
 
 from trainer.commands.compare import differences
-from trainer.log import read_events
+from trainer.telemetry.events import read_events
 
 TASK = ["--task=bad_task:BadTape", "--device=cpu", "--clip.norm=0", "--batch.global-size=12",
         "--batch.micro-size=2", "--task.norm=batch", "--task.dropout=0.3"]  # fmt: skip

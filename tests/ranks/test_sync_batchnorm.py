@@ -12,7 +12,12 @@ import torch.distributed as dist
 from harness import Ranks
 from torch import Tensor, nn
 
-from trainer.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm, convert, guard_plain
+from trainer.distributed.sync_batchnorm import (
+    CudaSyncBatchNorm,
+    SyncBatchNorm,
+    convert,
+    guard_plain,
+)
 
 CHANNELS = 5
 SPLITS = ([1, 3], [0, 1, 3])

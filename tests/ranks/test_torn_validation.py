@@ -22,9 +22,9 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=1", "--batch.gl
 
 def struck(place: str, *arguments: str) -> int:
     """As `train`; a loader process is killed at a place, the first time that the rank is there."""
-    from trainer import ema
-    from trainer.communication import Marks
-    from trainer.progress import LossMeter
+    from trainer.checkpoint.progress import LossMeter
+    from trainer.distributed.comm_timer import Marks
+    from trainer.optim import ema
 
     def then_strike(function: Callable[..., Any], times: int = 1) -> Callable[..., Any]:
         left = iter(range(times)[::-1])

@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import processes
-from trainer.checkpoint import Checkpointer
-from trainer.waits import WaitsFor, waiting_for, waits_for
-from trainer.world import World
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.distributed.waits import WaitsFor, waiting_for, waits_for
+from trainer.distributed.world import World
+from trainer.resilience import processes
 
 
 def standing(wait: Callable[[], Any], release: Callable[[], Any]) -> WaitsFor:

@@ -147,7 +147,7 @@ def resize(folder: Path, size: int) -> None:
 
 def full_disk_run(folder: Path, size: int, *arguments: str) -> int:
     """In a rank: train on a disk of `size` bytes until step 9, then on a large one."""
-    from trainer.pulse import ProgressMarks
+    from trainer.resilience.progress_marks import ProgressMarks
 
     resize(folder, size)
     original = ProgressMarks.mark
@@ -163,10 +163,10 @@ def full_disk_run(folder: Path, size: int, *arguments: str) -> int:
 
 def restart_on_full_disk(folder: Path, room_at: str, *arguments: str) -> int:
     """In a rank: train on a disk that is full until this is said."""
-    import trainer.folder
-    from trainer.log import Log
+    import trainer.run.run_dir
+    from trainer.telemetry.events import Log
 
-    trainer.folder.FULL_S = 1.0
+    trainer.run.run_dir.FULL_S = 1.0
     used = sum(-(-p.stat().st_blocks // 8) * 4096 for p in folder.rglob("*"))
     resize(folder, used)
     original = Log.warning

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 from harness import Ranks
 
-from launch.forkserver import fork
+from launch.fork_server import fork
+from trainer.distributed.world import World
 from trainer.errors import ConfigError, StopRequested
-from trainer.world import World
 
 
 def test_ranks_form_a_world_with_a_common_nonce_and_store(ranks: Ranks) -> None:

@@ -10,7 +10,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from trainer import Outcome
-from trainer.confusion import confusion
+from trainer.telemetry.classification import confusion
 
 
 class Net(nn.Module):

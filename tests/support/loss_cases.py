@@ -12,16 +12,17 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
-from trainer import Outcome, losses
-from trainer.config import Clip, Nonfinite
-from trainer.data.reading import Micro
+from trainer import Outcome
+from trainer.checkpoint.progress import Progress
+from trainer.config.schema import Clip, Nonfinite
+from trainer.data.map_dataset import Micro
 from trainer.data.sampler import Slot
-from trainer.health import Health
-from trainer.parallel import Objective, wrap
-from trainer.partition import block
-from trainer.progress import Progress
-from trainer.pulse import ProgressMarks
+from trainer.distributed.ddp import Objective, wrap
+from trainer.distributed.partition import block
+from trainer.optim.bad_step_check import Health
+from trainer.resilience.progress_marks import ProgressMarks
 from trainer.step import Step
+from trainer.tasks import losses
 
 WEIGHT = (0.5, 2.0, 1.0, 3.0)
 CLASSES = len(WEIGHT)

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainer import Outcome, losses
-from trainer.confusion import confusion, macro
+from trainer import Outcome
+from trainer.tasks import losses
+from trainer.telemetry.classification import confusion, macro
 
 
 class Net(nn.Module):

@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import Outcome
-from trainer.partition import micro_batches_per_rank
+from trainer.distributed.partition import micro_batches_per_rank
 
 LANE = 1000
 """Sample p of lane k has the id LANE * k + p."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.world import Launch, World
+from trainer.distributed.world import Launch, World
 
 
 def main(folder: Path, victim: int) -> None:

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.launcher import leave_launcher
-from trainer.stop import StopRequest
-from trainer.world import Launch
+from trainer.distributed.world import Launch
+from trainer.resilience.launcher_channel import leave_launcher
+from trainer.resilience.stop_signals import StopRequest
 
 
 def main(folder: Path, code: int, scenario: str) -> int:
@@ -24,7 +24,7 @@ def main(folder: Path, code: int, scenario: str) -> int:
     stop.install()
     stop.shield()
     launch = Launch.from_environment()
-    _note(folder, f"started {launch.restart_count} {launch.rank}")
+    _note(folder, f"started {launch.restart_count} {launch.worker}")
     if scenario == "late" and launch.local_rank == 0:
         _until(lambda: len((folder / "notes").read_text().splitlines()) == launch.local_size)
     elif scenario in ("signal", "late"):
@@ -34,7 +34,7 @@ def main(folder: Path, code: int, scenario: str) -> int:
     begun = time.monotonic()
     leave_launcher(code, launch, lambda: stop.senders[agent])
     slow = "late" if time.monotonic() - begun > 4 else "soon"
-    _note(folder, f"left {launch.restart_count} {launch.rank} {slow}")
+    _note(folder, f"left {launch.restart_count} {launch.worker} {slow}")
     return code
 
 

@@ -9,7 +9,7 @@ import pytest
 from benchmarks.chaos_plan import Fault, Run, Setting
 from benchmarks.chaos_run import Launcher, train
 from trainer.commands.compare import differences
-from trainer.faults import PHASES
+from trainer.resilience.fault_injection import PHASES
 
 LIMIT_S = 600.0
 

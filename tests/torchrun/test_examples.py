@@ -14,8 +14,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import optim, schedules
-from trainer.config import Optim, Schedule
+from trainer.config.schema import Optim, Schedule
+from trainer.optim import optimizers, schedules
 from trainer.tasks.image_models import SmallCNN
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "bare_loop.py"
@@ -59,7 +59,7 @@ def test_the_bare_loop_has_the_model_rates_and_groups_of_the_recipe(bare_loop):
     groups, expected = (
         [([p.shape for p in g["params"]], g["weight_decay"], g["lr"], g["fused"], g["betas"],
           g["eps"]) for g in o.param_groups]
-        for o in (bare_loop.make_optimizer(example), optim.build(Optim(), ours)))
+        for o in (bare_loop.make_optimizer(example), optimizers.build(Optim(), ours)))
     assert groups == expected
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)

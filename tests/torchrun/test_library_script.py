@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from trainer.commands.compare import differences
-from trainer.log import read_events
+from trainer.telemetry.events import read_events
 
 SCRIPT = """
 import sys
@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainer import Config, Outcome, train
-from trainer.config import Batch, Ranks
+from trainer.config.schema import Batch, Ranks
 
 torch.manual_seed(0)
 x = torch.randn(64, 8)

@@ -17,7 +17,7 @@ import pytest
 from benchmarks.chaos_run import children
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.log import read_events
+from trainer.telemetry.events import read_events
 
 ROOT = Path(__file__).parents[2]
 TASK = ["--task=slow_task:Slow", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",

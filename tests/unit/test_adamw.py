@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from trainer import adamw
-from trainer.adamw import AdamW
+from trainer.optim import adamw
+from trainer.optim.adamw import AdamW
 
 
 def net() -> nn.Module:

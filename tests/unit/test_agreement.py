@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer.agreement import checksums
+from trainer.distributed.replica_check import checksums
 
 TENSORS = [
     torch.randn(3, 5), torch.randn(4, 6).t(), torch.randn(2, 3, 4, 4), torch.tensor(3.0),

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from trainer import allocator
+from trainer.distributed import allocator
 
 GLIBC = platform.libc_ver()[0] == "glibc"
 
@@ -20,7 +20,7 @@ PLAIN = {name: value for name, value in os.environ.items()
 STEPS = """
 import json, resource, torch
 from trainer import allocator
-from trainer.timing import resident_mb
+from trainer.telemetry.step_timing import resident_mb
 
 def step():  # 30 tensors of 8 MB, held until its end
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.anomaly import Origin, hunt
+from trainer.optim.nan_detection import Origin, hunt
 
 
 class Log(nn.Module):

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from trainer.append import AppendFile, read_records
-from trainer.log import Log, read_events
-from trainer.metrics import Metrics, read_metrics
+from trainer.storage.jsonl import AppendFile, read_records
+from trainer.telemetry.events import Log, read_events
+from trainer.telemetry.metrics import Metrics, read_metrics
 
 
 def lines(first: int, last: int) -> list[dict[str, int]]:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.attempts import read_attempts, repeated, sentence
+from trainer.resilience.attempts import read_attempts, repeated, sentence
 
 
 def event(attempt: int, name: str, *, rank: int = 0, step: int = 0, **fields: Any) -> dict:

@@ -13,15 +13,15 @@ from stream_task import StreamTape
 from torch.utils.data import Subset
 
 from trainer import rng
-from trainer.config import Batch, Config, Data
+from trainer.config.schema import Batch, Config, Data
 from trainer.data import batch as batches
-from trainer.data.bad import SampleError, refuse_copies
 from trainer.data.loader import SampledSource
-from trainer.data.reading import KeyedSamples, Micro
+from trainer.data.map_dataset import KeyedSamples, Micro
+from trainer.data.sample_errors import SampleError, refuse_copies
 from trainer.data.sampler import MicroBatchSampler, Plan, Slot
+from trainer.distributed.world import Launch, World
 from trainer.errors import ConfigError, TooManyBadSamples
-from trainer.prepare import prepare
-from trainer.world import Launch, World
+from trainer.run.prepare import prepare
 
 BAD = {3, 7, 8, 20}
 COUNT, SEED, EPOCH = 24, 5, 2

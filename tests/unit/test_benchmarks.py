@@ -19,8 +19,8 @@ import benchmarks
 from benchmarks import claims, gpu_models, gpu_saves, memory, reporting, scaling, turns
 from benchmarks import goodput_model as model
 from benchmarks.goodput import kill_times, standing
-from trainer.pipe import EXIT_PIPE
-from trainer.snapshot import Snapshot
+from trainer.checkpoint.snapshot import Snapshot
+from trainer.telemetry.std_streams import EXIT_PIPE
 
 MODULES = sorted(module.name for module in pkgutil.iter_modules(benchmarks.__path__))
 COSTS = model.Costs(step_s=1.0, interval_s=60.0, save_s=2.0, restart_s=30.0, survivors=False)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from trainer.product import choose_best
-from trainer.progress import Best
+from trainer.checkpoint.progress import Best
+from trainer.run.finish import choose_best
 
 
 @pytest.mark.parametrize("sign", [1, -1])

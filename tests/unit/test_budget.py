@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.budget import seconds_needed, why_not
-from trainer.progress import Best, LossMeter, Progress
-from trainer.state import TrainState
-from trainer.store import Store
+from trainer.checkpoint.budget import seconds_needed, why_not
+from trainer.checkpoint.progress import Best, LossMeter, Progress
+from trainer.checkpoint.store import Store
+from trainer.checkpoint.train_state import TrainState
 
 
 @pytest.fixture

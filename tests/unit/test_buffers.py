@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.buffers import Buffers
+from trainer.checkpoint.buffers import Buffers
+from trainer.distributed.ddp import Tally
 from trainer.errors import ConfigError
-from trainer.parallel import Tally
 from trainer.task import Outcome
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
-from trainer import tensorfile
-from trainer.checkpoint import Checkpointer
-from trainer.job import SavePolicy
-from trainer.source import STATE, Found
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.job import SavePolicy
+from trainer.checkpoint.source import STATE, Found
+from trainer.storage import tensorfile
 
 LIMIT_S = 100.0
 

@@ -1,4 +1,4 @@
-"""evaluate, predict, export: read from a run folder, to the bits of the run."""
+"""evaluate, predict, export: read a run folder and compute the same bits as the run."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from small_task import Net, Small, samples
 
 from trainer import Config
 from trainer.__main__ import main
+from trainer.commands.library import _process_settings_restored, train
 from trainer.commands.predict import _lines, _named, _stacked
-from trainer.config import Batch, Checkpoint, Eval, Optim, Ranks
+from trainer.config.length import Length
+from trainer.config.schema import Batch, Checkpoint, Eval, Optim, Ranks
 from trainer.errors import ConfigError
-from trainer.length import Length
-from trainer.library import _process_settings_restored, train
 
 
 def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
@@ -42,7 +42,7 @@ def run(tmp_path_factory) -> Path:
 
 @pytest.fixture(autouse=True)
 def process() -> Iterator[None]:
-    """A command sets threads and determinism of its whole process."""
+    """Restore the threads and the determinism settings that a command changes in its process."""
     with _process_settings_restored():
         yield
 
@@ -58,7 +58,7 @@ def evaluated(capsys, *arguments: str) -> dict[str, Any]:
 
 # --- evaluate
 
-def test_an_evaluation_is_what_the_run_has_logged_of_that_step(run, capsys):
+def test_an_evaluation_equals_what_the_run_logged_for_that_step(run, capsys):
     before = content(run)
     lines = {line["step"]: line for line in validations(run)}
     assert sorted(lines) == [4, 8, 12]
@@ -71,7 +71,7 @@ def test_an_evaluation_is_what_the_run_has_logged_of_that_step(run, capsys):
     assert content(run) == before
 
 
-def test_the_best_weights_give_the_runs_own_test_figures(run, capsys):
+def test_the_best_weights_give_the_test_metrics_of_the_run(run, capsys):
     summary = json.loads((run / "summary.json").read_text())
 
     found = evaluated(capsys, str(run))
@@ -81,7 +81,7 @@ def test_the_best_weights_give_the_runs_own_test_figures(run, capsys):
     assert evaluated(capsys, str(run), "--checkpoint=last")["step"] == 12
 
 
-def test_an_evaluation_is_printed_for_people_too(run, capsys):
+def test_an_evaluation_is_printed_as_text(run, capsys):
     assert main(["evaluate", str(run), "--checkpoint", "12"]) == 0
 
     first, *lines = capsys.readouterr().out.splitlines()
@@ -89,7 +89,7 @@ def test_an_evaluation_is_printed_for_people_too(run, capsys):
     assert f"validation loss {metrics(run)[-1]['val_loss']}" in lines
 
 
-def test_a_flag_of_the_run_wins_over_its_configuration(run, capsys):
+def test_a_flag_overrides_the_configuration_of_the_run(run, capsys):
     averaged = evaluated(capsys, str(run), "--checkpoint=4")
     trained = evaluated(capsys, str(run), "--checkpoint=4", "--optim.ema=0")
 
@@ -97,7 +97,7 @@ def test_a_flag_of_the_run_wins_over_its_configuration(run, capsys):
     assert trained["validation"]["loss"] != averaged["validation"]["loss"]
 
 
-def test_a_run_that_is_under_way_is_read_beside_its_writer(run, tmp_path, capsys):
+def test_an_unfinished_run_can_be_evaluated(run, tmp_path, capsys):
     at_work = tmp_path / "run"
     shutil.copytree(run, at_work)
     for name in ("summary.json", "model.safetensors"):
@@ -111,7 +111,7 @@ def test_a_run_that_is_under_way_is_read_beside_its_writer(run, tmp_path, capsys
     assert found == evaluated(capsys, str(run), "--checkpoint=last")
 
 
-def test_of_a_run_that_has_only_its_product_left_the_best_weights_are_that(run, tmp_path, capsys):
+def test_a_run_without_checkpoints_is_evaluated_with_its_final_model(run, tmp_path, capsys):
     slim = tmp_path / "run"
     shutil.copytree(run, slim, ignore=shutil.ignore_patterns("checkpoints"))
 
@@ -152,7 +152,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("what", BAD)
-def test_what_is_wrong_is_one_clear_error_with_exit_code_2(run, tmp_path, capsys, what):
+def test_a_wrong_argument_is_one_error_with_exit_code_2(run, tmp_path, capsys, what):
     arguments, expected = BAD[what]
     shutil.copytree(run, damaged := tmp_path / "damaged")
     weights = damaged / "checkpoints/step-00000012/model.safetensors"
@@ -165,25 +165,25 @@ def test_what_is_wrong_is_one_clear_error_with_exit_code_2(run, tmp_path, capsys
 
     code = main([text.format(**names) for text in arguments])
 
-    said = capsys.readouterr()
-    assert (code, said.out) == (2, "")
-    assert said.err.count("error: ") == 1
-    assert expected.format(**names) in said.err
+    output = capsys.readouterr()
+    assert (code, output.out) == (2, "")
+    assert output.err.count("error: ") == 1
+    assert expected.format(**names) in output.err
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("command", ["inspect", "compare", "report", "evaluate", "predict"])
-def test_a_run_that_can_not_be_read_is_one_clear_error(command, tmp_path, capsys):
+def test_an_unreadable_run_is_one_error(command, tmp_path, capsys):
     run = str(tmp_path / ("x" * 300))
 
     assert main([command, run, *[run] * (command == "compare")]) == 2
-    told = capsys.readouterr().err
-    assert "File name too long" in told
-    assert told.count("\n") == 1
+    error = capsys.readouterr().err
+    assert "File name too long" in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", [["export", "--to"], ["predict", "--out"]])
-def test_an_error_of_the_data_is_not_told_as_one_of_the_place_to_write_to(
+def test_an_error_in_the_data_is_not_reported_as_an_error_of_the_output_file(
     command, run, tmp_path, capsys, monkeypatch
 ):
     def gone(self, split):
@@ -198,7 +198,7 @@ def test_an_error_of_the_data_is_not_told_as_one_of_the_place_to_write_to(
 
 
 @pytest.mark.parametrize("size", [0, 4, 100])
-def test_a_damaged_product_can_not_be_compared(run, tmp_path, capsys, size):
+def test_a_damaged_final_model_cannot_be_compared(run, tmp_path, capsys, size):
     shutil.copytree(run, damaged := tmp_path / "damaged")
     os.truncate(damaged / "model.safetensors", size)
 
@@ -206,7 +206,7 @@ def test_a_damaged_product_can_not_be_compared(run, tmp_path, capsys, size):
     assert f"can't compare: {damaged}/model.safetensors: " in capsys.readouterr().out
 
 
-def test_the_summary_says_what_memory_was_needed(run):
+def test_the_summary_has_the_memory_use(run):
     needed = json.loads((run / "summary.json").read_text())["memory"]
 
     assert needed["parameters_mb"] == round(4 * 195 / 2**20, 3)
@@ -218,7 +218,7 @@ def test_the_summary_says_what_memory_was_needed(run):
 # --- predict
 
 def of_the_run(run: Path, step: int) -> Net:
-    """A model as a script would make it: averaged parameters, and buffers."""
+    """Return the model as a script would build it: averaged parameters, and buffers."""
     model = Net().eval()
     folder = run / f"checkpoints/step-{step:08d}"
     model.load_state_dict(load_file(folder / "model.safetensors")
@@ -254,7 +254,7 @@ def test_predictions_go_into_the_run_folder_or_into_json_lines(run, tmp_path):
     assert content(run / "checkpoints") == checkpoints
 
 
-def test_lines_are_json_whatever_the_numbers_are():
+def test_lines_are_valid_json_with_nonfinite_numbers():
     values = torch.tensor([[1.0, math.nan], [math.inf, 2.0]])
 
     first, second = map(json.loads, _lines([{"output": values}]))
@@ -263,12 +263,12 @@ def test_lines_are_json_whatever_the_numbers_are():
     assert second == {"index": 1, "output": [None, 2.0]}
 
 
-def test_an_output_that_would_hide_the_samples_numbers_is_refused():
+def test_an_output_named_index_is_refused():
     with pytest.raises(ConfigError, match="an output is named index"):
         _named({"index": torch.zeros(2)}, 2)
 
 
-def test_predictions_that_are_not_contiguous_are_written_too():
+def test_noncontiguous_predictions_are_written():
     images = torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last)
 
     found = load(save(_stacked([{"output": images}, {"output": images}])))
@@ -299,16 +299,16 @@ def test_exported_weights_and_program_compute_what_the_run_does(run, tmp_path, c
         "export.json", "model.pt2", "model.safetensors"]
 
 
-def test_a_model_that_draws_is_compared_on_the_same_draws(run, tmp_path):
+def test_a_model_that_samples_is_compared_with_the_same_random_numbers(run, tmp_path):
     assert not main(["export", str(run), f"--to={tmp_path}/out", "--task.drift=-0.5",
                      "--format=safetensors", "--format=program"])
 
 
-def test_a_model_that_computes_something_else_once_it_is_read_back_is_not_kept(
+def test_an_exported_model_with_another_output_is_not_kept(
         run, tmp_path, capsys):
     code = main(["export", str(run), f"--to={tmp_path}/out", "--task.drift=0.5"])
 
     assert code == 1
-    assert "largest difference 0." in (said := capsys.readouterr().err)
-    assert "more than --tolerance 0: it isn't kept" in said
+    assert "largest difference 0." in (output := capsys.readouterr().err)
+    assert "more than --tolerance 0: it isn't kept" in output
     assert not list((tmp_path / "out").iterdir())

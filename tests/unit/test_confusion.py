@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainer.confusion import confusion, hits, macro, per_class
 from trainer.data.batch import collate
-from trainer.evaluate import Evaluator
-from trainer.metrics import LARGEST_TABLE, validation_line
-from trainer.product import classes
-from trainer.pulse import ProgressMarks
-from trainer.sinks import validation_scalars
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.run.evaluate import Evaluator
+from trainer.run.finish import classes
 from trainer.task import Outcome
+from trainer.telemetry.classification import confusion, hits, macro, per_class
+from trainer.telemetry.metrics import LARGEST_TABLE, validation_line
+from trainer.telemetry.tensorboard import validation_scalars
 
 
 def test_rows_are_the_true_class_and_targets_outside_are_left_out():

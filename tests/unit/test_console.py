@@ -1,4 +1,4 @@
-"""What a terminal shows: the bar and its figures, plain lines elsewhere, colours where welcome."""
+"""Console: the progress bar and its metrics on a terminal, plain lines elsewhere, colours."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import itertools
 
 import pytest
 
-from trainer.console import Console
-from trainer.log import Log
+from trainer.telemetry.console import Console
+from trainer.telemetry.events import Log
 
 LINE = {"step": 0, "epoch": 0, "loss": 0.5, "lr": 1e-3, "grad_norm": 2.0, "samples": 64,
         "accuracy": 0.75}
@@ -19,7 +19,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_lines_of_training_and_validation_stand_below_each_other():
+def test_lines_of_training_and_validation_have_the_same_columns():
     stream, clock = io.StringIO(), itertools.count()
     console = Console(Log(stream=stream), total=100, every=50, start=0, bar=False, restarts=2,
                       clock=lambda: next(clock))
@@ -36,7 +36,7 @@ def test_lines_of_training_and_validation_stand_below_each_other():
     ]
 
 
-def test_the_bar_has_the_figures_and_the_restarts(capsys):
+def test_the_bar_shows_the_metrics_and_the_restarts(capsys):
     now = itertools.count()
     console = Console(Log(), total=100, every=50, start=10, bar=True, restarts=1,
                       clock=lambda: next(now))
@@ -55,7 +55,7 @@ def test_the_bar_has_the_figures_and_the_restarts(capsys):
     ({}, "\x1b[33mwarning: \x1b[0mlook\n"), ({"NO_COLOR": "1"}, "warning: look\n"),
     ({"TERM": "dumb"}, "warning: look\n"),
 ])
-def test_a_warning_has_a_colour_on_a_terminal_unless_it_is_not_wanted(
+def test_a_warning_has_a_colour_on_a_terminal_unless_colours_are_off(
     monkeypatch, variables, expected
 ):
     monkeypatch.delenv("NO_COLOR", raising=False)
@@ -71,7 +71,7 @@ def test_a_warning_has_a_colour_on_a_terminal_unless_it_is_not_wanted(
     assert pipe.getvalue() == "warning: look\n"
 
 
-def test_ranks_other_than_the_first_speak_of_failures_only():
+def test_only_errors_are_printed_by_ranks_other_than_0():
     stream = io.StringIO()
     log = Log(1, stream=stream)
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.diagnosis import diagnose
-from trainer.peer_errors import lost_peer
+from trainer.distributed.peer_errors import lost_peer
+from trainer.resilience.diagnosis import diagnose
 
 WORDS = "Connection reset by peer"
 

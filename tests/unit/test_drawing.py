@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from trainer import drawing, graph
 from trainer.tasks.images import Images
 from trainer.tasks.spiral import Spiral
+from trainer.telemetry import drawing, graph
 
 
 def greener(picture: np.ndarray) -> int:

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
-from trainer.ema import Ema
 from trainer.errors import CheckpointDamaged
+from trainer.optim.ema import Ema
 
 
 class Tied(nn.Module):

@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import faults
 from trainer.data.batch import collate
 from trainer.errors import ConfigError
-from trainer.evaluate import Evaluator
-from trainer.faults import FaultInjector, InjectedFault
 from trainer.outcome import check_outcome
-from trainer.pulse import ProgressMarks
+from trainer.resilience import fault_injection
+from trainer.resilience.fault_injection import FaultInjector, InjectedFault
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.run.evaluate import Evaluator
 from trainer.task import Outcome
 
 
@@ -178,7 +178,7 @@ def test_an_evaluation_restores_buffers_and_warns_once():
 @pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
 def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
     marks = ProgressMarks()
-    marks.subscribe(FaultInjector([faults.parse("raise:epoch=2:phase=evaluate")]))
+    marks.subscribe(FaultInjector([fault_injection.parse("raise:epoch=2:phase=evaluate")]))
     evaluate = evaluator(nn.Linear(1, 1), epoch=lambda: epoch, marks=marks)
 
     if fires:

@@ -22,7 +22,7 @@ from trainer.errors import ConfigError
 from trainer.tasks import fashion_mnist
 from trainer.tasks.fashion_mnist import FILES
 
-PACKAGED = Path(fashion_mnist.__file__).parent.parent / "data"
+PACKAGED = Path(fashion_mnist.__file__).parent
 
 
 def load_make_sample():

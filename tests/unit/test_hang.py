@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from trainer.faults import PHASES
-from trainer.hang import (
+from trainer.resilience.fault_injection import PHASES
+from trainer.resilience.hang_detection import (
     HangReport,
     Peer,
     Report,
@@ -17,9 +17,9 @@ from trainer.hang import (
     patience,
     saving_patience,
 )
-from trainer.pace import RECENT_STEPS, Pace
-from trainer.pulse import Place
-from trainer.status import Phase
+from trainer.resilience.pace import RECENT_STEPS, Pace
+from trainer.resilience.progress_marks import Place
+from trainer.telemetry.status import Phase
 
 
 def report(*, waits: bool = False, over: bool = False, idle_s: float = 5.0) -> Report:

@@ -6,10 +6,10 @@ import json
 
 import pytest
 
-from trainer.config import Nonfinite
+from trainer.checkpoint.progress import Progress
+from trainer.config.schema import Nonfinite
 from trainer.errors import ConfigError
-from trainer.health import EMPTY, HISTORY, LEAST, NONFINITE, OVERFLOW, SPIKE, Health
-from trainer.progress import Progress
+from trainer.optim.bad_step_check import EMPTY, HISTORY, LEAST, NONFINITE, OVERFLOW, SPIKE, Health
 
 NAN, INF = float("nan"), float("inf")
 

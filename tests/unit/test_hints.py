@@ -1,4 +1,4 @@
-"""Hints: each judge speaks where it should and is silent where it should be; each hint once."""
+"""Hints: each check reports the mistakes that it should and nothing else; each hint once."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import hints
-from trainer.config_run import HINTS
-from trainer.hints import Facts, Hints
-from trainer.log import Log
-from trainer.opening import _zero_gradients
+from trainer.config.config_run import HINTS
+from trainer.run.recorders import _zero_gradients
+from trainer.telemetry import hints
+from trainer.telemetry.events import Log
+from trainer.telemetry.hints import Facts, Hints
 
 FALLING = [2.3 * 0.99**i + 0.01 * (i % 3) for i in range(200)]
 FLAT = [2.3 + 0.01 * (i % 3) for i in range(200)]
@@ -64,7 +64,7 @@ STEADY, GROWING = [1.0 + 0.1 * (i % 5) for i in range(200)], [1.02**i for i in r
     (hints.judge_rate([1e-3] * 60), "has been 0.001 at each step"),
     (hints.judge_rate([1e-3] * 60 + [9e-4]), ""),
 ])  # fmt: skip
-def test_a_judge_tells_the_evidence_or_nothing(why, expected):
+def test_a_check_returns_the_evidence_or_nothing(why, expected):
     assert expected in why if expected else why == ""
 
 
@@ -83,7 +83,7 @@ def lines(hints: Hints) -> list[str]:
     return hints._log._stream.getvalue().splitlines()  # type: ignore[union-attr]
 
 
-def test_a_hint_is_one_line_with_its_place_in_the_documentation_and_its_switch():
+def test_a_hint_is_one_line_with_its_documentation_and_its_flag():
     given = made()
 
     for number in range(1, 401):
@@ -98,7 +98,7 @@ def test_a_hint_is_one_line_with_its_place_in_the_documentation_and_its_switch()
 
 @pytest.mark.parametrize("options", [{"off": ["all"]}, {"off": ["flat-loss", "constant-rate"]},
                                      {"given": ["flat-loss", "constant-rate"]}])
-def test_what_is_not_wanted_or_was_said_before_is_not_said(options):
+def test_a_hint_that_is_off_or_was_given_before_is_not_given(options):
     given = made(**options)
 
     for number in range(1, 401):
@@ -107,7 +107,7 @@ def test_what_is_not_wanted_or_was_said_before_is_not_said(options):
     assert lines(given) == []
 
 
-def test_a_restarted_run_knows_the_steps_from_before():
+def test_a_restarted_run_uses_the_steps_of_earlier_attempts():
     given = made(lines=[step(n) for n in range(1, 350)])
 
     given.step(step(349), {})  # shown again
@@ -117,7 +117,7 @@ def test_a_restarted_run_knows_the_steps_from_before():
     assert "flat-loss" in lines(given)[0]
 
 
-def test_a_long_run_is_remembered_in_part():
+def test_only_a_part_of_the_steps_of_a_long_run_is_kept():
     given = made(total=100_000)
 
     for number in range(1, 10_001):
@@ -138,7 +138,7 @@ def test_a_parameter_without_elements_has_no_dead_gradient():
     assert _zero_gradients(model) == ["1.bias"]
 
 
-def test_the_first_loss_is_compared_with_the_classes_of_a_table():
+def test_the_first_loss_is_compared_with_the_number_of_classes():
     given = made()
     given.step(step(1, loss=100.0), {"step": 1.0})
 
@@ -147,7 +147,7 @@ def test_the_first_loss_is_compared_with_the_classes_of_a_table():
     assert "0.6931 (the logarithm of 2 classes)" in lines(given)[0]
 
 
-def test_a_hint_that_fails_costs_one_line_and_no_run():
+def test_a_check_that_raises_disables_the_hints_with_a_warning():
     def broken() -> list[str]:
         raise RuntimeError("no gradients here")
 
@@ -159,7 +159,7 @@ def test_a_hint_that_fails_costs_one_line_and_no_run():
     assert lines(given) == ["warning: no more hints: RuntimeError: no gradients here"]
 
 
-def test_each_hint_has_a_row_in_the_documentation():
+def test_each_hint_has_a_section_in_the_documentation():
     from pathlib import Path
 
     page = (Path(__file__).parents[2] / "docs/hints.md").read_text()

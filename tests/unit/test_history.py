@@ -1,4 +1,4 @@
-"""What the wall time of a run went into, from its events: the parts cover it, once."""
+"""Goodput: the uses of the wall time of a run, from its events, sum to the wall time."""
 
 from __future__ import annotations
 
@@ -9,16 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commands.figures import figures
-from trainer.commands.history import (
-    PARTS,
-    History,
-    goodput,
-    passages,
-    read,
-    straighten,
-)
-from trainer.commands.plots import without_waiting
+from trainer.commands.report.figures import figures
+from trainer.commands.report.history import PARTS, History, goodput, passages, read, straighten
+from trainer.commands.report.plots import without_waiting
 
 Event = dict[str, Any]
 
@@ -31,13 +24,13 @@ def event(time: float, attempt: int, name: str, *, rank: int = 0, step: int = 0,
 
 def begun(time: float, attempt: int, *, step: int = 0, launch: str | None = "a", reached: int = 0,
           trains: float | None = 1.0) -> list[Event]:  # fmt: skip
-    """An attempt of two ranks that starts at `time`, and trains from `time + trains` on."""
+    """Events of an attempt of two ranks that starts at `time` and trains from `time + trains` on."""
     events = [event(time + 0.5, attempt, "start", rank=rank, step=step, world_size=2,
                     launch=launch, version="v", reached=reached) for rank in (0, 1)]
     if trains is not None:
-        told = {"stop": time - 0.3, "fork": time - 0.1, "start": time, "train": time + trains}
+        entered = {"stop": time - 0.3, "fork": time - 0.1, "start": time, "train": time + trains}
         events += [event(time + trains + 0.1, attempt, "first-step", rank=rank, step=step + 1,
-                         entered=told) for rank in (0, 1)]
+                         entered=entered) for rank in (0, 1)]
     return events
 
 
@@ -52,9 +45,9 @@ def line(time: float, attempt: int, step: int, steps: int, *, step_s: float, sav
 def parts(events: list[Event], timing: list[dict[str, Any]] | None = None) -> dict[str, float]:
     events = sorted(events, key=lambda e: e["time"])
     found = passages(events, timing or [])
-    told = goodput(found, events, timing or [])
-    assert sum(told.values()) == pytest.approx(found[-1].over - found[0].begun)
-    return {part: round(seconds, 6) for part, seconds in told.items() if seconds > 1e-9}
+    spent = goodput(found, events, timing or [])
+    assert sum(spent.values()) == pytest.approx(found[-1].over - found[0].begun)
+    return {part: round(seconds, 6) for part, seconds in spent.items() if seconds > 1e-9}
 
 
 def test_a_run_without_faults_is_useful_from_its_first_step_on():
@@ -73,21 +66,21 @@ def test_a_death_costs_until_it_is_noticed_then_until_the_next_step():
                              "restarting": 1.0 + 1.25 + 1.0}
 
 
-def test_a_hang_began_when_the_culprit_stopped_to_get_on():
+def test_a_hang_begins_with_the_last_progress_of_the_culprit():
     events = [*begun(0.0, 0), event(21.0, 0, "hang", step=9, culprit=1, idle_s=4.0, why="stuck"),
               *begun(22.0, 1, step=9, reached=9), event(33.0, 1, "end", step=19)]
 
     assert parts(events) == {"useful": 16.0 + 10.0, "detecting": 4.0, "restarting": 3.0}
 
 
-def test_nobody_runs_it_between_a_stop_and_the_next_launch():
+def test_the_time_between_a_stop_and_the_next_launch_is_waiting():
     events = [*begun(0.0, 0, launch="a"), event(11.0, 0, "stop", step=9, exit_code=75),
               *begun(3600.0, 1, step=9, launch="b", reached=9), event(3611.0, 1, "end", step=19)]
 
     assert parts(events) == {"useful": 20.0, "restarting": 2.0, "waiting": 3589.0}
 
 
-def test_steps_that_the_next_attempt_makes_again_are_not_useful():
+def test_steps_that_the_next_attempt_repeats_are_not_useful():
     events = [*begun(0.0, 0), event(11.0, 0, "failure", step=10, why="x", failed_step=11),
               *begun(12.0, 1, step=6, reached=10), event(23.0, 1, "end", step=16)]
     timing = [line(11.0, 0, 10, 10, step_s=1.0), line(23.0, 1, 16, 10, step_s=1.0)]
@@ -95,15 +88,15 @@ def test_steps_that_the_next_attempt_makes_again_are_not_useful():
     assert parts(events, timing) == {"useful": 16.0, "redone": 4.0, "restarting": 3.0}
 
 
-def test_what_a_save_holds_up_is_told_by_the_timing():
+def test_the_time_of_saves_comes_from_the_timing():
     timing = [line(6.0, 0, 5, 5, step_s=1.0, save_s=0.5), line(11.0, 0, 10, 5, step_s=1.0)]
 
     assert parts([*begun(0.0, 0), event(11.0, 0, "end", step=10)], timing) == {
         "useful": 9.5, "saving": 0.5, "restarting": 1.0}
 
 
-def test_an_attempt_that_vanished_with_its_launcher_lasted_as_long_as_its_steps():
-    # The last sign is of step 10; metrics.jsonl had 25 when the next attempt began.
+def test_an_attempt_that_died_with_its_launcher_lasted_as_long_as_its_steps():
+    # The last record is of step 10; metrics.jsonl had 25 when the next attempt began.
     events = [*begun(0.0, 0, launch="a"),
               *begun(1000.0, 1, step=20, launch="b", reached=25), event(1006.0, 1, "end", step=25)]
     timing = [line(11.0, 0, 10, 10, step_s=1.0), line(1006.0, 1, 25, 5, step_s=1.0)]
@@ -112,7 +105,7 @@ def test_an_attempt_that_vanished_with_its_launcher_lasted_as_long_as_its_steps(
                                      "waiting": 1000.0 - 26.0}
 
 
-def test_a_rollback_within_an_attempt_makes_steps_again():
+def test_a_rollback_within_an_attempt_repeats_steps():
     events = [*begun(0.0, 0), event(8.0, 0, "rollback", step=7, at_step=7, to_step=4, left_out=[]),
               event(21.0, 0, "end", step=17)]
     timing = [line(21.0, 0, 17, 20, step_s=1.0)]
@@ -120,11 +113,11 @@ def test_a_rollback_within_an_attempt_makes_steps_again():
     assert parts(events, timing) == {"useful": 17.0, "redone": 3.0, "restarting": 1.0}
 
 
-def test_an_attempt_that_never_trained_was_a_start_only():
+def test_an_attempt_without_training_counts_as_restarting():
     events = [*begun(0.0, 0, trains=None), event(2.0, 0, "refused", why="no"),
               *begun(5.0, 1, launch="b"), event(16.0, 1, "end", step=10)]
 
-    # Its first sign is the event of its start, half a second after its processes'.
+    # The first record is the event of the start, half a second after the processes began.
     assert parts(events) == {"useful": 10.0, "restarting": 1.5 + 1.0, "waiting": 3.0}
 
 
@@ -140,7 +133,7 @@ ATTEMPT = st.fixed_dictionaries({
 
 @settings(deadline=None)
 @given(st.lists(ATTEMPT, min_size=1, max_size=6))
-def test_the_parts_cover_the_wall_time_whatever_happened(attempts):
+def test_the_parts_sum_to_the_wall_time(attempts):
     now, events, timing = 0.0, [], []
     for number, a in enumerate(attempts):
         now += a["after"]
@@ -158,13 +151,13 @@ def test_the_parts_cover_the_wall_time_whatever_happened(attempts):
                             kind="survivor" if a["save"] > 15 else "stop"))
         timing.append(line(now, number, step, 7, step_s=a["lasts"] / 7, save_s=a["save"] / 9))
 
-    told = parts(events, timing)
+    spent = parts(events, timing)
 
-    assert set(told) <= set(PARTS)
-    assert all(seconds >= 0 for seconds in told.values())
+    assert set(spent) <= set(PARTS)
+    assert all(seconds >= 0 for seconds in spent.values())
 
 
-def test_a_folder_of_which_there_is_little_yet_can_be_read(tmp_path):
+def test_a_folder_with_little_content_can_be_read(tmp_path):
     (tmp_path / "run.json").write_text('{"run": "x", "attempt": 0}')
 
     story = read(tmp_path)
@@ -174,13 +167,13 @@ def test_a_folder_of_which_there_is_little_yet_can_be_read(tmp_path):
     assert figures(story)["step"] == 0
 
 
-def test_a_sign_from_before_the_start_by_another_clock_has_its_place_too():
+def test_an_event_before_the_start_by_another_clock_has_a_position():
     events = [*begun(100.0, 0, launch="a"), event(111.0, 0, "stop", step=9, exit_code=75),
               *begun(90.0, 1, step=9, launch="b", reached=9), event(101.0, 1, "end", step=19)]
-    told = sorted(events, key=lambda e: e["time"])
-    run = History(name="run", path=Path("run"), events=told, steps=[], validations=[], timing=[],
-                  config={}, environment={}, summary=None, passages=passages(told, []))
-    run.goodput = goodput(run.passages, told, [])
+    ordered = sorted(events, key=lambda e: e["time"])
+    run = History(name="run", path=Path("run"), events=ordered, steps=[], validations=[], timing=[],
+                  config={}, environment={}, summary=None, passages=passages(ordered, []))
+    run.goodput = goodput(run.passages, ordered, [])
 
     at, _ = without_waiting(run)
 
@@ -188,7 +181,7 @@ def test_a_sign_from_before_the_start_by_another_clock_has_its_place_too():
     assert at(run.begun - 2.0) <= 0.0
 
 
-def test_an_attempt_whose_clock_was_set_back_follows_the_one_before():
+def test_an_attempt_whose_clock_was_set_back_follows_the_previous_one():
     first = [*begun(9000.0, 0), event(9011.0, 0, "fault", step=9, fault="kill:rank=0")]
     second = [*begun(100.0, 1, step=9), event(121.0, 1, "end", step=29)]
     timing = [line(9010.0, 0, 9, 9, step_s=1.0), line(120.0, 1, 29, 20, step_s=1.0)]
@@ -202,7 +195,7 @@ def test_an_attempt_whose_clock_was_set_back_follows_the_one_before():
     assert parts(events, timing)["useful"] == pytest.approx(10.0 + 20.0)
 
 
-def test_clocks_that_differ_a_little_between_nodes_move_nothing():
+def test_small_clock_differences_between_nodes_shift_nothing():
     events = [*begun(0.0, 0), event(9.0, 0, "lost-peer", rank=1, step=8), *begun(8.0, 1, step=8)]
     before = [dict(e) for e in events]
 

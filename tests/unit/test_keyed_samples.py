@@ -17,8 +17,8 @@ from torch.utils.data import (
     random_split,
 )  # fmt: skip
 
-from trainer.data.bad import SampleError
-from trainer.data.reading import KeyedSamples, in_memory
+from trainer.data.map_dataset import KeyedSamples, in_memory
+from trainer.data.sample_errors import SampleError
 from trainer.data.sampler import Slot
 
 

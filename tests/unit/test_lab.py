@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lab
-from trainer.cli import parse
+from trainer.config.command_line import parse
 
 PAGE = (Path(__file__).parents[2] / "docs/lab.md").read_text()
 NAMES = [recipe.name for recipe in lab.RECIPES]

@@ -7,9 +7,9 @@ import os
 import pytest
 import torch
 
-from trainer.device import choose_device, share_of_cores
+from trainer.distributed.device import choose_device, share_of_cores
+from trainer.distributed.world import Launch
 from trainer.errors import ConfigError
-from trainer.world import Launch
 
 TORCHRUN = {
     "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",

@@ -1,15 +1,15 @@
-"""Validation samples that are trained on: found by index or content, within a time."""
+"""Validation samples among the training samples: found by index or content, in limited time."""
 
 from __future__ import annotations
 
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from trainer import leaks
+from trainer.data import shared_samples as leaks
 
 
 def shared_samples(train, validation, clock=lambda: 0.0) -> str:
-    """Its time stands still: how fast the machine is changes nothing."""
+    """Search with a clock that stands still, so that the speed of the machine does not matter."""
     return leaks.shared_samples(train, validation, seed=0, clock=clock)
 
 
@@ -18,7 +18,7 @@ def points(seed: int, count: int = 300) -> TensorDataset:
     return TensorDataset(torch.randn(count, 4, generator=generator), torch.zeros(count))
 
 
-def test_parts_of_one_data_set_are_compared_by_their_indices():
+def test_subsets_of_one_data_set_are_compared_by_their_indices():
     whole = points(0)
 
     apart = shared_samples(Subset(whole, range(200)), Subset(whole, range(200, 300)))
@@ -28,7 +28,7 @@ def test_parts_of_one_data_set_are_compared_by_their_indices():
     assert overlap.startswith("50 of 100 validation samples")
 
 
-def test_data_in_memory_are_compared_by_their_content_and_no_generator_moves():
+def test_data_in_memory_is_compared_by_content_and_no_random_state_changes():
     before = torch.get_rng_state()
 
     assert shared_samples(points(0), points(1)) == ""
@@ -38,19 +38,19 @@ def test_data_in_memory_are_compared_by_their_content_and_no_generator_moves():
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_data_in_which_all_samples_are_alike_tell_nothing():
-    alike = TensorDataset(torch.ones(300, 4), torch.zeros(300))
+def test_data_with_mostly_equal_samples_gives_no_hint():
+    equal = TensorDataset(torch.ones(300, 4), torch.zeros(300))
 
-    assert shared_samples(alike, alike) == ""
+    assert shared_samples(equal, equal) == ""
 
 
-def test_the_look_ends_when_its_time_is_up():
+def test_the_search_ends_at_its_time_limit():
     times = iter(range(100))
 
     assert shared_samples(points(0), points(0), clock=lambda: next(times)) == ""
 
 
-def test_no_validation_and_no_reading_of_data_that_are_fetched():
+def test_data_that_must_be_fetched_is_not_read():
     class Fetched(torch.utils.data.Dataset):
         def __len__(self) -> int:
             return 10
@@ -62,7 +62,7 @@ def test_no_validation_and_no_reading_of_data_that_are_fetched():
     assert shared_samples(Fetched(), Fetched()) == ""
 
 
-def test_a_sample_that_cannot_be_read_is_left_to_the_training():
+def test_a_sample_that_cannot_be_read_gives_no_hint():
     class Broken(TensorDataset):
         def __getitem__(self, index: int) -> None:
             raise ValueError("torn file")
@@ -70,7 +70,7 @@ def test_a_sample_that_cannot_be_read_is_left_to_the_training():
     assert shared_samples(Broken(torch.ones(9, 2)), points(0)) == ""
 
 
-def test_labels_that_are_larger_than_the_input_do_not_count():
+def test_targets_that_are_larger_than_the_input_are_not_compared():
     def drawn(seed: int) -> TensorDataset:
         generator = torch.Generator().manual_seed(seed)
         return TensorDataset(torch.randn(50, 2, generator=generator), torch.zeros(50, 9))

@@ -15,16 +15,16 @@ import pytest
 import torch
 
 from launch.__main__ import main
-from trainer import launcher
-from trainer.config import Config
-from trainer.diagnosis import diagnose, remedy
+from trainer.config.schema import Config
+from trainer.distributed.world import Launch, World
 from trainer.errors import ConfigError
-from trainer.folder import Identity, enter
-from trainer.limits import allow_files, check_interface
-from trainer.lock import RunLock
-from trainer.log import Log, writable
-from trainer.sinks import TensorBoard
-from trainer.world import Launch, World
+from trainer.resilience import launcher_channel
+from trainer.resilience.diagnosis import diagnose, remedy
+from trainer.resilience.preflight import allow_files, check_interface
+from trainer.run.run_dir import Identity, enter
+from trainer.storage.locks import RunLock
+from trainer.telemetry.events import Log, writable
+from trainer.telemetry.tensorboard import TensorBoard
 
 ROOT = Path(__file__).parents[2]
 FORK = multiprocessing.get_context("fork")
@@ -146,7 +146,7 @@ def say_last_words() -> None:
     for _ in range(1025):  # as a program may have opened
         os.open(os.devnull, os.O_RDONLY)
     agent = subprocess.Popen(["true"])
-    launcher._say_after(agent.pid, "the last words\n")
+    launcher_channel._say_after(agent.pid, "the last words\n")
     for _ in range(2):
         os.wait()
 

@@ -14,9 +14,9 @@ import torch
 from machine import left_in_shared_memory, shared_memory
 from torch.utils.data import DataLoader
 
-from trainer import handles
 from trainer.data.batch import SMALL, collate
 from trainer.data.loader import loader_arguments, shut_down
+from trainer.resilience import handles
 
 FORK = multiprocessing.get_context("fork")
 

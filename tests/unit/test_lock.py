@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
+from trainer.checkpoint.store import Store
 from trainer.errors import StaleAttempt
-from trainer.lock import ByteLocks, RunLock, is_at_work, let_go
-from trainer.store import Store
+from trainer.storage.locks import ByteLocks, RunLock, is_at_work, let_go
 
 REPOSITORY = Path(__file__).parents[2]
 
 PROCESS = """
 import os, sys, traceback
 from pathlib import Path
-from trainer.lock import RunLock
+from trainer.storage.locks import RunLock
 lock = RunLock(Path(sys.argv[1]), sys.argv[2], brief_lock_s=60)
 for line in sys.stdin:
     command, *arguments = line.split()

@@ -10,8 +10,8 @@ from loss_cases import CASES, Plain, noise, numbers, one_step
 from torch import Tensor
 from torch.nn import functional
 
-from trainer import losses
 from trainer.errors import ConfigError
+from trainer.tasks import losses
 
 
 @pytest.fixture(params=CASES)

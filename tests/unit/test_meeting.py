@@ -9,8 +9,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import pytest
 from torch.distributed import HashStore, Store
 
-from trainer import network
-from trainer.handshake import handshake
+from trainer.distributed import sockets
+from trainer.distributed.rendezvous import handshake
 
 
 def test_all_ranks_get_the_same_nonce_and_each_attempt_another() -> None:
@@ -59,24 +59,24 @@ def test_a_missing_rank_0_is_named() -> None:
 def test_the_interface_towards_an_address_is_that_of_the_route(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert network.interface_towards("127.0.0.1", 1) == network.loopback()
+    assert sockets.interface_towards("127.0.0.1", 1) == sockets.loopback()
 
     def unknown(*_: object, **__: object) -> None:  # some name servers resolve any name
         raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
 
     monkeypatch.setattr(socket, "getaddrinfo", unknown)
-    assert network.interface_towards("no-such-host.invalid", 1) is None
+    assert sockets.interface_towards("no-such-host.invalid", 1) is None
 
 
 def test_a_shutdown_ends_only_the_given_connections() -> None:
-    before = network.connections()
+    before = sockets.connections()
     with socket.create_server(("127.0.0.1", 0)) as server:
         pairs = [_connect(server) for _ in range(2)]
-        opened = network.connections().keys() - before.keys()
-        ours = {number for number, found in network.connections().items()
+        opened = sockets.connections().keys() - before.keys()
+        ours = {number for number, found in sockets.connections().items()
                 if found.local_port == pairs[0][0].getsockname()[1]}
         assert len(opened) == 4  # both ends are in this process; the server only listens
-        assert network.shut_down(ours) == 1
+        assert sockets.shut_down(ours) == 1
         assert pairs[0][1].recv(1) == b""
         pairs[1][0].sendall(b"x")
         assert pairs[1][1].recv(1) == b"x"

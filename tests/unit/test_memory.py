@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from trainer import memory, optim
-from trainer.config import Optim
-from trainer.timing import resident_mb
+from trainer.config.schema import Optim
+from trainer.optim import optimizers
+from trainer.run import memory
+from trainer.telemetry.step_timing import resident_mb
 
 N = 64
 BYTES = 4 * N
@@ -80,7 +81,7 @@ def test_a_forward_that_refuses_to_be_looked_at_is_run_again_without():
 @pytest.mark.parametrize("settings", [Optim(), Optim(name="sgd"), Optim(name="sgd", momentum=0)])
 def test_an_optimizers_state_is_told_before_it_is_there(settings):
     model = nn.Linear(1024, 1024)
-    optimizer = optim.build(settings, model)
+    optimizer = optimizers.build(settings, model)
     before = memory.optimizer_mb(optimizer)
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()

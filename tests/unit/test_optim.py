@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import optim
-from trainer.config import Clip, Optim
+from trainer.config.schema import Clip, Optim
 from trainer.errors import ConfigError
+from trainer.optim import optimizers
 
 
 def net() -> nn.Module:
@@ -58,7 +58,7 @@ def by_hand(model: nn.Module) -> list[dict]:
 def test_an_optimizer_has_the_bits_of_torchs(config, plain):
     ours, expected = net(), net()
 
-    trained(ours, optim.build(config, ours))
+    trained(ours, optimizers.build(config, ours))
     trained(expected, plain(by_hand(expected)))
 
     for name, value in expected.state_dict().items():
@@ -70,11 +70,11 @@ def test_the_fused_kernels_compute_what_the_plain_ones_do(config):
     ours, expected = net(), net()
     for model in (ours, expected):
         model[0][1] = nn.Identity()  # before a norm, the gradient of a bias is only rounding error
-    optimizer = optim.build(config, expected)
+    optimizer = optimizers.build(config, expected)
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = False, False
 
-    trained(ours, optim.build(config, ours))
+    trained(ours, optimizers.build(config, ours))
     trained(expected, optimizer)
 
     for name, value in expected.state_dict().items():
@@ -92,8 +92,8 @@ def test_a_slice_is_trained_like_a_copy_and_its_base_does_not_change(name):
         return model
 
     slices, copies = grey(copied=False), grey(copied=True)
-    trained(slices, optim.build(config, slices))
-    trained(copies, optim.build(config, copies))
+    trained(slices, optimizers.build(config, slices))
+    trained(copies, optimizers.build(config, copies))
 
     torch.testing.assert_close(slices[0][0].weight, copies[0][0].weight, rtol=0, atol=1e-4)
     assert torch.equal(unused[0], colours[:, 2:])
@@ -104,7 +104,7 @@ def test_biases_and_norms_of_any_shape_do_not_decay():
                           nn.Embedding(3, 2))
     model.register_parameter("bias", nn.Parameter(torch.ones(2, 2)))
 
-    decay, none = optim.parameter_groups(model, 0.1)
+    decay, none = optimizers.parameter_groups(model, 0.1)
 
     assert (decay["weight_decay"], [n for n, _ in decay["params"]]) == (
         0.1, ["0.weight", "3.weight"])
@@ -115,22 +115,22 @@ def test_biases_and_norms_of_any_shape_do_not_decay():
 def test_the_first_matching_pattern_sets_the_rate():
     model = net()
 
-    groups = optim.build(Optim(lr=0.5, rates=("0.0.*=0.1", "0.*=0.5")), model).param_groups
+    groups = optimizers.build(Optim(lr=0.5, rates=("0.0.*=0.1", "0.*=0.5")), model).param_groups
 
     rates = {name: group["lr"] for group in groups for name in group["param_names"]}
     assert rates == {"2.weight": 0.5, "2.bias": 0.5, "0.0.weight": 0.05, "0.0.bias": 0.05,
                      "0.1.weight": 0.25, "0.1.bias": 0.25}
     assert [g["lr"] for g in groups] == [0.5, 0.5, 0.05, 0.05, 0.25]
     with pytest.raises(ConfigError, match=r"--optim.rates body\.\*: matches no"):
-        optim.build(Optim(rates=("body.*=0.1",)), model)
+        optimizers.build(Optim(rates=("body.*=0.1",)), model)
 
 
 def test_frozen_parameters_and_their_batch_norm_keep_their_bits():
     model = net()
-    frozen = optim.freeze(model, ["*", "!2.*"])
+    frozen = optimizers.freeze(model, ["*", "!2.*"])
     before = copy.deepcopy(model.state_dict())
 
-    trained(model, optim.build(Optim(lr=0.1, weight_decay=0.5), model))
+    trained(model, optimizers.build(Optim(lr=0.1, weight_decay=0.5), model))
     model.eval()
     model.train()
 
@@ -144,18 +144,18 @@ def test_frozen_parameters_and_their_batch_norm_keep_their_bits():
 def test_a_partly_frozen_batch_norm_still_updates_its_statistics():
     model = nn.Sequential(nn.BatchNorm1d(2), nn.BatchNorm1d(2, affine=False), nn.Linear(2, 1))
 
-    optim.freeze(model, ["0.weight", "2.weight"])
+    optimizers.freeze(model, ["0.weight", "2.weight"])
     model.train()
     assert [m.training for m in model] == [True, True, True]
 
-    optim.freeze(model, ["[01].*"])
+    optimizers.freeze(model, ["[01].*"])
     model.train()
     assert [m.training for m in model] == [False, False, True]
 
 
 def test_a_pattern_that_freezes_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"--freeze layer4\.\*: matches no trainable"):
-        optim.freeze(net(), ["layer4.*"])
+        optimizers.freeze(net(), ["layer4.*"])
 
 
 class Closure(torch.optim.SGD):
@@ -177,16 +177,16 @@ class Wrapped:
 ])  # fmt: skip
 def test_an_optimizer_that_cannot_be_used_is_refused(name, message):
     with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:
-        optim.build(Optim(name=name), net())
+        optimizers.build(Optim(name=name), net())
 
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["Rprop", "SparseAdam"])
 def test_optimizers_of_torch_without_weight_decay_get_none(name):
-    assert type(optim.build(Optim(name=f"torch.optim:{name}"), net())).__name__ == name
+    assert type(optimizers.build(Optim(name=f"torch.optim:{name}"), net())).__name__ == name
     with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} has no"):
-        optim.build(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
+        optimizers.build(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
 
 
 def test_the_muon_of_the_docs_resumes_from_its_state_to_the_same_bits(tmp_path, monkeypatch):
@@ -195,10 +195,10 @@ def test_the_muon_of_the_docs_resumes_from_its_state_to_the_same_bits(tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     config = Optim(name="muon:MuonAdamW", lr=0.01)
     model = net()
-    optimizer = optim.build(config, model)
+    optimizer = optimizers.build(config, model)
     trained(model, optimizer, 3)
     other = copy.deepcopy(model)
-    restored = optim.build(config, other)
+    restored = optimizers.build(config, other)
     restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     trained(model, optimizer, 3)
@@ -241,12 +241,12 @@ class Table(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_that_torch_would_refuse_are_found_before_the_update(name, decay, message):
     model = Table()
-    optimizer = optim.build(Optim(name=name, weight_decay=decay), model)
+    optimizer = optimizers.build(Optim(name=name, weight_decay=decay), model)
     model.head(model.rows(torch.tensor([1, 2]))).sum().backward()
     by_kind = [{p: n for n, p in model.named_parameters() if p.grad.is_sparse == sparse}
                for sparse in (True, False)]
 
-    why = optim.unfit_for_sparse(optimizer, Clip(), *by_kind)
+    why = optimizers.unfit_for_sparse(optimizer, Clip(), *by_kind)
 
     assert re.search(message, why)
     if why:
@@ -266,7 +266,7 @@ def test_sparse_gradients_that_torch_would_refuse_are_found_before_the_update(na
 ])  # fmt: skip
 def test_invalid_groups_are_refused(groups, message):
     with pytest.raises(ConfigError, match=r"--task: parameter_groups\(model\) ") as error:
-        optim.build(Optim(), net(), groups)
+        optimizers.build(Optim(), net(), groups)
 
     assert message in str(error.value)
 
@@ -277,15 +277,15 @@ def test_a_misspelt_key_of_a_group_is_refused_and_a_custom_key_is_not():
 
     with pytest.raises(ConfigError, match="'weigth_decay', which AdamW does not use; did you mean "
                                           "'weight_decay'"):
-        optim.build(Optim(), net(), partial(groups, weigth_decay=0.0))
-    kept = optim.build(Optim(), net(), partial(groups, name="all", lr_scale=0.1))
+        optimizers.build(Optim(), net(), partial(groups, weigth_decay=0.0))
+    kept = optimizers.build(Optim(), net(), partial(groups, name="all", lr_scale=0.1))
     assert (kept.param_groups[0]["name"], kept.param_groups[0]["lr_scale"]) == ("all", 0.1)
 
 
 def test_an_empty_group_is_dropped_and_a_single_tensor_accepted():
     model = net()
 
-    found = optim.build(Optim(), model, lambda m: [{"params": []}, {"params": m[2].weight}])
+    found = optimizers.build(Optim(), model, lambda m: [{"params": []}, {"params": m[2].weight}])
 
     assert [group["params"] for group in found.param_groups] == [[model[2].weight]]
 
@@ -308,7 +308,7 @@ def test_clipping_has_the_bits_of_torchs(share, limit):
     norm = torch.nn.utils.get_total_norm([p.grad for p in with_gradients(1.0)]).item()
     ours, expected = (with_gradients(share * limit / norm) for _ in range(2))
 
-    found = optim.clip(ours, Clip(norm=limit))
+    found = optimizers.clip(ours, Clip(norm=limit))
 
     assert torch.equal(found, torch.nn.utils.clip_grad_norm_(expected, limit))
     for a, b in zip(ours, expected, strict=True):
@@ -319,14 +319,14 @@ def test_the_norm_of_sparse_gradients_sums_entries_of_the_same_row():
     twice = torch.sparse_coo_tensor([[1, 1]], [[1.0], [2.0]], (5, 1),
                                     check_invariants=True)  # the parts of two micro-batches
 
-    assert optim.total_norm([twice, torch.tensor([4.0])]).item() == 5.0
+    assert optimizers.total_norm([twice, torch.tensor([4.0])]).item() == 5.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 def test_gradients_with_a_non_finite_norm_do_not_change(bad):
     ours, before = (with_gradients(1.0, bad=bad) for _ in range(2))
 
-    found = optim.clip(ours, Clip(norm=0.1))
+    found = optimizers.clip(ours, Clip(norm=0.1))
 
     assert not torch.isfinite(found)
     for a, b in zip(ours, before, strict=True):
@@ -342,8 +342,8 @@ def test_a_custom_zero_grad_of_a_class_is_called():
 
     mine, usual = with_gradients(1.0), with_gradients(1.0)
 
-    optim.zero_grad(Own(mine, lr=0.1), mine)
-    optim.zero_grad(torch.optim.SGD(usual, lr=0.1), usual)
+    optimizers.zero_grad(Own(mine, lr=0.1), mine)
+    optimizers.zero_grad(torch.optim.SGD(usual, lr=0.1), usual)
 
     assert all((p.grad == 5.0).all() for p in mine)
     assert all(p.grad is None for p in usual)
@@ -354,6 +354,6 @@ def test_a_custom_zero_grad_of_an_instance_is_called():
     optimizer = torch.optim.SGD(mine, lr=0.1)
     optimizer.zero_grad = lambda set_to_none=True: None
 
-    optim.zero_grad(optimizer, mine)
+    optimizers.zero_grad(optimizer, mine)
 
     assert all(p.grad is not None for p in mine)

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.forkserver import fork
+from launch.fork_server import fork
 from trainer.errors import StaleAttempt
-from trainer.lock import RunLock
-from trainer.orders import Orders
+from trainer.resilience.orders import Orders
+from trainer.storage.locks import RunLock
 
 
 class Group:

@@ -1,4 +1,4 @@
-"""A user's sink: gets copies, and what it raises costs the sink and not the run."""
+"""A sink of the user receives copies; an exception in it disables the sink, not the run."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from trainer.config import Logging
+from trainer.config.schema import Logging
 from trainer.errors import ConfigError
-from trainer.log import Log
-from trainer.sinks import Own
+from trainer.telemetry.events import Log
+from trainer.telemetry.tensorboard import Own
 
 
 class Notes:
-    """Notes what it is told, tampers with it, and fails where it is told to."""
+    """Records its calls, clears their dicts, and raises in the method `fails`."""
 
     def __init__(self, folder: Path, fails: str = "") -> None:
-        self.told: list[Any] = [folder]
+        self.calls: list[Any] = [folder]
         self.fails = fails
 
     def __getattr__(self, name: str) -> Any:
         def note(*arguments: Any) -> None:
-            self.told.append((name, *map(str, arguments)))
+            self.calls.append((name, *map(str, arguments)))
             for argument in arguments:
                 if isinstance(argument, dict):
                     argument.clear()
@@ -34,46 +34,46 @@ class Notes:
 
 
 def shown(fails: str = "") -> tuple[list[Any], str, dict[str, Any]]:
-    """What a sink was told, what the console says, and the line afterwards."""
-    said, made, line = io.StringIO(), [], {"step": 1, "loss": 0.5}
+    """Return the calls of a sink, the output of the log, and the line afterwards."""
+    output, made, line = io.StringIO(), [], {"step": 1, "loss": 0.5}
 
     def make(folder: Path) -> Notes:
         made.append(Notes(folder, fails))
         return made[0]
 
-    sink = Own("notes:Notes", make, Path("run"), Log(stream=said))
+    sink = Own("notes:Notes", make, Path("run"), Log(stream=output))
     sink.step(line, {})
     sink.validation(line)
     sink.finish({}, {}, 1)
     sink.close()
-    return made[0].told, said.getvalue(), line
+    return made[0].calls, output.getvalue(), line
 
 
-def test_a_sink_is_told_of_all_and_can_change_nothing():
-    told, said, line = shown()
+def test_a_sink_receives_every_call_and_cannot_change_a_line():
+    calls, output, line = shown()
 
-    assert [entry[0] for entry in told[1:]] == ["step", "validation", "finish", "close"]
-    assert told[0] == Path("run")
+    assert [entry[0] for entry in calls[1:]] == ["step", "validation", "finish", "close"]
+    assert calls[0] == Path("run")
     assert line == {"step": 1, "loss": 0.5}
-    assert not said
+    assert not output
 
 
-def test_a_sink_that_fails_is_named_once_with_the_users_line_and_left_out():
-    told, said, _ = shown("validation")
+def test_a_sink_that_raises_is_reported_once_with_its_line_of_code_and_disabled():
+    calls, output, _ = shown("validation")
 
-    assert [entry[0] for entry in told[1:]] == ["step", "validation"]
-    assert said.count("warning: --log.sinks notes:Notes has failed") == 1
-    assert 'raise RuntimeError("the disk of notes is full")' in said
-
-
-def test_a_sink_that_can_not_be_made_is_left_out():
-    said = io.StringIO()
-
-    Own("notes:Notes", lambda folder: 1 / 0, Path("run"), Log(stream=said)).step({}, {})
-
-    assert "ZeroDivisionError" in said.getvalue()
+    assert [entry[0] for entry in calls[1:]] == ["step", "validation"]
+    assert output.count("warning: --log.sinks notes:Notes has failed") == 1
+    assert 'raise RuntimeError("the disk of notes is full")' in output
 
 
-def test_a_sink_is_named_by_an_import_path():
+def test_a_sink_whose_constructor_raises_is_disabled():
+    output = io.StringIO()
+
+    Own("notes:Notes", lambda folder: 1 / 0, Path("run"), Log(stream=output)).step({}, {})
+
+    assert "ZeroDivisionError" in output.getvalue()
+
+
+def test_a_sink_is_given_as_an_import_path():
     with pytest.raises(ConfigError, match=r"--log\.sinks curve: write module:Class"):
         Logging(sinks=("curve",))

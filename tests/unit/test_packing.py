@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainer import packing
+from trainer.distributed import serialization
 
 DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32,
           torch.float64, torch.complex64]
@@ -14,7 +14,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, t
 def test_every_dtype_and_shape_keeps_its_bits() -> None:
     sources = [_random(dtype, shape) for dtype in DTYPES for shape in ((), (3,), (2, 0), (5, 1, 3))]
     targets = [torch.zeros_like(source) for source in sources]
-    packing.unpack(packing.pack(sources), targets)
+    serialization.unpack(serialization.pack(sources), targets)
     for source, target in zip(sources, targets, strict=True):
         assert _bits(source) == _bits(target)
 
@@ -22,14 +22,14 @@ def test_every_dtype_and_shape_keeps_its_bits() -> None:
 def test_strides_of_sender_and_receiver_may_differ() -> None:
     source = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     wide = torch.zeros(2, 3, 4, 10)
-    packing.unpack(packing.pack([source]), [wide[..., ::2]])
+    serialization.unpack(serialization.pack([source]), [wide[..., ::2]])
     assert torch.equal(wide[..., ::2], source)
     assert not wide[..., 1::2].any()
 
 
 def test_parameters_are_written_in_place_without_a_graph() -> None:
     parameter = torch.nn.Parameter(torch.zeros(3))
-    packing.unpack(packing.pack([torch.ones(3)]), [parameter])
+    serialization.unpack(serialization.pack([torch.ones(3)]), [parameter])
     assert parameter.tolist() == [1.0, 1.0, 1.0]
     assert parameter.grad_fn is None
 
@@ -39,12 +39,13 @@ def test_parameters_are_written_in_place_without_a_graph() -> None:
 ])
 def test_tensors_of_another_layout_are_refused(other: list[torch.Tensor]) -> None:
     with pytest.raises(ValueError, match="the sender's tensors differ"):
-        packing.unpack(packing.pack([torch.ones(2, 3)]), other)
+        serialization.unpack(serialization.pack([torch.ones(2, 3)]), other)
 
 
 def test_buckets_keep_the_order_and_the_limit() -> None:
     tensors = [torch.zeros(n, dtype=torch.uint8) for n in (4, 4, 1, 30, 2, 8, 1)]
-    found = [[tensor.numel() for tensor in bucket] for bucket in packing.buckets(tensors, limit=10)]
+    found = [[tensor.numel() for tensor in bucket]
+             for bucket in serialization.buckets(tensors, limit=10)]
     assert found == [[4, 4, 1], [30], [2, 8], [1]]
 
 

@@ -12,11 +12,11 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Subset
 
-from trainer.data.reading import KeyedSamples
+from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sampler import Slot
 from trainer.errors import ConfigError
-from trainer.losses import balanced
 from trainer.tasks import photos
+from trainer.tasks.losses import balanced
 from trainer.tasks.photos import Photos
 from trainer.testing import check_task
 

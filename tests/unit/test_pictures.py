@@ -10,9 +10,9 @@ import torch
 from PIL import Image
 from torch import nn
 
-from trainer.log import Log
-from trainer.opening import preview
-from trainer.pictures import FILM, Pictures
+from trainer.run.pictures import FILM, Pictures
+from trainer.run.recorders import preview
+from trainer.telemetry.events import Log
 
 
 def pictures(folder: Any, draw: Any, shown: list[Any]) -> Pictures:

@@ -9,10 +9,10 @@ import sys
 import pytest
 from unread import ended
 
-from launch.forkserver import fork
-from launch.rank import be_rank
-from trainer.log import Log
-from trainer.pipe import EXIT_PIPE, quiet_pipe, say
+from launch.fork_server import fork
+from launch.worker import be_rank
+from trainer.telemetry.events import Log
+from trainer.telemetry.std_streams import EXIT_PIPE, quiet_pipe, say
 
 
 @pytest.mark.parametrize(("arguments", "unbuffered", "code"), [
@@ -32,7 +32,7 @@ def test_what_is_cut_off_amid_it_ends_as_a_program_that_sigpipe_has_ended():
 
     text = "print('x' * 100_000, flush=True)"
 
-    quiet = f"from trainer.pipe import quiet_pipe\nwith quiet_pipe(): {text}"
+    quiet = f"from trainer.telemetry.std_streams import quiet_pipe\nwith quiet_pipe(): {text}"
 
     assert ended("-c", quiet) == (EXIT_PIPE, "")
 
@@ -43,7 +43,8 @@ def test_another_broken_pipe_is_a_failure_like_any_other():
 
 
 def test_a_task_that_closes_stdout_closes_nothing():
-    text = ("import os, sys; from trainer.pipe import outlive_console; outlive_console(); "
+    text = ("import os, sys; from trainer.telemetry.std_streams import outlive_console; "
+            "outlive_console(); "
             "sys.stdout.close(); sys.stderr.close(); print('there', file=sys.stderr); print('too')")
 
     assert ended("-c", text) == (0, "there\n")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainer import precision
-from trainer.config import Precision
-from trainer.parallel import Objective
+from trainer.config.schema import Precision
+from trainer.distributed.ddp import Objective
+from trainer.optim import precision
 from trainer.task import Outcome
 
 

@@ -11,16 +11,16 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from trainer import card
-from trainer.config import Batch, Config, Parallel
+from trainer.config.schema import Batch, Config, Parallel
 from trainer.data.feed import known_length
+from trainer.distributed.world import Launch, World
 from trainer.errors import ConfigError
 from trainer.given import Given
 from trainer.outcome import check_outcome
-from trainer.prepare import content, prepare
+from trainer.run import startup_summary
+from trainer.run.prepare import content, prepare
 from trainer.task import Outcome, uncalled
 from trainer.testing import check_task
-from trainer.world import Launch, World
 
 
 class Items(Dataset):
@@ -138,7 +138,8 @@ def test_parameters_that_no_group_of_the_task_has_are_told():
 
     names = [name for name, _ in work.model.named_parameters()][1:]
     assert work.card["untrained"] == names
-    assert names[0] in card.doubts(Config(task=Grouped()), work.card, epoch=9, total=99)[0]
+    assert names[0] in startup_summary.doubts(Config(task=Grouped()), work.card, epoch=9,
+                                              total=99)[0]
 
 
 SAMPLES: dict[str, tuple[Any, Any]] = {

@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from trainer.checkpoint.pretrained import begin_with, read_weights
 from trainer.errors import ConfigError
-from trainer.pretrained import begin_with, read_weights
 
 
 def net(classes: int = 3, *, seed: int = 0, width: int = 4) -> nn.Module:

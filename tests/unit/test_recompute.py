@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.errors import ConfigError
-from trainer.recompute import blocks, recompute
+from trainer.optim.activation_checkpointing import blocks, recompute
 
 
 def block() -> nn.Module:

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from trainer import cli, resume
-from trainer.config import Config
+from trainer.config import command_line, compatibility
+from trainer.config.compatibility import Verdict, judge, settings
+from trainer.config.length import Length
+from trainer.config.schema import Config
 from trainer.errors import ConfigError
-from trainer.length import Length
-from trainer.resume import Verdict, judge, settings
 
 HERE: dict[str, Any] = {"task": "images", "data": "9600 samples abc", "world_size": 2, "threads": 1,
                         "device": "cpu", "torch": "2.11.0"}  # fmt: skip
@@ -36,7 +36,7 @@ CHANGES = {
 
 @functools.cache
 def parsed(*argv: str) -> Config[Any]:
-    return cli.parse([*BASE, *argv])
+    return command_line.parse([*BASE, *argv])
 
 
 def saved(*argv: str) -> dict[str, Any]:
@@ -198,4 +198,4 @@ def test_settings_are_json_values_of_all_settings():
 def test_a_resume_decision_is_immutable():
     assert dataclasses.fields(Verdict)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        resume.Verdict().label = "exact"  # type: ignore[misc]
+        compatibility.Verdict().label = "exact"  # type: ignore[misc]

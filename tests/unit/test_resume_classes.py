@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from trainer.cli import find_recipe, load
+from trainer.config.command_line import find_recipe, load
 
 DOC = Path(__file__).parents[2] / "docs/resume.md"
 

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer import schedules
-from trainer.config import Schedule
-from trainer.length import Length
-from trainer.progress import Horizon
+from trainer.checkpoint.progress import Horizon
+from trainer.config.length import Length
+from trainer.config.schema import Schedule
+from trainer.optim import schedules
 
 
 def rates(total: int, *, epoch: int = 10, more: int = 0, **fields: object) -> list[float]:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer import cli, rng
+from trainer import rng
+from trainer.config import command_line
 from trainer.data.batch import collate, empty
 from trainer.errors import ConfigError
 from trainer.task import BUILT_IN, find_task
@@ -32,12 +33,12 @@ def test_a_shipped_task_passes_check_task(task):
 
 @pytest.mark.parametrize("name", BUILT_IN)
 def test_each_built_in_task_has_a_recipe(name):
-    recipes = [cli.load(cli.find_recipe(r)) for r in cli.recipe_names()]
+    recipes = [command_line.load(command_line.find_recipe(r)) for r in command_line.recipe_names()]
 
     assert find_task(name) in {type(config.task) for config in recipes}
 
 
-@pytest.mark.parametrize("recipe", cli.recipe_names())
+@pytest.mark.parametrize("recipe", command_line.recipe_names())
 def test_a_recipe_is_in_the_docs(recipe):
     page = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
 

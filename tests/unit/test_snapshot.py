@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from trainer import rng
-from trainer.snapshot import SMALL, Snapshot
+from trainer.checkpoint.snapshot import SMALL, Snapshot
 
 LARGE = SMALL // 4 + 1
 

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from trainer.checkpoint.restore import abandon_newer
+from trainer.checkpoint.source import STATE, Found, find
+from trainer.checkpoint.store import Store
+from trainer.distributed.world import Launch, World
 from trainer.errors import ConfigError
-from trainer.log import Log
-from trainer.restore import abandon_newer
-from trainer.source import STATE, Found, find
-from trainer.store import Store
-from trainer.world import Launch, World
+from trainer.telemetry.events import Log
 
 RUN = "a run"
 

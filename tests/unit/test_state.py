@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from trainer import schedules
-from trainer.config import Schedule
-from trainer.ema import Ema
+from trainer.checkpoint.progress import Best, Horizon, LossMeter, Progress
+from trainer.checkpoint.train_state import EMA, MODEL, OPTIMIZER, TrainState
+from trainer.config.schema import Schedule
 from trainer.errors import CheckpointDamaged
-from trainer.progress import Best, Horizon, LossMeter, Progress
-from trainer.state import EMA, MODEL, OPTIMIZER, TrainState
+from trainer.optim import schedules
+from trainer.optim.ema import Ema
 
 
 def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.float32,

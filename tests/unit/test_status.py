@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.pulse import POINTS
-from trainer.status import AT_STAKE, PREPARING, Phase, Rescue, Status, decide_rescue
+from trainer.resilience.progress_marks import POINTS
+from trainer.telemetry.status import AT_STAKE, PREPARING, Phase, Rescue, Status, decide_rescue
 
 STAGES = (Phase.START, Phase.JOIN, Phase.BUILD, Phase.WARM_UP, Phase.RESTORE, Phase.TRAIN,
           Phase.EVALUATE, Phase.ROLL_BACK, Phase.STOP, Phase.FINISH)

@@ -10,7 +10,7 @@ import pytest
 
 CODE = """\
 import os, signal
-from trainer.stop import StopRequest
+from trainer.resilience.stop_signals import StopRequest
 signal.signal(signal.SIGHUP, signal.{before})
 stop = StopRequest()
 stop.install()
@@ -32,7 +32,7 @@ def test_a_hangup_asks_for_a_stop_unless_nohup_has_it_ignored(before, number, to
 
 BUSY = """\
 import hashlib, os, resource, signal, sys, threading
-from trainer.stop import StopRequest
+from trainer.resilience.stop_signals import StopRequest
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048))
 files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1025)]  # as a program may have opened
 stop = StopRequest()
@@ -58,7 +58,7 @@ def test_a_request_counts_though_the_main_thread_is_in_c(before, code):
 
 SHIELDED = """\
 import os, signal, subprocess, sys
-from trainer.stop import StopRequest
+from trainer.resilience.stop_signals import StopRequest
 stop = StopRequest()
 stop.install()
 os.setpgid(0, 0)

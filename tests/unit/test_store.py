@@ -19,9 +19,9 @@ from pathlib import Path
 import pytest
 import xxhash
 
+from trainer.checkpoint.manifest import encode
+from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointBusy, CheckpointDamaged, StaleAttempt
-from trainer.manifest import encode
-from trainer.store import Store
 
 FILES = {
     "model.safetensors": random.Random(1).randbytes(300),
@@ -425,7 +425,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_again(
         save(store, step, generation=1)
         raise CheckpointDamaged(f"{path.name}: model.safetensors is missing")
 
-    monkeypatch.setattr("trainer.store.verify", replaced_meanwhile)
+    monkeypatch.setattr("trainer.checkpoint.store.verify", replaced_meanwhile)
     found, skipped = store.newest_valid()
 
     assert (found, skipped) == (store.verify(1), [])
@@ -498,7 +498,7 @@ RIVAL = """
 import sys
 sys.path[:0] = sys.argv[1:3]
 from pathlib import Path
-from trainer.store import Store
+from trainer.checkpoint.store import Store
 store = Store(Path(sys.argv[3]))
 with store.stage(int(sys.argv[4]), generation=0) as stage:
     stage.write("state", b"rival")
@@ -636,6 +636,9 @@ def test_a_guard_that_refuses_keeps_everything_as_it_was(tmp_path: Path) -> None
 
 
 def test_the_store_needs_neither_torch_nor_numpy() -> None:
-    code = "import sys, trainer.store; sys.exit(bool({'torch', 'numpy'} & set(sys.modules)))"
+    code = (
+        "import sys, trainer.checkpoint.store; sys.exit(bool({'torch', 'numpy'} & "
+        "set(sys.modules)))"
+    )
 
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -16,7 +16,7 @@ import pytest
 import xxhash
 
 import trainer
-from trainer.store import Store
+from trainer.checkpoint.store import Store
 
 OLD = {"model.safetensors": b"old weights" * 9, "state.json": b'{"age": "old"}'}
 NEW = {"model.safetensors": b"new weights" * 9, "state.json": b'{"age": "new"}'}
@@ -26,7 +26,7 @@ WRITER = """
 import os, sys
 sys.path += sys.argv[1:3]
 from pathlib import Path
-from trainer.store import Store
+from trainer.checkpoint.store import Store
 assert not {"torch", "numpy"} & set(sys.modules)
 store = Store(Path(sys.argv[3]), keep=1)
 files = {"model.safetensors": [b"new ", b"weights" + b"new weights" * 8],

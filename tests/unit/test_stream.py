@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from trainer.data.bad import SampleError
 from trainer.data.batch import collate
 from trainer.data.feed import Cut, first_samples
-from trainer.data.lanes import StreamSpec
+from trainer.data.sample_errors import SampleError
 from trainer.data.stream import Stream
+from trainer.data.stream_reader import StreamSpec
 from trainer.errors import ConfigError
 
 

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from benchmarks import wrong_orders
 from benchmarks.mistakes import ROWS
-from trainer.cli import find_recipe, load
-from trainer.config_training import SCHEDULES
-from trainer.losses import LOSSES
+from trainer.config.command_line import find_recipe, load
+from trainer.config.config_training import SCHEDULES
+from trainer.tasks.losses import LOSSES
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / f"docs/{name}.md" for name in ("the-loop", "lab")]
@@ -85,7 +85,7 @@ def test_each_flag_on_the_pages_is_one_of_the_configuration():
 
 
 def test_each_command_on_the_page_has_values_that_the_configuration_takes():
-    from trainer.cli import parse
+    from trainer.config.command_line import parse
 
     for text in codes(PAGE):
         if text.startswith("--") and " " in text:

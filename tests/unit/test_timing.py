@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.communication import Communication
-from trainer.hang import Report
-from trainer.heartbeats import Heartbeats, own_identity
-from trainer.timing import (
+from trainer.distributed.comm_timer import Communication
+from trainer.resilience.hang_detection import Report
+from trainer.resilience.heartbeats import Heartbeats, own_identity
+from trainer.telemetry.step_timing import (
     EVERY_S,
     LONGEST_S,
     MARKS,
@@ -30,10 +30,10 @@ class World:
     """Simulated ranks in lock step on a simulated clock. Rank 0 receives all messages."""
 
     def __init__(self, path: Path, *, size: int = 2, workers: int = 0, cores: int = 4) -> None:
-        self.now, self.said, self.path = 1000.0, list[str](), path
+        self.now, self.warnings, self.path = 1000.0, list[str](), path
         clock = lambda: self.now  # noqa: E731
         self.ranks = [
-            Timing(rank=rank, size=size, workers=workers, cores=cores, warn=self.said.append,
+            Timing(rank=rank, size=size, workers=workers, cores=cores, warn=self.warnings.append,
                    memory=lambda rank=rank: 100.0 + rank, clocks=Clocks(clock, clock))
             for rank in range(size)
         ]
@@ -76,7 +76,7 @@ def test_the_lines_cover_each_step_once(tmp_path, size, step_s):
     assert all(len(timing.message()) <= MARKS for timing in world.ranks)
 
 
-def test_lines_become_rarer_with_the_age_of_an_attempt(tmp_path):
+def test_the_interval_of_lines_grows_with_the_age_of_an_attempt(tmp_path):
     world = World(tmp_path / "timing.jsonl")
 
     world.train(20_000, [1.0, 1.0])
@@ -87,7 +87,7 @@ def test_lines_become_rarer_with_the_age_of_an_attempt(tmp_path):
     assert len(apart) < 800
 
 
-def test_ranks_that_tell_at_different_moments_are_compared_at_a_step_they_share(tmp_path):
+def test_ranks_that_publish_at_different_times_are_compared_at_a_common_step(tmp_path):
     world = World(tmp_path / "timing.jsonl")
     world.train(2000, [0.001, 0.001], beat=False)
     early = world.ranks[1].message()
@@ -100,42 +100,42 @@ def test_ranks_that_tell_at_different_moments_are_compared_at_a_step_they_share(
     assert line["step_s"] == pytest.approx([line["steps"] / 1000] * 2)
 
 
-def test_a_rank_that_holds_the_others_back_is_named_once(tmp_path):
+def test_a_slow_rank_is_reported_once(tmp_path):
     world = World(tmp_path / "timing.jsonl", size=4)
 
     world.train(200, [0.06, 0.06, 0.09, 0.06])
 
-    assert world.said == ["rank 2 holds the others back: it needs 90 ms a step, they 60 ms: "
+    assert world.warnings == ["rank 2 holds the others back: it needs 90 ms a step, they 60 ms: "
                           "33% of each step is spent on waiting for it"]
 
 
-def test_what_a_few_lines_show_is_not_said(tmp_path):
+def test_a_problem_in_few_lines_is_not_reported(tmp_path):
     world = World(tmp_path / "timing.jsonl")
 
     for _ in range(20):
         world.train(12, [0.06, 0.09])  # two lines at most
         world.train(30, [0.06, 0.063])
 
-    assert world.said == []
+    assert world.warnings == []
 
 
 @pytest.mark.parametrize(("workers", "cores", "remedy"), [
     (0, 4, "--data.workers 2"), (2, 4, "--data.workers 4"), (4, 4, "cheaper samples"),
     (0, 1, "--data.workers 2"),
 ])  # fmt: skip
-def test_a_loader_that_is_the_bottleneck_is_named_once_with_what_to_try(
+def test_a_slow_loader_is_reported_once_with_a_remedy(
     tmp_path, workers, cores, remedy
 ):
     world = World(tmp_path / "timing.jsonl", size=1, workers=workers, cores=cores)
 
     world.train(200, [0.1], data=0.038)
 
-    [said] = world.said
-    assert said.startswith("your loader is the bottleneck: 38% of each step waits for data "
+    [warnings] = world.warnings
+    assert warnings.startswith("your loader is the bottleneck: 38% of each step waits for data "
                            f"(38 ms of 100 ms); try {remedy}")
 
 
-def test_lines_that_lack_a_rank_blame_nobody():
+def test_lines_without_all_ranks_report_no_problem():
     line = {"steps": 9, "step_s": [1.0, None], "communication_s": [0.9, None],
             "data_s": [0.9, None]}  # fmt: skip
 
@@ -143,7 +143,7 @@ def test_lines_that_lack_a_rank_blame_nobody():
     assert waits_most(line) is None
 
 
-def test_a_line_torn_by_a_crash_spoils_no_other(tmp_path):
+def test_a_line_torn_by_a_crash_damages_no_other_line(tmp_path):
     path = tmp_path / "timing.jsonl"
     path.write_text('{"time": 1.0, "step": 3')
     world = World(path, size=1)
@@ -153,7 +153,7 @@ def test_a_line_torn_by_a_crash_spoils_no_other(tmp_path):
     assert [json.loads(text)["steps"] for text in path.read_text().splitlines()[1:] if text]
 
 
-def test_heartbeats_carry_what_the_ranks_tell_to_rank_0(tmp_path):
+def test_heartbeats_carry_the_messages_to_rank_0(tmp_path):
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = World(tmp_path / "timing.jsonl", size=3)
     world.train(100, [0.1, 0.1, 0.1], beat=False)
@@ -175,7 +175,7 @@ def test_heartbeats_carry_what_the_ranks_tell_to_rank_0(tmp_path):
     assert line["memory_mb"] == [100.0, 101.0, 102.0]
 
 
-def test_a_warm_up_counts_in_no_step():
+def test_a_warm_up_does_not_count_in_a_step():
     communication = Communication(ranks=2, clock=iter(range(9)).__next__)
     communication.ended(communication.began())
     communication.watch(loss := torch.ones(2, requires_grad=True).sum())

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from trainer import schedules
-from trainer.config import Schedule
+from trainer.checkpoint.progress import Horizon
+from trainer.config.length import Length
+from trainer.config.schema import Schedule
 from trainer.errors import ConfigError
-from trainer.length import Length
-from trainer.progress import Horizon
+from trainer.optim import schedules
 
 TOTAL, EPOCH, PEAKS = 40, 8, (1.0, 0.25)
 Rates = list[list[float]]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from trainer.canonical import Layout, Statistics
-from trainer.partition import block
-from trainer.sync_batchnorm import guard_plain
-from trainer.tree import ALIGN, Fold, Plan, cut, subtrees
+from trainer.distributed.partition import block
+from trainer.distributed.rank_invariant_reduction import Layout, Statistics
+from trainer.distributed.sync_batchnorm import guard_plain
+from trainer.distributed.tree import ALIGN, Fold, Plan, cut, subtrees
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

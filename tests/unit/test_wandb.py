@@ -1,4 +1,4 @@
-"""The sink for Weights & Biases: against a stand-in, and against itself where it is installed."""
+"""Sink for Weights & Biases: with a stand-in, and with wandb itself if it is installed."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pytest
 from wandb_stand_in import StandIn
 
 from trainer.errors import ConfigError
-from trainer.log import Log
-from trainer.wandb_sink import ID, WandB, check_installed
+from trainer.telemetry.events import Log
+from trainer.telemetry.wandb import ID, WandB, check_installed
 
 STEP = {"step": 1, "epoch": 0, "loss": 0.5, "lr": 0.1, "grad_norm": 2.0, "samples": 4}
 VALIDATION = {"step": 10, "train_loss": 0.6, "val_loss": 0.4, "val_accuracy": 0.8,
@@ -34,7 +34,7 @@ def shown(path: Path, monkeypatch, run_id: str) -> StandIn:
     return stand_in
 
 
-def test_steps_at_the_interval_validations_and_final_figures_are_logged(tmp_path, monkeypatch):
+def test_steps_validations_and_final_metrics_are_logged(tmp_path, monkeypatch):
     calls = shown(tmp_path, monkeypatch, "abc").calls
 
     assert [call[0] for call in calls] == ["init", "log", "log", "log", "summary", "finish"]
@@ -45,7 +45,7 @@ def test_steps_at_the_interval_validations_and_final_figures_are_logged(tmp_path
     assert calls[3][2]["confusion"][0] == "image"
 
 
-def test_each_start_of_a_run_has_the_id_of_the_first(tmp_path, monkeypatch):
+def test_each_start_of_a_run_uses_the_id_of_the_first_start(tmp_path, monkeypatch):
     first = shown(tmp_path, monkeypatch, "abc").calls[0][1]
     second = shown(tmp_path, monkeypatch, "another").calls[0][1]
 
@@ -54,7 +54,7 @@ def test_each_start_of_a_run_has_the_id_of_the_first(tmp_path, monkeypatch):
     assert (second["mode"], second["dir"]) == ("offline", str(tmp_path))
 
 
-def test_without_wandb_the_run_is_refused_with_the_way_out(monkeypatch):
+def test_a_run_without_wandb_installed_is_refused_with_a_remedy(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
 
     check_installed("off")
@@ -63,7 +63,7 @@ def test_without_wandb_the_run_is_refused_with_the_way_out(monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["init", "Image"])
-def test_an_error_of_wandb_costs_a_warning_and_not_the_run(tmp_path, monkeypatch, capfd, call):
+def test_an_error_of_wandb_is_a_warning_and_does_not_end_the_run(tmp_path, monkeypatch, capfd, call):
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
 
@@ -85,8 +85,8 @@ def test_an_error_of_wandb_costs_a_warning_and_not_the_run(tmp_path, monkeypatch
 REAL = """
 import sys
 from pathlib import Path
-from trainer.log import Log
-from trainer.wandb_sink import WandB
+from trainer.telemetry.events import Log
+from trainer.telemetry.wandb import WandB
 sink = WandB(Path(sys.argv[1]), "abcd1234", Log(), mode="offline", every=1, settings={"seed": 0},
              class_names=("no", "yes"))
 for step in range(int(sys.argv[2]), int(sys.argv[3])):
@@ -105,9 +105,9 @@ def test_wandb_itself_resumes_the_same_run_offline(tmp_path):
     pytest.importorskip("wandb")
     env = os.environ | {"WANDB_MODE": "offline", "WANDB_CACHE_DIR": str(tmp_path / "cache")}
 
-    told = [subprocess.run([sys.executable, "-c", REAL, str(tmp_path), *steps], env=env, text=True,
+    ids = [subprocess.run([sys.executable, "-c", REAL, str(tmp_path), *steps], env=env, text=True,
                            capture_output=True, timeout=200, check=True).stdout.split()[-1]
             for steps in (("1", "4"), ("3", "6"))]
 
-    assert told == ["abcd1234", "abcd1234"]
+    assert ids == ["abcd1234", "abcd1234"]
     assert len(list(tmp_path.glob("wandb/offline-run-*-abcd1234/run-abcd1234.wandb"))) == 2

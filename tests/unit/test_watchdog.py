@@ -15,14 +15,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer import processes, pulse, stacks
-from trainer.faults import PHASES
-from trainer.hang import Report
-from trainer.heartbeats import Heartbeats, own_identity
-from trainer.log import Log
-from trainer.pulse import ProgressMarks
-from trainer.watchdog import Watchdog
-from trainer.world import Launch, World
+from trainer.distributed.world import Launch, World
+from trainer.resilience import processes, progress_marks, stack_dumps
+from trainer.resilience.fault_injection import PHASES
+from trainer.resilience.hang_detection import Report
+from trainer.resilience.heartbeats import Heartbeats, own_identity
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.resilience.watchdog import Watchdog
+from trainer.telemetry.events import Log
 
 ROOT = Path(__file__).parents[2]
 
@@ -90,12 +90,13 @@ def until(condition, timeout_s: float = 100.0) -> None:
 
 
 def test_a_stopped_process_still_tells_where_it_is(child):
-    pid = child("from trainer.pulse import ProgressMarks; marks = ProgressMarks()\n"
+    pid = child("from trainer.resilience.progress_marks import ProgressMarks; marks = "
+                "ProgressMarks()\n"
                 "marks.mark('backward', 12)")
     os.kill(pid, signal.SIGSTOP)
     until(lambda: processes.is_stopped(pid))
 
-    places = pulse.read(pid)
+    places = progress_marks.read(pid)
 
     assert places is not None
     assert (places[0].point, places[0].step) == ("backward", 12)
@@ -133,7 +134,7 @@ def test_own_stacks_name_the_threads():
     thread = threading.Thread(target=go.wait, name="the one that waits")
     thread.start()
 
-    told = stacks.own_threads()
+    told = stack_dumps.own_threads()
 
     go.set()
     thread.join()
@@ -144,12 +145,12 @@ def test_own_stacks_name_the_threads():
 def test_a_loader_worker_that_has_ended_is_told_as_that():
     pid = os.fork()
     if pid == 0:
-        Path("/proc/self/comm").write_text(f"{stacks.WORKER}3")
+        Path("/proc/self/comm").write_text(f"{stack_dumps.WORKER}3")
         os._exit(0)
     try:
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
-        _, blamed = stacks.worker_stacks()
+        _, blamed = stack_dumps.worker_stacks()
     finally:
         os.waitpid(pid, 0)
 

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from trainer import durable, layout, tensorfile
-from trainer.checkpoint import STATE
+from trainer.checkpoint.checkpointer import STATE
+from trainer.checkpoint.manifest import CheckpointInfo
+from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged
-from trainer.manifest import CheckpointInfo
-from trainer.metrics import order_of, read_metrics
-from trainer.store import Store
+from trainer.storage import files, layout, tensorfile
+from trainer.telemetry.metrics import order_of, read_metrics
 
 SAME, DIFFERENT, UNREADABLE = 0, 1, 2
 
@@ -87,7 +87,7 @@ def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
     try:
         if at is not None:
             return store.verify(at)
-        summary = durable.read_json(run / layout.SUMMARY)
+        summary = files.read_json(run / layout.SUMMARY)
         if summary is None:
             raise Unreadable(f"{run}: the run isn't finished (no {layout.SUMMARY}); "
                              "finish it, or compare checkpoints with --at STEP")

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import flags
+from trainer.config import flags
 from trainer.errors import ConfigError
-from trainer.log import Log
-from trainer.reader import Reader, read
+from trainer.run.saved_run import Reader, read
+from trainer.telemetry.events import Log
 
 EPILOG = "Any flag of the run may follow; it overrides the saved configuration (--device cpu)."
 

@@ -17,20 +17,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from trainer import durable, flags, layout, rng, tensorfile
-from trainer.cli import task_path
+from trainer import rng
+from trainer.checkpoint.manifest import MANIFEST
+from trainer.config import flags
+from trainer.config.command_line import task_path
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
-from trainer.log import Log
-from trainer.manifest import MANIFEST
-from trainer.reader import (
-    Call,
-    Reader,
-    first_call,
-    load,
-    read,
-    writing,
-)
+from trainer.run.saved_run import Call, Reader, first_call, load, read, writing
+from trainer.storage import files as durable
+from trainer.storage import layout, tensorfile
+from trainer.telemetry.events import Log
 
 SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
 TOLERANCE = {"safetensors": 0.0, "program": 1e-4}

@@ -8,13 +8,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer import cli, durable, layout, resume
-from trainer.attempts import repeated, sentence
-from trainer.commands import history
+from trainer.checkpoint.source import STATE
+from trainer.checkpoint.store import Store
+from trainer.commands.report import history
+from trainer.config import command_line, compatibility
 from trainer.errors import CheckpointDamaged, ConfigError
-from trainer.lock import is_at_work
-from trainer.source import STATE
-from trainer.store import Store
+from trainer.resilience.attempts import repeated, sentence
+from trainer.storage import files, layout
+from trainer.storage.locks import is_at_work
 
 
 def main(argv: Sequence[str]) -> int:
@@ -29,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
                         help="folders of the same run on other nodes, for their events")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
-    if durable.read_json(options.run / layout.IDENTITY) is None:
+    if files.read_json(options.run / layout.IDENTITY) is None:
         print(f"{options.run}: there is no run in this folder (no whole {layout.IDENTITY})")
         return 2
     report = inspect(options.run, *options.others)
@@ -113,7 +114,7 @@ def _following(
 
 
 def _label_of_step(run: Path, step: int) -> tuple[str, str]:
-    facts = durable.read_json(run / layout.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
+    facts = files.read_json(run / layout.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
     return label(run, facts)
 
 
@@ -126,13 +127,14 @@ def label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
     Args:
         facts: content of the state.json of the checkpoint.
     """
-    determinism = (durable.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
+    determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
     if not {"settings", "circumstances"} <= facts.keys():
         return last
     try:
-        verdict = resume.judge(
-            cli.load(run / layout.CONFIG), facts["settings"], before=facts.get("inexact", ()),
+        verdict = compatibility.judge(
+            command_line.load(run / layout.CONFIG), facts["settings"],
+            before=facts.get("inexact", ()),
             now=_here(facts["circumstances"]), then=facts["circumstances"])
     except ConfigError as error:
         # The task can't be imported from here: use the label of the last start.

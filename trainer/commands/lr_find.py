@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer import flags
+from trainer.config import flags
 from trainer.errors import ConfigError
 
 SMOOTHING = 0.9
@@ -126,7 +126,7 @@ def measure(
     Raises:
         ConfigError: the configuration is wrong.
     """
-    from trainer.scratch import scratch_run
+    from trainer.commands.scratch_run import scratch_run
 
     rates: list[float] = []
     losses: list[float] = []

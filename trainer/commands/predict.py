@@ -14,11 +14,12 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from trainer import durable, flags
+from trainer.config import flags
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
-from trainer.log import Log, writable
-from trainer.reader import Reader, first_call, read, writing
+from trainer.run.saved_run import Reader, first_call, read, writing
+from trainer.storage import files
+from trainer.telemetry.events import Log, writable
 
 KINDS = (".safetensors", ".jsonl")
 INDEX = "index"
@@ -58,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
         encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
         with writing(f"--out {out}", REMEDY):
             out.parent.mkdir(parents=True, exist_ok=True)
-            durable.replace_bytes(out, encoded)
+            files.replace_bytes(out, encoded)
     except ConfigError as error:
         log.error(str(error))
         return error.exit_code

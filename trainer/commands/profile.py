@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 
-from trainer import flags
+from trainer.config import flags
 from trainer.errors import ConfigError
-from trainer.status import Phase
+from trainer.telemetry.status import Phase
 
 WARM_UP = 3
 """Steps before the profiled steps."""
@@ -96,7 +96,7 @@ def measure(
     Raises:
         ConfigError: the configuration is wrong.
     """
-    from trainer.scratch import scratch_run
+    from trainer.commands.scratch_run import scratch_run
 
     clock = PhaseClock()
     steps = WARM_UP + active

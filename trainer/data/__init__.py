@@ -1,1 +1,0 @@
-"""From data set to batches on the device."""

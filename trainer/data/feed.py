@@ -27,8 +27,8 @@ from typing import Any
 from torch.utils.data import IterableDataset
 
 from trainer import generators, rng
-from trainer.data.bad import named
-from trainer.data.reading import begin_epoch
+from trainer.data.map_dataset import begin_epoch
+from trainer.data.sample_errors import named
 from trainer.errors import ConfigError
 
 _OPEN = -1

@@ -22,14 +22,14 @@ from torch._utils import ExceptionWrapper
 from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader
 
-from trainer import handles, stacks
 from trainer.data import batch as batches
-from trainer.data.bad import received
-from trainer.data.reading import KeyedSamples, Micro
+from trainer.data.map_dataset import KeyedSamples, Micro
+from trainer.data.sample_errors import received
 from trainer.data.sampler import MicroBatchSampler
-from trainer.log import Log
-from trainer.pulse import ProgressMarks
-from trainer.status import Phase
+from trainer.resilience import handles, stack_dumps
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.telemetry.events import Log
+from trainer.telemetry.status import Phase
 
 
 class Source(Protocol):
@@ -231,7 +231,7 @@ def _start_worker(rank: int, number: int) -> None:
         os._exit(0)
     handles.separate_reads()
     torch.set_num_threads(1)
-    stacks.prepare_worker(number)
+    stack_dumps.prepare_worker(number)
     # Before the first batch is put into the queue, which starts the queue's thread.
     queue: Any = multiprocessing.queues.Queue
     queue._on_queue_feeder_error = partialmethod(_send_error_instead, number)

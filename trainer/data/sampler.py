@@ -14,7 +14,7 @@ import torch
 from torch.utils.data import DistributedSampler
 
 from trainer import rng
-from trainer.partition import block, micro_batches_per_rank
+from trainer.distributed.partition import block, micro_batches_per_rank
 
 
 @dataclass(frozen=True, kw_only=True)

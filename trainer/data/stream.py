@@ -19,13 +19,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.bad import received
 from trainer.data.feed import Mark
-from trainer.data.lanes import LaneReader, Part, StreamSpec
 from trainer.data.loader import loader_arguments, shut_down
-from trainer.data.reading import Micro
+from trainer.data.map_dataset import Micro
+from trainer.data.sample_errors import received
+from trainer.data.stream_reader import LaneReader, Part, StreamSpec
+from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.errors import ConfigError
-from trainer.partition import block, micro_batches_per_rank
 
 
 class Stream:

@@ -68,7 +68,7 @@ def read_sample() -> Arrays:
     Raises:
         ConfigError: the file is missing or damaged.
     """
-    path = importlib.resources.files("trainer.data").joinpath(SAMPLE)
+    path = importlib.resources.files("trainer.tasks").joinpath(SAMPLE)
     try:
         content = lzma.decompress(path.read_bytes())
     except (OSError, EOFError, lzma.LZMAError) as error:

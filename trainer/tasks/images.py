@@ -20,13 +20,14 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from trainer import drawing, losses, rng
-from trainer.confusion import Figure, confusion, macro
+from trainer import rng
 from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import SPLITS, Outcome
-from trainer.tasks import fashion_mnist
+from trainer.tasks import fashion_mnist, losses
 from trainer.tasks.image_models import SmallCNN, classifier
+from trainer.telemetry import drawing
+from trainer.telemetry.classification import Figure, confusion, macro
 
 Data = Literal["sample", "fashion-mnist"]
 Norm = Literal["batch", "group", "none"]

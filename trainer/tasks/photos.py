@@ -18,12 +18,14 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from trainer import drawing, losses, rng
-from trainer.confusion import Figure, confusion, macro
+from trainer import rng
 from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import Outcome
+from trainer.tasks import losses
 from trainer.tasks.image_models import classifier, pretrained
+from trainer.telemetry import drawing
+from trainer.telemetry.classification import Figure, confusion, macro
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation per channel, 0 to 1, as used for torchvision's weights."""

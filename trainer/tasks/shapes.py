@@ -14,10 +14,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from trainer import losses
-from trainer.confusion import Figure, hits, macro
 from trainer.errors import ConfigError
 from trainer.task import Outcome
+from trainer.tasks import losses
+from trainer.telemetry.classification import Figure, hits, macro
 
 SHAPES = ("circle", "square", "triangle")
 SIZE = 32

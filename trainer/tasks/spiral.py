@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainer import losses
-from trainer.confusion import Figure, confusion, macro
 from trainer.errors import ConfigError
 from trainer.task import Outcome
+from trainer.tasks import losses
+from trainer.telemetry.classification import Figure, confusion, macro
 
 CLASSES = 3
 _COLOURS = np.array([(214, 69, 65), (46, 134, 87), (52, 101, 196)], dtype=np.float32)

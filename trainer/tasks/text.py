@@ -15,12 +15,12 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
-from trainer import losses
-from trainer.confusion import Figure
+from trainer.distributed.partition import block
 from trainer.errors import ConfigError
-from trainer.partition import block
 from trainer.task import Outcome
+from trainer.tasks import losses
 from trainer.tasks.gpt import GPT
+from trainer.telemetry.classification import Figure
 
 BYTES = 256
 NOT_COUNTED = -100

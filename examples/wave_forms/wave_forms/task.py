@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from trainer import Outcome
-from trainer.confusion import confusion, per_class
 from trainer.task import load_object
+from trainer.telemetry.classification import confusion, per_class
 from wave_forms.data import FORMS, Waves
 from wave_forms.loss import focal
 

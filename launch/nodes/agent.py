@@ -1,0 +1,164 @@
+"""The agent of one node in a multi-node run: all nodes stop, restart and end together."""
+
+from __future__ import annotations
+
+import dataclasses
+import signal
+import time
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import WorkerGroup
+
+from launch.agent import TERM_S, HotAgent
+from launch.exit_policy import Verdict, judge
+from launch.nodes.endpoint import STORE_ERRORS
+from launch.nodes.rendezvous import Change, NodesRendezvous, RunOver
+from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
+
+POLL_S = 0.25
+
+
+class NodeAgent(HotAgent):
+    """Also restarts its ranks when nodes join or leave, without using up `max_restarts`."""
+
+    def __init__(self, handler: NodesRendezvous, *args: Any, **kwargs: Any) -> None:
+        super().__init__(handler, *args, **kwargs)
+        self._nodes = handler
+        self._members: frozenset[tuple[str, int]] = frozenset()
+        self._maybe_secondary = False  # the failure may be a consequence of another node's exit
+
+    def run(self, *args: Any) -> Any:
+        """Run until the run ends, with the same exit code on all nodes."""
+        try:
+            return super().run(*args)
+        except RunOver as over:
+            if over.why:
+                self._output.say(over.why)
+            self.verdict = Verdict(code=over.code, restart=False)
+        except ConfigError as error:
+            self._output.say(f"error: {error}")
+            self.verdict = Verdict(code=EXIT_CONFIG, restart=False)
+        finally:
+            self._nodes.farewell()
+
+    def _rendezvous(self, worker_group: WorkerGroup) -> None:
+        while True:
+            try:
+                super()._rendezvous(worker_group)
+                return
+            except STORE_ERRORS:
+                continue  # a node died during the rendezvous: repeat it
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        before, self._members = self._members, self._nodes.members
+        if self._maybe_secondary and before != self._members:
+            # The nodes have changed: the failure was not this node's.
+            limit = worker_group.spec.max_restarts
+            self._remaining_restarts = min(limit, self._remaining_restarts + 1)
+            self._failed = None
+        self._maybe_secondary = False
+        pids = super()._start_workers(worker_group)
+        size = worker_group.workers[0].world_size if worker_group.workers else 0
+        names = ", ".join(sorted(address for address, _ in self._members))
+        self._output.say(
+            f"{len(self._members)} node{'s' * (len(self._members) != 1)}: {names}; "
+            f"{size} rank{'s' * (size != 1)}")
+        return pids
+
+    def _forward_stop(self) -> None:
+        if self._stop.signal is not None:
+            self._nodes.ask_stop()
+        elif self._nodes.stop_asked:
+            self._output.say("another node received a stop request")
+            self._stop.signal = signal.SIGTERM
+        super()._forward_stop()
+
+    def _allow_restart(self, max_restarts: int) -> None:
+        code = self.verdict.code
+        requested = self._stop.signal is not None or self._nodes.stop_asked
+        # Ranks whose launcher was killed request a stop of all ranks: this may be the cause, too.
+        if code == EXIT_STOPPED and not requested and (
+            self._nodes.is_changing() or self._nodes.lacks_member(all_stopped=True)
+        ):  # fmt: skip
+            self._remaining_restarts += 1  # torch subtracts it again
+            self._record_phases()
+            return
+        if (ended := self._nodes.ended()) is not None:
+            self._end(ended)
+        if not self.verdict.restart:
+            super()._allow_restart(max_restarts)
+            self._end(code)
+        cause = self.verdict.cause
+        self._maybe_secondary = cause is not None and cause.code == EXIT_FAILURE
+        super()._allow_restart(max_restarts)
+        if not self._remaining_restarts:
+            self._end(EXIT_FAILURE)
+
+    def _grant_extra_restart(self) -> bool:
+        if self._maybe_secondary and self._nodes.lacks_member():
+            self._remaining_restarts = 1
+            return True
+        return False
+
+    def _end(self, code: int) -> None:
+        """End the run with the exit code of the node that ended it first.
+
+        Raises:
+            RunOver: always.
+        """
+        first = self._nodes.end(code)
+        raise RunOver(first, "" if first == code else f"another node ended with code {first}")
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        change, self._nodes.change = self._nodes.change, None
+        if change is not None and self._ranks.living:
+            self._output.say(f"{change.why}; the ranks save and restart")
+            noticed_s = time.time()
+            self._stop_for(change)
+            self._phases = {"stop": noticed_s, "rendezvous": time.time()}
+        super()._restart_workers(worker_group)
+
+    def _stop_for(self, change: Change) -> None:
+        """Let the ranks save and exit.
+
+        If the group is complete, this is an ordinary stop without a time limit. Otherwise the
+        ranks' connections are closed, because they may wait for a peer that is gone: each rank
+        saves the last step boundary alone, unless a newer attempt has begun.
+
+        Raises:
+            RunOver: the run has ended meanwhile.
+        """
+        complete = change.kind == "join" or (change.kind == "lost" and len(self._members) == 1)
+        if complete:
+            self._nodes.begin_change()
+            self._ranks.signal(signal.SIGTERM, forced=True)
+        else:
+            self._ranks.tell(change.kind)
+        kill_at = None if complete else time.monotonic() + self._grace_s
+        while self._ranks.living:
+            self._exits += self._ranks.wait(POLL_S)
+            self._forward_stop()
+            now_s = time.monotonic()
+            if kill_at is not None and now_s > kill_at + TERM_S:
+                self._ranks.signal(signal.SIGKILL, forced=True)
+            elif kill_at is not None and now_s > kill_at:
+                self._ranks.signal(signal.SIGTERM, forced=True)
+            elif kill_at is None and (self._is_broken() or not self._ranks.server_lives):
+                self._ranks.tell("lost")
+                kill_at = now_s + self._grace_s
+        self.verdict = judge([dataclasses.replace(end, forced=False) for end in self._exits],
+                             stop_at_s=self._stop_at_s)
+        code = self.verdict.code
+        if not self.verdict.restart and (code != EXIT_STOPPED or self._stop.signal is not None):
+            self._end(code)
+
+    def _is_broken(self) -> bool:
+        """Whether the group is no longer complete: a rank has failed, or a node is lost."""
+        failed = any(end.failed for end in self._exits)
+        self._nodes.change = None
+        return failed or bool(self._nodes.num_nodes_waiting() and self._nodes.change
+                              and self._nodes.change.kind != "join")
+
+    def _exit_barrier(self) -> None:
+        """Publish the exit code once all ranks of the run have finished together."""
+        self.verdict = Verdict(code=self._nodes.end(self.verdict.code), restart=False)

@@ -1,0 +1,185 @@
+"""The rendezvous endpoint: hosting the store, connecting to it, detecting a silent store."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import TCPStore
+from torch.distributed.elastic.rendezvous import RendezvousError
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+
+from trainer.distributed import sockets
+from trainer.errors import ConfigError
+
+SILENT_S = 4.0
+"""A store without an answer for this long counts as lost. Shorter than the time after which other
+nodes declare this node dead."""
+
+GUARD_S = 0.3
+CONNECT_S = 3.0
+WAIT_S = 5.0
+"""How long to wait in the store for a value that another node writes."""
+
+STORE_ERRORS = (RendezvousError, RuntimeError, TimeoutError, OSError)
+"""Exceptions of torch's rendezvous and stores (store errors are RuntimeErrors)."""
+
+
+class Endpoint:
+    """HOST:PORT and the store there, which the node with that address hosts.
+
+    Attributes:
+        own: this node's address on the route to the endpoint.
+        hosts: whether this process hosts the store.
+
+    Raises:
+        ConfigError: the host name cannot be resolved, or there is no route to it.
+    """
+
+    def __init__(self, host: str, port: int) -> None:
+        self._host, self._port = host, port
+        self._server: TCPStore | None = None  # serves as long as the object exists
+        self._has_connected = False
+        try:
+            routes = sockets.ways_to(host, port)
+        except OSError as error:
+            raise ConfigError(f"--rdzv-endpoint {self}: {error.strerror or error}") from error
+        if not routes:
+            raise ConfigError(f"--rdzv-endpoint {self}: this machine has no route to it; "
+                              "use an address that all nodes can reach")
+        self.own, target = routes[0]
+        self._is_local = self.own == target
+
+    def __str__(self) -> str:
+        return f"{self._host}:{self._port}"
+
+    @property
+    def hosts(self) -> bool:
+        return self._server is not None
+
+    def connect(self, on_read: Callable[[], None]) -> tuple[Backend, TCPStore]:
+        """Host the store if this node has the endpoint's address, and connect to it twice.
+
+        Args:
+            on_read: called at each read of the rendezvous state.
+
+        Returns:
+            One connection for requests that are answered immediately, and one for waiting until
+            other nodes write.
+
+        Raises:
+            ConfigError: another program listens at the endpoint.
+            RuntimeError, TimeoutError: the endpoint does not answer.
+        """
+        port_in_use = self._is_local and not self.hosts and not self._listen()
+        limit = timedelta(seconds=CONNECT_S)
+        before = sockets.connections()
+        # The listener may accept and never answer, for which torch has no timeout.
+        timer = threading.Timer(
+            CONNECT_S + 1.0, lambda: sockets.shut_down(self._connections_since(before)))
+        timer.start()
+        try:
+            # This attempt fails quietly; torch's attempts would print stack traces.
+            socket.create_connection((self._host, self._port), CONNECT_S).close()
+            requests, waiting = (
+                TCPStore(self._host, self._port, is_master=False, wait_for_workers=False,
+                         timeout=limit) for _ in range(2)
+            )  # fmt: skip
+        except STORE_ERRORS as error:
+            if port_in_use and not self._has_connected:
+                raise ConfigError(
+                    f"--rdzv-endpoint {self}: port {self._port} is in use by another program; "
+                    "choose another port, the same on all nodes") from error
+            raise
+        finally:
+            timer.cancel()
+        waiting.set_timeout(timedelta(seconds=WAIT_S))
+        self._has_connected = True
+        inodes = self._connections_since(before)
+        return Backend(requests, on_read=on_read, inodes=inodes), waiting
+
+    def _connections_since(self, before: Collection[int]) -> set[int]:
+        """The connections to the endpoint that were made after `before`."""
+        return {inode for inode, found in sockets.connections().items()
+                if inode not in before and found.peer_port == self._port}
+
+    def _listen(self) -> bool:
+        """Host the store, at the endpoint's address only. Returns False if the port is in use."""
+        try:
+            self._server = serve(self.own, self._port)[0]
+        except OSError as error:
+            if error.errno == errno.EADDRINUSE:
+                return False  # by another launcher on this machine, or by another program
+            raise ConfigError(f"--rdzv-endpoint {self}: {error.strerror}; choose another port, "
+                              "the same on all nodes") from error
+        return True
+
+
+def serve(address: str, port: int = 0) -> tuple[TCPStore, int]:
+    """Host a store on `port` (0: a free one); returns the store and its port.
+
+    The store is served as long as the object exists. TCPStore itself would listen on all
+    interfaces, whatever address it is given; here it gets a listening socket.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False,
+                    master_listen_fd=listener.detach()), port
+
+
+class Backend(C10dRendezvousBackend):
+    """torch's backend with a hook on reads, which also closes the connections of a silent store.
+
+    A call to a store whose host is cut off blocks until the network is back, whatever its timeout.
+
+    Args:
+        on_read: called whenever torch reads the rendezvous state, about once a second.
+        inodes: socket inodes of the connections to the store.
+    """
+
+    def __init__(
+        self, store: TCPStore, *, on_read: Callable[[], None], inodes: Collection[int]
+    ) -> None:
+        self._on_read, self._inodes = on_read, inodes
+        self._called_s: dict[int, float] = {}  # thread → start of the call that it waits for
+        self._closed = threading.Event()
+        threading.Thread(target=self._guard, name="store-guard", daemon=True).start()
+        super().__init__(store, "trainer")
+
+    def get_state(self) -> Any:
+        state = super().get_state()
+        self._on_read()
+        return state
+
+    def ask(self, operation: str, *arguments: Any) -> Any:
+        """Call a store operation that is answered immediately.
+
+        Raises:
+            RendezvousConnectionError: the store is lost.
+        """
+        return self._call_store(operation, *arguments)
+
+    def close(self) -> None:
+        """Close the connections; a thread waiting for an answer gets an error."""
+        self._closed.set()
+        sockets.shut_down(self._inodes)
+
+    def _guard(self) -> None:
+        while not self._closed.wait(GUARD_S):
+            now_s = time.monotonic()
+            if now_s - min(list(self._called_s.values()), default=now_s) > SILENT_S:
+                self.close()
+
+    def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        me = threading.get_ident()
+        self._called_s[me] = time.monotonic()
+        try:
+            return super()._call_store(store_op, *args, **kwargs)
+        finally:
+            del self._called_s[me]

@@ -1,0 +1,126 @@
+"""Turn a fork of the server into a rank: its session, environment, output streams and exit."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import select
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+from launch.signals import STOP_SIGNALS
+from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
+from trainer.resilience import handles
+from trainer.telemetry.std_streams import say
+
+Entry = Callable[[list[str]], int]
+
+ORPHAN_S = 4.5
+"""How long a rank runs after the launcher's death if the fork server has died, too. A living fork
+server kills it earlier."""
+
+
+def be_rank(
+    main: Entry,
+    argv: Sequence[str],
+    env: dict[str, str],
+    *,
+    launcher_fd: int,
+    output_fds: Sequence[int],
+    close_fds: Sequence[int],
+) -> NoReturn:
+    """Turn this new fork into a rank, call `main(argv)` and exit with its return value.
+
+    The stop signals stay blocked until `main` handles and unblocks them, so that none is lost.
+
+    Args:
+        main: the entry function.
+        argv: the trainer's arguments.
+        env: environment variables to set.
+        launcher_fd: socket to the launcher; end of file means that the launcher has died.
+        output_fds: new stdout and stderr; empty to keep the inherited ones.
+        close_fds: file descriptors of the fork server to close.
+    """
+    try:
+        os.setsid()  # Ctrl-C in the terminal must not reach a rank a second time
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number in STOP_SIGNALS:
+            default = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, default)
+        for fd in close_fds:
+            os.close(fd)
+        _set_streams(output_fds)
+        handles.separate_reads()  # of files that the task's module has opened
+        os.environ |= {**env, "TRAINER_LAUNCHER_FD": str(launcher_fd)}
+        sys.argv = ["trainer", *argv]
+        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
+            name.write(f"rank {env['RANK']}")  # shown by `ps` and `top`
+        threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
+        code = _call(main, list(argv))
+        _finish(code)
+        with contextlib.suppress(OSError):  # the launcher has died
+            os.write(launcher_fd, b"returned\n")
+        os._exit(code)
+    except BaseException:
+        traceback.print_exc()
+    finally:  # always: this process must never return into the fork server's loop
+        os._exit(EXIT_FAILURE)
+
+
+def _set_streams(output_fds: Sequence[int]) -> None:
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
+    for fd, target in zip(output_fds, (1, 2), strict=False):
+        os.dup2(fd, target)
+        os.close(fd)
+    # A rank may be killed at any time: flush its output after each line.
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+
+
+def _call(main: Entry, argv: list[str]) -> int:
+    try:
+        return int(main(argv) or EXIT_COMPLETE)
+    except SystemExit as end:
+        if end.code is None or isinstance(end.code, int):
+            return end.code or EXIT_COMPLETE
+        print(end.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    return EXIT_FAILURE
+
+
+def _finish(code: int) -> None:
+    """Shut down as the interpreter does, without unloading every module (about a second).
+
+    A rank that has failed only flushes its output: a thread of the task may never end, and the
+    other ranks wait for the next attempt.
+    """
+    if code == EXIT_COMPLETE:
+        threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        say("", stream)
+
+
+def _end_orphan(launcher_fd: int) -> None:
+    """Kill this rank if the launcher and the fork server have both died.
+
+    A fork server that is only stopped is continued, because it has to exit as well.
+    """
+    server = os.getppid()
+    watch = select.poll()
+    watch.register(launcher_fd, 0)  # no events: wait only for the hang-up of the other end
+    watch.poll()
+    with contextlib.suppress(OSError):
+        if os.getppid() == server:
+            os.kill(server, signal.SIGCONT)
+    time.sleep(ORPHAN_S)
+    os.killpg(os.getpgrp(), signal.SIGKILL)

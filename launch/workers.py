@@ -1,0 +1,329 @@
+"""The ranks of this node: start them through the fork server, signal them, wait for them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from launch import fork_server
+from launch.exit_policy import Exit
+from launch.output import Output
+from launch.signals import StopRequest
+from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
+from trainer.resilience import processes
+from trainer.resilience.stop_signals import is_readable
+
+SERVER_EXIT_S = 2.0
+KILL_S = 1.0
+
+TRAINERS_OWN = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
+"""Exit codes that are valid only if the trainer itself returned them."""
+
+AT_ONCE = 64
+"""Maximum number of ranks in one request: the fork server reads `PACKET_BYTES` of a message."""
+
+SERVER_LOOKS, LOOK_S = 4, 0.5
+"""A fork server found stopped (SIGSTOP) in this many consecutive checks, while something waits for
+it, is continued."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Worker:
+    """A living rank. `pidfd` refers to the process itself, even if its pid is reused."""
+
+    rank: int
+    pidfd: int
+    channel: socket.socket
+    unparsed: bytes = b""
+    forced: bool = False
+    returned: bool = False
+    stopped_checks: int = 0
+
+
+def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
+    """Fork the fork server from this process, which must not have threads yet.
+
+    Returns its pid and the socket to it.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = fork_server.fork()
+    if pid == 0:
+        ours.close()
+        fork_server.serve(theirs, entry, argv)
+    theirs.close()
+    return pid, ours
+
+
+def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
+    """Start the fork server from a process with threads: the new server imports everything itself.
+
+    Returns its pid and the socket to it.
+    """
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    theirs.set_inheritable(True)
+    flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    command = [sys.executable, *flags, "-m", "launch.fork_server", str(theirs.fileno()), entry]
+    pid = os.posix_spawn(sys.executable, [*command, *argv], os.environ)
+    theirs.close()
+    return pid, ours
+
+
+class Ranks:
+    """The ranks of one node, and the fork server that starts them.
+
+    Attributes:
+        server_lives: whether the fork server is alive.
+        run_folder: path of the run folder; None until a rank has reported it.
+        failures: the failure events that the ranks of this attempt have reported.
+    """
+
+    def __init__(
+        self,
+        server: tuple[int, socket.socket],
+        *,
+        entry: str,
+        argv: Sequence[str],
+        stop: StopRequest,
+        output: Output,
+    ) -> None:
+        self.run_folder: str | None = None
+        self.failures: list[dict[str, Any]] = []
+        self._entry = entry
+        self._argv = list(argv)
+        self._stop = stop
+        self._output = output
+        self._living: dict[int, _Worker] = {}  # by pid
+        self._exits: list[Exit] = []  # not yet returned by `wait`
+        self._starting: dict[int, int] = {}  # local rank -> rank, of ranks without a pid so far
+        self._pids: dict[int, int] = {}  # local rank -> pid
+        self._selector = selectors.DefaultSelector()
+        self._watch(stop.wakeup_fd, stop.drain)
+        self.server_lives = False
+        self._adopt(server)
+
+    @property
+    def living(self) -> list[int]:
+        """Numbers of the ranks that have not exited, in ascending order."""
+        return sorted(rank.rank for rank in self._living.values())
+
+    def wait_ready(self, *, until_stop: bool = False) -> int | None:
+        """Wait for the fork server's imports.
+
+        Returns None, or the exit code if there is nothing to start.
+
+        Args:
+            until_stop: return early, with None, at a stop request.
+        """
+        while self._server_imports and not (until_stop and self._stop.signal is not None):
+            self._poll(LOOK_S)
+        return self._code
+
+    def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
+        """Fork one rank for each environment, by local rank; returns pids by local rank.
+
+        A fork server that was killed is replaced first, which takes as long as importing torch.
+        `wait` reports a rank that cannot be started as one that has exited.
+        """
+        self._pids, self.failures = {}, []
+        self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
+        if not self.server_lives:
+            self._adopt(spawn_server_process(self._entry, self._argv))
+            if (code := self.wait_ready()) is not None:
+                self._end_starting(code)
+                return {}
+        requests = [
+            {"local_rank": local_rank, "env": env, "tagged": env["RANK"] != "0"}
+            for local_rank, env in envs.items()
+        ]
+        for first in range(0, len(requests), AT_ONCE):
+            batch = requests[first : first + AT_ONCE]
+            with contextlib.suppress(OSError):  # the server has died: `_poll` detects it
+                fork_server.send(self._control, {"fork": batch})
+            while any(rank["local_rank"] in self._starting for rank in batch):
+                self._poll(LOOK_S)
+        return self._pids
+
+    def wait(self, timeout_s: float) -> list[Exit]:
+        """The exits since the last call; if there are none, wait for an event first."""
+        if not self._exits:
+            self._poll(timeout_s)
+        exits, self._exits = self._exits, []
+        return exits
+
+    def signal(self, number: signal.Signals, *, forced: bool = False) -> None:
+        """Send a signal to each living rank; `forced` marks their exits as the launcher's doing."""
+        for rank in self._living.values():
+            rank.forced |= forced
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(rank.pidfd, number)
+
+    def tell(self, word: str) -> None:
+        """Send a keyword to each living rank over its channel: `lost`, `stale` or `absent`."""
+        for rank in self._living.values():
+            with contextlib.suppress(OSError):  # it is exiting
+                rank.channel.send(f"{word}\n".encode())
+
+    def kill_stopped(self, checks: int) -> list[int]:
+        """Kill each rank found stopped (SIGSTOP) in `checks` consecutive calls; returns them.
+
+        Counted in calls and not in time, because the launcher may have been stopped with them.
+        """
+        killed = []
+        for pid, rank in self._living.items():
+            rank.stopped_checks = rank.stopped_checks + 1 if processes.state(pid) == "T" else 0
+            if rank.stopped_checks == checks:
+                killed.append(rank.rank)
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+        return killed
+
+    def kill_and_exit(self) -> NoReturn:
+        """Kill all ranks and exit immediately. May be called from a signal handler."""
+        if self._server_imports:
+            os.kill(self._server_pid, signal.SIGKILL)
+        self.signal(signal.SIGKILL)
+        deadline_s = time.monotonic() + KILL_S
+        for rank in list(self._living.values()):
+            is_readable(rank.pidfd, deadline_s - time.monotonic())
+        self._output.finish(KILL_S)
+        os._exit(EXIT_FAILURE)
+
+    def close(self) -> None:
+        """Disconnect from the fork server, which kills living ranks after a few seconds."""
+        if self.server_lives:
+            self._forget(self._control.fileno())
+            self._control.close()
+            pidfd = os.pidfd_open(self._server_pid)
+            if not is_readable(pidfd, SERVER_EXIT_S):
+                os.kill(self._server_pid, signal.SIGKILL)
+            os.close(pidfd)
+            os.waitpid(self._server_pid, 0)
+            self.server_lives = False
+        self._selector.close()
+
+    def _adopt(self, server: tuple[int, socket.socket]) -> None:
+        self._server_pid, self._control = server
+        self.server_lives = True
+        self._server_imports = True
+        self._stopped_checks = 0
+        self._code: int | None = None  # exit code if the server found nothing to start
+        self._watch(self._control.fileno(), self._on_message)
+
+    def _watch(self, fd: int, on_readable: Callable[[], object]) -> None:
+        self._selector.register(fd, selectors.EVENT_READ, on_readable)
+
+    def _forget(self, fd: int) -> None:
+        with contextlib.suppress(KeyError):
+            self._selector.unregister(fd)
+
+    def _poll(self, timeout_s: float) -> None:
+        events = self._selector.select(timeout_s)
+        if not events:
+            self._continue_server()
+        for key, _ in events:
+            # An event may make another of this batch obsolete: an exit closes the rank's channel.
+            if self._selector.get_map().get(key.fileobj) == key:
+                key.data()
+
+    def _continue_server(self) -> None:
+        """Continue (SIGCONT) a stopped fork server: only it can start ranks and report their exits.
+
+        Counted in checks and not in time, because the launcher may have been stopped with it.
+        """
+        stopped = self.server_lives and processes.is_stopped(self._server_pid) and (
+            self._server_imports or self._starting
+            or any(processes.state(pid) in "ZX" for pid in self._living))
+        self._stopped_checks = self._stopped_checks + 1 if stopped else 0
+        if self._stopped_checks >= SERVER_LOOKS:
+            self._stopped_checks = 0
+            self._output.say(
+                "the fork server was stopped while ranks waited for it: continued")
+            os.kill(self._server_pid, signal.SIGCONT)
+
+    def _on_message(self) -> None:
+        message, fds = fork_server.receive(self._control)
+        if message is None:
+            self._lose_server()
+        elif "started" in message:
+            self._add(message["started"], message["pid"], *fds)
+        elif "exited" in message:
+            self._remove(message["exited"], message["code"])
+        else:
+            self._server_imports = False
+            self._code = message.get("nothing_to_start")
+
+    def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
+        rank = _Worker(
+            rank=self._starting.pop(local_rank),
+            pidfd=pidfd,
+            channel=socket.socket(fileno=channel_fd),
+        )
+        self._living[pid] = rank
+        self._pids[local_rank] = pid
+        self._watch(channel_fd, functools.partial(self._on_channel, rank))
+        streams = (sys.stdout.fileno(), sys.stderr.fileno())
+        for fd, to_fd in zip(output, streams, strict=False):
+            self._output.follow(fd, tag=f"[rank {rank.rank}] ", to_fd=to_fd)
+
+    def _on_channel(self, rank: _Worker) -> bool:
+        """Read the messages of a rank; returns whether there may be more."""
+        try:
+            data = rank.channel.recv(1 << 16, socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        if not data:
+            self._forget(rank.channel.fileno())
+        *lines, rank.unparsed = (rank.unparsed + data).split(b"\n")
+        for line in lines:
+            word, _, value = line.decode(errors="replace").partition(" ")
+            with contextlib.suppress(ValueError):
+                if word == "returned":
+                    rank.returned = True
+                elif word == "run":
+                    self.run_folder = json.loads(value)
+                elif word == "failure":
+                    self.failures.append(json.loads(value))
+        return bool(data)
+
+    def _remove(self, pid: int, code: int | None) -> None:
+        if pid not in self._living:
+            return
+        rank = self._living.pop(pid)
+        while self._on_channel(rank):
+            pass  # read its last messages
+        self._forget(rank.channel.fileno())
+        self._forget(rank.pidfd)
+        rank.channel.close()
+        os.close(rank.pidfd)
+        end = Exit(rank=rank.rank, code=code, at_s=time.monotonic(), forced=rank.forced,
+                   early=code in TRAINERS_OWN and not rank.returned)
+        self._exits.append(end)
+
+    def _lose_server(self) -> None:
+        """The fork server has died: exits of its ranks are still noticed, without exit codes."""
+        self._forget(self._control.fileno())
+        self._control.close()
+        os.waitpid(self._server_pid, 0)
+        self.server_lives = False
+        if self._server_imports:
+            self._output.say("the fork server died during startup")
+            self._server_imports, self._code = False, EXIT_FAILURE
+        self._end_starting(None)
+        for pid, rank in self._living.items():
+            self._watch(rank.pidfd, functools.partial(self._remove, pid, None))
+
+    def _end_starting(self, code: int | None) -> None:
+        now_s = time.monotonic()
+        self._exits += [Exit(rank=r, code=code, at_s=now_s) for r in self._starting.values()]
+        self._starting = {}

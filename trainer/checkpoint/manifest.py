@@ -1,0 +1,217 @@
+"""The files of one checkpoint and its manifest: writing, reading and verifying them."""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from trainer.errors import CheckpointDamaged
+from trainer.storage.files import CHUNK, fsync_folder, write_file
+
+MANIFEST = "manifest.json"
+
+Buffer = Any
+"""An object with a contiguous buffer: bytes, a memoryview, an array."""
+
+_HASH = re.compile(r"[0-9a-f]{32}")
+_TYPES = {"run": str, "generation": int, "step": int, "kind": str, "files": dict, "extra": dict}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointInfo:
+    """A checkpoint as described by its manifest; its data has not been read.
+
+    Attributes:
+        path: the checkpoint's folder.
+        step: optimizer steps taken.
+        generation, run, kind: as committed; None if the manifest is damaged.
+        manifest: the whole manifest; empty if it is damaged.
+        why: what is wrong with the manifest, or None.
+    """
+
+    path: Path
+    step: int
+    generation: int | None = None
+    run: str | None = None
+    kind: str | None = None
+    manifest: Mapping[str, Any]
+    why: str | None = None
+
+
+class Stage:
+    """A checkpoint that is being written to a temporary folder.
+
+    Args:
+        path: the temporary folder; `publish` renames it to its final name.
+        step: optimizer steps taken.
+        generation: generation of the run's history; every rollback increments it.
+        midway: called once, after the first buffer has been written.
+        publish: called by `commit` when all files are durable.
+    """
+
+    def __init__(
+        self, path: Path, *, step: int, generation: int, midway: Callable[[], None],
+        publish: Callable[[], CheckpointInfo],
+    ) -> None:
+        self.path = path
+        self.step = step
+        self.generation = generation
+        self.bytes_tried = 0
+        self._midway, self._publish = midway, publish
+        self._files: dict[str, dict[str, Any]] = {}
+
+    def write(self, name: str, content: Buffer | Iterable[Buffer]) -> None:
+        """Write and hash one file; it is durable on return.
+
+        Args:
+            name: a plain file name; each name may be written once.
+            content: one buffer, or an iterable of buffers in order.
+
+        Raises:
+            OSError: the disk is full or fails.
+        """
+        assert _is_plain(name), name
+        before, hasher = self.bytes_tried, xxhash.xxh3_128()
+        write_file(self.path / name, self._counted(content), hasher.update)
+        size = self.bytes_tried - before
+        self._files[name] = {"bytes": size, "xxh3_128": hasher.hexdigest()}
+
+    def commit(
+        self, *, kind: str, run: str = "", extra: Mapping[str, Any] | None = None
+    ) -> CheckpointInfo:
+        """Publish the checkpoint atomically, then read it back from disk and verify it.
+
+        An older checkpoint of the same step stays readable until the new one has been verified.
+
+        Args:
+            kind: why it was saved: "periodic", "best", "stop" or "survivor".
+            run: id of the run.
+            extra: further entries of the manifest; JSON values.
+
+        Raises:
+            CheckpointDamaged: it doesn't read back as written; the older one was put back.
+            StaleAttempt: raised by the store's guard; nothing was published.
+            OSError: the disk is full or fails.
+        """
+        manifest = encode({
+            "run": run, "generation": self.generation, "step": self.step, "kind": kind,
+            "files": self._files, "extra": dict(extra or {}),
+        })  # fmt: skip
+        write_file(self.path / MANIFEST, self._counted(manifest))
+        fsync_folder(self.path)
+        return self._publish()
+
+    def _counted(self, content: Buffer | Iterable[Buffer]) -> Iterator[memoryview]:
+        with suppress(TypeError):  # first, since an array is iterable too
+            content = [memoryview(content)]  # type: ignore[arg-type]
+        for buffer in content:
+            view = memoryview(buffer)
+            if view.nbytes:  # an empty view can't be cast
+                before, self.bytes_tried = self.bytes_tried, self.bytes_tried + view.nbytes
+                yield view.cast("B")
+                if not before:
+                    self._midway()
+
+
+def encode(fields: Mapping[str, Any]) -> bytes:
+    """The manifest as JSON; its last member is the hash of all bytes before it."""
+    body = json.dumps(fields, indent=2, allow_nan=False).removesuffix("\n}").encode()
+    return body + _tail(body)
+
+
+def look(path: Path, step: int) -> CheckpointInfo:
+    """Read the manifest of a checkpoint; a damaged one sets `why` and doesn't raise."""
+    try:
+        manifest = _parse((path / MANIFEST).read_bytes())
+        if manifest["step"] != step:
+            raise ValueError(f"{MANIFEST} is that of step {manifest['step']}")
+    except FileNotFoundError:
+        why = f"{MANIFEST} is missing"
+    except OSError as error:
+        why = f"{MANIFEST} can't be read: {error.strerror}"
+    except ValueError as error:
+        why = str(error)
+    else:
+        return CheckpointInfo(
+            path=path, step=step, generation=manifest["generation"], run=manifest["run"],
+            kind=manifest["kind"], manifest=manifest,
+        )  # fmt: skip
+    return CheckpointInfo(path=path, step=step, manifest={}, why=why)
+
+
+def verify(path: Path, step: int) -> CheckpointInfo:
+    """Read all files of a checkpoint and compare sizes and hashes with the manifest.
+
+    Raises:
+        CheckpointDamaged: names the folder, the file and the difference.
+    """
+    info = look(path, step)
+    why = info.why
+    for name, entry in info.manifest.get("files", {}).items():
+        why = why or _difference(path / name, entry)
+    if why:
+        raise CheckpointDamaged(f"{path.name}: {why}")
+    return info
+
+
+def _is_plain(name: str) -> bool:
+    """Whether the name denotes a data file directly in the checkpoint's folder."""
+    return name not in ("", ".", "..", MANIFEST) and not set(name) & {"/", "\0"}
+
+
+def _tail(body: bytes) -> bytes:
+    return b',\n  "checksum": "%s"\n}\n' % xxhash.xxh3_128_hexdigest(body).encode()
+
+
+def _parse(raw: bytes) -> dict[str, Any]:
+    """Decode and check a manifest. Raises ValueError with the reason if it is invalid."""
+    body = raw[: -len(_tail(b""))]
+    if not raw:
+        raise ValueError(f"{MANIFEST} is empty")
+    if raw != body + _tail(body):
+        raise ValueError(f"{MANIFEST} doesn't match its own checksum: cut short or altered")
+    # The bytes are as they were written, but another program may have written them.
+    try:
+        manifest = json.loads(raw)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{MANIFEST} is not JSON: {error}") from error
+    for key, kind in _TYPES.items():
+        if type(manifest.get(key)) is not kind:
+            raise ValueError(f"{MANIFEST}: {key} is {manifest.get(key)!r}, not {kind.__name__}")
+    for name, entry in manifest["files"].items():
+        if not _is_plain(name):
+            raise ValueError(f"{MANIFEST}: {name!r} is not a plain file name")
+        if not (
+            isinstance(entry, dict) and type(entry.get("bytes")) is int
+            and isinstance(entry.get("xxh3_128"), str) and _HASH.fullmatch(entry["xxh3_128"])
+        ):  # fmt: skip
+            raise ValueError(f"{MANIFEST}: the entry of {name} is {entry!r}")
+    return manifest
+
+
+def _difference(path: Path, entry: Mapping[str, Any]) -> str | None:
+    try:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            return f"{path.name} is not a file"
+        if status.st_size != entry["bytes"]:
+            return f"{path.name} has {status.st_size} bytes instead of {entry['bytes']}"
+        hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
+        with path.open("rb", buffering=0) as file:
+            while count := file.readinto(buffer):
+                hasher.update(buffer[:count])
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} can't be read: {error.strerror}"
+    if hasher.hexdigest() != entry["xxh3_128"]:
+        return f"{path.name} doesn't match its checksum"
+    return None

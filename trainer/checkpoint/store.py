@@ -1,0 +1,358 @@
+"""Durable checkpoint folders: written to a temporary folder, published by a rename, verified.
+
+Content of the folder, with N the step in at least eight digits:
+
+    step-N             a complete checkpoint: its files, and manifest.json with sizes and hashes
+    step-N.tmp-PID-X   a checkpoint being written, or left behind by a dead writer
+    step-N.old         the previous checkpoint of a step while a new one replaces it; used while
+                       step-N is missing, and again if step-N turns out to be damaged
+    step-N.gone-X      a pruned or abandoned checkpoint, about to be deleted
+    .lock              byte N is locked by the writer of step N
+
+Other names are never touched.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import re
+import secrets
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+
+from trainer.checkpoint.manifest import CheckpointInfo, Stage, look, verify
+from trainer.errors import CheckpointBusy, CheckpointDamaged
+from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
+from trainer.storage.locks import ByteLocks
+from trainer.telemetry.status import Phase
+
+_NAME = re.compile(r"step-(\d{8,})(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
+FULL = (errno.ENOSPC, errno.EDQUOT)
+"""Error numbers of a full disk."""
+
+
+class Store:
+    """The checkpoint folder of a run: `RUN/checkpoints`.
+
+    Create one instance per folder and process, since file locks belong to the process. Its methods
+    are thread-safe.
+
+    Args:
+        folder: created with the first checkpoint.
+        run: id of the run. Checkpoints of other runs are never loaded, pruned or set aside. None:
+            all checkpoints belong to this run.
+        keep: number of newest checkpoints that `prune` keeps.
+        keep_every: `prune` also keeps checkpoints whose step is a multiple of this.
+        guard: context manager entered around every visible change of the folder; raises if the
+            change is not allowed (`RunLock.committing`).
+        mark: called with the progress marks `SAVE_BEGIN`, `SAVE_MID` (after the first buffer) and
+            `SAVE_END` (the new checkpoint is visible, but not verified yet).
+
+    Attributes:
+        in_use: step of the checkpoint returned by `open`, which `prune` keeps. The caller resets
+            it to None after reading the files.
+    """
+
+    def __init__(
+        self, folder: Path, *, run: str | None = None, keep: int = 3,
+        keep_every: int | None = None,
+        guard: Callable[[], AbstractContextManager[None]] = nullcontext,
+        mark: Callable[[Phase], None] = lambda point: None,
+    ) -> None:
+        assert keep >= 1, "a restart continues from the newest checkpoint"
+        self.folder = Path(folder)
+        self.in_use: int | None = None
+        self._run, self._keep, self._keep_every = run, keep, keep_every
+        self._guard, self._mark = guard, mark
+        self._locks = ByteLocks(self.folder / ".lock")
+        self._verified: set[str] = set()  # manifest checksums of verified checkpoints
+
+    @contextmanager
+    def stage(
+        self, step: int, *, generation: int, expected_bytes: int = 0, wait_s: float = 1.0
+    ) -> Iterator[Stage]:
+        """Context manager that writes the checkpoint of a step.
+
+        Leaving the block without `StagedCheckpoint.commit` deletes what was written. A step has
+        only one writer at a time. A second writer gets its turn when the first one is done *or
+        dead*, so it should call `verify` first: the checkpoint may be complete already.
+
+        Args:
+            step: optimizer steps taken.
+            generation: generation of the run's history; every rollback increments it.
+            expected_bytes: size of the whole checkpoint, if known; for the error message only.
+            wait_s: seconds to wait for another writer of this step.
+
+        Raises:
+            CheckpointBusy: another process or thread is still writing this step.
+            OSError: the disk is full; names the folder, the bytes needed and the bytes free.
+        """
+        stage = Stage(
+            self._temp_path(_name(step), f"tmp-{os.getpid()}"), step=step, generation=generation,
+            midway=lambda: self._mark(Phase.SAVE_MID),
+            publish=lambda: self._publish(step, stage.path),
+        )  # fmt: skip
+        try:
+            with self._step_lock(step, wait_s):
+                try:
+                    self._finish_replacement(step)
+                    stage.path.mkdir()
+                    self._mark(Phase.SAVE_BEGIN)
+                    yield stage
+                finally:
+                    remove_folder(stage.path)
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            needed = max(expected_bytes, stage.bytes_tried)
+            raise OSError(
+                error.errno,
+                f"{error.strerror}: the checkpoint of step {step} needs "
+                f"{'' if expected_bytes else 'at least '}{needed:,} bytes and "
+                f"{free_bytes(self.folder):,} are free; older checkpoints are complete",
+                str(self.folder),
+            ) from error
+
+    def checkpoints(self) -> list[CheckpointInfo]:
+        """All checkpoints by (generation, step), oldest first; reads only their manifests.
+
+        Checkpoints with a damaged manifest (`why` is set) come last, since they may be the newest.
+        """
+        shown = {info.step: info for info in self._candidates()}  # step-N.old comes before step-N
+        return sorted(shown.values(), key=_age)
+
+    def verify(self, step: int) -> CheckpointInfo:
+        """Read the checkpoint of a step and compare its files with the manifest's hashes.
+
+        Raises:
+            CheckpointDamaged: it differs, or doesn't exist.
+        """
+        for info in self.checkpoints():
+            if info.step == step:
+                return self._verify(info.path, step)
+        raise CheckpointDamaged(f"{_name(step)}: there is no such checkpoint in {self.folder}")
+
+    def holds(self, step: int, generation: int) -> bool:
+        """Whether a valid checkpoint of this step and generation exists."""
+        try:
+            return self.verify(step).generation == generation
+        except CheckpointDamaged:
+            return False
+
+    def newest_valid(self) -> tuple[CheckpointInfo | None, list[str]]:
+        """The newest valid checkpoint of this run, and why each newer one was skipped.
+
+        Returns (None, reasons) if there is none; without reasons there is no checkpoint at all.
+        """
+        skipped, candidates = [], self._candidates()
+        for info in sorted(candidates, key=_age, reverse=True):
+            if info.why is None and not self._is_mine(info):
+                skipped.append(f"{info.path.name}: belongs to another run ({info.run})")
+                continue
+            try:
+                return self._verify(info.path, info.step), skipped
+            except CheckpointDamaged as error:
+                if self._candidates() != candidates:  # a writer has replaced or pruned one
+                    return self.newest_valid()
+                skipped.append(str(error))
+        return None, skipped
+
+    def open(self, step: int) -> dict[str, Path]:
+        """Verify a checkpoint and protect it from `prune` (see `in_use`).
+
+        Returns:
+            File name → path.
+
+        Raises:
+            CheckpointDamaged: see `verify`.
+        """
+        info = self.verify(step)
+        self.in_use = step
+        return {name: info.path / name for name in info.manifest["files"]}
+
+    def prune(self, protect: Collection[int] = ()) -> list[int]:
+        """Delete old checkpoints and left-over folders. Returns the deleted steps.
+
+        Keeps the `keep` newest checkpoints, the steps in `protect` (the best one), multiples of
+        `keep_every`, the checkpoint in use, and checkpoints without a readable manifest.
+
+        Raises:
+            CheckpointDamaged: the newest checkpoint is damaged; nothing was deleted.
+            StaleAttempt: raised by the guard.
+        """
+        own = [info for info in self.checkpoints() if info.why is None and self._is_mine(info)]
+        if own and own[-1].manifest["checksum"] not in self._verified:
+            self._verify(own[-1].path, own[-1].step)
+        to_prune = [
+            info for info in own[:-self._keep]
+            if info.step not in protect and info.step != self.in_use
+            and not (self._keep_every and info.step % self._keep_every == 0)
+        ]  # fmt: skip
+        self._hide(*[info.path for info in to_prune])
+        self._sweep()
+        return [info.step for info in to_prune]
+
+    def set_aside(self, *, after_step: int, generation: int) -> list[int]:
+        """Abandon checkpoints of older generations after a step. Returns their steps.
+
+        A rollback to `after_step` calls this before it continues as `generation`. Abandoned
+        checkpoints are no longer listed, and the next `prune` deletes them.
+        """
+        abandoned = [
+            info for info in self._candidates()
+            if info.step > after_step
+            and (info.generation is None or (self._is_mine(info) and info.generation < generation))
+        ]  # fmt: skip
+        self._hide(*[info.path for info in abandoned])
+        return sorted({info.step for info in abandoned})
+
+    @property
+    def generation(self) -> int:
+        """Latest generation of this run's checkpoints, including damaged ones; 0 without any."""
+        return max((i.generation or 0 for i in self.checkpoints() if self._is_mine(i)), default=0)
+
+    def clean(self) -> list[str]:
+        """Delete what dead attempts left behind; call it at the start of an attempt.
+
+        Also completes a save that was interrupted while it replaced a checkpoint.
+
+        Returns:
+            The deleted names.
+        """
+        return self._sweep(at_start=True)
+
+    def close(self) -> None:
+        """Close the lock file. Reading checkpoints remains possible."""
+        self._locks.close()
+
+    def _publish(self, step: int, path: Path) -> CheckpointInfo:
+        final, old = self._paths(step)
+        with self._guard():
+            replaces = final.is_dir()
+            if replaces:
+                final.rename(old)
+            try:
+                path.rename(final)
+            except OSError:
+                if replaces:
+                    old.rename(final)
+                raise
+            fsync_folder(self.folder)
+        self._mark(Phase.SAVE_END)
+        try:
+            info = self._verify(final, step)
+        except CheckpointDamaged:
+            self._discard(final)
+            self._finish_replacement(step)
+            raise
+        if replaces:
+            self._discard(old)
+        return info
+
+    @contextmanager
+    def _step_lock(self, step: int, wait_s: float) -> Iterator[None]:
+        make_folder(self.folder)
+        if not self._locks.lock(step, wait_s):
+            writers = [n for n in os.listdir(self.folder) if n.startswith(f"{_name(step)}.tmp-")]
+            raise CheckpointBusy(
+                f"{self.folder}: another process has been writing step {step} for more than "
+                f"{wait_s:g} s ({', '.join(writers) or 'nothing written yet'})")
+        try:
+            yield
+        finally:
+            self._locks.unlock(step)
+
+    def _finish_replacement(self, step: int) -> None:
+        """Complete or undo an interrupted replacement. The caller holds the step's lock."""
+        final, old = self._paths(step)
+        if not old.is_dir():
+            return
+        if final.is_dir():
+            if self._is_valid(final, step) or not self._is_valid(old, step):
+                self._discard(old)
+                return
+            self._discard(final)
+        with self._guard():
+            old.rename(final)
+            fsync_folder(self.folder)
+
+    def _sweep(self, *, at_start: bool = False) -> list[str]:
+        removed = []
+        for name, step, suffix in self._names():
+            if suffix.startswith("gone-"):
+                remove_folder(self.folder / name)
+                removed.append(name)
+            elif suffix and self._locks.try_lock(step):  # else a living writer holds it
+                try:
+                    if suffix == "old":
+                        self._finish_replacement(step)
+                    elif self._locks.supported or at_start:
+                        remove_folder(self.folder / name)
+                        removed.append(name)
+                finally:
+                    self._locks.unlock(step)
+        return removed
+
+    def _candidates(self) -> list[CheckpointInfo]:
+        """All folders that may be checkpoints; step-N.old before step-N."""
+        for _ in range(10):  # until no writer renamed anything meanwhile
+            names = self._names()
+            found = [look(self.folder / n, step) for n, step, how in names if how in ("", "old")]
+            if names == self._names():
+                break
+        return found
+
+    def _names(self) -> list[tuple[str, int, str]]:
+        """The store's folders as (name, step, suffix); longer names first."""
+        found = []
+        for name in sorted(os.listdir(self.folder), reverse=True) if self.folder.is_dir() else ():
+            match = _NAME.fullmatch(name)
+            if match and name.startswith(_name(int(match[1]))) and (self.folder / name).is_dir():
+                found.append((name, int(match[1]), match[2] or ""))
+        return found
+
+    def _is_mine(self, info: CheckpointInfo) -> bool:
+        return self._run is None or info.run == self._run
+
+    def _verify(self, path: Path, step: int) -> CheckpointInfo:
+        info = verify(path, step)
+        self._verified.add(info.manifest["checksum"])
+        return info
+
+    def _is_valid(self, path: Path, step: int) -> bool:
+        try:
+            self._verify(path, step)
+        except CheckpointDamaged:
+            return False
+        return True
+
+    def _paths(self, step: int) -> tuple[Path, Path]:
+        return self.folder / _name(step), self.folder / f"{_name(step)}.old"
+
+    def _temp_path(self, name: str, what: str) -> Path:
+        return self.folder / f"{name}.{what}-{secrets.token_hex(4)}"
+
+    def _hide(self, *paths: Path) -> list[Path]:
+        """Rename checkpoints so that they are no longer listed. Returns their new paths."""
+        if not paths:
+            return []
+        with self._guard():
+            hidden = [path.rename(self._temp_path(path.stem, "gone")) for path in paths]
+            fsync_folder(self.folder)
+        return hidden
+
+    def _discard(self, *paths: Path) -> None:
+        for path in self._hide(*paths):
+            remove_folder(path)
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _age(info: CheckpointInfo) -> tuple[float, int, bool]:
+    generation = math.inf if info.generation is None else info.generation
+    return generation, info.step, info.path.suffix != ".old"

@@ -1,0 +1,337 @@
+"""The complete training state that a checkpoint holds: `TrainState`.
+
+Tensors are keyed by parameter name and everything else is JSON. So a checkpoint can be read with
+safetensors and json alone, whatever wrappers (DDP, compile) the model has and in whatever order
+its parameter groups are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainer import rng
+from trainer.checkpoint.progress import Best, LossMeter, Progress
+from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.optim.ema import Ema
+
+MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
+
+CONFIGURED = frozenset((
+    "names", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "nesterov",
+    "dampening", "amsgrad", "fused", "foreach", "capturable", "differentiable", "maximize",
+    "max_lr", "min_lr", "max_momentum", "base_momentum",
+))  # fmt: skip
+"""Parameter group values set by the configuration; they may change when it changes."""
+
+
+class Stateful(Protocol):
+    """A resumable part of the run whose state is a JSON value."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state to save."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved state."""
+        ...
+
+
+@runtime_checkable
+class Shared(Protocol):
+    """A resumable part whose state is distributed over the ranks."""
+
+    def share(self) -> None:
+        """Collective. Exchange the state between the ranks before a save."""
+        ...
+
+
+@dataclass
+class TrainState:
+    """Everything that a resumed run needs.
+
+    Args:
+        model: the plain model, without DDP or compile wrappers.
+        parts: further resumable parts by name.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    schedule: Any
+    scaler: torch.amp.GradScaler
+    progress: Progress
+    best: Best
+    meter: LossMeter
+    seed: int
+    num_ranks: int
+    parts: dict[str, Stateful] = field(default_factory=dict)
+    ema: Ema | None = None
+
+    def __post_init__(self) -> None:
+        self._structure = self._current_structure()
+
+    def _current_structure(self) -> dict[str, bool]:
+        """Name of each tensor of the model → whether it is trained."""
+        trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
+        return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """The live tensors: copy them before the next step.
+
+        Returns:
+            File name → tensor name → tensor, for the model (parameters and buffers), the optimizer
+            ("PARAMETER|KEY") and the averaged weights.
+
+        Raises:
+            ConfigError: see `check_form`.
+        """
+        self.check_form()
+        model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
+        if self.ema is None:
+            return {MODEL: model, OPTIMIZER: optimizer}
+        return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
+
+    def check_form(self) -> None:
+        """Check that the forward has not changed the model's structure.
+
+        Raises:
+            ConfigError: parameters or buffers were added, removed or unfrozen.
+        """
+        now = self._current_structure()
+        names = now.keys() ^ self._structure.keys() | {
+            n for n in now if now[n] > self._structure.get(n, True)}
+        if names:
+            raise ConfigError(
+                f"--task: the model's forward has added, removed or unfrozen "
+                f"{', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)}; the optimizer and the "
+                "checkpoints need the model as model() returns it: do it there.")
+
+    def product(self) -> dict[str, Tensor]:
+        """The weights for validation and export: the moving average if there is one."""
+        model = dict(_model_tensors(self.model))
+        return model if self.ema is None else model | self.ema.averages()
+
+    def facts(self) -> dict[str, Any]:
+        """All state except tensors and `rng_digests`, as JSON values."""
+        return {
+            "progress": self.progress.state_dict(),
+            "best": self.best.state_dict(),
+            "meter": self.meter.state_dict(),
+            "optimizer": self._optimizer_facts(),
+            "schedule": self.schedule.state_dict(),
+            "scaler": self.scaler.state_dict(),
+            "parts": {name: part.state_dict() for name, part in self.parts.items()},
+            **({} if self.ema is None else {"ema": self.ema.state_dict()}),
+        }
+
+    def share(self) -> None:
+        """Collective. Exchange distributed state between the ranks before a save.
+
+        Without it `facts` is consistent too, but may contain an older state of some parts.
+        """
+        for part in self.parts.values():
+            if isinstance(part, Shared):
+                part.share()
+
+    def rng_digests(self, step: int) -> list[str]:
+        """Digests of all ranks' generators at a step boundary; thread-safe.
+
+        Generators are functions of (seed, step, rank), so every rank can compute all digests.
+        """
+        return [rng.digest(rng.keyed(self.seed, rng.STEP, step, rank))
+                for rank in range(self.num_ranks)]
+
+    def key_rng(self, rank: int) -> None:
+        """Seed this process's generators for the current step boundary."""
+        rng.key_generators(self.seed, rng.STEP, self.progress.step, rank)
+
+    def load(self, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
+        """Restore everything, into the live tensors.
+
+        Raises:
+            CheckpointDamaged: an entry is missing, unknown or has another shape; names it.
+        """
+        self.load_model(tensors[MODEL])
+        if self.ema is not None:
+            self.ema.load(tensors.get(EMA), facts.get("ema", {}))
+        groups = self._load_optimizer(tensors[OPTIMIZER], _entry(facts, "optimizer"))
+        self.progress.load_state_dict(_entry(facts, "progress"))
+        self.best.load_state_dict(_entry(facts, "best"))
+        self.meter.load_state_dict(_entry(facts, "meter"))
+        if self.scaler.is_enabled() and _entry(facts, "scaler"):
+            self.scaler.load_state_dict(facts["scaler"])
+        for name, part in self.parts.items():
+            part.load_state_dict(_entry(_entry(facts, "parts"), name))
+        # After the horizon (one of the parts), on which the schedule is based.
+        self.schedule.load_state_dict(_entry(facts, "schedule"), groups)
+
+    def load_model(self, tensors: dict[str, Tensor]) -> None:
+        """Restore only the model's parameters and buffers.
+
+        Raises:
+            CheckpointDamaged: see `load`.
+        """
+        _copy_into(dict(_model_tensors(self.model)), tensors, "model")
+
+    def sick(self, tensors: dict[str, Tensor]) -> list[str]:
+        """Names of the trainable parameters with NaN or infinite values in a copy of the model."""
+        trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
+        return [n for n, t in tensors.items() if n in trainable and not _is_finite(t)]
+
+    def still(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
+        """Addresses of the tensors that only an update changes: all except buffers."""
+        parameters = {p.data_ptr() for p in self.model.parameters()}
+        others = [t for name in tensors if name != MODEL for t in tensors[name].values()]
+        return parameters | {t.data_ptr() for t in others}
+
+    def names(self) -> dict[Tensor, str]:
+        """Parameter → name."""
+        return {p: n for n, p in self.model.named_parameters()}
+
+    def _optimizer_tensors(self) -> dict[str, Tensor]:
+        names = self.names()
+        return {
+            f"{names[parameter]}|{key}": value
+            for parameter, entries in self.optimizer.state.items()
+            for key, value in entries.items()
+            if isinstance(value, Tensor)
+        }
+
+    def _optimizer_facts(self) -> dict[str, Any]:
+        names = self.names()
+        return {
+            "groups": [
+                {
+                    "names": [names[p] for p in group["params"]],
+                    **{k: v for k, v in group.items()
+                       if k not in ("params", "param_names") and is_plain(v)},
+                }
+                for group in self.optimizer.param_groups
+            ],
+            "values": {
+                names[parameter]: {k: _to_json(v) for k, v in entries.items()
+                                   if not isinstance(v, Tensor)}
+                for parameter, entries in self.optimizer.state.items()
+            },
+        }
+
+    def _load_optimizer(
+        self, tensors: dict[str, Tensor], facts: dict[str, Any]
+    ) -> list[dict[str, Any]]:
+        """Restore the optimizer. Returns the saved parameter group of each live group."""
+        names = self.names()
+        parameters = {n: p for p, n in names.items()}
+        saved = {name for group in facts["groups"] for name in group["names"]}
+        live = {names[p] for g in self.optimizer.param_groups for p in g["params"]}
+        _same_names(saved, live, "optimizer")
+        state: dict[str, dict[str, Any]] = {
+            n: {k: _from_json(v) for k, v in entries.items()}
+            for n, entries in facts["values"].items()}
+        for name, value in tensors.items():
+            parameter, _, key = name.rpartition("|")
+            if parameter not in parameters:
+                raise CheckpointDamaged(f"optimizer: entry of unknown parameter {parameter!r}")
+            shape = parameters[parameter].shape
+            if value.dim() and value.shape != shape and value.numel() == shape.numel():
+                raise CheckpointDamaged(f"optimizer: {name} has shape {tuple(value.shape)} in the "
+                                        f"checkpoint, the parameter has {tuple(shape)}")
+            state.setdefault(parameter, {})[key] = value
+        self.optimizer.state.clear()
+        for name, entries in state.items():
+            owner = parameters[name]
+            self.optimizer.state[owner] = {
+                key: _placed(value, owner) if isinstance(value, Tensor) else value
+                for key, value in entries.items()
+            }
+
+        of = {name: group for group in facts["groups"] for name in group["names"]}
+        groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]
+        for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
+            for key, value in saved_group.items():
+                if key not in CONFIGURED:  # counters of the optimizer, possibly added later
+                    as_now = isinstance(value, list) and key in group
+                    group[key] = type(group[key])(value) if as_now else value
+        return groups
+
+
+def _placed(value: Tensor, parameter: Tensor) -> Tensor:
+    """An entry of optimizer state, on the device that the optimizer needs.
+
+    Scalars stay as they are; moments get the parameter's memory layout and device. The dtype
+    remains the saved one.
+    """
+    if value.dim() == 0:
+        fused_on_device = parameter.device.type != "cpu"
+        return value.to(parameter.device) if fused_on_device else value.clone()
+    if value.shape != parameter.shape:
+        return value.to(parameter.device).clone()
+    return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+
+
+def _model_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    return [(n, t) for n, t in model.state_dict(keep_vars=False).items() if isinstance(t, Tensor)]
+
+
+def _copy_into(live: dict[str, Tensor], saved: dict[str, Tensor], what: str) -> None:
+    _same_names(set(saved), set(live), what)
+    for name, tensor in live.items():
+        if tensor.shape != saved[name].shape:
+            raise CheckpointDamaged(f"{what}: {name} has shape {tuple(saved[name].shape)} in the "
+                                    f"checkpoint and {tuple(tensor.shape)} in this run")
+    with torch.no_grad():
+        for name, tensor in live.items():
+            tensor.copy_(saved[name])
+
+
+def _same_names(saved: set[str], live: set[str], what: str) -> None:
+    if saved != live:
+        parts = []
+        if live - saved:
+            parts.append(f"missing from the checkpoint: {', '.join(sorted(live - saved)[:5])}")
+        if saved - live:
+            parts.append(f"unknown to this run: {', '.join(sorted(saved - live)[:5])}")
+        raise CheckpointDamaged(f"{what}: {'; '.join(parts)}")
+
+
+def _entry(facts: dict[str, Any], name: str) -> Any:
+    if name not in facts:
+        raise CheckpointDamaged(f"state.json has no entry {name!r}")
+    return facts[name]
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    """Whether all values are finite; computed by numpy for the usual dtypes.
+
+    This runs in the writer thread, where torch would start further threads beside the training's.
+    """
+    if tensor.dtype in (torch.float32, torch.float64, torch.float16):
+        return bool(np.isfinite(tensor.numpy()).all())
+    if tensor.dtype is torch.bfloat16:  # in a NaN or infinity all exponent bits are set
+        exponents = tensor.view(torch.int16).numpy() & 0x7F80
+        return not bool((exponents == 0x7F80).any())
+    return bool(torch.isfinite(tensor).all())
+
+
+_TUPLE = "a tuple of"
+
+
+def _to_json(value: Any) -> Any:
+    """A JSON value; a tuple is marked, since JSON has none."""
+    return {_TUPLE: list(value)} if type(value) is tuple else value
+
+
+def _from_json(value: Any) -> Any:
+    return tuple(value[_TUPLE]) if isinstance(value, dict) and _TUPLE in value else value
+
+
+def is_plain(value: Any) -> bool:
+    """Whether a value can be stored as JSON; a nested tuple comes back as a list."""
+    if isinstance(value, tuple | list):
+        return all(is_plain(v) for v in value)
+    if type(value) is dict:
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
+    return value is None or isinstance(value, bool | int | float | str)

@@ -1,0 +1,259 @@
+"""Library call: `train(config)` in a notebook, in a script, or in a script under a launcher."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer import rng
+from trainer.commands.train import CurrentRun, RankProcess, train_attempt
+from trainer.config import command_line
+from trainer.config.schema import Config
+from trainer.distributed import allocator
+from trainer.distributed.device import choose_device
+from trainer.distributed.world import Launch, World
+from trainer.errors import (
+    EXIT_COMPLETE,
+    EXIT_STOPPED,
+    AlreadyFinished,
+    ConfigError,
+    StopRequested,
+    TrainerError,
+)
+from trainer.given import Given
+from trainer.optim import compile_cache
+from trainer.resilience.failure import Failure
+from trainer.resilience.stop_signals import SIGNALS, StopRequest, attend
+from trainer.run.prepare import bind_seed
+from trainer.storage import files, layout, tensorfile
+from trainer.storage.locks import let_go
+from trainer.task import find_task
+from trainer.telemetry.events import Log
+from trainer.telemetry.status import Phase
+from trainer.telemetry.std_streams import say
+
+_IN_PROGRESS = threading.Lock()
+"""One training at a time: random states, threads and signal handlers belong to the process."""
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Result of a finished run."""
+
+    model: nn.Module
+    """Model with the weights of model.safetensors, in evaluation mode, on the device of the run."""
+    summary: dict[str, Any]
+    """Content of summary.json."""
+    folder: Path
+    """The run folder."""
+
+
+def train(config: Config[Any]) -> Trained:
+    """Train to the end, or continue the run in `config.run`.
+
+    `config.task` is the import path of a task, a class, or an instance. If config.toml cannot
+    represent the instance (tensors in its fields, a class of a notebook), the run folder has only a
+    description of it: the same call in the same program continues the run, and other commands
+    cannot construct the task.
+
+    In the main thread, Ctrl-C raises `KeyboardInterrupt`, and the other stop signals raise
+    `SystemExit(75)`, after the current step and its save. A second Ctrl-C raises at once, and the
+    last finished step is saved. Signal handlers, random states and settings of torch are restored.
+
+    If torchrun or `python -m launch` has started the process, it is a rank. It then exits with the
+    exit codes of `python -m trainer`, unless the run is complete.
+
+    Raises:
+        ConfigError: the configuration is wrong; nothing was started.
+        RuntimeError: another training is in progress in this process.
+        Exception: an error of the task's code; the step before it is saved.
+    """
+    if not isinstance(config, Config):
+        raise TypeError(f"train() takes a trainer.Config, not a {type(config).__name__}: "
+                        "train(Config(task=Mine(), run=\"runs/mine\"))")
+    config = _resolve(config)
+    if not _IN_PROGRESS.acquire(blocking=False):
+        raise RuntimeError("train() is running in this process already, and another training "
+                           "would change its random states; start another process for it.")
+    try:
+        try:
+            with _process_settings_restored():
+                if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+                    _train_as_rank(config)
+                else:
+                    _train_in_process(config)
+        finally:
+            gc.collect()  # the objects of a run form reference cycles and hold device memory
+        return _load_result(config)
+    finally:
+        _IN_PROGRESS.release()
+
+
+def _resolve(config: Config[Any]) -> Config[Any]:
+    """Return the configuration with an instance of the task and with an absolute run folder."""
+    task, kind = config.task, config.task
+    if isinstance(task, str):
+        kind = find_task(task)
+    if isinstance(kind, type):
+        try:
+            task = kind()
+        except TypeError as error:
+            raise ConfigError(f"--task {kind.__name__}: {error}; pass an instance.") from error
+    missing = [m for m in ("model", "dataset", "loss") if not callable(getattr(task, m, None))]
+    if missing:
+        raise ConfigError(f"--task {type(task).__name__}: it has no method {', '.join(missing)}; "
+                          "pass a task to Config: an instance, a class or module:Class that "
+                          "defines model(), dataset(split) and loss(model, batch).")
+    workers = config.data.workers
+    if workers not in ("auto", 0) and multiprocessing.current_process().daemon:
+        raise ConfigError(f"--data.workers {workers}: this process is daemonic, as those of a "
+                          "multiprocessing.Pool are, and can't have children; use 0, or a "
+                          "concurrent.futures.ProcessPoolExecutor.")
+    name = type(task).__name__.lower()
+    if not isinstance(task, Given) and not _is_reconstructible(config, task):
+        if dataclasses.is_dataclass(task):
+            task = bind_seed(task, config.seed)
+        task = Given.of(task)
+    path = Path(config.run or f"runs/{name}").absolute()  # the task may change the current folder
+    return dataclasses.replace(config, task=task, run=str(path))
+
+
+def _is_reconstructible(config: Config[Any], task: Any) -> bool:
+    """Return whether another process can construct the task from config.toml."""
+    kind = type(task)
+    module = sys.modules.get(kind.__module__)
+    named = kind.__module__ != "__main__" and getattr(module, kind.__qualname__, None) is kind
+    if not named or not dataclasses.is_dataclass(task):
+        return False
+    try:
+        command_line.to_toml(dataclasses.replace(config, task=task))
+    except ConfigError:
+        return False
+    return True
+
+
+def _train_as_rank(config: Config[Any]) -> None:
+    """Train as a rank of a launcher. Returns only if the run is complete, and exits otherwise."""
+    stop = attend()
+    code = RankProcess(stop).run((), config, is_program=False)
+    if code != EXIT_COMPLETE:
+        say("", sys.stdout)
+        say("", sys.stderr)
+        os._exit(code)
+    # A thread of gloo may still free the last tensors, for which it needs the interpreter. If the
+    # interpreter shuts down first, that thread aborts the process.
+    time.sleep(0.02)
+    stop.uninstall()
+
+
+def _train_in_process(config: Config[Any]) -> None:
+    """Train in a process of the user: errors are raised, and the process is never ended."""
+    stop, log = StopRequest(), Log(level=config.log.level)
+    failure, current = Failure(log), CurrentRun()
+    threads = None if config.world.threads == "auto" else config.world.threads
+    try:
+        log.status.enter(Phase.JOIN)
+        with _signals(stop, log), World.form(
+            device=config.device, timeout_s=config.world.timeout_s, threads=threads, launch=Launch()
+        ) as world:
+            train_attempt(config, world, log, stop, os.getppid(), failure, current, watched=False)
+    except AlreadyFinished as done:
+        log.info(str(done))
+    except TrainerError as error:
+        log.event("refused" if isinstance(error, ConfigError) else "stop", why=str(error),
+                  exit_code=error.exit_code, error=type(error).__name__)
+        if not isinstance(error, StopRequested):
+            raise
+        log.info(str(error))
+        # No traceback: a notebook keeps the last exception, and its frames hold the whole run.
+        raise (KeyboardInterrupt() if stop.reason == "SIGINT" else SystemExit(EXIT_STOPPED)
+               ) from error.with_traceback(None)
+    except Exception as error:
+        failure.note(error)
+        raise
+    finally:
+        parts, current.parts = current.parts, None
+        if parts is not None:
+            parts.loader.close()
+            parts.lock.close()
+            parts.checkpoint.store.close()
+            del parts
+        for path in (layout.LOCK, f"{layout.CHECKPOINTS}/.lock"):
+            let_go(Path(str(config.run)) / path)
+        log.close()
+        stop.close()
+
+
+@contextlib.contextmanager
+def _signals(stop: StopRequest, log: Log) -> Iterator[None]:
+    """Turn signals into stop requests in the main thread; do nothing in other threads."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def handle(number: int, _: FrameType | None) -> None:
+        repeated = stop.requested and number == signal.SIGINT
+        stop.request(signal.Signals(number).name)
+        if repeated or log.status.has_nothing_at_stake:  # a second Ctrl-C, or nothing to save
+            raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_STOPPED)
+
+    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
+    for number in SIGNALS:
+        if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
+            signal.signal(number, handle)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def _process_settings_restored() -> Iterator[None]:
+    """Restore the settings that a training changes in the whole process."""
+    backend, threads = torch.backends.cudnn, torch.get_num_threads()
+    flags = (backend.deterministic, backend.benchmark, backend.allow_tf32)
+    matmul_precision = torch.get_float32_matmul_precision()
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    fill = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    try:
+        with (rng.preserved(), compile_cache.restored(), torch.inference_mode(False),
+              torch.enable_grad()):
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        allocator.give_back()
+        torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
+        torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
+        torch.set_float32_matmul_precision(matmul_precision)
+        backend.deterministic, backend.benchmark, backend.allow_tf32 = flags
+
+
+def _load_result(config: Config[Any]) -> Trained:
+    path = Path(str(config.run))
+    summary = files.read_json(path / layout.SUMMARY)
+    assert summary is not None, "the summary is the last file of a complete run"
+    launch = Launch.from_environment()
+    device = choose_device(config.device, size=launch.size, local_rank=launch.local_rank,
+                           local_size=launch.local_size)
+    with rng.preserved():
+        rng.key_generators(config.seed, rng.MODEL)
+        model = bind_seed(config.task, config.seed).model()
+    model.load_state_dict(tensorfile.load(path / layout.PRODUCT))
+    return Trained(model.to(device).eval(), summary, path)

@@ -1,0 +1,82 @@
+"""`python -m trainer report RUN …`: write the history of runs as one HTML page, and its plots."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from trainer.commands.inspect import checkpoints
+from trainer.commands.report import history
+from trainer.commands.report.figures import figures
+
+PAGE, PLOTS = "report.html", "report"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the report; exit code 2 if there is no run or matplotlib is not installed."""
+    parser = argparse.ArgumentParser(
+        prog="trainer report",
+        description=f"Write {PAGE}, one self-contained page for a browser, and its plots as PNG "
+        f"files in {PLOTS}/. Several runs are shown in the same plots.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
+    parser.add_argument("--out", type=Path, help="folder to write to; default: the first run's")
+    options = parser.parse_args(argv)
+    try:
+        path = report(options.runs, options.out or options.runs[0])
+    except history.NoRun as error:
+        print(error, file=sys.stderr)
+        return 2
+    except ImportError as error:
+        if (error.name or "").partition(".")[0] != "matplotlib":
+            raise
+        print("the report needs matplotlib, which isn't installed: pip install matplotlib",
+              file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"the report can't be written: {error}; choose a folder with --out",
+              file=sys.stderr)
+        return 2
+    print(path)
+    return 0
+
+
+def report(runs: Sequence[Path], out: Path) -> Path:
+    """Read the runs and write the page and its plots into a folder. Return the path of the page.
+
+    Raises:
+        NoRun: a run does not exist.
+        ImportError: matplotlib isn't installed.
+        OSError: the folder cannot be written.
+    """
+    stories = [history.read(path) for path in runs]
+    if len({story.name for story in stories}) < len(stories):
+        for story in stories:
+            story.name = str(story.path)
+    from trainer.commands.report.page import page
+    from trainer.commands.report.plots import plots
+
+    drawn = list(plots(stories))
+    text = page(stories, [figures(story) for story in stories],
+                [checkpoints(path) for path in runs], drawn, now=time.time())
+    (out / PLOTS).mkdir(parents=True, exist_ok=True)
+    for plot in drawn:
+        _replace(out / PLOTS / f"{plot.name}.png", plot.png())
+    _replace(out / PAGE, text.encode(errors="surrogateescape"))  # a file name need not be UTF-8
+    return out / PAGE
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Replace a file atomically: a reader sees the old or the new content, never a part."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        temporary.write_bytes(data)
+        temporary.replace(path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            temporary.unlink()

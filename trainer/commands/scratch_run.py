@@ -1,0 +1,69 @@
+"""Temporary runs for measuring steps: built like any other run, in a temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from trainer.config import command_line
+from trainer.config.length import Length
+from trainer.config.schema import Schedule
+from trainer.distributed.world import Launch, World
+from trainer.errors import ConfigError
+from trainer.resilience.progress_marks import ProgressMarks, Subscriber
+from trainer.resilience.stop_signals import StopRequest
+from trainer.run.build import build
+from trainer.run.run import Parts
+from trainer.run.warmup import start
+from trainer.telemetry.events import Log
+from trainer.telemetry.status import Phase
+
+
+@contextlib.contextmanager
+def scratch_run(
+    argv: Sequence[str], *, steps: int, command: str, clock: Subscriber | None = None
+) -> Iterator[Parts]:
+    """Build and warm up a new run of the task in this process, with newly initialized weights.
+
+    The run folder of the configuration is not read. The schedule is constant, nothing is saved.
+
+    Args:
+        argv: recipe and flags, as for training.
+        steps: largest number of steps.
+        command: name of the command, for error messages.
+        clock: subscriber of the progress marks.
+
+    Raises:
+        ConfigError: the configuration is wrong, or a launcher has started several ranks.
+    """
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise ConfigError(f"trainer {command} runs in one process; start it without a launcher.")
+    config, off, log = command_line.parse(argv), Length(0), Log(level="warning")
+    with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
+        scratch = dataclasses.replace(
+            config, run=str(Path(folder) / "run"), steps=steps, epochs=None, resume="auto",
+            inject=(), schedule=Schedule(name="constant", warmup=off),
+            checkpoint=dataclasses.replace(config.checkpoint, every=off),
+            eval=dataclasses.replace(config.eval, every=off, best="auto"),
+            log=dataclasses.replace(
+                config.log, level="warning", every=off, tensorboard_every=off, histograms=off,
+                graph="off", wandb="off", hints_off=("all",)),
+        )  # fmt: skip
+        threads = None if config.world.threads == "auto" else config.world.threads
+        with World.form(device=config.device, threads=threads, launch=Launch()) as world:
+            marks = ProgressMarks(log.status)
+            if clock is not None:
+                marks.subscribe(clock)
+            parts = build(scratch, world, log, StopRequest(), marks)
+            try:
+                start(parts)
+                parts.status.enter(Phase.TRAIN)
+                yield parts
+            finally:
+                parts.loader.close()
+                parts.metrics.close()
+                log.close()

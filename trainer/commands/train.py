@@ -1,0 +1,303 @@
+"""One rank as a process: from the arguments, through failures and stops, to the exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import threading
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from trainer.distributed.peer_errors import lost_peer
+from trainer.errors import (
+    EXIT_COMPLETE,
+    EXIT_FAILURE,
+    EXIT_STOPPED,
+    ConfigError,
+    StopRequested,
+    TrainerError,
+)
+from trainer.resilience.diagnosis import is_foreign
+from trainer.resilience.orders import Orders
+from trainer.resilience.preflight import allow_files, check_environment
+from trainer.resilience.stop_signals import StopRequest
+from trainer.telemetry.status import Phase
+from trainer.telemetry.std_streams import outlive_console, say
+
+if TYPE_CHECKING:  # signal handlers are installed before torch is imported
+    from trainer.config.schema import Config
+    from trainer.distributed.world import World
+    from trainer.resilience.failure import Failure
+    from trainer.run.run import Parts
+    from trainer.telemetry.events import Log
+
+THREADS_AFTER_S = 5.0
+"""Seconds after the end of a complete run until the threads that keep the process are named."""
+
+
+@dataclass
+class CurrentRun:
+    """The run that an attempt has built, for those who end the process in its place."""
+
+    parts: Parts | None = None
+
+
+class RankProcess:
+    """The process of one rank.
+
+    Args:
+        stop: the requests to stop this rank; its signal handlers are installed.
+        commands: names of the other commands, for an error about an unknown one.
+    """
+
+    def __init__(self, stop: StopRequest, commands: Sequence[str] = ()) -> None:
+        from trainer.distributed.world import Launch
+        from trainer.resilience.failure import Failure
+        from trainer.telemetry.events import Log
+
+        self._stop, self._commands = stop, ", ".join(commands)
+        self._log, self._launch, self._agent = Log(), Launch(), os.getppid()
+        self._failure, self._current = Failure(self._log), CurrentRun()
+        self._grace_s = math.inf
+        self._complete = False
+
+    def run(
+        self, arguments: Sequence[str], config: Config[Any] | None = None, *,
+        is_program: bool = True,
+    ) -> int:
+        """Train; returns the exit code.
+
+        Args:
+            config: in place of the one that the arguments describe.
+            is_program: the process ends after it; otherwise it is the user's own.
+        """
+        from trainer.resilience.launcher_channel import leave_launcher
+
+        code, last_words = EXIT_FAILURE, ""
+        try:
+            code = self._train(arguments, config)
+        except ConfigError as error:
+            code, last_words = error.exit_code, self._explain_refusal(error)
+        except TrainerError as error:
+            code = error.exit_code
+            self._failure.end(error)
+            if self._launch.rank == 0:
+                failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
+                last_words = str(error) if failed else ""
+                (self._log.error if failed else self._log.info)(str(error))
+        except BaseException as error:  # also SystemExit of the task's code: no end of a run
+            if isinstance(error, SystemExit) and self._log.status.phase is Phase.START:
+                raise  # after --help
+            self._stop.leave_if_idle()
+            self._failure.note(error)
+            code, last_words = self._failure.explain()
+        _end_workers()
+        self._log.close()
+        leave_launcher(code, self._launch, self._count_signals, last_words=last_words)
+        self._complete = code == EXIT_COMPLETE
+        if self._complete and is_program and _lasting_threads():
+            threading.Thread(target=_name_threads, args=(self._log,), name="end",
+                             daemon=True).start()
+        return code
+
+    def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
+        from trainer.config import command_line
+        from trainer.distributed.world import Launch, World
+        from trainer.resilience.failure import Failure
+        from trainer.resilience.launcher_channel import tell
+        from trainer.telemetry.events import Log
+
+        self._launch = launch = Launch.from_environment()
+        allow_files(launch.local_size, launch.size - launch.local_size)
+        check_environment()
+        self._log = log = Log(launch.rank)
+        self._failure = Failure(log)
+        stop, orders = self._stop, Orders()
+        if (descriptor := os.environ.get("TRAINER_LAUNCHER_FD")) is not None:
+            stop.watch(orders.follow(int(descriptor)), "the launcher")
+        stop.leave_when(lambda: log.status.has_nothing_at_stake, self._leave_before_training)
+        config = config or command_line.parse(arguments, show=launch.rank == 0,
+                                              commands=self._commands)
+        outlive_console()
+        log.set_level(config.log.level)
+        self._failure.config = config
+        self._grace_s = config.stop.grace_s
+        tell("run", os.path.abspath(str(config.run)))
+        stop.limit(self._grace_s, self._leave_late)
+        threads = None if config.world.threads == "auto" else config.world.threads
+        log.status.enter(Phase.JOIN)
+        with World.form(device=config.device, timeout_s=config.world.timeout_s, threads=threads,
+                        launch=launch) as world:
+            orders.attach(world)
+            return train_attempt(config, world, log, stop, self._agent, self._failure,
+                                 self._current)
+
+    def _explain_refusal(self, error: ConfigError) -> str:
+        """Show a refused configuration on one rank; returns the last words."""
+        self._log.event("refused", why=str(error))
+        # Rank 0 reports what is wrong on all ranks; in training each rank speaks for itself.
+        alone = (self._log.status.phase not in (Phase.START, Phase.BUILD)
+                 and error.teller is None)
+        if self._launch.rank != 0 and not alone:
+            return ""
+        show_cause(error)
+        self._log.error(str(error))
+        return str(error)
+
+    def _count_signals(self) -> int:
+        """Signals that the launcher has sent so far."""
+        return self._stop.senders[self._agent]
+
+    def _leave_before_training(self) -> int:
+        """Last words of a stop before the first step, when there is nothing to save."""
+        from trainer.resilience.launcher_channel import has_lost_rank, leave_launcher
+
+        stop, log, launch = self._stop, self._log, self._launch
+        if stop.only_from(self._agent) and has_lost_rank(launch):  # torchrun restarts all ranks
+            log.event("failure", why="the launcher ends the attempt: a rank is gone", echo=True)
+            return EXIT_FAILURE
+        why = f"stopped on request ({stop.reason}) before the first step of this start"
+        log.event("stop", why=why, exit_code=EXIT_STOPPED)
+        log.info(f"{why}; run the same command to continue")
+        leave_launcher(EXIT_STOPPED, launch, self._count_signals)
+        return EXIT_STOPPED
+
+    def _leave_late(self) -> int:
+        """Last words of a stop that has used up its time, beside the main thread."""
+        from trainer.resilience.launcher_channel import leave_launcher, tell
+
+        if self._complete:  # the process waits for threads of the task
+            tell("returned", EXIT_COMPLETE)
+            return EXIT_COMPLETE
+        parts, log, status = self._current.parts, self._log, self._log.status
+        # In the last phase the last step is saved, and the test of the best weights runs.
+        saved = parts is not None and status.phase is Phase.FINISH
+        if saved or (parts and parts.survive_beside(lost=False) and parts.kept_beside):
+            what = "the test of the best weights" if saved else "the next step"
+            why = (f"stopped on request after step {status.step}: {what} didn't end within "
+                   f"--stop.grace-s {self._grace_s:g}; run the same command to continue")
+            log.event("stop", why=why, exit_code=EXIT_STOPPED)
+            log.announce(why)
+            leave_launcher(EXIT_STOPPED, self._launch, self._count_signals)
+            return EXIT_STOPPED
+        log.error(f"--stop.grace-s {self._grace_s:g}: step {status.step} ({status.phase}) didn't "
+                  "end in that time; leaving without having saved it")
+        return EXIT_FAILURE
+
+
+def train_attempt(
+    config: Config[Any], world: World, log: Log, stop: StopRequest, agent: int, failure: Failure,
+    current: CurrentRun, *, watched: bool = True,
+) -> int:
+    """Collective. Build the run and train to its end; after a failure, save what can be saved.
+
+    Args:
+        agent: pid of the launcher.
+        current: learns the run as soon as it is built.
+        watched: False: `--watchdog.limit-s auto` sets no limit.
+    """
+    from trainer.loop import train
+    from trainer.resilience.failure import forget_workers
+    from trainer.resilience.launcher_channel import tell
+    from trainer.resilience.watchdog import Watchdog
+    from trainer.run.build import build
+
+    limit_s: Any = config.watchdog.limit_s
+    own = os.getpid()
+    if limit_s == "auto":
+        limit_s = None if watched else math.inf
+    start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
+    with Watchdog(world, log, limit_s=limit_s, start_s=start_s,
+                  tell=partial(tell, "failure")) as watchdog:
+        parts = current.parts = build(config, world, log, stop, watchdog.marks)
+        watchdog.rescue_with(parts.survive_beside)
+        watchdog.gather(parts.timing)
+        watchdog.in_flight = lambda: parts.checkpoint.in_flight
+        try:
+            try:
+                train(parts)
+            except BaseException:
+                if os.getpid() != own:  # a process that the task has forked: not a rank
+                    traceback.print_exc()
+                    os._exit(EXIT_FAILURE)
+                forget_workers()  # first: torch would raise in the middle of what follows
+                raise
+        except StopRequested:
+            stop.disarm()
+            with contextlib.suppress(OSError):  # lines of metrics.jsonl, which the checkpoint has
+                parts.close()
+            raise
+        except BaseException as error:
+            watchdog.stop()  # this thread does now what the watchdog would do
+            _survive(parts, error, stop, agent, failure)
+            if isinstance(error, SystemExit):
+                raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
+            raise
+        parts.close()
+    return EXIT_COMPLETE
+
+
+def _survive(
+    parts: Parts, error: BaseException, stop: StopRequest, agent: int, failure: Failure
+) -> None:
+    """Save what can be saved after an error.
+
+    Raises:
+        StopRequested: the error came while a stop was requested, and nothing is lost.
+    """
+    if isinstance(error, TrainerError):
+        parts.abandon()
+        return
+    secondary, asked, status = lost_peer(error), stop.requested, parts.status
+    if secondary and stop.only_from(agent):
+        asked = False  # torchrun's reaction to the death of that peer
+    if not asked:
+        failure.note(error, step=parts.current_step)
+    kept = parts.survive(own=not secondary)
+    parts.abandon()
+    if not (asked and kept):
+        return
+    stop.leave_if_idle()
+    parts.log.warning(f"while stopping, step {status.step} ({status.phase}): "
+                      f"{type(error).__name__}: {error}")
+    raise StopRequested(f"stopped on request after step {status.step}; "
+                        "run the same command to continue") from error
+
+
+def show_cause(error: BaseException) -> None:
+    """Print the traceback of the user's own exception behind an error, if there is one."""
+    from trainer.telemetry.events import writable
+
+    cause = error.__cause__
+    if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
+        say(writable("".join(traceback.format_exception(cause))))
+
+
+def _lasting_threads() -> list[str]:
+    return [t.name for t in threading.enumerate()
+            if not t.daemon and t is not threading.main_thread()]
+
+
+def _name_threads(log: Log) -> None:
+    """Say which threads keep the process alive after the end of a run."""
+    time.sleep(THREADS_AFTER_S)
+    if names := _lasting_threads():
+        log.warning(f"the run is complete, but the process waits for threads of the task or of a "
+                    f"library: {', '.join(names)}; a stop signal ends the wait after "
+                    "--stop.grace-s, and threads made with daemon=True are not waited for")
+
+
+def _end_workers() -> None:
+    """Kill loader processes that are left after a failure. They ignore SIGTERM, with which Python
+    would ask them to end before it waits for them."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise at each end
+    for process in multiprocessing.active_children():
+        if process.daemon:
+            process.kill()

@@ -1,0 +1,315 @@
+"""Reading and collating samples of a map-style data set, with random draws keyed per sample."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch.utils.data import (
+    ChainDataset,
+    ConcatDataset,
+    Dataset,
+    StackDataset,
+    Subset,
+    TensorDataset,
+)  # fmt: skip
+
+from trainer import generators, rng
+from trainer.data import batch as batches
+from trainer.data.sample_errors import Replaced, SampleError, brief, hand_over, named, this_worker
+from trainer.data.sampler import Slot
+from trainer.resilience.diagnosis import is_shortage
+
+T = TypeVar("T")
+
+TRIES = 10
+"""Number of replacement candidates tried for a bad sample."""
+
+
+@dataclass(frozen=True)
+class Micro:
+    """A micro-batch: its specification, the collated batch, and its replaced samples."""
+
+    slot: Slot
+    batch: Any
+    replaced: tuple[Replaced, ...] = ()
+    """The bad samples that were replaced."""
+
+    @property
+    def samples(self) -> int:
+        """Number of samples; 0 for an empty micro-batch."""
+        return len(self.slot.indices)
+
+    def pin_memory(self) -> Micro:
+        """Called by the DataLoader."""
+        pinned = batches.map_tensors(lambda t: t.pin_memory(), self.batch)
+        return dataclasses.replace(self, batch=pinned)
+
+
+class SampleIndices(list[int]):
+    """The argument of a data set's `__getitems__`: a list of indices with epoch and random keys."""
+
+    def __init__(self, indices: Iterable[int], samples: Sequence[int], *, seed: int, epoch: int
+                 ) -> None:
+        super().__init__(indices)
+        self.epoch = epoch
+        self._seed, self._samples = seed, samples
+
+    @functools.cached_property
+    def keys(self) -> np.ndarray:
+        """One uint64 key per sample, computed on first use."""
+        base = rng.mix(self._seed, rng.SAMPLE, self.epoch)
+        return rng.mix_array(base, np.asarray(self._samples, dtype=np.int64))
+
+
+class KeyedSamples(Dataset[Micro]):
+    """Reads a map-style data set by micro-batch, with every random draw keyed by its sample.
+
+    The data set inside a `Subset` is read directly, because the subset would call its
+    `__getitems__` without keys. The keys are those of the samples' positions in the subset.
+
+    A sample is bad if reading it raises, or if its micro-batch can't be collated and collating the
+    sample alone raises too. Its replacement is a function of (seed, epoch, sample) and is read with
+    its own key, so the batch equals that of a sampler that had chosen the replacement.
+
+    Args:
+        augment: whether `__getitems__` receives keys; without keys it does not augment.
+        skip: replace bad samples; otherwise they raise a `SampleError` (in a loader worker the
+            error is returned, see `received`).
+        rank: used in error messages.
+        advice: appended to the error message of a single bad sample.
+    """
+
+    def __init__(
+        self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] = batches.collate,
+        augment: bool = True, skip: bool = False, rank: int = 0, advice: str = "",
+    ) -> None:  # fmt: skip
+        self._dataset = dataset
+        self._inner, self._maps = _inside(dataset)
+        self._batched = hasattr(self._inner, "__getitems__")
+        self._seed = seed
+        self._collate = collate
+        self._augment = augment
+        self._skip, self._rank, self._advice = skip, rank, advice
+        self._own_memory = batches.OwnMemory()
+        self._epoch: int | None = None
+        self._listeners: list[int] = []
+        self._generators: list[Any] | None = None
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, slot: Slot) -> Micro:
+        self._begin(slot.epoch)
+        why: dict[int, str] = {}
+        worker = this_worker()
+        try:
+            batch, chosen = self._read(slot.indices or (0,), slot.epoch, why)
+            batch = self._own_memory(batch)
+        except SampleError as error:
+            return hand_over(error, rank=self._rank, worker=worker,  # type: ignore[return-value]
+                             advice=self._advice)
+        if not slot.indices:
+            return Micro(slot, batches.empty(batch))
+        if not why:
+            return Micro(slot, batch)
+        return Micro(slot, batch, tuple(
+            Replaced(index=self._place(index), by=self._place(by), epoch=slot.epoch,
+                     why=why[index], worker=worker)
+            for index, by in zip(slot.indices, chosen, strict=True) if index != by))
+
+    def sample(self, index: int) -> Any:
+        """One sample of epoch 0, as returned by the data set."""
+        self._begin(0)
+        try:
+            return self._choose(index, 0, lambda i: self._one(i, 0), {})[1]
+        except SampleError as error:
+            return hand_over(error, rank=self._rank, worker=None, advice=self._advice)
+
+    def _begin(self, epoch: int) -> None:
+        if epoch != self._epoch or any(_EPOCHS[i] != epoch for i in self._listeners):
+            self._epoch = epoch
+            self._listeners = begin_epoch(self._dataset, epoch, seed=self._seed)
+            self._generators = None  # set_epoch may have created others
+
+    def _read(
+        self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
+    ) -> tuple[Any, tuple[int, ...]]:
+        """The batch of these samples, and the indices it really contains.
+
+        The errors of replaced samples are added to `why`.
+        """
+        chosen, samples = self._samples(indices, epoch, why)
+        if not isinstance(samples, list):
+            return samples, chosen  # `__getitems__` returned a complete batch
+        try:
+            return self._collated(samples, chosen, epoch), chosen
+        except SampleError:
+            def fits(index: int) -> None:
+                self._collated(self._exactly((index,), epoch), (index,), epoch)
+
+            fitting = self._choose_each(indices, epoch, fits, why)
+            if fitting == chosen:
+                raise
+        return self._collated(self._exactly(fitting, epoch), fitting, epoch), fitting
+
+    def _samples(
+        self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
+    ) -> tuple[tuple[int, ...], Any]:
+        """The indices that can be read, and what the data set returns for them."""
+        if not self._batched:
+            read = [self._choose(i, epoch, lambda i: self._one(i, epoch), why) for i in indices]
+            return tuple(index for index, _ in read), [sample for _, sample in read]
+        try:
+            return indices, self._exactly(indices, epoch)
+        except SampleError:
+            chosen = self._choose_each(indices, epoch, lambda i: self._exactly((i,), epoch), why)
+            if chosen == indices:
+                raise
+        return chosen, self._exactly(chosen, epoch)
+
+    def _choose_each(
+        self, indices: tuple[int, ...], epoch: int, use: Callable[[int], Any], why: dict[int, str]
+    ) -> tuple[int, ...]:
+        return tuple(self._choose(index, epoch, use, why)[0] for index in indices)
+
+    def _choose(
+        self, index: int, epoch: int, use: Callable[[int], T], why: dict[int, str]
+    ) -> tuple[int, T]:
+        """The first usable index and the result of `use` for it: `index` itself, or a replacement
+        if `use` raises."""
+        first: SampleError | None = None
+        for attempt in range(1 + TRIES if self._skip else 1):
+            candidate = index
+            if attempt:
+                key = rng.mix(self._seed, rng.REPLACE, epoch, index, attempt)
+                candidate = key % len(self)
+            try:
+                return candidate, use(candidate)
+            except SampleError as error:
+                if is_shortage(error.__cause__) or not isinstance(error.__cause__, Exception):
+                    raise  # not the sample's fault
+                if first is None:
+                    first = error
+                    why[index] = brief(error.__cause__)
+        assert first is not None
+        if self._skip:
+            raise SampleError(f"{first}, and so did the {TRIES} samples that were tried in its "
+                              "place") from first.__cause__
+        first.single = True
+        raise first
+
+    def _one(self, index: int, epoch: int) -> Any:
+        self._key(epoch, index)
+        with self._named((index,), epoch):
+            return self._inner[self._place(index)]
+
+    def _exactly(self, indices: tuple[int, ...], epoch: int) -> Any:
+        """Read exactly these samples, without replacement."""
+        if not self._batched:
+            return [self._one(index, epoch) for index in indices]
+        self._key(epoch, indices[0])
+        with self._named(indices, epoch):
+            wanted = [self._place(index) for index in indices] if self._maps else list(indices)
+            if self._augment:
+                wanted = SampleIndices(wanted, indices, seed=self._seed, epoch=epoch)
+            read = self._inner.__getitems__(wanted)
+            if isinstance(read, list) and len(read) != len(indices):
+                raise ValueError(f"__getitems__ was called with {len(indices)} indices and "
+                                 f"returned {len(read)} samples; it must return one sample per "
+                                 "index, in the same order")
+            return read
+
+    def _place(self, index: int) -> Any:
+        """Map an index through the subsets to the index in the data set that is read."""
+        place: Any = index
+        for indices in self._maps:
+            place = indices[place]
+        return place.item() if isinstance(place, torch.Tensor | np.generic) else place
+
+    def _collated(self, samples: list[Any], indices: tuple[int, ...], epoch: int) -> Any:
+        with self._named(indices, epoch, "collating"):
+            return self._collate(samples)
+
+    def _key(self, epoch: int, index: int) -> None:
+        if self._generators is None:
+            self._generators = generators.kept_by(self._dataset, self._collate)
+        rng.key_generators(self._seed, rng.SAMPLE, epoch, index, devices=False)
+        if self._generators:
+            generators.key(self._generators, self._seed, rng.SAMPLE, epoch, index)
+
+    def _named(self, indices: tuple[int, ...], epoch: int, doing: str = "reading") -> named:
+        def what() -> str:
+            places = [self._place(index) for index in indices]
+            which = f"sample {places[0]}" if len(places) == 1 else f"samples {places}"
+            if self._maps:
+                own = indices[0] if len(indices) == 1 else list(indices)
+                which += f" (in the subset: {own})"
+            return f"{doing} {which} of epoch {epoch}"
+
+        return named(what)
+
+
+_EPOCHS: dict[int, int] = {}
+"""The id of a data set → the last epoch this process passed to its `set_epoch`. Several readers may
+share a data set, such as those of a training and a validation subset."""
+
+
+def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
+    """Call `set_epoch` on a data set, and on those combined in it by torch's own classes.
+
+    Random draws in `set_epoch` (such as an order) are keyed: equal on all ranks and after a
+    restart.
+
+    Returns:
+        The ids of the data sets that have the method.
+    """
+    queue, listeners = [dataset], []
+    for one in queue:
+        if hasattr(one, "set_epoch"):
+            listeners.append(one)
+        if isinstance(one, Subset):
+            queue.append(one.dataset)
+        elif isinstance(one, ConcatDataset | ChainDataset):
+            queue += one.datasets
+        elif isinstance(one, StackDataset):
+            queue += one.datasets.values() if isinstance(one.datasets, dict) else one.datasets
+    if listeners:
+        rng.key_generators(seed, rng.DATA, epoch, devices=False)
+        generators.key(generators.kept_by(dataset), seed, rng.DATA, epoch)
+    for one in listeners:
+        one.set_epoch(epoch)
+        _EPOCHS[id(one)] = epoch
+    return [id(one) for one in listeners]
+
+
+def _nested(dataset: Any) -> Iterator[Any]:
+    """A data set, and the data sets inside it as long as they are `Subset`s."""
+    yield dataset
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
+        yield dataset
+
+
+def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
+    """The data set inside plain `Subset`s, and the indices of each subset, outermost first."""
+    maps = []
+    for layer in _nested(dataset):
+        kind = type(layer)
+        if not isinstance(layer, Subset) or (kind.__getitem__, kind.__getitems__) != (
+                Subset.__getitem__, Subset.__getitems__):  # it does more than select samples
+            break
+        maps.append(layer.indices)
+        dataset = layer.dataset
+    return dataset, maps
+
+
+def in_memory(dataset: Any) -> bool:
+    """Whether reading is so cheap that loader processes would only add transfer cost."""
+    *_, dataset = _nested(dataset)
+    return hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset)

@@ -1,0 +1,123 @@
+"""Errors of samples: their messages, their transfer out of a loader worker, and the limit on
+replaced samples."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch.utils.data import get_worker_info
+
+from trainer.distributed.peer_errors import text_of
+from trainer.errors import TooManyBadSamples
+
+T = TypeVar("T")
+
+BAD_COUNT, BAD_SHARE = 100, 0.1
+"""The run ends when the replaced samples exceed both this number and this share of all samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replaced:
+    """A bad sample and its replacement, as indices into the user's data set."""
+
+    index: Any
+    by: Any
+    epoch: int
+    why: str
+    worker: int | None
+    """The loader worker that read it; None: the rank's own process."""
+
+
+class SampleError(RuntimeError):
+    """A data set raised while a sample was read. The message names the sample, the process and a
+    remedy."""
+
+    single = False
+    """Whether the error belongs to a single sample rather than to a whole micro-batch."""
+    trace = ""
+    """Traceback of the original exception, if it was raised in a loader worker."""
+
+
+class named:
+    """Context manager that turns an exception into a `SampleError` naming the current operation."""
+
+    def __init__(self, doing: str | Callable[[], str]) -> None:
+        self._doing = doing
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
+        # In a worker also SystemExit and the like: its exit would hide the reason, and Ctrl-C is
+        # ignored there.
+        if isinstance(error, Exception) or (
+                this_worker() is not None and error is not None
+                and not isinstance(error, GeneratorExit)):
+            doing = self._doing if isinstance(self._doing, str) else self._doing()
+            raise SampleError(f"{doing} raised {brief(error)}") from error
+
+
+def handing_over(items: Iterator[T], *, rank: int, worker: int | None) -> Iterator[Any]:
+    """Yield the items, and a final `SampleError` in the form that `hand_over` returns."""
+    try:
+        yield from items
+    except SampleError as error:
+        yield hand_over(error, rank=rank, worker=worker)
+
+
+def hand_over(
+    error: SampleError, *, rank: int, worker: int | None, advice: str = ""
+) -> SampleError:
+    """Add the process to an error's message and raise it.
+
+    In a loader worker the error is returned instead, for `received` to raise in the rank's process:
+    an exception that leaves a worker loses its cause and attributes.
+    """
+    place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")
+    located = SampleError(f"{error} ({place})" + (f"; {advice}" if advice and error.single else ""))
+    if worker is None:
+        raise located from error.__cause__
+    located.trace = "".join(traceback.format_exception(error.__cause__))
+    return located
+
+
+class WorkerTraceback(Exception):
+    """Shows the traceback of another process as the cause of an exception."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+def received(item: T | SampleError) -> T:
+    """Return an item from a loader worker, or raise it if it is a `SampleError`."""
+    if isinstance(item, SampleError):
+        raise item from WorkerTraceback(item.trace)
+    return item
+
+
+def refuse_copies(replaced: int, consumed: int) -> None:
+    """Raise `TooManyBadSamples` if the replaced samples exceed `BAD_COUNT` and `BAD_SHARE`.
+
+    The decision is equal on all ranks because the arguments are.
+    """
+    if replaced > max(BAD_COUNT, BAD_SHARE * consumed):
+        raise TooManyBadSamples(
+            f"--data.on-error skip: {replaced:,} of {consumed:,} samples were bad and have been "
+            f"replaced, more than {BAD_SHARE:.0%}: the run would train on duplicates of the other "
+            "samples; repair the data, or exclude the bad samples in dataset(). events.jsonl lists "
+            "them (bad-sample).")
+
+
+def brief(error: BaseException | None) -> str:
+    """An exception's type and the first line of its message."""
+    lines = [] if error is None else text_of(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+
+
+def this_worker() -> int | None:
+    """The number of this loader worker; None in the rank's own process."""
+    info = get_worker_info()
+    return None if info is None else info.id

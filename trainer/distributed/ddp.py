@@ -1,0 +1,326 @@
+"""Model and loss as one module under DistributedDataParallel; sums in the gradient all-reduce."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import add
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.distributed.peer_errors import lost_peer
+from trainer.distributed.waits import WaitsFor, waiting_for
+from trainer.errors import ConfigError
+from trainer.outcome import EMPTY, check_outcome
+from trainer.task import Outcome
+
+CAPACITY = 64
+"""Maximal number of values that one gradient all-reduce carries besides the gradients."""
+
+WISHES = ("stop", "save", "fail", "saved")
+"""What one rank may request of all ranks: stop after this step; save this step; exit as failed;
+drop the metric lines that the last save holds, since it is complete."""
+
+Vector = Tensor | list[float]
+
+_FIXED = ("loss", "count", "samples", "replaced", *WISHES)
+COUNT = _FIXED.index("count")
+WISHED = slice(_FIXED.index(WISHES[0]), len(_FIXED))
+_NO_WISHES = (False,) * len(WISHES)
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums of one step over all ranks and micro-batches; equal on all ranks."""
+
+    loss: float
+    count: float
+    samples: int
+    replaced: int
+    """Number of samples that replaced bad ones."""
+    wishes: frozenset[str]
+    """Members of `WISHES` that at least one rank has requested."""
+    metrics: dict[str, tuple[float, float]]
+    """Name → (sum, count), named losses included."""
+
+    @classmethod
+    def nothing(cls) -> Sums:
+        """Sums of a step without any computation."""
+        return cls(0.0, 0.0, samples=0, replaced=0, wishes=frozenset(), metrics={})
+
+
+class Tally:
+    """Accumulates loss, counts and metrics of this rank's micro-batches in a step.
+
+    Separate from `Objective`, since setting an attribute of a module takes microseconds.
+
+    Args:
+        on_host: read each number at once. On a device this would wait for the device.
+    """
+
+    def __init__(self, *, on_host: bool) -> None:
+        self.names: tuple[str, ...] | None = None
+        """Names of the task's metrics, in their order; None before the first forward."""
+        self.totals: list[Tensor | float] = []
+        """Loss of each of this rank's micro-batches in the last step, on the device or host."""
+        self._on_host = on_host
+        self._rows: list[list[Any]] = []
+        self._totals: list[Tensor | float] = []
+        self._reduced: Vector | None = None
+        self._wishes: tuple[bool, ...] = _NO_WISHES
+
+    def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
+        """Add a micro-batch; return its loss, a scalar with a graph.
+
+        Raises:
+            ConfigError: the task's loss violates the protocol.
+        """
+        if type(outcome) is Outcome and tuple(outcome.metrics or ()) == self.names and (
+                type(outcome.total) is Tensor and not outcome.total.dim()):
+            total, metrics = outcome.total, outcome.metrics  # same form as a checked one
+        else:
+            total, metrics = check_outcome(outcome)
+            self._set_names(tuple(metrics))
+        if not total.requires_grad:
+            raise ConfigError("the task's loss has no graph: Outcome.total does not depend on any "
+                              "trainable parameter. Compute it from the model's output, without "
+                              ".detach(), .item() or no_grad().")
+        row: list[Any] = [total, outcome.count, samples, replaced]
+        for pair in metrics.values():
+            row += pair
+        if self._on_host:
+            row = [n.item() if isinstance(n, Tensor) else float(n) for n in row]
+        else:
+            row = [n.detach() if isinstance(n, Tensor) else float(n) for n in row]
+        self._rows.append(row)
+        self._totals.append(row[0])
+        return total
+
+    def wish(self, wishes: tuple[bool, ...], spoilt: Tensor | None = None) -> None:
+        """Set this rank's requests of the step, and add `spoilt` (0 or NaN) to its loss."""
+        self._wishes = wishes or _NO_WISHES
+        if spoilt is not None:
+            row = self._rows[-1]  # not in place: on a device the loss is backward's own tensor
+            row[0] = row[0] + (spoilt.item() if self._on_host else spoilt)
+
+    def take(self) -> Vector:
+        """Return the sums, those of `_FIXED` first, each on the host or the device, and reset."""
+        self.totals, self._totals = self._totals, []
+        if self._reduced is not None:
+            sums, self._reduced = self._reduced, None
+            return sums
+        rows, self._rows = self._rows, []
+        return self._add_up(rows)
+
+    @property
+    def width(self) -> int:
+        """Number of values in the sums."""
+        return len(_FIXED) + 2 * len(self.names or ())
+
+    def swap(self, sums: Vector | None) -> Vector:
+        """Return the sums of the forwards since the last call, and replace them by `sums`."""
+        rows, self._rows, self._reduced = self._rows, [], sums
+        return self._add_up(rows) if rows else []
+
+    def forget(self) -> None:
+        """Reset."""
+        self._rows, self._wishes = [], _NO_WISHES
+        self._totals, self._reduced = [], None
+
+    def _add_up(self, rows: list[list[Any]]) -> list[Any]:
+        assert rows, "no forward has run"
+        sums = rows[0]
+        if self._on_host:
+            for row in rows[1:]:
+                sums = list(map(add, sums, row))
+        elif len(rows) > 1:
+            sums = [_sum(column) for column in zip(*rows, strict=True)]
+        sums[4:4] = self._wishes  # each counts as 0 or 1
+        self._wishes = _NO_WISHES
+        return sums
+
+    def _set_names(self, names: tuple[str, ...]) -> None:
+        if self.names is None:
+            if len(_FIXED) + 2 * len(names) > CAPACITY:
+                raise ConfigError(f"the task returns {len(names)} metrics; the maximum is "
+                                  f"{(CAPACITY - len(_FIXED)) // 2}.")
+            self.names = names
+        elif names != self.names:
+            raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
+                              f"{list(names)} now; return the same for each micro-batch.")
+
+
+class Objective(nn.Module):
+    """Model and task loss as one module, whose forward returns the loss.
+
+    With several ranks, `ride` is a parameter whose gradient is, by construction, the vector of
+    this rank's sums. DDP all-reduces it with the gradients, so sums and stop requests need no
+    separate collective.
+
+    Args:
+        nominal_count: divisor of the summed loss before backward, so that gradients have the
+            scale of a mean; the step corrects for the actual count.
+    """
+
+    def __init__(
+        self, model: nn.Module, loss: Callable[[nn.Module, Any], Outcome], *, num_ranks: int,
+        nominal_count: float, device: torch.device,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self._factor = num_ranks / nominal_count  # DDP computes the mean over ranks
+        self._device, self._on_host = device, device.type == "cpu"
+        self.tally = Tally(on_host=device.type == "cpu")
+        self.poisoned = False
+        """Makes the next loss a NaN (fault injection)."""
+        self.spoilt: Callable[[], Tensor | None] = lambda: None
+        """Returns NaN if the forwards left a buffer that is not finite, which the training loss
+        does not show; called after the last forward of a step."""
+        self.ride = nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
+        dtypes = (torch.float32, *([torch.float64] if device.type != "mps" else []))
+        self.grad_outputs = {} if self.ride is not None else {
+            dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
+        """Initial gradient of backward, by the loss's dtype, in place of 1: gradients of a sum
+        become those of a mean, without a division. Empty with `ride`, whose sums are no mean."""
+
+    def forward(
+        self, batch: Any, samples: int, wishes: tuple[bool, ...] | None = None, replaced: int = 0
+    ) -> Tensor:
+        """Compute the scalar loss of a micro-batch.
+
+        Args:
+            wishes: this rank's requests, given with its last micro-batch of a step, whose backward
+                reduces gradients and sums; None otherwise.
+            replaced: number of samples that replaced bad ones.
+
+        Raises:
+            ConfigError: the task's loss violates the protocol.
+        """
+        try:
+            outcome = self.loss(self.model, batch)
+        except Exception as error:
+            if not samples and not lost_peer(error):
+                error.add_note(EMPTY)
+            raise
+        if self.poisoned:
+            self.poisoned = False
+            outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
+        loss = self.tally.add(outcome, samples, replaced)
+        if loss.dtype is not torch.float32 and loss.dtype is not torch.float64:
+            loss = loss.float()
+        if self.ride is not None:
+            loss = loss * self._factor
+        if wishes is not None:
+            self.tally.wish(wishes, self.spoilt())
+            if self.ride is not None:
+                sums = list(self.tally.take())
+                sums += [0.0] * (CAPACITY - len(sums))
+                loss = loss + torch.dot(self.ride, _stack(sums, self._device))
+        return loss
+
+    __call__ = forward  # hooks and compilation are the model's
+
+    def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
+        """Return the reduced sums of the step, and reset.
+
+        The sums are on the device, or on the host if that needs no transfer and no collective.
+
+        Args:
+            scale: factor of the loss in backward (fp16), which the reduced sums contain too.
+        """
+        if self.ride is None:
+            return self._on_device(self.tally.take())
+        ride, factor = self.ride, num_ranks / scale
+        reduced, ride.grad = ride.grad, None
+        assert reduced is not None, "no synchronised backward has run"
+        reduced = reduced[: self.tally.width]
+        return [_snap(n * factor) for n in reduced.tolist()] if self._on_host else reduced * factor
+
+    def swap_sums(self, sums: Vector | None) -> Vector:
+        """Return the sums of the forwards since the last call, and replace them by `sums`.
+
+        Only without `ride`.
+        """
+        return self._on_device(self.tally.swap(sums))
+
+    def _on_device(self, sums: Vector) -> Vector:
+        if self._on_host or isinstance(sums, Tensor):
+            return sums
+        return _stack(sums, self._device)
+
+    def forget(self) -> None:
+        """Reset, after forwards that belong to no step."""
+        self.tally.forget()
+        if self.ride is not None:
+            self.ride.grad = None
+
+    def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[Sums, float]:
+        """Copy the sums and the gradient norm to the host, in one transfer."""
+        if isinstance(vector, list):
+            values, norm = vector, float(grad_norm)
+        else:
+            with waiting_for(WaitsFor.PEERS):
+                *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
+            values = [_snap(v) for v in numbers]
+        loss, count, samples, replaced = values[:4]
+        wishes = ([w for w, v in zip(WISHES, values[WISHED], strict=True) if v > 0]
+                  if any(values[WISHED]) else ())
+        at = len(_FIXED)
+        metrics = {name: (values[at + 2 * i], values[at + 2 * i + 1])
+                   for i, name in enumerate(self.tally.names or ())}
+        return Sums(loss, count, round(samples), round(replaced), frozenset(wishes), metrics), norm
+
+
+def wrap(
+    objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,
+    bucket_mb: float, find_unused: bool = False,
+) -> nn.Module:  # fmt: skip
+    """Wrap the objective in DistributedDataParallel; return it unchanged without a group."""
+    if group is None:
+        return objective
+    # The step restores and broadcasts buffers itself; DDP must not do so in the next forward.
+    known = inspect.signature(DistributedDataParallel).parameters
+    off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    return DistributedDataParallel(
+        objective,
+        process_group=group,
+        bucket_cap_mb=bucket_mb,  # type: ignore[arg-type]
+        **{off: False},  # type: ignore[arg-type]
+        gradient_as_bucket_view=True,
+        find_unused_parameters=find_unused,
+        device_ids=[device.index] if device.type == "cuda" else None,
+    )
+
+
+def _sum(column: Sequence[Any]) -> Any:
+    """Sum scalars, some of them on the host and some on the device."""
+    on_device = [n.float() for n in column if isinstance(n, Tensor)]
+    on_host = sum(n for n in column if not isinstance(n, Tensor))
+    return torch.stack(on_device).sum() + on_host if on_device else on_host
+
+
+def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
+    """Stack scalars of host and device to a float32 vector on the device."""
+    vector = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in numbers])
+    vector = vector.to(device, non_blocking=True)
+    indices = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]
+    if indices:
+        values = torch.stack([numbers[i].to(device).float() for i in indices])
+        vector[torch.tensor(indices, device=device)] = values
+    return vector
+
+
+def _snap(value: float) -> float:
+    """Round a sum of integers that is off by rounding: 3 times the mean over 3 ranks may be."""
+    if not abs(value) < 2**24:  # true for NaN and infinities too
+        return value
+    nearest = round(value)
+    return float(nearest) if abs(value - nearest) <= 4e-7 * abs(value) else value

@@ -1,0 +1,368 @@
+"""Rank-invariant reduction: gradients have the same bits for any number of ranks.
+
+They are summed in one tree over the numbers of the micro-batches (docs/elastic.md).
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from trainer.data.sampler import Slot
+from trainer.distributed.ddp import WISHED
+from trainer.distributed.partition import block, micro_batches_per_rank
+from trainer.distributed.tree import ALIGN, Fold, Span, cut
+from trainer.distributed.tree import Plan as ReductionPlan
+from trainer.distributed.waits import WaitsFor, waiting_for
+from trainer.distributed.world import World
+
+if TYPE_CHECKING:
+    from trainer.config.fields import OnOff
+    from trainer.data.map_dataset import Micro
+    from trainer.data.sampler import Plan as BatchPlan
+    from trainer.step import Step
+
+SMALL = 1 << 18
+"""Up to this many bytes, every rank receives all partial sums whole: one exchange, not two."""
+
+
+class Layout:
+    """Layout of gradients in a flat byte buffer.
+
+    Gradients of one dtype are adjacent. Each has the strides that autograd gives it.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor]) -> None:
+        self._parameters = parameters
+        self._offsets = [0] * len(parameters)
+        self._sections: list[tuple[torch.dtype, int, int]] = []
+        self.size = 0
+        for dtype in dict.fromkeys(p.dtype for p in parameters):
+            first = self.size
+            for i, parameter in enumerate(parameters):
+                if parameter.dtype == dtype:
+                    self._offsets[i] = self.size
+                    self.size += parameter.nbytes
+            self._sections.append((dtype, first, self.size))
+            self.size = -(-self.size // ALIGN) * ALIGN
+
+    def buffer(self, span: Span) -> Tensor:
+        """Allocate memory for a slice."""
+        return torch.empty(span[1] - span[0], dtype=torch.uint8, device=self._parameters[0].device)
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """View a whole buffer as gradients."""
+        views = []
+        for parameter, offset in zip(self._parameters, self._offsets, strict=True):
+            dense = torch.empty_like(parameter).stride() == parameter.stride()
+            row = flat[offset : offset + parameter.nbytes].view(parameter.dtype)
+            views.append(row.as_strided(parameter.shape, parameter.stride()) if dense
+                         else row.view(parameter.shape))
+        return views
+
+    def numbers(self, piece: Tensor, span: Span) -> list[Tensor]:
+        """View a slice as numbers: one vector per dtype."""
+        parts = [(dtype, max(first, span[0]), min(end, span[1]))
+                 for dtype, first, end in self._sections]
+        return [piece[first - span[0] : end - span[0]].view(dtype)
+                for dtype, first, end in parts if first < end]
+
+
+class Statistics:
+    """Running statistics of batch norms, combined in the order of micro-batches.
+
+    Each micro-batch starts with the statistics of the step boundary; the statistics after it are a
+    row. The rows are applied in the order of their numbers, in float64. Let r be the statistics so
+    far and b those of the boundary: row x of k calls gives (1 - momentum)^k · (r - b) + x.
+    """
+
+    def __init__(self, model: nn.Module, kept: dict[Tensor, Tensor]) -> None:
+        modules = [m for m in model.modules() if isinstance(m, _BatchNorm)
+                   and type(m).forward is _BatchNorm.forward
+                   and m.running_mean is not None and m.num_batches_tracked is not None]
+        found = [b for m in modules for b in (m.running_mean, m.running_var)]
+        self.live = [b for b in (*found, *(m.num_batches_tracked for m in modules))
+                     if b is not None]
+        self._kept = [kept[b] for b in self.live]
+        self._sizes = [b.numel() for b in self.live]
+        self.width = sum(self._sizes)
+        device = self.live[0].device if self.live else None
+        self._split = self.width - len(modules)
+        self._memory = torch.empty(self.width, dtype=torch.float64, device=device)
+        self._views = self.views(self._memory)
+        self._owner = torch.tensor([i for i, m in enumerate(modules)
+                                    for _ in range(2 * m.num_features)], device=device)
+        decays = [1.0 if m.momentum is None else 1 - m.momentum for m in modules]
+        self._decay = torch.tensor(decays, dtype=torch.float64, device=device)
+        plain = torch.tensor([m.momentum is None for m in modules], device=device)
+        self._mean = plain[self._owner] if any(m.momentum is None for m in modules) else None
+
+    def views(self, row: Tensor) -> list[Tensor]:
+        """View a row as one tensor for each tensor of `live`."""
+        parts = row.split(self._sizes)
+        return [part.view(b.shape) for part, b in zip(parts, self.live, strict=True)]
+
+    def fold(self, rows: Tensor) -> None:
+        """Set the statistics to those after all micro-batches.
+
+        Args:
+            rows: float64 of shape (M, width).
+        """
+        if not self.live:
+            return
+        torch._foreach_copy_(self._views, self._kept)
+        base, base_count = self._memory[: self._split], self._memory[self._split :]
+        calls = rows[:, self._split :] - base_count
+        counts = base_count + calls.cumsum(0)
+        decays = (self._decay**calls).index_select(1, self._owner)
+        now = base
+        for i, (made, decay) in enumerate(zip(rows[:, : self._split], decays, strict=True)):
+            after = torch.addcmul(made, decay, now - base)
+            if self._mean is not None:  # momentum None: the cumulative mean over all calls
+                k, first, new = (count[self._owner] for count in (calls[i], base_count, counts[i]))
+                mean = ((new - k) * now + made * (first + k) - first * base) / new.clamp(min=1)
+                after = torch.where(self._mean, mean, after)
+            now = after
+        torch.cat([now, counts[-1]], out=self._memory)
+        torch._foreach_copy_(self.live, self._views)
+
+
+class Reduction:
+    """Wraps the micro-batches of a step: collects each one's gradients and leaves their sums.
+
+    Args:
+        step: provides objective, model, trained parameters, and buffers of the step boundary.
+        batch_plan: gives the number M of micro-batches of a step.
+        optional: whether a parameter may have no gradient on any rank; it then keeps None.
+    """
+
+    def __init__(self, step: Step, world: World, batch_plan: BatchPlan, *, optional: bool) -> None:
+        self._objective, self._parameters, self._buffers = (
+            step.objective, step.parameters, step.buffers)
+        self._rank, self._size, self._group = world.rank, world.size, world.group
+        self._batch_plan, self._optional = batch_plan, optional
+        self.statistics = Statistics(step.model, dict(step.buffers.pairs()))
+        self.shared = frozenset(self.statistics.live)
+        """Buffers that are equal on all ranks after the last micro-batch."""
+        self._layout = Layout(self._parameters)
+        self._make_plan = functools.cache(
+            functools.partial(ReductionPlan.of, num_ranks=world.size))
+        self._flats: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
+        """Partial sums: whole buffers, their views as gradients, and their views as vectors."""
+        self._open: int | None = None
+        """Index of the buffer to which backward adds."""
+        self._pieces: dict[Any, Tensor] = {}
+        self._used: set[int] = set()
+        for i, parameter in enumerate(self._parameters if optional else ()):
+            parameter.register_post_accumulate_grad_hook(lambda _, i=i: self._used.add(i))
+        self._rows: Tensor | None = None
+        self._records: list[list[Tensor]] = []
+
+    def __call__(self, micro_batches: Iterable[Micro]) -> Iterator[Micro]:
+        """Collective. Yield the micro-batches; gradients and sums are complete after the last."""
+        for index, micro in enumerate(micro_batches):
+            if index:
+                self._buffers.put_back()
+            else:
+                self._begin(micro.slot.step)
+            if self._open is None and micro.slot.number >= 0:
+                self._accumulate()
+            yield micro
+            self._take(micro.slot, index)
+        self._finish()
+
+    def _begin(self, step: int) -> None:
+        self._plan = plan = self._make_plan(self._batch_plan.micro_batches(step))
+        self._mine = block(plan.leaves, self._rank, self._size)
+        self._fold: Fold[int] = Fold(plan.leaves, self._join)
+        self._free, self._open = list(range(len(self._flats))), None
+        self._sent, self._round, self._works = list[int](), 0, list[Any]()
+        num = sum(map(len, plan.spans))
+        self._whole = self._size == num == 2 or num * self._layout.size <= SMALL
+        self._slices = ([(0, self._layout.size)] * self._size if self._whole
+                        else cut(self._layout.size, self._size))
+
+    def _accumulate(self) -> None:
+        """Let the next backward add to memory of -0.0: x + -0.0 has the bits of x."""
+        self._open = self._free_buffer()
+        _, views, numbers = self._flats[self._open]
+        for part in numbers:
+            part.fill_(-0.0)
+        for parameter, view in zip(self._parameters, views, strict=True):
+            parameter.grad = view
+
+    def _free_buffer(self) -> int:
+        """Index of a buffer that is not in use."""
+        if self._free:
+            return self._free.pop()
+        whole = (0, self._layout.size)
+        flat = self._layout.buffer(whole).zero_()
+        self._flats.append((flat, self._layout.views(flat), self._layout.numbers(flat, whole)))
+        return len(self._flats) - 1
+
+    def _join(self, left: int, right: int) -> int:
+        for a, b in zip(self._flats[left][2], self._flats[right][2], strict=True):
+            a.add_(b)
+        self._free.append(right)
+        return left
+
+    def _take(self, slot: Slot, index: int) -> None:
+        """Store the results of the micro-batch at `index`; begin to send a complete subtree."""
+        own = self._objective.swap_sums(None)
+        self._on_host = isinstance(own, list)
+        if self._rows is None:
+            self._rows = self._make_rows(len(own))
+        row = self._rows[index]
+        row[: len(own)] = torch.tensor(own, dtype=row.dtype) if isinstance(own, list) else own
+        if self._optional:
+            used = torch.tensor([float(i in self._used) for i in range(len(self._parameters))])
+            row[len(own) : len(own) + len(used)] = used * (slot.number >= 0)
+            self._used.clear()
+        if self.statistics.live:
+            torch._foreach_copy_(self._records[index], self.statistics.live)
+        number = slot.number
+        if number % 2 == 0 and number + 1 in self._mine:
+            return  # the backward of its sibling adds to the same buffer, which gives their parent
+        for parameter in self._parameters:
+            parameter.grad = None
+        if number < 0:
+            return
+        assert self._open is not None, "each micro-batch has a buffer"
+        first = number - (number % 2 == 1 and number - 1 in self._mine)
+        self._fold.push((first, number + 1), self._open)
+        self._open = None
+        mine = self._plan.spans[self._rank]
+        if self._group is not None and self._fold.parts and self._round < len(mine) and (
+                self._fold.parts[-1][0] == mine[self._round]):
+            self._send(self._fold.parts.pop()[1])
+
+    def _make_rows(self, sums: int) -> Tensor:
+        """Allocate a row per micro-batch: sums; which parameters had a gradient; statistics."""
+        self._sums = sums
+        self._width = sums + self._optional * len(self._parameters)
+        micro_batches = -(-self._batch_plan.global_size // self._batch_plan.micro_size)
+        max_rows = micro_batches_per_rank(micro_batches, self._size)
+        rows = torch.zeros(max_rows, self._width + self.statistics.width, dtype=torch.float64,
+                           device=self._parameters[0].device)
+        self._records = [self.statistics.views(row[self._width :]) for row in rows]
+        return rows
+
+    def _send(self, own: int | None) -> None:
+        """Collective. Begin the next round: exchange the next partial sums of all ranks.
+
+        Args:
+            own: index of this rank's buffer; None if it has no further partial sum.
+        """
+        number, outgoing, incoming = self._round, list[Any](), list[Any]()
+        if own is not None:
+            flat = self._flats[own][0]
+            self._sent.append(own)
+            outgoing = [(flat[first:end], rank) for rank, (first, end) in enumerate(self._slices)]
+        for rank, spans in enumerate(self._plan.spans):
+            if number < len(spans):
+                incoming.append((self._received(rank, number), rank))
+        self._exchange(outgoing, incoming)
+        self._round += 1
+
+    def _exchange(
+        self, outgoing: Iterable[tuple[Tensor, int]], incoming: Iterable[tuple[Tensor, int]]
+    ) -> None:
+        """Begin to send to and receive from the other ranks."""
+        calls = [dist.P2POp(operation, tensor, rank, self._group)
+                 for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
+                 for tensor, rank in tensors if rank != self._rank and tensor.numel()]
+        if calls:
+            self._works += dist.batch_isend_irecv(calls)
+
+    def wait_for_peers(self) -> None:
+        """Wait until all pending sends and receives are complete.
+
+        Raises:
+            RuntimeError: a peer has died or timed out.
+        """
+        with waiting_for(WaitsFor.PEERS):
+            for work in self._works:
+                work.wait()
+        self._works.clear()
+
+    def _finish(self) -> None:
+        """Collective. Set gradients, sums and statistics to those of all micro-batches."""
+        assert self._rows is not None, "no micro-batch was taken"
+        plan = self._plan
+        rows = self._rows[: micro_batches_per_rank(plan.leaves, self._size)]
+        if self._group is None:
+            (_, total), = self._fold.parts
+            all_rows = numbered = rows
+        else:
+            all_rows = rows.new_empty(self._size, *rows.shape)
+            all_rows[self._rank] = rows
+            while self._round < plan.rounds:
+                self._send(None)
+            others = range(self._size)
+            self._exchange([(rows, rank) for rank in others], [(all_rows[r], r) for r in others])
+            self.wait_for_peers()
+            total = self._add_up()
+            all_rows = all_rows.flatten(0, 1)
+            numbered = all_rows[plan.order]
+        used = numbered[:, self._sums : self._width].sum(0).tolist() if self._optional else None
+        views = self._flats[total][1]
+        for i, (parameter, gradient) in enumerate(zip(self._parameters, views, strict=True)):
+            parameter.grad = gradient if used is None or used[i] else None
+        sums = numbered[:, : self._sums].sum(0)
+        sums[WISHED] = all_rows[:, WISHED].sum(0)  # includes rows of empty micro-batches
+        self.statistics.fold(numbered[:, self._width :])
+        if (nonfinite := self._buffers.spoilt(self.shared)) is not None:  # equal on all ranks
+            sums[0] += nonfinite  # detects micro-batches before the last one too
+        self._objective.swap_sums(sums.tolist() if self._on_host else sums)
+
+    def _add_up(self) -> int:
+        """Collective. Sum this rank's slice and exchange the slices.
+
+        Returns:
+            index of the buffer that holds the sums.
+        """
+        result = self._sent[0] if self._sent else self._free_buffer()
+        flat = self._flats[result][0]
+        first, end = own = self._slices[self._rank]
+        target = flat[first:end]
+
+        def join(left: Tensor, right: Tensor) -> Tensor:
+            out = right if right.data_ptr() == target.data_ptr() else left
+            for a, b, c in zip(*(self._layout.numbers(t, own) for t in (left, right, out)),
+                               strict=True):
+                torch.add(a, b, out=c)
+            return out
+
+        fold = Fold(self._plan.leaves, join)
+        for rank, spans in enumerate(self._plan.spans):
+            for number, span in enumerate(spans):
+                fold.push(span, self._received(rank, number) if rank != self._rank else
+                          self._flats[self._sent[number]][0][first:end])
+        (_, total), = fold.parts
+        if total.data_ptr() != target.data_ptr():
+            target.copy_(total)
+        if not self._whole:
+            self._exchange([(target, rank) for rank in range(self._size)],
+                           [(flat[a:b], rank) for rank, (a, b) in enumerate(self._slices)])
+            self.wait_for_peers()
+        return result
+
+    def _received(self, rank: int, number: int) -> Tensor:
+        """Memory for this rank's slice of another rank's partial sum in a round."""
+        key = (rank, number, self._whole)
+        if key not in self._pieces:
+            self._pieces[key] = self._layout.buffer(self._slices[self._rank])
+        return self._pieces[key]
+
+
+def reduce(step: Step, world: World, batch_plan: BatchPlan, find_unused: OnOff) -> None:
+    """Collective. Use the rank-invariant reduction in a step; broadcast the weights of rank 0."""
+    world.broadcast([*step.model.parameters(), *step.model.buffers()])
+    reduction = Reduction(step, world, batch_plan, optional=find_unused == "on")
+    step.reduction, step.shared = reduction, reduction.shared

@@ -1,0 +1,131 @@
+"""Replica check: compare weights and optimizer state of all ranks, bit for bit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.distributed.world import World
+
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
+
+
+def checksums(tensors: Iterable[Tensor]) -> Tensor:
+    """Checksum of each tensor: the sum of its bits as integers modulo 2^64; int64 of shape (n,).
+
+    A single flipped bit always changes it. The result is on the tensors' device.
+    """
+    sums = [_integers(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors]
+    return torch.stack([s.to(sums[0].device) for s in sums])
+
+
+def _integers(tensor: Tensor) -> Tensor:
+    """View the bits as 8-byte integers if memory layout allows, otherwise as one per element.
+
+    A sum over 8-byte integers is several times as fast.
+    """
+    if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
+        tensor = tensor.permute(0, 2, 3, 1)
+    size = tensor.element_size()
+    whole = (tensor.nbytes % 8 == 0 and tensor.storage_offset() * size % 8 == 0)
+    if tensor.is_contiguous() and whole:
+        return tensor.reshape(-1).view(torch.int64)
+    return tensor.view(_INTEGERS[size])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Disagreement:
+    """Result of a failed replica check.
+
+    Attributes:
+        step: step boundary of the check.
+        ranks: ranks that differ from the majority; all ranks if there is no majority (as with two
+            ranks).
+        tensors: names of the tensors that differ.
+    """
+
+    step: int
+    ranks: list[int]
+    tensors: list[str]
+
+
+@dataclass
+class Agreement:
+    """Compares checksums over the ranks and remembers the last step at which they were equal.
+
+    Args:
+        tensors: returns all parameters and optimizer tensors by name.
+    """
+
+    tensors: Callable[[], Mapping[str, Tensor]]
+    world: World
+    step: int = 0
+    """Last step at which all ranks were equal."""
+    rounds: int = 0
+    """Consecutive mismatches without progress beyond the step of the previous mismatch."""
+    _differed: int = -1
+    _evidence: dict[str, Any] = field(default_factory=dict)
+
+    def check(self, step: int) -> Disagreement | None:
+        """Collective. Compare at the boundary of `step`; None if all ranks are equal."""
+        tensors = self.tensors()
+        own = checksums(tensors.values()).cpu()
+        factors = torch.arange(1, 2 * len(own), 2) * _ODD
+        totals = torch.zeros(self.world.size, dtype=torch.int64)
+        totals[self.world.rank] = (own * factors).sum()
+        self.world.all_sum(totals)
+        if bool((totals == totals[0]).all()):
+            self.step = step
+            self.rounds = 0 if step > self._differed else self.rounds
+            return None
+        self.rounds, self._differed = self.rounds + 1, max(step, self._differed)
+        rows = self.world.gather_json(own.tolist())
+        names = [name for i, name in enumerate(tensors) if len({row[i] for row in rows}) > 1]
+        common, votes = Counter(totals.tolist()).most_common(1)[0]
+        majority = 2 * votes > self.world.size
+        ranks = [r for r, total in enumerate(totals.tolist()) if not majority or total != common]
+        if not majority and self.world.size == 2:
+            self._keep_evidence(step, {name: tensors[name] for name in names})
+        return Disagreement(step=step, ranks=ranks, tensors=names)
+
+    def is_wanted(self, step: int) -> bool:
+        """Whether the run has recomputed the step at which two ranks differed."""
+        return self._evidence.get("step") == step
+
+    def culprit(self) -> int | None:
+        """Collective. Find which of two ranks was wrong, after the step has been recomputed.
+
+        Compares the recorded elements in which the ranks differed with the recomputed values. The
+        rank at the larger distance was wrong: updates since then have changed the elements of both
+        ranks by the same amount, apart from the fault.
+
+        Returns:
+            None if both distances are equal.
+        """
+        tensors, distances = self.tensors(), torch.zeros(2, dtype=torch.float64)
+        for name, (indices, values) in self._evidence["elements"].items():
+            recomputed = tensors[name].detach().cpu().reshape(-1)[indices].double()
+            distance = (values.double() - recomputed).abs().nan_to_num(torch.inf, torch.inf)
+            distances[self.world.rank] += distance.sum()
+        self._evidence = {}
+        first, second = self.world.gather_json(float(distances[self.world.rank]).hex())
+        return None if first == second else int(float.fromhex(second) > float.fromhex(first))
+
+    def _keep_evidence(self, step: int, tensors: Mapping[str, Tensor]) -> None:
+        """Collective. Record the elements in which two ranks differ, with this rank's values."""
+        elements = {}
+        for name, tensor in tensors.items():
+            own = tensor.detach().cpu().reshape(-1).clone()
+            other = own.clone()
+            self.world.broadcast([other], 0)
+            bits = _INTEGERS[own.element_size()]
+            differ = (own.view(bits) != other.view(bits)).to(torch.int32)
+            indices = self.world.all_sum(differ).nonzero().flatten()
+            elements[name] = (indices, own[indices])
+        self._evidence = {"step": step, "elements": elements}

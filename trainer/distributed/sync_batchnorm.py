@@ -1,0 +1,266 @@
+"""Batch normalisation over the samples of all ranks, on any device, for empty batches too.
+
+`nn.SyncBatchNorm` refuses CPU tensors in training mode. `SyncBatchNorm` here computes the same,
+with one all-gather in the forward and one in the backward. Every rank combines the gathered rows in
+the same order, so statistics and buffers have the same bits on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from trainer.distributed.comm_timer import Communication
+from trainer.errors import ConfigError
+
+
+def convert(model: nn.Module, world_size: int, device_type: str,
+            process_group: dist.ProcessGroup | None = None) -> tuple[nn.Module, int]:
+    """Convert the batch norms of `model` to synchronised ones, in place.
+
+    The modules stay the same objects: parameters, buffers, hooks and names in the state dict do
+    not change. With `world_size` 1 only `nn.SyncBatchNorm` modules on other devices than CUDA are
+    converted, since they could not train there. Subclasses that override `forward` are skipped.
+
+    Args:
+        device_type: "cuda" uses torch's `nn.SyncBatchNorm`, any other type `SyncBatchNorm`.
+        process_group: the ranks that share statistics; None: all ranks.
+
+    Returns:
+        (model, number of converted modules).
+    """
+    on_cuda = device_type == "cuda"
+    plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
+    number = 0
+    for module in model.modules():
+        if (not isinstance(module, _BatchNorm) or isinstance(module, LazyModuleMixin)
+                or type(module).forward not in plain_forwards):
+            continue
+        is_torchs = isinstance(module, nn.SyncBatchNorm)
+        if world_size == 1 and (on_cuda or not is_torchs):
+            continue
+        group = process_group or getattr(module, "process_group", None)
+        module.__class__ = CudaSyncBatchNorm if on_cuda else SyncBatchNorm
+        cast(SyncBatchNorm, module).process_group = group
+        number += 1
+    if number and not on_cuda and not hasattr(SyncBatchNorm.forward, "_torchdynamo_disable"):
+        # torch.compile would break the graph at the collective and compile the parts around it,
+        # on each rank for its own batch size: the bits of the buffers could differ. Not a
+        # decorator, since it imports torch._dynamo (seconds), which only training needs.
+        SyncBatchNorm.forward = torch.compiler.disable(  # type: ignore[method-assign]
+            SyncBatchNorm.forward)
+    return model, number
+
+
+def refuse(model: nn.Module) -> None:
+    """Refuse models that contain an `nn.SyncBatchNorm`.
+
+    Raises:
+        ConfigError: names the first one.
+    """
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
+    if names:
+        raise ConfigError(
+            f"--parallel.reduction canonical: {names[0]} of the model is a SyncBatchNorm; its "
+            "statistics depend on the number of ranks that share a batch. Use nn.BatchNorm, or "
+            "--parallel.reduction ddp.")
+
+
+def guard_plain(model: nn.Module) -> int:
+    """Make plain batch norms ignore a batch of 0 samples; return the number of such modules.
+
+    For an empty batch torch returns an empty output with a graph (zero gradients) and keeps the
+    running statistics, but counts the batch in `num_batches_tracked`. A hook subtracts it again.
+    A second call changes nothing.
+    """
+    number = 0
+    for module in model.modules():
+        if not isinstance(module, _BatchNorm) or isinstance(
+                module, SyncBatchNorm | nn.SyncBatchNorm):
+            continue
+        if _uncount_empty not in module._forward_hooks.values():
+            module.register_forward_hook(_uncount_empty)
+        number += 1
+    return number
+
+
+def _uncount_empty(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
+    counts = module.training and getattr(module, "track_running_stats", False)
+    if output.numel() == 0 and counts and isinstance(module.num_batches_tracked, Tensor):
+        module.num_batches_tracked.sub_(1)
+
+
+class CudaSyncBatchNorm(nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm` with a fix for empty batches in bf16 or fp16.
+
+    In torch a rank without samples sends zeros in the input's dtype while its peers send fp32, so
+    the all-gather mixes sizes (torch.nn.modules._functions.SyncBatchNorm, torch 2.14).
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Collective in training mode. Input (N, C, …); the output has its shape and type."""
+        if self.training and input.numel() == 0 and input.dtype in (torch.bfloat16, torch.float16):
+            return super().forward(input.float()).to(input.dtype)
+        return super().forward(input)
+
+
+class SyncBatchNorm(_BatchNorm):
+    """Batch norm with training statistics over the samples of all ranks.
+
+    Parameters, buffers and arithmetic are those of `nn.BatchNorm*d`; statistics are in fp32 or
+    wider. A rank with 0 samples takes part and updates its buffers like the others. Without a
+    group of at least two ranks, and in eval mode, it is a plain batch norm without communication.
+    """
+
+    process_group: dist.ProcessGroup | None = None
+    communication: Communication | None = None
+    """Records how long ranks wait for each other in the collectives of this module."""
+
+    def _check_input_dim(self, input: Tensor) -> None:
+        if input.dim() < 2:
+            raise ValueError(f"expected at least 2D input (got {input.dim()}D input)")
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Collective in training mode. Input (N, C, …); the output has its shape and type.
+
+        Raises:
+            ValueError: all ranks together hold one value per channel (raised on all ranks).
+        """
+        if not (self.training and dist.is_available() and dist.is_initialized()
+                and dist.get_world_size(self.process_group) > 1):
+            output = super().forward(input)
+            _uncount_empty(self, (input,), output)
+            return output
+        self._check_input_dim(input)
+        mean, variance, count = _global_statistics(input.detach(), self.process_group,
+                                                   self.communication)
+        if count == 1:
+            raise ValueError("Expected more than 1 value per channel when training, got input size "
+                             f"{tuple(input.shape)} on this rank and one value on all ranks")
+        if count == 0:  # no rank has a sample: an empty output with a graph, and no update
+            return F.batch_norm(input, None, None, self.weight, self.bias, training=True)
+        if self.track_running_stats:
+            self._update_buffers(mean, variance, count)
+        return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps,
+                                self.process_group, self.communication)
+
+    def _update_buffers(self, mean: Tensor, variance: Tensor, count: int) -> None:
+        factor = self.momentum
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if factor is None:  # the cumulative average
+                factor = 1.0 / float(self.num_batches_tracked)
+        if self.running_mean is not None and self.running_var is not None:
+            unbiased = variance * (count / (count - 1))
+            self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor or 0.0)
+            self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor or 0.0)
+
+
+def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _gather_rows(
+    row: Tensor, group: dist.ProcessGroup | None, communication: Communication | None
+) -> Tensor:
+    """Collective. Gather `row` (K,) of every rank to (ranks, K)."""
+    rows = row.new_empty(dist.get_world_size(group), row.numel())
+    # Sums use an all-gather too: with gloo it takes 2/3 of the time of an all-reduce, and the sum
+    # is in the order of ranks.
+    began_s = 0.0 if communication is None else communication.began()
+    dist.all_gather(list(rows.unbind()), row, group=group)
+    if communication is not None:
+        communication.ended(began_s)
+    return rows
+
+
+def _global_statistics(
+    x: Tensor, group: dist.ProcessGroup | None, communication: Communication | None = None
+) -> tuple[Tensor, Tensor, int]:
+    """Collective. Mean (C,), biased variance (C,) and values per channel, over all ranks.
+
+    Each rank sends its (mean, variance, count). They are combined without cancellation: Chan,
+    Golub, LeVeque, "Algorithms for computing the sample variance" (1983), with M2 = variance *
+    count. With count 0, mean and variance are NaN.
+    """
+    dtype, channels = _statistics_dtype(x.dtype), x.shape[1]
+    if x.numel() == 0:
+        row = x.new_zeros(2 * channels + 1, dtype=torch.float64)
+    else:
+        own_mean, own_variance = torch.ops.aten.batch_norm_update_stats(
+            x.to(dtype), None, None, 0.0)
+        own_count = x.new_full((1,), x.numel() // channels, dtype=torch.float64)
+        row = torch.cat((own_mean, own_variance, own_count))  # in fp64
+    rows = _gather_rows(row, group, communication)
+    means, variances, counts = rows.split((channels, channels, 1), dim=1)
+    count = counts.sum()
+    shares = counts / count
+    mean = (means * shares).sum(0)
+    variance = (means - mean).square_().add_(variances).mul_(shares).sum(0)
+    return mean.to(dtype), variance.to(dtype), int(count)
+
+
+class _Normalize(torch.autograd.Function):
+    """(x - mean) / sqrt(variance + eps) * weight + bias, where mean and variance depend on x.
+
+    Let y be the normalised x, g the gradient of the output, and E the mean over the samples of all
+    ranks. The gradient of x is weight / sqrt(variance + eps) * (g - E[g] - y * E[g * y]).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
+                variance: Tensor, count: int, eps: float,
+                group: dist.ProcessGroup | None,
+                communication: Communication | None = None) -> Tensor:
+        ctx.save_for_backward(x, weight, mean, variance)
+        ctx.count, ctx.eps, ctx.group, ctx.communication = count, eps, group, communication
+        if x.numel() == 0:
+            return torch.empty_like(x)
+        return _affine(x.to(mean.dtype), weight, bias, mean, variance, eps).to(x.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+        """Collective if the input needs a gradient."""
+        x, weight, mean, variance = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dtype, channels = mean.dtype, x.shape[1]
+        if x.numel() == 0:
+            sums = mean.new_zeros(2 * channels)
+        else:
+            wide_x, g = x.to(dtype), grad_output.to(dtype)
+            # The gradients of weight and bias of the eval-mode kernel are the sums behind
+            # E[g * y] and E[g] over this rank's samples, not yet divided by the count.
+            sums = torch.cat(torch.ops.aten.native_batch_norm_backward(
+                g, wide_x, None, mean, variance, None, None, False, ctx.eps,
+                [False, True, True])[1:])
+        grad_x = None
+        if needs_x:
+            total = _gather_rows(sums, ctx.group, ctx.communication).sum(0)
+            if x.numel() == 0:
+                grad_x = torch.empty_like(x)
+            else:
+                scale = torch.rsqrt(variance + ctx.eps)
+                if weight is not None:
+                    scale = scale * weight.to(dtype)
+                minus_gy, minus_g = total.view(2, channels).div_(-ctx.count)
+                per_channel = (1, channels) + (1,) * (x.dim() - 2)
+                grad_x = _affine(wide_x, minus_gy, minus_g, mean, variance, ctx.eps)
+                grad_x = grad_x.add_(g).mul_(scale.view(per_channel)).to(x.dtype)
+        return (grad_x, sums[:channels].to(weight.dtype) if needs_weight else None,
+                sums[channels:].to(weight.dtype) if needs_bias else None, None, None, None, None,
+                None, None)
+
+
+def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,
+            eps: float) -> Tensor:
+    """Normalise with the given statistics, in one pass over memory."""
+    weight, bias = (t if t is None else t.to(mean.dtype) for t in (weight, bias))
+    return torch.ops.aten.native_batch_norm(x, weight, bias, mean, variance, False, 0.0, eps)[0]

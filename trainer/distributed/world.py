@@ -1,0 +1,358 @@
+"""Process groups of an attempt and all its collectives, each with a timeout."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trainer import errors
+from trainer.distributed import allocator, serialization, sockets
+from trainer.distributed.device import choose_device, share_of_cores
+from trainer.distributed.groups import Groups, set_timeout
+from trainer.distributed.rendezvous import meet
+from trainer.distributed.waits import WaitsFor, waiting_for
+from trainer.errors import ConfigError, StopRequested, TrainerError
+
+_REMEDY = "start with torchrun or `python -m launch`, or set all of its variables"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Variables that the launcher set for this process; the defaults are a world of one rank."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    master_address: str = ""
+    master_port: int = 0
+    run_id: str | None = None
+    """None if the process was not started by torch's elastic agent."""
+    restart_count: int = 0
+    max_restarts: int = 0
+    knows_exit_codes: bool = False
+    """Whether the launcher is `python -m launch`, which knows this trainer's exit codes."""
+    hosts_store: bool = True
+    """Whether rank 0 hosts the store. Otherwise torch's elastic agent does."""
+    grace_s: float = 30.0
+    """Seconds between the death of a rank and the moment the launcher kills the other ranks."""
+    launch_id: str | None = None
+    """Id of one run of `python -m launch`, equal in all its attempts."""
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
+        """Read torchrun's variables from `environ` (default: `os.environ`).
+
+        Raises:
+            ConfigError: a variable is missing or invalid.
+        """
+        env = os.environ if environ is None else environ
+        if "RANK" not in env and "WORLD_SIZE" not in env:
+            return cls()
+
+        def number(name: str, low: int, high: int, default: str = "") -> int:
+            text = env.get(name) or default
+            if not text.isdecimal() or not low <= int(text) <= high:
+                found = f"is {text!r}" if text else "is not set"
+                raise ConfigError(f"environment variable {name} {found}; it must be a whole number "
+                                  f"from {low} to {high}: {_REMEDY}.")
+            return int(text)
+
+        most = 2**31 - 1
+        size = number("WORLD_SIZE", 1, most)
+        local_size = number("LOCAL_WORLD_SIZE", 1, size)
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if size > 1 and not env.get(name):
+                raise ConfigError(f"environment variable {name} is not set: {_REMEDY}.")
+        return cls(
+            rank=number("RANK", 0, size - 1),
+            size=size,
+            local_rank=number("LOCAL_RANK", 0, local_size - 1),
+            local_size=local_size,
+            master_address=env.get("MASTER_ADDR", ""),
+            master_port=number("MASTER_PORT", 0, 65535, "0"),
+            run_id=env.get("TORCHELASTIC_RUN_ID"),
+            restart_count=number("TORCHELASTIC_RESTART_COUNT", 0, most, "0"),
+            max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, most, "0"),
+            knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
+            hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            grace_s=float(env.get("TRAINER_GRACE_S", "30")),
+            launch_id=env.get("TRAINER_LAUNCH_ID"),
+        )
+
+
+class World:
+    """The ranks of one attempt. A context manager: closes on a normal exit, abandons on an error.
+
+    Gradients, metrics, and JSON use separate process groups. Nothing is pickled. A world of one
+    rank has no groups, and its collectives return what they would return among several ranks.
+
+    Attributes:
+        nonce: 32 hex digits, new for each attempt, equal on all ranks.
+        store: key-value store of this attempt; None in a world of one. It has one locked
+            connection: a thread that may block in it uses `store.clone()`.
+        group: process group for gradients (gloo on CPU, nccl on CUDA); None in a world of one.
+        threads: intra-op threads of this rank. They affect the bits, so a resumed run keeps them.
+        has_nodes: whether there are ranks on other nodes.
+        keeps_folder: whether this rank writes a run folder (see `run_dir.enter`).
+        stale: a newer attempt has started without this node; this one must not write any more.
+        interface: name of the network interface that connects the ranks; None if torch or the
+            user chooses it.
+    """
+
+    def __init__(self, launch: Launch, device: torch.device, threads: int) -> None:
+        """Use `form` instead: it also connects the ranks."""
+        self.launch = launch
+        self.rank, self.size = launch.rank, launch.size
+        self.local_rank, self.local_size = launch.local_rank, launch.local_size
+        self.device = device
+        self.threads = threads
+        self.nonce = uuid.uuid4().hex
+        self.store: dist.Store | None = None
+        self.group: dist.ProcessGroup | None = None
+        self.interface: str | None = None
+        self.has_nodes = launch.local_size < launch.size
+        self.keeps_folder, self.stale = launch.rank == 0, False
+        self._groups: Groups | None = None
+        self._timeout_s = self._current_timeout_s = self._long_timeout_s = 0.0
+        self._ended: str | None = None
+
+    @classmethod
+    def form(
+        cls, *, device: str = "auto", timeout_s: float = 60.0, join_timeout_s: float = 120.0,
+        long_timeout_s: float = 1800.0, threads: int | None = None, launch: Launch | None = None,
+    ) -> World:
+        """Collective. Connect to the other ranks and create the process groups.
+
+        Args:
+            timeout_s: timeout of each collective on tensors (`--world.timeout-s`).
+            join_timeout_s: how long to wait for ranks that start later.
+            long_timeout_s: timeout of JSON collectives, `barrier` and `agree`, and of all
+                collectives inside `patient()`.
+            threads: default: the cores available to this process / ranks on this host.
+
+        Raises:
+            ConfigError: the launcher's variables or the device are invalid.
+            TimeoutError: ranks are missing; the message names them.
+            RuntimeError: no store answers at MASTER_ADDR:MASTER_PORT.
+        """
+        launch = launch or Launch.from_environment()
+        chosen = choose_device(device, size=launch.size, local_rank=launch.local_rank,
+                               local_size=launch.local_size)
+        world = cls(launch, chosen, threads or share_of_cores(launch.local_size))
+        torch.set_num_threads(world.threads)
+        if chosen.type == "cuda":
+            torch.cuda.set_device(chosen)
+        elif chosen.type == "cpu":
+            allocator.keep_freed()
+        if world.size > 1:
+            world._timeout_s = world._current_timeout_s = timeout_s
+            world._long_timeout_s = long_timeout_s
+            world._join(join_timeout_s)
+        return world
+
+    def _join(self, join_timeout_s: float) -> None:
+        self.interface = sockets.use_interface(
+            self.launch.master_address, self.launch.master_port, on_one_host=not self.has_nodes)
+        # torchrun sets this to 1. Then a thread of torch aborts NCCL after an error, and queued
+        # kernels run on garbage before this process can save the state on the device.
+        os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
+        self.nonce, self.store = meet(self.rank, self.size, join_timeout_s)
+        self._groups = Groups(
+            self.store, self.rank, self.size, self.device, timeout_s=self._timeout_s,
+            long_timeout_s=self._long_timeout_s, store_port=self.launch.master_port,
+        )  # fmt: skip
+        self.group = self._groups.gradients
+
+    def use_threads(self, threads: int) -> None:
+        """Set the number of intra-op threads."""
+        if threads != self.threads:
+            self.threads = threads
+            torch.set_num_threads(threads)
+
+    @property
+    def is_main(self) -> bool:
+        return self.rank == 0
+
+    def all_sum(self, tensor: Tensor) -> Tensor:
+        """Collective. Sum a tensor over all ranks, in place. Meant for metrics, not for gradients.
+
+        Shape and dtype are arbitrary, but the same on all ranks. A tensor on a GPU is summed on
+        the host, which waits for the device; gradients use `group`.
+        """
+        with self._collective("all_sum") as groups:
+            if groups is not None:
+                own = tensor.detach()
+                on_host = own.cpu().contiguous()  # gloo ignores strides
+                dist.all_reduce(on_host, group=groups.figures)
+                if on_host.data_ptr() != own.data_ptr():
+                    own.copy_(on_host)
+        return tensor
+
+    def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
+        """Collective. Copy the tensors of rank `source` to all ranks, in place and bit for bit.
+
+        Shapes and dtypes are arbitrary, but the same on all ranks. The tensors are all on the CPU
+        or all on this rank's device.
+
+        Raises:
+            ValueError: shapes or dtypes differ from those of `source` (detected on CPU only).
+        """
+        with self._collective("broadcast") as groups:
+            if groups is None:
+                return
+            for bucket in serialization.buckets(tensors):
+                flat = serialization.pack(bucket)
+                on_cpu = flat.device.type == "cpu"
+                dist.broadcast(flat, source, group=groups.figures if on_cpu else groups.gradients)
+                if self.rank != source:
+                    serialization.unpack(flat, bucket)
+
+    def broadcast_json(self, value: Any, source: int = 0) -> Any:
+        """Collective. Return the JSON value of rank `source` on all ranks.
+
+        The value has passed through JSON on the source too: tuples become lists, keys strings.
+        """
+        with self._collective("broadcast_json") as groups:
+            if groups is None:
+                return serialization.decode(serialization.encode(value))
+            data = serialization.encode(value) if self.rank == source else b""
+            length = torch.tensor([len(data)])
+            dist.broadcast(length, source, group=groups.patient)
+            row = serialization.padded(data, int(length))
+            dist.broadcast(row, source, group=groups.patient)
+        return serialization.decode(row.numpy().tobytes())
+
+    def gather_json(self, value: Any) -> list[Any]:
+        """Collective. Return the JSON values of all ranks, in the order of ranks."""
+        data = serialization.encode(value)
+        with self._collective("gather_json") as groups:
+            if groups is None:
+                return [serialization.decode(data)]
+            lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=groups.patient)
+            own = serialization.padded(data, max(int(length) for length in lengths))
+            rows = [torch.empty_like(own) for _ in lengths]
+            dist.all_gather(rows, own, group=groups.patient)
+        return [serialization.decode(row.numpy().tobytes()[:int(length)])
+                for row, length in zip(rows, lengths, strict=True)]
+
+    def barrier(self) -> None:
+        """Collective. Wait until all ranks have called it."""
+        with self._collective("barrier") as groups:
+            if groups is not None:
+                dist.barrier(group=groups.patient)
+
+    def agree(self, error: BaseException | None) -> None:
+        """Collective. Raise on all ranks if any rank has an error; otherwise return.
+
+        A rank with an error raises it. The others raise an error with the message of the first
+        failed rank: of the same class if that is one of `trainer.errors`, otherwise PeerFailed.
+        """
+        report = None if error is None else (type(error).__name__, str(error))
+        reports: list[Any] = []
+        try:
+            reports = self.gather_json(report)
+        except RuntimeError as broken:
+            if error is None:
+                raise
+            error.add_note(f"(and this error could not be sent to the other ranks: {broken})")
+        if error is not None:
+            raise error
+        for rank, found in enumerate(reports):
+            if found is not None:
+                name, message = found
+                kind = getattr(errors, name, None)
+                if isinstance(kind, type) and issubclass(kind, TrainerError):
+                    raise errors.told_by(rank, kind(f"{message} (rank {rank})"))
+                raise errors.PeerFailed(f"rank {rank} failed: {name}: {message}")
+
+    @contextlib.contextmanager
+    def patient(self) -> Iterator[None]:
+        """Use `long_timeout_s` for all collectives inside: ranks compile, evaluate or save."""
+        before = self._current_timeout_s
+        self._set_timeout(self._long_timeout_s)
+        try:
+            yield
+        finally:
+            self._set_timeout(before)
+
+    def close(self, timeout_s: float | None = None) -> bool:
+        """Collective. Wait for all ranks, then destroy the process groups.
+
+        Args:
+            timeout_s: default: `long_timeout_s`, since rank 0 may still be saving.
+
+        Returns:
+            whether all ranks called it in time.
+        """
+        if self._ended:
+            return False
+        if self._groups is not None:
+            if timeout_s is not None:
+                set_timeout(self._groups.patient, timeout_s)
+            try:
+                self.barrier()
+            except RuntimeError:
+                self.abandon()
+                return False
+            dist.destroy_process_group()
+        self._ended = "closed"
+        return True
+
+    def abandon(self) -> None:
+        """Close all connections of the groups at once: a peer is dead, or this rank leaves.
+
+        Ranks that wait for this one notice within milliseconds, instead of after their timeout.
+        No collective may follow. May be called in any thread.
+        """
+        if not self._ended:
+            self._ended = "abandoned"
+            if self._groups is not None:
+                self._groups.cut()
+
+    def connections(self) -> list[int]:
+        """Duplicated file descriptors of the connections to other ranks, to detect their end."""
+        return [] if self._groups is None else self._groups.connections()
+
+    def __enter__(self) -> World:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is None or isinstance(error, StopRequested):
+            self.close()
+        elif isinstance(error, TrainerError):
+            self.close(5.0)  # most likely all ranks have this error; if not, do not wait long
+        else:
+            self.abandon()
+
+    @contextlib.contextmanager
+    def _collective(self, name: str) -> Iterator[Groups | None]:
+        if self._ended:
+            why = ": connection closed by peer" if self._ended == "abandoned" else ""
+            raise RuntimeError(
+                f"World.{name}: the process group of this attempt is {self._ended}{why}")
+        try:
+            with waiting_for(WaitsFor.PEERS):
+                yield self._groups
+        except RuntimeError as error:
+            error.add_note(f"(in World.{name}, rank {self.rank} of {self.size})")
+            raise
+
+    def _set_timeout(self, timeout_s: float) -> None:
+        self._current_timeout_s = timeout_s
+        if self._groups is not None and not self._ended:
+            set_timeout(self._groups.gradients, timeout_s)
+            set_timeout(self._groups.figures, timeout_s)

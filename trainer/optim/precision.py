@@ -1,0 +1,130 @@
+"""Precision policy: autocast, gradient scaler, compilation, memory format, determinism."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from trainer.config.schema import Precision
+from trainer.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """Precision settings with `auto` resolved for the device and the model."""
+
+    dtype: torch.dtype
+    compile: bool
+    channels_last: bool
+
+    def __str__(self) -> str:
+        name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
+        return " ".join([
+            name,
+            "compiled" if self.compile else "eager",
+            *(["channels_last"] if self.channels_last else []),
+        ])  # fmt: skip
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """Remove wrappers of torch.compile and DataParallel from a model and its submodules.
+
+    Otherwise their prefixes would appear in the names of a checkpoint. Compiled modules stay
+    compiled, under their own name.
+
+    Raises:
+        ConfigError: the model is or contains a DistributedDataParallel.
+    """
+    for parent in list(model.modules()):
+        if isinstance(parent, DistributedDataParallel):
+            raise ConfigError("--task: model() returns or contains a DistributedDataParallel; "
+                              "return the plain model: the trainer wraps it.")
+        for name, child in list(parent._modules.items()):
+            if child is not None and (inner := _unwrapped(child)) is not child:
+                setattr(parent, name, inner)
+    return _unwrapped(model)
+
+
+def _unwrapped(module: nn.Module) -> nn.Module:
+    if isinstance(module, nn.DataParallel):
+        return _unwrapped(module.module)
+    inner = getattr(module, "_orig_mod", None)  # set by torch.compile
+    if inner is None:
+        return module
+    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
+    return _unwrapped(inner)
+
+
+def choose(
+    config: Precision, model: nn.Module, device: torch.device, *, eager: bool = False
+) -> Choice:
+    """Resolve `auto`: bf16 and compilation on CUDA with bf16 units; fp32 and eager on CPU.
+
+    (Without bf16 units, autocast and compilation are slower on CPU.)
+
+    Args:
+        eager: disables compilation, even if the configuration asks for it.
+
+    Raises:
+        ConfigError: fp16 on mps.
+    """
+    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+    if config.dtype == "auto":
+        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = torch.bfloat16 if bf16 else torch.float32
+    else:
+        dtype = dtypes[config.dtype]
+    if dtype is torch.float16 and device.type == "mps":
+        raise ConfigError("--precision.dtype fp16: torch has no gradient scaler for mps; use bf16 "
+                          "or fp32.")
+    convolutional = any(isinstance(m, nn.Conv2d) for m in model.modules())
+    return Choice(
+        dtype=dtype,
+        compile=not eager and (
+            device.type == "cuda" if config.compile == "auto" else config.compile == "on"),
+        channels_last=(
+            convolutional if config.channels_last == "auto" else config.channels_last == "on"
+        ),
+    )
+
+
+def autocast(
+    choice: Choice, device: torch.device
+) -> Callable[[], contextlib.AbstractContextManager[None]]:
+    """Return a factory of contexts for the forward: autocast, or no operation in fp32."""
+    if choice.dtype is torch.float32:
+        nothing = contextlib.nullcontext()
+        return lambda: nothing
+    return partial(torch.autocast, device.type, dtype=choice.dtype)
+
+
+def scaler(choice: Choice, device: torch.device, initial: float) -> torch.amp.GradScaler:
+    """Gradient scaler: enabled for fp16 only."""
+    return torch.amp.GradScaler(
+        device.type, enabled=choice.dtype is torch.float16, init_scale=initial
+    )
+
+
+def set_determinism(deterministic: bool, device: torch.device) -> None:
+    """Select deterministic kernels or the fastest ones. Call it before the first kernel runs."""
+    if deterministic:
+        if device.type == "cuda":
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        # Filling fresh memory only helps to find reads of it: it costs time, changes no result.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.backends.cudnn.deterministic = deterministic
+    torch.backends.cudnn.benchmark = not deterministic
+
+
+def set_tf32(allowed: bool) -> None:
+    """Allow or forbid TF32 for fp32 products on CUDA. (Torch's default differs by operation.)"""
+    torch.set_float32_matmul_precision("high" if allowed else "highest")
+    torch.backends.cudnn.allow_tf32 = allowed

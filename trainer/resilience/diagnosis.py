@@ -1,0 +1,209 @@
+"""Explain an exception to people: its kind and message, the user's line, and remedies."""
+
+from __future__ import annotations
+
+import errno
+import re
+import sys
+import traceback
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.distributed.peer_errors import TRAINER_FOLDER, foreignness, text_of
+from trainer.outcome import EMPTY
+from trainer.storage.files import display_path
+
+MOST_CHARS = 400
+"""Longest message of one line; the traceback has all of it."""
+
+_FRAME = re.compile(r'^[ |]*File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
+_WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
+_Frame = tuple[str, int, str]
+
+_SHORT = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
+_SHORT_WORDS = re.compile(
+    "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
+    "no space left on device|too many open files", re.IGNORECASE)
+
+_LIMITS = (
+    (errno.EMFILE, "too many open files", "raise the limit of open files: ulimit -n 4096"),
+    (errno.EFBIG, "file too large", "raise the limit of a file's size: ulimit -f unlimited"),
+    (errno.ENOMEM, "failed to map segment",
+     "raise the limit of memory: ulimit -v, or the cgroup's"),
+    (None, "can't start new thread",
+     "raise the limit of processes and threads: ulimit -u, or pids.max of the cgroup"),
+    (errno.EAGAIN, "resource temporarily unavailable",
+     "if that was the start of a process, raise their limit: ulimit -u, or pids.max of the cgroup"),
+    (None, r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",
+     "/dev/shm is full: give it more room (docker run --shm-size 8g; mount -o remount,size=8g "
+     "/dev/shm), or take --data.workers 0"),
+    (errno.EDQUOT, "disk quota exceeded", "make room, or raise the quota"),
+    (errno.ENOSPC, "no space left on device", "make room on that disk"),
+)
+"""Shortages of a system: error number, a pattern for errors without one, and the remedy."""
+
+
+_DOUBLE = re.compile(r"same dtype, but got Double and Float|"
+                     r"\(double\) and (bias|weight) type \(float\)")
+_DOUBLE_HELPS = ("samples of float64, numpy's default, meet weights of float32: make the samples "
+                 "float32 in dataset() or collate()")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What an exception means."""
+
+    kind: str
+    """Name of its class."""
+    message: str
+    """One line."""
+    where: str | None
+    """`file:line in function`: the innermost line of user code that the trainer has called, else
+    the innermost line of all."""
+    is_import: bool
+    """Whether an import failed: another attempt would fail in the same way."""
+    memory: str | None
+    """What ran out of memory: "rank", "worker" or None."""
+
+
+def diagnose(error: BaseException) -> Diagnosis:
+    """Diagnose an exception, also one that a loader worker has sent as text."""
+    text = text_of(error)
+    kind, message, frames = type(error).__name__, text, _frames(error)
+    kinds = {c.__name__ for e in _chain(error) for c in type(e).__mro__}
+    if "Original Traceback (most recent call last)" in text:  # sent by a worker
+        first = text.partition("\n\nThe above exception was")[0]
+        frames = [(path, int(line), name) for path, line, name in _FRAME.findall(first)]
+        said = list(re.finditer(rf"^(?:[\w.]+\.)?{kind}: ", text, re.MULTILINE))
+        message = text[said[-1].end():] if said else text.strip().splitlines()[-1]
+    elif (cause := _chain(error)[-1]) is not error:
+        # Also for an error in a loader worker, whose traceback comes as text.
+        found = _FRAME.findall(text_of(cause))
+        frames = [(path, int(line), name) for path, line, name in found] or _frames(
+            cause) or frames
+    kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
+    handing_over = isinstance(error, ConnectionError | EOFError) and any(
+        path == _file_of("torch.utils.data.dataloader") for path, _, _ in frames)
+    if worker := handing_over or bool(_WORKER_DIED.search(text)):
+        frames = []  # torch raises it at whatever line the rank is
+    exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
+        "DefaultCPUAllocator" in text and "memory" in text)
+    if (exhausted and "DataLoader worker" in text) or (
+            worker and (handing_over or "Killed" in text or "unexpectedly" in text)):
+        memory: str | None = "worker"
+    else:
+        memory = "rank" if exhausted else None
+    helps = remedy(error)
+    return Diagnosis(
+        kind=kind, message=_one_line(message) + (f"; {helps}" if helps else ""),
+        where=_where(frames),
+        is_import=not is_shortage(error) and bool(
+            kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"}),
+        memory=memory,
+    )  # fmt: skip
+
+
+def is_shortage(error: BaseException | None) -> bool:
+    """Whether the machine is short of memory, disk or open files: not the fault of a sample, and
+    another attempt may succeed.
+
+    torch and the dynamic linker report it as RuntimeError or ImportError, by words only.
+    """
+    if isinstance(error, BaseExceptionGroup):
+        return any(map(is_shortage, error.exceptions))
+    if isinstance(error, OSError):
+        return error.errno in _SHORT
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError | ImportError)
+        and _SHORT_WORDS.search(text_of(error)) is not None)
+
+
+def remedy(error: BaseException) -> str:
+    """Remedy for an error caused by a system limit, an empty micro-batch or a common mistake; ""
+    if none is known."""
+    seen: BaseException | None = error
+    while seen is not None:
+        number = seen.errno if isinstance(seen, OSError) else None
+        if isinstance(seen, OSError | RuntimeError | ImportError):
+            for shortage, words, helps in _LIMITS:
+                if (shortage if number else None) == number and (
+                        number or re.search(words, text_of(seen), re.IGNORECASE)):
+                    return helps
+        if EMPTY in getattr(seen, "__notes__", ()):
+            return EMPTY
+        if isinstance(seen, RuntimeError) and _DOUBLE.search(text_of(seen)):
+            return _DOUBLE_HELPS
+        seen = seen.__cause__
+    return ""
+
+
+def remedies(memory: str, config: Any) -> list[str]:
+    """Remedies for a lack of memory, in the order in which to try them.
+
+    Args:
+        memory: as in `Diagnosis`.
+        config: the run's `Config`.
+    """
+    batch, workers = config.batch, config.data.workers
+    found = []
+    if memory == "worker":
+        fewer = "1" if workers == "auto" else str(max(0, workers // 2))
+        found.append(f"fewer loader workers, and less read ahead: --data.workers {fewer} "
+                    "--data.prefetch 1")
+    smaller = [d for d in range(1, batch.micro_size) if batch.global_size % d == 0]
+    if smaller:
+        found.append(f"a smaller micro-batch at the same global batch: --batch.micro-size "
+                    f"{smaller[-1]} --accept batch.micro-size (schedule and sample order stay)")
+    if memory == "rank":
+        if config.precision.dtype in ("auto", "fp32"):
+            found.append("mixed precision: --precision.dtype bf16")
+        found.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
+                    "use_reentrant=False) around the blocks of the model")
+    return found
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """An error of the trainer and its causes, down to the user's own; of a group, its first member.
+    """
+    chain = [error]
+    while True:
+        last = chain[-1]
+        if isinstance(last, BaseExceptionGroup):
+            chain.append(last.exceptions[0])
+        elif type(last).__module__.startswith("trainer.") and last.__cause__ is not None:
+            chain.append(last.__cause__)
+        else:
+            return chain
+
+
+def is_foreign(error: BaseException) -> bool:
+    """Whether code other than the trainer's, torch's and Python's raised it, so that its traceback
+    explains more than the message."""
+    return isinstance(error, SyntaxError) or any(
+        foreignness(path) < 2 for path, _, _ in _frames(error))
+
+
+def _frames(error: BaseException) -> list[_Frame]:
+    """Frames of its traceback, outermost first, from the trainer's first frame on."""
+    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name)
+              for frame, line in traceback.walk_tb(error.__traceback__)]
+    begin = next((i for i, f in enumerate(frames) if f[0].startswith(TRAINER_FOLDER)), 0)
+    return frames[begin:]
+
+
+def _file_of(module: str) -> str | None:
+    """Path of an imported module; None if it is not imported."""
+    return getattr(sys.modules.get(module), "__file__", None)
+
+
+def _where(frames: list[_Frame]) -> str | None:
+    if not frames:
+        return None
+    nearest = min(foreignness(path) for path, _, _ in frames)
+    path, line, function = next(f for f in reversed(frames) if foreignness(f[0]) == nearest)
+    return f"{display_path(path)}:{line} in {function}"
+
+
+def _one_line(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= MOST_CHARS else line[:MOST_CHARS] + " …"

@@ -1,0 +1,256 @@
+"""Response of a rank to a hang: write stacks, name and end the culprit, leave."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from trainer.distributed.world import World
+from trainer.errors import EXIT_FAILURE
+from trainer.resilience import processes, stack_dumps
+from trainer.resilience.hang_detection import HangReport, Report, name_place
+from trainer.resilience.heartbeats import Heartbeats, Identity
+from trainer.resilience.progress_marks import Place, ProgressMarks, read
+from trainer.storage.files import display_path
+from trainer.telemetry.events import Log
+from trainer.telemetry.status import Phase
+from trainer.telemetry.std_streams import say
+
+LATE_S = 5.0
+"""Seconds before the launcher would kill it, at which a rank without peers leaves anyway."""
+
+DUMP_S = 5.0
+"""Time limit of writing stacks, in seconds: the disk may be what hangs."""
+
+
+class Alarm:
+    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`.
+
+    Args:
+        tick_s: time between two heartbeats.
+        clock: seconds, monotonic, of the host.
+        tell: called with the event that names the culprit.
+
+    Attributes:
+        beats: the heartbeats; None in a world of one rank.
+        rescue: saves the last boundary in place of the main thread; returns whether it could.
+        stopped: the main thread leaves by itself.
+        at_s: time of the alarm; inf before.
+    """
+
+    def __init__(
+        self, world: World, log: Log, marks: ProgressMarks, *, identity: Identity, tick_s: float,
+        clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> None:  # fmt: skip
+        self._tell_launcher = tell
+        self.beats: Heartbeats | None = None
+        self.rescue: Callable[[], bool] = lambda: False
+        self.stopped = False
+        self.at_s = math.inf
+        self._given_up = False
+        self._world, self._log, self._marks, self._clock = world, log, marks, clock
+        self._identity, self._tick_s = identity, tick_s
+        self.late_s = max(0.0, world.launch.grace_s - LATE_S)
+        self._leaving = threading.Lock()
+        self._dumped = False
+
+    def stop(self) -> None:
+        """From now on the main thread leaves by itself. Does not return while this thread leaves
+        in its place."""
+        with self._leaving:
+            self.stopped = True
+        if self.beats is not None:
+            self.beats.stop()
+
+    def lasts(self, now: float) -> bool:
+        """Whether to wait on: for an alarm, or for the effect of one."""
+        return not self._given_up and now <= self.at_s + self._tick_s + DUMP_S
+
+    def sound(self, hang: HangReport, own: Report, limit_s: float) -> None:
+        """Raise the alarm, unless another rank was first."""
+        rank, why = self._world.rank, hang.why
+        causes = self._dump(own)
+        if rank in hang.culprits:
+            why = "; ".join([why, *causes])
+        if not hang.run and all(map(self._is_stopped, hang.culprits)):
+            why = "is stopped"
+        places = {str(culprit): own if culprit == rank else self._place_of(culprit)
+                  for culprit in hang.culprits}
+        alarm = {"by": rank, "why": why, "run": hang.run, "limit_s": limit_s,
+                 "culprits": {name: dataclasses.asdict(r) for name, r in places.items()}}
+        if self.beats is None or self.beats.raise_alarm(alarm, 3 * self._tick_s + 1):
+            report = threading.Thread(target=self._report, args=(alarm,), name="hang", daemon=True)
+            report.start()
+            report.join(DUMP_S)  # the disk may be what hangs
+        else:
+            alarm = self.beats.alarm or alarm
+        self.follow(alarm, own)
+
+    def _is_stopped(self, culprit: int) -> bool:
+        """Whether a rank is on this host and stopped."""
+        who = None if self.beats is None else self.beats.identities.get(culprit)
+        return who is not None and who.host == self._identity.host and (
+            processes.is_stopped(who.pid))
+
+    def _place_of(self, culprit: int) -> Report:
+        """Place of a rank that does not run: from its shared memory, else its last heartbeat."""
+        assert self.beats is not None
+        last = self.beats.peers()[culprit].report
+        last = last or Report(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
+        who = self.beats.identities.get(culprit)
+        if who is None or who.host != self._identity.host:
+            return last
+        places = read(who.pid)
+        if places is None:
+            return last
+        main, writer = places
+        idle_s = round(self._clock() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
+        warming_up = main.point is Phase.WARM_UP
+        phase = last.phase if warming_up else name_place(Phase.TRAIN, main.point)
+        return dataclasses.replace(last, phase=phase, step=main.step, idle_s=idle_s,
+                                   saving=_describe(writer))
+
+    def _report(self, alarm: dict[str, Any]) -> None:
+        where = "stderr" if self._log.folder is None else display_path(
+            self._log.folder / stack_dumps.FOLDER)
+        why, limit_s = alarm["why"], alarm["limit_s"]
+        close = f"; the stacks of all ranks are in {where}"
+        usual = f"--watchdog.limit-s {limit_s:g}"
+        for culprit, place in alarm["culprits"].items():
+            phase, step, saving, idle_s = (
+                place[key] for key in ("phase", "step", "saving", "idle_s"))
+            self._note(why, int(culprit), at_phase=phase, at_step=step, failed_phase=phase,
+                       failed_step=step, saving=saving, idle_s=idle_s, limit_s=limit_s)
+            self._log.error(f"hang: rank {culprit} {why}: {phase} of step {step}"
+                            f"{f' and {saving}' if saving else ''}, for {idle_s:.1f} s "
+                            f"({(alarm['run'] and place['flag']) or usual}){close}")
+        if not alarm["culprits"]:
+            self._note(why, None, limit_s=limit_s)
+            self._log.error(f"hang: {why} ({usual}){close}")
+
+    def _note(self, why: str, culprit: int | None, **fields: Any) -> None:
+        event = self._log.event("hang", culprit=culprit, why=why, echo=False, **fields)
+        self._tell_launcher(event)
+
+    def follow(self, alarm: dict[str, Any], own: Report) -> None:
+        """Follow an alarm: write the stacks, then do this rank's part."""
+        self.at_s, rank = self._clock(), self._world.rank
+        self._dump(own)
+        culprits = {int(culprit) for culprit in alarm["culprits"]}
+        others = set(range(self._world.size)) - culprits - {rank}
+        self._await_stacks(others)
+        if self.stopped:
+            return
+        if rank in culprits:
+            if not others:
+                self._rescue()  # nobody else is left to save
+            self._exit()
+        ends = alarm["run"] or all([self._end(culprit, others | {rank}) for culprit in culprits])
+        if not culprits or not ends:
+            self._world.abandon()
+            self._given_up = True
+
+    def _await_stacks(self, others: set[int]) -> None:
+        """Wait for a short time until the other ranks have written their stacks."""
+        beats = self.beats
+        if beats is None:
+            return
+        beats.report = dataclasses.replace(beats.report, dumped=True)
+        beats.listening = True
+        deadline_s = self._clock() + 3 * self._tick_s + 1
+        while self._clock() < deadline_s and not self.stopped:
+            peers = beats.peers()
+            reports = [peers[other].report for other in others]
+            if all(report is not None and report.dumped for report in reports):
+                return
+            time.sleep(0.02)
+
+    def _end(self, culprit: int, others: set[int]) -> bool:
+        """End a stopped culprit; returns whether a rank of its host does so. The lowest such rank
+        kills it."""
+        beats, rank = self.beats, self._world.rank
+        assert beats is not None
+        known = {**beats.identities, rank: self._identity}
+        who = known.get(culprit)
+        if who is None:
+            return False
+        beside = [other for other in others if other in known and known[other].host == who.host]
+        if rank == min(beside, default=None) and who.started is not None:
+            self._write(culprit, f"rank {culprit} (pid {who.pid}) does not run\n\n"
+                                 f"{processes.describe(who.pid)}\n")
+            processes.kill(who.pid, who.started)
+        return bool(beside)
+
+    def _dump(self, own: Report) -> list[str]:
+        """Write the stacks of this rank, once; returns what its loader workers do wrong."""
+        if self._dumped:
+            return []
+        self._dumped = True
+        causes: list[str] = []
+
+        def dump() -> None:
+            began = (f"rank {self._world.rank} of attempt {self._log.attempt}, pid {os.getpid()}: "
+                     f"{own.phase} of step {own.step}, no progress for {own.idle_s:.1f} s"
+                     f"{', waits for other ranks' if own.waits else ''}\n\n")
+            self._write(self._world.rank, began + stack_dumps.own_threads() + "\n")
+            text, found = stack_dumps.worker_stacks()
+            causes.extend(found)
+            if text:
+                self._write(self._world.rank, text)
+
+        thread = threading.Thread(target=dump, name="stacks", daemon=True)
+        thread.start()
+        thread.join(DUMP_S)
+        return list(causes)
+
+    def _write(self, rank: int, text: str) -> None:
+        try:
+            if self._log.folder is not None:
+                stack_dumps.write(self._log.folder, attempt=self._log.attempt, rank=rank, text=text)
+                return
+        except OSError as error:
+            text = f"(stacks could not be written to the run folder: {error})\n{text}"
+        say(text)
+
+    def leave(self, *, late: bool) -> None:
+        """A peer is gone and the main thread has not left: save and leave in its place."""
+        with self._leaving:
+            if self.stopped:
+                return
+            self._world.abandon()
+            if self._rescue() or late:
+                self._log.warning(f"lost a peer; leaving in place of the main thread, which is at "
+                                  f"{self._marks.main.point} of step {self._marks.main.step}")
+                self._exit()
+
+    def _rescue(self) -> bool:
+        """Save in place of the main thread, within the launcher's grace time; returns whether it
+        could be tried."""
+        tried: list[bool] = []
+
+        def rescue() -> None:
+            try:
+                tried.append(self.rescue())
+            except Exception:
+                self._log.warning("the last boundary could not be "
+                                  f"saved:\n{traceback.format_exc()}")
+                tried.append(True)
+
+        thread = threading.Thread(target=rescue, name="rescue", daemon=True)
+        thread.start()
+        thread.join(self.late_s)
+        return not tried or tried[0]
+
+    def _exit(self) -> None:
+        say("")
+        os._exit(EXIT_FAILURE)
+
+
+def _describe(writer: Place) -> str:
+    return f"{writer.point} of step {writer.step}" if writer.point else ""

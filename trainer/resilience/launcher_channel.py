@@ -1,0 +1,152 @@
+"""Messages of a rank to its launcher: the run has ended for good, and what failed first."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import PurePath
+from typing import Any
+
+from trainer.distributed.world import Launch
+from trainer.errors import EXIT_STOPPED, FINAL_EXIT_CODES
+
+LEAVE_TIMEOUT_S = 5.0
+SIGNALLED_TIMEOUT_S = 0.5
+_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+
+
+def leave_launcher(
+    exit_code: int, launch: Launch, count_signals: Callable[[], int], *, last_words: str = "",
+    timeout_s: float = LEAVE_TIMEOUT_S,
+) -> None:  # fmt: skip
+    """Return when this rank may exit with `exit_code` without being restarted by torchrun.
+
+    torchrun restarts every exit code but 0. So when the trainer itself ends the run, local rank 0
+    sends SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has
+    reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
+    passed. If local rank 0 has sent nothing by then, the others do, and wait another second.
+    Nothing happens with other exit codes, under a launcher that knows the codes, or after a stop
+    that torchrun requested: it knows whether that is the end, or a reaction to a death or a node.
+
+    Args:
+        count_signals: returns how many signals torchrun has sent this rank so far. After one,
+            another comes only if torchrun is signalled once more, soon.
+        last_words: why the run has ended; printed once more below the traceback with which
+            torchrun reports that signal.
+    """
+    agent, before = os.getppid(), count_signals()
+    if exit_code not in FINAL_EXIT_CODES:
+        return
+    tell("returned", exit_code)  # so `python -m launch` knows that the code is the trainer's
+    if not _restarts_us(agent, launch):
+        return
+
+    def signalled() -> bool:
+        return count_signals() > before
+
+    # Whoever signals a rank to stop often signals torchrun as well.
+    if exit_code == EXIT_STOPPED and (before or _wait(signalled, agent, SIGNALLED_TIMEOUT_S)):
+        return
+    if last_words:
+        _say_after(agent, f"trainer: exit code {exit_code}: {last_words}\n")
+    if launch.local_rank == 0:
+        _terminate(agent)
+        _wait(signalled, agent, timeout_s)
+    elif not _wait(signalled, agent, min(timeout_s, SIGNALLED_TIMEOUT_S) if before else timeout_s):
+        _terminate(agent)
+        _wait(signalled, agent, 1.0)
+
+
+def has_lost_rank(launch: Launch) -> bool:
+    """Whether torchrun, the parent, has fewer children than this host has ranks. Linux."""
+    agent = os.getppid()
+    try:
+        with open(f"/proc/{agent}/task/{agent}/children") as children:
+            return len(children.read().split()) < launch.local_size
+    except OSError:
+        return False
+
+
+def tell(word: str, value: Any) -> None:
+    """Send a line to `python -m launch`, if it is the launcher: a keyword and a JSON value."""
+    descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
+    if descriptor is not None:
+        with contextlib.suppress(OSError):  # it is gone, which its watcher notices
+            os.write(int(descriptor), f"{word} {json.dumps(value)}\n".encode())
+
+
+def record_failure(message: str, stack: str, *, secondary: bool) -> None:
+    """Write the failure into torchrun's error file, which it shows when it gives up.
+
+    torchrun shows the failure with the earliest second as the root cause, and dates the death of a
+    killed rank by when it noticed it. So a secondary failure gets a somewhat later time.
+
+    Args:
+        message: the failure in one line.
+        stack: its traceback.
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path:
+        return
+    at_s = math.ceil(time.time()) + 2 if secondary else int(time.time())
+    content = {"message": message,
+               "extraInfo": {"py_callstack": f"{stack}{message}", "timestamp": str(at_s)}}
+    with contextlib.suppress(OSError), open(path, "w") as file:  # it is for people only
+        json.dump({"message": content}, file)
+
+
+def _wait(signalled: Callable[[], bool], agent: int, timeout_s: float) -> bool:
+    """Whether torchrun signals this rank to leave, or ends, within the time."""
+    deadline = time.monotonic() + timeout_s
+    while not signalled() and os.getppid() == agent:
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def _say_after(agent: int, text: str) -> None:
+    """Let a separate process write to stderr when the agent is gone."""
+    if not hasattr(os, "pidfd_open"):
+        return
+    descriptor = os.pidfd_open(agent)
+    wait = ("import select, sys; poll = select.poll(); poll.register(int(sys.argv[1])); "
+            "poll.poll(10_000); sys.stderr.write(sys.argv[2])")
+    subprocess.Popen([sys.executable, "-ISc", wait, str(descriptor), text], pass_fds=[descriptor],
+                     stdin=subprocess.DEVNULL, start_new_session=True)
+    os.close(descriptor)
+
+
+def _restarts_us(parent: int, launch: Launch) -> bool:
+    """Whether the parent is torch's elastic agent in its own process and ignores our exit codes.
+
+    The command line is checked too, since environment variables are inherited: SIGTERM to a shell
+    or a test runner would be much worse than one restart too many.
+    """
+    if launch.run_id is None or launch.knows_exit_codes:
+        return False
+    return any(PurePath(word).name in _AGENTS for word in _command_line(parent)[:8])
+
+
+def _command_line(pid: int) -> list[str]:
+    if sys.platform == "linux":
+        try:
+            with open(f"/proc/{pid}/cmdline") as words:
+                return words.read().split("\0")
+        except FileNotFoundError:
+            return []
+    listed = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True,
+                            text=True, check=False)
+    return listed.stdout.split()
+
+
+def _terminate(agent: int) -> None:
+    if os.getppid() == agent:  # else it is dead, and its pid may be another process's
+        os.kill(agent, signal.SIGTERM)

@@ -1,0 +1,156 @@
+"""Progress marks: the points of a run that a rank passes, for whoever watches it.
+
+The last mark of each thread lies in shared memory, where another process finds it also when this
+one is stopped. Subscribers (fault injection, a profiler's clock) are called at each mark.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from trainer.resilience import processes
+from trainer.telemetry.status import Phase, Status
+
+NAME = "trainer-progress"
+"""Of the memory file, by which another process finds it."""
+
+LEAVING = frozenset((Phase.READING, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE))
+"""Marks at which the main thread may leave: the state is that of the last step boundary."""
+
+POINTS = (
+    None, Phase.BUILD, Phase.WARM_UP, Phase.START, Phase.RESTORE, Phase.READING, Phase.DATA,
+    Phase.FORWARD, Phase.BACKWARD, Phase.OPTIMIZER, Phase.STEP_END, Phase.EVALUATE, Phase.SAVE,
+    Phase.SAVE_BEGIN, Phase.SAVE_MID, Phase.SAVE_END,
+)  # fmt: skip
+"""All marks by number. A mark and its step are one word in memory, so that no reader sees half of
+it: the step times the number of marks, plus the mark's number."""
+
+_NUMBERS = {point: number for number, point in enumerate(POINTS)}
+_COUNT, _SAVING = len(POINTS), POINTS.index(Phase.SAVE_BEGIN)
+"""How many there are; and the number from which on they are the checkpoint writer's."""
+_PLACES = struct.Struct("=qdqd")
+_MAIN, _WRITER = 0, 2
+"""Where a place begins, in words of 8 bytes: mark and step, then the time."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """The last mark of a thread."""
+
+    point: Phase | None
+    """None: the thread is idle."""
+    step: int
+    at_s: float
+    """When it was passed, on the monotonic clock of the host."""
+
+
+class Subscriber(Protocol):
+    """Called at each mark; may raise, or end the process."""
+
+    def __call__(self, point: Phase, step: int, epoch: int) -> None: ...
+
+
+class ProgressMarks:
+    """The last marks that the main thread and the checkpoint writer have passed.
+
+    A mark costs half a microsecond: no lock and no system call.
+
+    Args:
+        status: learns the marks of the main thread.
+        clock: seconds, monotonic, of the host.
+    """
+
+    def __init__(
+        self, status: Status | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        descriptor = -1
+        if hasattr(os, "memfd_create"):
+            descriptor = os.memfd_create(NAME)
+            os.ftruncate(descriptor, _PLACES.size)
+        # The mapping keeps a descriptor of its own: /proc/PID/fd shows it under NAME.
+        self._memory = memoryview(mmap.mmap(descriptor, _PLACES.size))
+        if descriptor >= 0:
+            os.close(descriptor)
+        self._words, self._times = self._memory.cast("q"), self._memory.cast("d")
+        self._status, self._clock, self._step = status or Status(), clock, 0
+        self._subscribers: list[Subscriber] = []
+        self._peer_lost = False
+        self.mark(Phase.BUILD)
+
+    def subscribe(self, subscriber: Subscriber) -> None:
+        """Call `subscriber` at each mark from now on, the warm-up's apart."""
+        self._subscribers.append(subscriber)
+
+    def mark(self, point: Phase, step: int | None = None, epoch: int = 0) -> None:
+        """The calling thread passes a mark.
+
+        Args:
+            step: None: as at the mark before.
+
+        Raises:
+            RuntimeError: a peer is gone, and the main thread may leave here.
+        """
+        number = _NUMBERS[point]
+        if number >= _SAVING:
+            self._times[_WRITER + 1] = self._clock()
+            self._words[_WRITER] = (step or 0) * _COUNT + number
+        else:
+            if step is not None:
+                self._step = step
+            # The time first: a reader in between sees a mark as newer than it is, never as older.
+            self._times[_MAIN + 1] = self._clock()
+            self._words[_MAIN] = self._step * _COUNT + number
+            self._status.reach(point)
+            if self._peer_lost and point in LEAVING:
+                raise RuntimeError(
+                    f"connection closed by peer, seen at {point} of step {self._step}")
+        if self._subscribers:
+            for subscriber in self._subscribers:
+                subscriber(point, self._step if step is None else step, epoch)
+
+    def rehearse(self, point: Phase, step: int, epoch: int = 0) -> None:
+        """The warm-up passes a mark of a step: watchers see the warm-up, subscribers nothing."""
+        self._step = step
+        self._times[_MAIN + 1] = self._clock()
+        self._words[_MAIN] = step * _COUNT + _NUMBERS[Phase.WARM_UP]
+        self._status.reach(point)
+
+    def writer_is_idle(self) -> None:
+        """The checkpoint writer has nothing more to do."""
+        self._words[_WRITER] = 0
+
+    def report_lost_peer(self) -> None:
+        """A peer is gone: the main thread leaves at the next mark where it may."""
+        self._peer_lost = True
+
+    @property
+    def main(self) -> Place:
+        """Last mark of the main thread."""
+        return _places(self._memory)[0]
+
+    @property
+    def writer(self) -> Place:
+        """Last mark of the checkpoint writer."""
+        return _places(self._memory)[1]
+
+
+def read(pid: int) -> tuple[Place, Place] | None:
+    """Places of main thread and writer in another process of this host, also a stopped one."""
+    data = processes.read_memory(pid, NAME)
+    return None if data is None or len(data) < _PLACES.size else _places(data)
+
+
+def _places(memory: bytes | memoryview) -> tuple[Place, Place]:
+    main, main_s, writer, writer_s = _PLACES.unpack_from(memory)
+    return _place(main, main_s), _place(writer, writer_s)
+
+
+def _place(word: int, at_s: float) -> Place:
+    step, number = divmod(word, _COUNT)
+    return Place(POINTS[number], step, at_s)

@@ -1,0 +1,97 @@
+"""Stack dumps: what each thread of a rank and each of its loader workers was doing."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import re
+import signal
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from trainer.resilience import processes
+
+FOLDER = "stacks"
+WORKER = "loader "
+"""Prefix of a loader worker's process name."""
+
+DUMPS = "trainer-stacks"
+"""Name of the memory file to which a worker writes its stacks on SIGUSR2."""
+
+WORKER_S = 1.0
+"""Seconds that a worker may take to write them."""
+
+
+def prepare_worker(number: int) -> None:
+    """In a loader worker: set the process name, and write all stacks on SIGUSR2."""
+    if hasattr(os, "memfd_create"):
+        faulthandler.register(signal.SIGUSR2, file=os.memfd_create(DUMPS), all_threads=True)
+        with open("/proc/self/comm", "w") as file:
+            file.write(f"{WORKER}{number}")
+
+
+def own_threads() -> str:
+    """Stacks of this process's threads, with their names."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    for thread in threading.enumerate():
+        text = re.sub(rf"hread 0x0*{thread.ident:x} ", f"hread {thread.name} ", text)
+    return text
+
+
+def workers() -> dict[int, str]:
+    """Pid → name of this process's loader workers."""
+    named = {pid: processes.name(pid) for pid in processes.children(os.getpid())}
+    return {pid: name for pid, name in named.items() if name.startswith(WORKER)}
+
+
+def worker_stacks() -> tuple[str, list[str]]:
+    """(stacks of this process's loader workers, reasons why they block it)."""
+    from torch.utils.data._utils import fetch
+
+    dumps, reasons = [], []
+    for pid, name in workers().items():
+        if processes.is_stopped(pid):
+            reasons.append(f"its {name} (pid {pid}) is stopped")
+            dumps.append(f"{name} (pid {pid}) is stopped\n{processes.describe(pid)}")
+            continue
+        if processes.state(pid) in "ZX":  # with code 0, which torch notices after 5 s
+            reasons.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
+            continue
+        text = _ask(pid)
+        if fetch.__file__ in text:  # inside the data set, not waiting for work
+            reasons.append(f"its {name} (pid {pid}) is still reading")
+        dumps.append(f"{name} (pid {pid}):\n{text or processes.describe(pid)}")
+    return "\n".join(dumps), reasons
+
+
+def write(folder: Path, *, attempt: int, rank: int, text: str) -> Path:
+    """Append to the stack file of a rank; returns its path."""
+    path = folder / FOLDER / f"attempt-{attempt}-rank-{rank}.txt"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+    return path
+
+
+def _ask(pid: int) -> str:
+    """Stacks of a worker; empty if it does not answer."""
+    before = processes.read_memory(pid, DUMPS)
+    if before is None:
+        return ""
+    try:
+        os.kill(pid, signal.SIGUSR2)
+    except ProcessLookupError:
+        return ""
+    deadline_s, text = time.monotonic() + WORKER_S, before
+    while time.monotonic() < deadline_s:
+        time.sleep(0.02)
+        now = processes.read_memory(pid, DUMPS) or b""
+        if len(now) > len(before) and now == text:
+            break
+        text = now
+    return text[len(before):].decode(errors="replace")

@@ -1,0 +1,214 @@
+"""The watchdog of a rank: after a hang, write stacks, name and end the culprit, save and leave.
+
+Its thread reads the progress marks of the main thread and of the checkpoint writer, reports them
+to the other ranks (`Heartbeats`), decides (`find_hang`) and acts (`Alarm`):
+
+1. The first rank that finds a hang raises the alarm; then each running rank writes its stacks.
+2. A culprit that runs ends itself; a stopped one is killed by another rank of its host.
+3. That breaks the collectives of the others, whose main threads save and leave. Where a main
+   thread cannot, because it computes or waits for a kernel that never ends, this thread does.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from trainer.distributed.waits import WaitsFor
+from trainer.distributed.world import World
+from trainer.resilience import processes
+from trainer.resilience.hang_detection import (
+    Patience,
+    Peer,
+    Report,
+    find_hang,
+    name_place,
+    patience,
+    saving_patience,
+)
+from trainer.resilience.hang_response import Alarm
+from trainer.resilience.heartbeats import Heartbeats, Times, own_identity
+from trainer.resilience.pace import Pace
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.resilience.stop_signals import is_readable
+from trainer.resilience.waiting import MainThreadActivity, WriterActivity
+from trainer.telemetry.events import Log
+
+TICK_S = 1.0
+LEAST_SILENCE_S = 2.0
+"""A heartbeat that is missing for less may just be late."""
+
+LEAVE_S = 1.5
+"""From a peer's end until this thread saves and leaves in place of the main thread."""
+
+
+class Watchdog:
+    """Watches this rank from `with` to `stop`; the main thread makes and leaves it.
+
+    Args:
+        limit_s: limit inside steps; None: learn it.
+        start_s: limit while the rank builds and warms up; None: a long one.
+        clock: seconds, monotonic, of the host.
+        tell: called with the event that names the culprit.
+
+    Attributes:
+        marks: progress marks of this rank; the parts of the run pass them.
+        in_flight: returns the step that the checkpoint writer saves, or None.
+    """
+
+    def __init__(
+        self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        tell: Callable[[dict[str, Any]], None] = lambda event: None,
+    ) -> None:  # fmt: skip
+        self.marks = ProgressMarks(log.status, clock)
+        self.in_flight: Callable[[], int | None] = lambda: None
+        self._world, self._log, self._clock = world, log, clock
+        self._pace, self._start_s = Pace(limit_s), start_s
+        self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
+        self._identity = own_identity(os.getpid())
+        self._alarm = Alarm(world, log, self.marks, identity=self._identity, tick_s=self._tick_s,
+                            clock=clock, tell=tell)
+        self._woken, self._wake = os.pipe()
+        self._resumed_s = -math.inf
+        self._doing = MainThreadActivity(threading.get_ident(), clock)
+        self._writing = WriterActivity(clock)
+        self._others: dict[int, processes.Activity] = {}
+
+    def __enter__(self) -> Watchdog:
+        if self._world.store is not None:
+            self._alarm.beats = Heartbeats(
+                self._world.store.clone(), rank=self._world.rank, size=self._world.size,
+                identity=self._identity, report=self._look(self._clock()), tick_s=self._tick_s,
+                clock=self._clock,
+            )  # fmt: skip
+        self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        if self._world.store is None:  # with one, the thread may be waiting for its host
+            self._thread.join()
+            for descriptor in (self._woken, self._wake):
+                os.close(descriptor)
+
+    def rescue_with(self, rescue: Callable[[], bool]) -> None:
+        """Set how to save in place of the main thread; it returns whether it could."""
+        self._alarm.rescue = rescue
+
+    def gather(self, times: Times) -> None:
+        """Let the heartbeats carry these times to rank 0."""
+        if self._alarm.beats is not None:
+            self._alarm.beats.times = times
+
+    def stop(self) -> None:
+        """From now on the main thread leaves by itself. Does not return while the watchdog saves
+        and leaves in its place."""
+        if not self._alarm.stopped:
+            self._alarm.stop()
+            os.write(self._wake, b"!")
+
+    def _run(self) -> None:
+        try:
+            self._watch()
+        except Exception:
+            self._log.error("the watchdog has failed, and the run goes on without it:\n"
+                            + traceback.format_exc())
+
+    def _watch(self) -> None:
+        alarm, poll, connections = self._alarm, select.poll(), self._world.connections()
+        poll.register(self._woken, select.POLLIN)
+        for descriptor in connections:
+            poll.register(descriptor, select.POLLRDHUP)
+        last_s = self._clock()
+        try:
+            ended: list[tuple[int, int]] = []
+            while not alarm.stopped and not ended and alarm.lasts(self._clock()):
+                ended = poll.poll(1000 * self._tick_s)
+                now = self._clock()
+                if now - last_s > 3 * self._tick_s + 1:  # this process was stopped, or its host
+                    self._resumed_s = now
+                    if alarm.beats is not None:
+                        alarm.beats.reset_silence()
+                last_s = now
+                if not ended and alarm.at_s == math.inf:
+                    self._tick(now)
+        finally:
+            for descriptor in connections:
+                os.close(descriptor)
+        self._wait_for_main_thread()
+
+    def _wait_for_main_thread(self) -> None:
+        """Peers are gone: wait for the main thread to leave, else leave in its place."""
+        lost_s = self._clock()
+        self.marks.report_lost_peer()
+        while not self._alarm.stopped:
+            is_readable(self._woken, min(LEAVE_S, max(0.2, self._tick_s)))
+            waited_s = self._clock() - lost_s
+            if waited_s >= LEAVE_S:
+                self._alarm.leave(late=waited_s > self._alarm.late_s)
+
+    def _tick(self, now: float) -> None:
+        own, limit_s = self._look(now), self._pace.limit_s
+        beats, silent_s = self._alarm.beats, 0.0
+        peers: dict[int, Peer] = {}
+        if beats is not None:
+            beats.report = own
+            beats.listening = own.waits and own.idle_s > limit_s / 2
+            if beats.alarm is not None:
+                self._alarm.follow(beats.alarm, own)
+                return
+            self._listen(beats)
+            peers, silent_s = beats.peers(), beats.silent_s
+        hang = find_hang(
+            self._world.rank, own, peers, limit_s=max(limit_s, LEAST_SILENCE_S),
+            store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None,
+        )  # fmt: skip
+        if hang is not None:
+            self._alarm.sound(hang, own, limit_s)
+
+    def _look(self, now: float) -> Report:
+        """Report what this rank does."""
+        phase, main = self._log.status.phase, self.marks.main
+        limit_s = self._pace.see(main, phase, now)
+        step = self.in_flight()
+        if step is not None:
+            place, quiet_s = self._writing.look(self.marks.writer, step, limit_s)
+            idle_s = now - max(place.at_s, self._resumed_s)
+            if _is_over(saving_patience(limit_s), idle_s, min(idle_s, quiet_s)):
+                return Report(phase=str(place.point), step=step, idle_s=round(idle_s, 1),
+                              waits=False, over=True)
+        idle_s = now - max(main.at_s, self._resumed_s)
+        whom, busy_s = self._doing.look(main, idle_s > limit_s / 4)
+        allowed = patience(phase, main.point, limit_s, self._start_s)
+        over = whom not in (WaitsFor.WRITER, WaitsFor.PERSON) and _is_over(
+            allowed, idle_s, min(idle_s, now - busy_s))
+        return Report(
+            phase=name_place(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
+            waits=whom is WaitsFor.PEERS and self._world.size > 1, flag=allowed.flag,
+        )  # fmt: skip
+
+    def _listen(self, beats: Heartbeats) -> None:
+        """Count processor time as a sign of life of the ranks on this host: code that holds the
+        interpreter's lock keeps the heartbeat thread from running."""
+        if not beats.listening:
+            self._others = {}
+            return
+        for peer, who in list(beats.identities.items()):  # the heartbeat thread adds to them
+            if who.host != self._identity.host:
+                continue
+            if peer not in self._others:
+                self._others[peer] = processes.Activity(who.pid, clock=self._clock)
+            elif self._others[peer].seen() and not processes.is_stopped(who.pid):
+                beats.note_alive(peer)
+
+
+def _is_over(allowed: Patience, idle_s: float, quiet_s: float) -> bool:
+    return quiet_s > allowed.quiet_s or idle_s > allowed.idle_s

@@ -1,0 +1,38 @@
+"""What every stage of a run's construction needs, and the claim on its folder."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import Config
+from trainer.distributed.world import World
+from trainer.resilience.fault_injection import FaultInjector
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.resilience.stop_signals import StopRequest
+from trainer.run.run_dir import Identity
+from trainer.storage.locks import RunLock
+from trainer.telemetry.events import Log
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What every stage of the construction needs."""
+
+    config: Config[Any]
+    world: World
+    log: Log
+    stop: StopRequest
+    marks: ProgressMarks
+    path: Path
+    """The run folder."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """The identity of the run, and what guards its folder."""
+
+    identity: Identity
+    lock: RunLock
+    injector: FaultInjector

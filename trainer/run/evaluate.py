@@ -1,0 +1,233 @@
+"""Exact evaluation: sharded without padding, with the same result for any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, SupportsFloat
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer import generators, rng
+from trainer.checkpoint.buffers import Buffers
+from trainer.data.batch import to_device
+from trainer.data.loader import loader_arguments
+from trainer.data.map_dataset import KeyedSamples, Micro
+from trainer.data.sample_errors import received
+from trainer.data.sampler import Slot
+from trainer.data.stream_reader import StreamBatches
+from trainer.distributed.partition import block
+from trainer.errors import ConfigError
+from trainer.outcome import check_outcome
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.task import Outcome
+from trainer.telemetry.classification import Figure
+from trainer.telemetry.status import Phase
+
+REMEDY = ("correct it, or exclude it in dataset(): --data.on-error skip is for training samples "
+          "only, since scores over other samples are not comparable")
+"""Advice for a bad sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """Means over a data set."""
+
+    loss: float
+    metrics: dict[str, float]
+    """Metrics of the task, and values of its `figures()`."""
+    samples: int
+    table: Tensor | None = None
+    """Sum of the tables, float64; None if the task returns none."""
+
+
+@dataclass(kw_only=True)
+class Evaluator:
+    """Evaluates a data set, in numbered batches with fixed content that the ranks share.
+
+    Args:
+        all_sum: sums a tensor over the ranks, in place (collective).
+        figures: name → function of the means and the table.
+        step: returns the current step, for progress marks.
+        epoch: returns the current epoch, for progress marks.
+        weights: context in which the model holds the weights to evaluate.
+    """
+
+    model: nn.Module
+    loss: Callable[[nn.Module, Any], Outcome]
+    dataset: Any
+    collate: Callable[[list[Any]], Any]
+    batch_size: int
+    workers: int
+    seed: int
+    rank: int
+    num_ranks: int
+    device: torch.device
+    autocast: Callable[[], contextlib.AbstractContextManager[None]]
+    all_sum: Callable[[Tensor], Tensor]
+    marks: ProgressMarks
+    step: Callable[[], int]
+    epoch: Callable[[], int] = lambda: 0
+    weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+    stopped: Callable[[], bool] = lambda: False
+    """Whether this rank is asked to stop; called before each batch."""
+    announce: Callable[[str], None] = lambda text: None
+    has_warned: bool = False
+    """Whether the warning about changed buffers has been logged."""
+    figures: Mapping[str, Figure] = field(default_factory=dict)
+
+    def __call__(self) -> Scores | None:
+        """Collective. Evaluate the whole data set in eval mode, then restore the previous mode.
+
+        Random generators of the training do not change, and no gradient is left.
+
+        Returns:
+            None, on all ranks, if some rank was asked to stop.
+
+        Raises:
+            ConfigError: the metrics differ between ranks or batches.
+            ValueError: the data set is empty.
+        """
+        training = self.model.training
+        self.model.eval()
+        try:
+            with rng.preserved(), self.weights():
+                sums = self._sums()
+        finally:
+            self.model.train(training)
+        # Compare a hash of the names: it is equal on all ranks if the mean of the squares is the
+        # square of the mean.
+        name_hash = float(zlib.crc32(repr(sums and sums[0]).encode()) >> 16)
+        stopped, total, squares = self.all_sum(torch.tensor(
+            [float(sums is None), name_hash, name_hash * name_hash], dtype=torch.float64)).tolist()
+        if stopped or sums is None:
+            return None
+        names, rows, table = sums
+        if squares * self.num_ranks != total * total:
+            raise ConfigError(f"the task's loss returns the metrics {names[1:]} on rank {self.rank}"
+                              " and others on other ranks; return the same for each batch, (0, 0) "
+                              "for a batch with nothing to count.")
+        # Each row belongs to one rank and the others add zeros: the same bits for any split. The
+        # table holds integers, whose sum is exact in any order.
+        shared = rows if table is None else torch.cat([rows.flatten(), table.flatten()])
+        self.all_sum(shared)
+        if table is not None:
+            table = shared[rows.numel():].reshape(table.shape)
+            rows = shared[:rows.numel()].reshape(rows.shape)
+        means = {n: s / c if c else float("nan")
+                 for n, (s, c) in zip(names, _pairs(rows), strict=False)}
+        means |= {name: _number(name, figure(means, table))
+                  for name, figure in self.figures.items()}
+        return Scores(loss=means.pop("loss"), metrics=means, table=table,
+                      samples=round(float(rows[:, -1].sum())))
+
+    def _sums(self) -> tuple[list[str], Tensor, Tensor | None] | None:
+        """Evaluate this rank's batches.
+
+        Returns:
+            (names, rows, table): a row for each batch of all ranks, with (sum, count) of the loss
+            and of each metric, and the number of samples; the table is the sum over this rank's
+            batches. None if this rank was asked to stop.
+        """
+        stream = isinstance(self.dataset, IterableDataset)
+        count = 0 if stream else -(-len(self.dataset) // self.batch_size)
+        if not count and not stream:
+            raise ValueError("the data set to evaluate is empty")
+        mine: Sequence[int] = block(count, self.rank, self.num_ranks)
+        rows: dict[int, list[float]] = {}
+        names: list[str] = []
+        table: Tensor | None = None
+        buffers, moved = Buffers(self.model), set[str]()
+        own = generators.kept_by(*self.model.modules(), self.loss)
+        # A rank without a batch evaluates the first one, to know the shape of the table.
+        for micro in self.batches(mine or range(1)):
+            if self.stopped():
+                return None
+            number = micro.slot.number
+            self.marks.mark(Phase.EVALUATE, self.step(), self.epoch())
+            rng.key_generators(self.seed, rng.EVALUATE, number)
+            generators.key(own, self.seed, rng.EVALUATE, number)
+            # Buffers must not carry over: a restart evaluates again, and another number of ranks
+            # evaluates in another order.
+            with buffers.untouched(moved), torch.no_grad(), self.autocast():
+                outcome = self.loss(self.model, to_device(micro.batch, self.device))
+            total, metrics = check_outcome(outcome)
+            if names and names != ["loss", *metrics]:
+                raise ConfigError(f"the task's loss returned the metrics {names[1:]} for a batch of"
+                                  f" the evaluation and {[*metrics]} for another; return the same "
+                                  "for each batch, (0, 0) for a batch with nothing to count.")
+            names = ["loss", *metrics]
+            pairs = [(total, outcome.count), *metrics.values()]
+            row = [v.item() if isinstance(v, Tensor) else float(v) for pair in pairs for v in pair]
+            rows[number] = [*row, float(micro.samples)]
+            if outcome.table is not None:
+                counts = outcome.table.cpu().double()  # mps has no float64
+                table = torch.zeros_like(counts) if table is None else table
+                table += counts * (stream or number in mine)
+        if moved and not self.has_warned:
+            self.has_warned = True
+            self.announce(f"the model's forward changes its buffers {', '.join(sorted(moved)[:5])} "
+                          "in eval mode too; they are restored after each batch, since an "
+                          "evaluation must not change the model: guard the change with "
+                          "`if self.training`")
+        if stream:  # all ranks have read to the end of the stream, and have its empty last batch
+            if not rows:
+                raise ValueError("the stream to evaluate is empty")
+            count, mine = max(rows), [number for number in rows if number < max(rows)]
+        width = 2 * len(names) + 1
+        every = torch.zeros(count, width, dtype=torch.float64)
+        for number in mine:
+            every[number] = torch.tensor(rows[number], dtype=torch.float64)
+        return names, every, table
+
+    def every_batch(self) -> Iterator[Micro]:
+        """Yield all batches of the data set, in order."""
+        stream = isinstance(self.dataset, IterableDataset)
+        return self.batches(() if stream else range(-(-len(self.dataset) // self.batch_size)))
+
+    def batches(self, numbers: Sequence[int]) -> Iterator[Micro]:
+        """Yield the batches with these numbers; for a stream, this rank's share."""
+        if isinstance(self.dataset, IterableDataset):
+            share = StreamBatches(self.dataset, batch_size=self.batch_size, seed=self.seed,
+                                  collate=self.collate, rank=self.rank, num_ranks=self.num_ranks)
+            # At most one worker: each would read the whole stream.
+            alone: DataLoader[Micro] = DataLoader(
+                share, **loader_arguments(min(1, self.workers), 2, self.device))
+            yield from map(received, alone)
+            return
+        slots = [
+            Slot(0, 0, n, True, tuple(range(n * self.batch_size,
+                                            min((n + 1) * self.batch_size, len(self.dataset)))))
+            for n in numbers
+        ]  # fmt: skip
+        samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False,
+                               rank=self.rank, advice=REMEDY)
+        loader: DataLoader[Micro] = DataLoader(
+            samples, sampler=slots, **loader_arguments(self.workers, 2, self.device)
+        )
+        yield from map(received, loader)
+
+
+def _pairs(table: Tensor) -> list[tuple[float, float]]:
+    """Sum the columns in the order of rows, and pair them as (sum, count)."""
+    sums = [0.0] * (table.shape[1] - 1)
+    for row in table.tolist():
+        for column in range(len(sums)):
+            sums[column] += row[column]
+    return [(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]
+
+
+def _number(name: str, value: Any) -> float:
+    """Convert a value of `figures()` to float.
+
+    Raises:
+        ConfigError: it is not a number.
+    """
+    if isinstance(value, str) or not isinstance(value, SupportsFloat):
+        raise ConfigError(f"--task: {name!r} of figures() returned {value!r}; return a number (NaN "
+                          "for an undefined value).")
+    return float(value)

@@ -1,0 +1,138 @@
+"""Detection of hidden state: state of a model or an optimizer that no checkpoint holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainer.checkpoint.train_state import CONFIGURED, is_plain
+from trainer.errors import ConfigError
+from trainer.run.attributes import differing, values
+from trainer.step import Step
+from trainer.telemetry.events import Log
+
+MOST_VALUES = 10_000
+"""Maximal number of attributes that are compared."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Observation after a forward: the micro-batch's loss, and attributes of the modules."""
+
+    loss: float
+    attributes: dict[str, Any]
+
+    @classmethod
+    def of(cls, step: Step) -> Seen:
+        """Observe after a forward whose sums have been taken."""
+        loss = step.objective.tally.totals[-1]
+        return cls(float(loss), values(step.model, of=_summary, state=False, most=MOST_VALUES))
+
+
+def told(one: Seen, other: Seen) -> str:
+    """Compare two computations of a micro-batch with equal keys, parameters and buffers.
+
+    Returns:
+        a warning; "" if they are equal.
+    """
+    names = differing(one.attributes, other.attributes)
+    differs = one.loss != other.loss and not (math.isnan(one.loss) and math.isnan(other.loss))
+    if names:
+        where = f"{', '.join(names[:5])}{', …' * (len(names) > 5)}"
+        what = (f"the loss depends on it ({one.loss:.9g}, then {other.loss:.9g}), so a restart "
+                "gives other bits" if differs else
+                "a restart gives other bits if any result depends on it")
+        return (f"the model's forward changes {where}, which no checkpoint holds; {what}. Make it "
+                "a buffer (register_buffer with a tensor, changed in place)")
+    if differs:
+        return (f"a second computation of a micro-batch gives another loss ({one.loss:.9g}, then "
+                f"{other.loss:.9g}), with the same weights, buffers and seeds: it depends on a "
+                "counter, a random generator or the clock outside of the model's buffers, so a "
+                "restart gives other bits. Make it a buffer, and draw from torch, numpy.random or "
+                "random directly")
+    return ""
+
+
+def _summary(tensor: Tensor) -> Any:
+    """A few bytes that represent a tensor in comparisons."""
+    if tensor.layout != torch.strided or tensor.is_meta or not tensor.numel():
+        return str(tensor.shape)
+    numbers = tensor.detach()
+    numbers = torch.view_as_real(numbers) if numbers.is_complex() else numbers
+    numbers = numbers.cpu().double()  # mps has no float64
+    return [str(tensor.shape), numbers.sum().item(), numbers.square().sum().item()]
+
+
+def watch(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log) -> None:
+    """Check an optimizer class of the user after its first two updates, by a step hook.
+
+    The first update raises ConfigError if the optimizer keeps state that a checkpoint cannot hold.
+    After the second, attributes that changed in between are logged as a warning.
+    """
+    observed: list[dict[str, Any]] = []
+
+    def check(*_: Any) -> None:
+        if not observed:
+            refuse_unkept(optimizer, names)
+        public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
+        found = values(public, of=_summary, most=MOST_VALUES)
+        observed.append({n: v for n, v in found.items()
+                         if not {"state", "param_groups", "defaults"} & {*n.split(".")}})
+        if len(observed) < 2:
+            return
+        hook.remove()
+        if changed := differing(*observed):
+            log.announce(
+                f"{type(optimizer).__name__}: an update changes its attribute "
+                f"{', '.join(changed[:5])}, which no checkpoint holds; a restart gives other bits "
+                "if any result depends on it. Keep it in self.state[parameter] or in the groups")
+
+    hook = optimizer.register_step_post_hook(check)
+
+
+def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.Optimizer]]:
+    """Optimizers among an optimizer's attributes, also in lists and dicts, with their path."""
+    if isinstance(item, torch.optim.Optimizer):
+        yield path, item
+    elif depth and isinstance(item, Mapping):
+        for key, value in item.items():
+            if key not in ("state", "param_groups", "defaults"):
+                inner_path = f"{path}[{key!r}]" if path else str(key)
+                yield from _held(value, inner_path, depth - 1)
+    elif depth and isinstance(item, list | tuple):
+        for index, value in enumerate(item):
+            yield from _held(value, f"{path}[{index}]", depth - 1)
+
+
+def refuse_unkept(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+    """Check that a checkpoint can hold the optimizer's state.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    def refuse(what: str) -> None:
+        raise ConfigError(f"--optim.name {type(optimizer).__name__}: {what}, which a checkpoint "
+                          "cannot hold; keep single tensors in self.state[parameter], and numbers, "
+                          "strings and lists of them there or in the groups.")
+
+    for path, inner in _held(vars(optimizer), "", 3):
+        if inner.state and inner.state is not optimizer.state:
+            refuse(f"its attribute {path}, a {type(inner).__name__}, has a separate state (share "
+                   f"the outer one: self.{path}.state = self.state)")
+    for owner, entries in optimizer.state.items():
+        if owner not in names:
+            refuse(f"it has a state under {str(owner)[:40]!r}, which is not a parameter of the "
+                   "model")
+        for key, value in entries.items():
+            if not isinstance(value, Tensor) and not is_plain(value):
+                refuse(f"its state has {key!r}, a {type(value).__name__}, for {names[owner]}")
+    for group in optimizer.param_groups:
+        for key, value in group.items():
+            if key not in ("params", "param_names", *CONFIGURED) and not (
+                    is_plain(value) or callable(value)):
+                refuse(f"its groups have {key!r}, a {type(value).__name__}")

@@ -1,0 +1,101 @@
+"""A task's pictures of the model, drawn by rank 0 after each validation, and their animation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from trainer import rng
+from trainer.checkpoint.buffers import Buffers
+from trainer.storage.files import replace_bytes
+from trainer.telemetry.events import Log
+
+FOLDER, FILM = "pictures", "training.gif"
+
+_FRAME_MS = 250
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pictures:
+    """Draws a task's pictures, saves them in the run folder and shows them in TensorBoard.
+
+    An error while drawing is logged as a warning and doesn't end the run.
+
+    Args:
+        draw: the task's `picture(model)`, HxWx3 uint8.
+        folder: the folder of pictures in the run folder.
+        show: called with each picture and its step.
+    """
+
+    draw: Callable[[nn.Module], Any]
+    folder: Path
+    model: nn.Module
+    show: Callable[[Any, int], None]
+    log: Log
+
+    def take(self, step: int, *, again: bool = True) -> None:
+        """Draw the picture of a step. The model's mode, its buffers and the random generators are
+        restored.
+
+        Args:
+            again: draw even if the file of this step exists.
+        """
+        path = self._path(step)
+        if path.exists() and not again:
+            return
+        training = self.model.training
+        self.model.eval()
+        try:
+            with rng.preserved(), Buffers(self.model).untouched(set()), torch.no_grad():
+                image = np.asarray(self.draw(self.model), dtype=np.uint8)
+            if image.shape[2:] != (3,):
+                raise ValueError(f"picture(model) returned shape {image.shape}; return H×W×3")
+            self.folder.mkdir(exist_ok=True)
+            replace_bytes(path, [_encoded(_open(image), "PNG")])
+        except Exception as error:
+            self.log.warning(f"no picture of step {step}: {type(error).__name__}: {error}")
+            return
+        finally:
+            self.model.train(training)
+        self.show(image, step)
+
+    def film(self, last: int) -> None:
+        """Save the pictures up to a step as an animated GIF."""
+        paths = [p for p in sorted(self.folder.glob("step-*.png")) if p <= self._path(last)]
+        if not paths:
+            return
+        try:
+            from PIL import Image
+
+            frames = []
+            for path in paths:
+                with Image.open(path) as image:
+                    frames.append(image.convert("P", palette=Image.Palette.ADAPTIVE))
+            first, *others = frames
+            data = _encoded(first, "GIF", save_all=True, append_images=others, loop=0,
+                            duration=[_FRAME_MS] * len(others) + [8 * _FRAME_MS])
+            replace_bytes(self.folder / FILM, [data])
+        except Exception as error:
+            self.log.warning(f"no animation of the pictures: {type(error).__name__}: {error}")
+
+    def _path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}.png"
+
+
+def _open(array: np.ndarray) -> Any:
+    from PIL import Image
+
+    return Image.fromarray(array)
+
+
+def _encoded(image: Any, kind: str, **options: Any) -> bytes:
+    file = BytesIO()
+    image.save(file, kind, **options)
+    return file.getvalue()

@@ -1,0 +1,334 @@
+"""Setup of a run from Config and World: data, model, optimizer and lengths, all checked.
+
+The run folder is not touched yet.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils.data import DataLoader, IterableDataset
+
+from trainer import rng
+from trainer.config.length import Length
+from trainer.config.schema import Config
+from trainer.data.feed import first_samples, known_length
+from trainer.data.map_dataset import KeyedSamples
+from trainer.data.sampler import Plan
+from trainer.distributed import sync_batchnorm
+from trainer.distributed.world import World
+from trainer.errors import ConfigError
+from trainer.optim import activation_checkpointing, optimizers, precision
+from trainer.resilience import fault_injection
+from trainer.run import state_dict_checks
+from trainer.task import SPLITS, figures_of, load_object, refuse_calls
+from trainer.telemetry import wandb
+
+REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
+"""Advice for a bad training sample."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Intervals:
+    """Intervals of the configuration in optimizer steps; 0 is off."""
+
+    total: int
+    evaluate: int
+    checkpoint: int
+    log: int
+    verify: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """Result of `prepare`."""
+
+    task: Any
+    model: nn.Module
+    choice: precision.Choice
+    optimizer: torch.optim.Optimizer
+    data: dict[str, Any]
+    plan: Plan
+    intervals: Intervals
+    fingerprint: str
+    sinks: dict[str, Any]
+    """Factories of the user's sinks, by name."""
+    figures: dict[str, Any]
+    """`figures()` of the task: name → function of an evaluation's means and table."""
+    card: dict[str, Any]
+    """Facts about the run for the startup summary."""
+
+
+def prepare(config: Config[Any], world: World) -> Work:
+    """Build and check everything that does not need the run folder.
+
+    Raises:
+        ConfigError: the configuration does not fit the data, the model or the ranks.
+    """
+    precision.set_determinism(config.numerics.deterministic == "on", world.device)
+    precision.set_tf32(config.numerics.tf32 == "on")
+    wandb.check_installed(config.log.wandb)
+    canonical = config.parallel.reduction == "canonical"
+    if canonical and world.device.type == "mps":
+        raise ConfigError("--parallel.reduction canonical: it needs float64, which mps does not "
+                          "support; use --parallel.reduction ddp, or --device cpu.")
+    task = bind_seed(config.task, config.seed)
+    refuse_calls(task)
+    figures = figures_of(task)
+    data = {split: make_data(task, config, split) for split in SPLITS}
+    if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
+        raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "
+                          "that has raised cannot give another sample; skip bad samples in the "
+                          "data set's __iter__ or lane(), and use --data.on-error stop.")
+    sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
+    plan, intervals = _plan(config, data, world)
+    model, choice = make_model(task, config, world.device)
+    if world.size > 1 and world.device.type == "cpu":
+        state_dict_checks.check_sendable(model)
+    synced = 0
+    if canonical:
+        sync_batchnorm.refuse(model)
+        _refuse_hooks(model)
+    elif config.parallel.sync_bn != "off":
+        model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
+    sync_batchnorm.guard_plain(model)
+    frozen = optimizers.freeze(model, config.freeze)
+    recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
+    optimizer = optimizers.build(config.optim, model, getattr(task, "parameter_groups", None))
+    card = {
+        "model": type(model).__name__,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
+        "batch_norms": sum(isinstance(m, _BatchNorm) and m.training for m in model.modules()),
+        "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
+        "data": str(getattr(task, "source", config.task)),
+        "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
+            ", summed by their numbers; batch norms see one at a time" if canonical else ""),
+        "synchronised_batch_norms": synced,
+        "frozen_parameters": frozen,
+        "untrained": optimizers.untrained(optimizer, model),
+        "recomputed_blocks": recomputed,
+    }
+    return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
+                 intervals=intervals, card=card, sinks=sinks, figures=figures,
+                 fingerprint=_fingerprint(task, data["train"], config, world.rank))
+
+
+def refuse_unreachable(
+    drills: list[fault_injection.Fault], config: Config[Any], work: Work, world: World, *,
+    first: bool
+) -> None:
+    """Check that the run can reach all faults to be injected.
+
+    Args:
+        first: this is the run's first start. Later starts, and several nodes, may have another
+            number of ranks, so ranks are not checked.
+
+    Raises:
+        ConfigError: the run cannot reach a fault.
+    """
+    fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
+    last, every = work.intervals.total, work.intervals.evaluate
+    validates = work.data["validation"] is not None
+
+    def evaluated(step: int) -> bool:
+        early = config.eval.patience > 0  # the test may follow any validation
+        return early or step == last or (validates and every > 0 and step % every == 0)
+
+    fault_injection.refuse_unreachable(
+        drills, ranks=world.size if fixed else None, total=last,
+        epochs=work.plan.epoch_of(last) + 1 if known_length(work.data["train"]) else None,
+        evaluated=evaluated if validates or work.data["test"] is not None else None)
+
+
+def make_data(task: Any, config: Config[Any], split: str) -> Any:
+    """Build the data set of a split; None if the task returns None or a data set of length 0.
+
+    Raises:
+        ConfigError: the task returns something else than a data set.
+    """
+    rng.key_generators(config.seed, rng.DATA)
+    data = task.dataset(split)
+    if isinstance(data, DataLoader):
+        raise ConfigError(f'--task: dataset("{split}") returned a DataLoader; return the data set '
+                          "in it: the trainer makes batches, workers and order, and collate() is "
+                          "a method of the task.")
+    if not (data is None or isinstance(data, IterableDataset)
+            or (hasattr(data, "__getitem__") and hasattr(data, "__len__"))):
+        raise ConfigError(f'--task: dataset("{split}") returned a {type(data).__name__}; return a '
+                          "Dataset (__getitem__ and __len__), an IterableDataset, or None.")
+    return None if split != "train" and data is not None and known_length(data) == 0 else data
+
+
+def make_model(
+    task: Any, config: Config[Any], device: torch.device
+) -> tuple[nn.Module, precision.Choice]:
+    """Build the model in training mode, on its device, in its memory format.
+
+    Raises:
+        ConfigError: model() returns no module, or a checkpoint cannot hold it.
+    """
+    rng.key_generators(config.seed, rng.MODEL)
+    model = task.model()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
+    model = precision.plain(model)
+    state_dict_checks.check(model)
+    model.train()
+    choice = precision.choose(config.precision, model, device,
+                              eager=config.numerics.anomaly == "on")
+    layout = torch.channels_last if choice.channels_last else torch.preserve_format
+    return model.to(device, memory_format=layout), choice  # type: ignore[call-overload]
+
+
+def _plan(
+    config: Config[Any], data: dict[str, Any], world: World
+) -> tuple[Plan, Intervals]:
+    if data["train"] is None:
+        raise ConfigError('--task: dataset("train") returned None; a run needs training data.')
+    batch, samples = config.batch, known_length(data["train"])
+    if world.size > batch.micro_batches:
+        size, most = batch.global_size, max(1, batch.global_size // world.size)
+        fits = next(n for n in range(most, 0, -1) if size % n == 0)
+        raise ConfigError(
+            f"--nproc_per_node: {world.size} ranks, but --batch.global-size {size} "
+            f"is only {batch.micro_batches} micro-batches of --batch.micro-size "
+            f"{batch.micro_size}: use at most {batch.micro_batches} ranks, or a micro-size of "
+            f"{fits} or less.")
+    if samples is None:
+        # The end of an epoch is unknown until it is reached: plan one epoch for the whole run.
+        samples = _steps_of_unknown(config, data) * batch.global_size
+    plan = Plan(samples=samples, global_size=batch.global_size, micro_size=batch.micro_size,
+                drop_last=config.data.drop_last == "on",
+                in_lanes=isinstance(data["train"], IterableDataset))
+    if plan.steps_per_epoch == 0:
+        # For the hint below: a tuple of two tensors, or of two data sets, has two samples.
+        kind = type(data["train"]).__name__ if isinstance(
+            data["train"], tuple | list | dict | str) else ""
+        remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
+                  f"--batch.global-size {batch.global_size}: the training data have only {samples} "
+                  "samples and --data.drop-last is on, so there is no whole global batch and no "
+                  f"optimizer step; use a global size of {samples} or less, or --data.drop-last "
+                  "off." + (f" (dataset(\"train\") returned a {kind}.)" if kind else ""))
+        raise ConfigError(remedy)
+    epoch = plan.steps_per_epoch
+    total = config.total_steps(epoch)
+    return plan, Intervals(
+        total=total,
+        evaluate=config.eval.every.steps(epoch=epoch, total=total),
+        checkpoint=config.checkpoint.every.steps(epoch=epoch, total=total),
+        log=config.log.every.steps(epoch=epoch, total=total),
+        verify=config.parallel.verify_every.steps(epoch=epoch, total=total),
+    )
+
+
+def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
+    """Number of steps of a run on a stream without a length."""
+    what = "the training stream has no length (no __len__)"
+    if config.steps is None:
+        raise ConfigError(f"--steps: {what}, so a run cannot be measured in epochs; set the number "
+                          "of steps with --steps N.")
+    for name, value, _ in config.leaves():
+        unused = name == "eval.every" and data["validation"] is None
+        if isinstance(value, Length) and value.unit == "epochs" and not unused:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"{flag} {value}: {what}, so nothing can be measured in epochs; "
+                              f"use steps or a fraction of the run, such as {flag} 10%.")
+    return config.steps
+
+
+def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str:
+    """Fingerprint of a data set: the task's `fingerprint()`, or length and hash of 16 keyed
+    samples (of the first 16 samples of a stream)."""
+    if hasattr(task, "fingerprint"):
+        return str(task.fingerprint())
+    count = known_length(dataset)
+    if isinstance(dataset, IterableDataset):
+        rng.key_generators(config.seed, rng.DATA)
+        fresh = task.dataset("train")  # reading may advance the stream used for training
+        contents = [content(sample) for sample in first_samples(
+            fresh, lanes=config.batch.micro_batches, count=16, seed=config.seed)]
+    else:
+        assert count is not None, "only a stream may have no length"
+        reader = KeyedSamples(dataset, seed=config.seed, augment=False, rank=rank,
+                              skip=config.data.on_error == "skip", advice=REMEDY)
+        contents = [content(reader.sample(rng.mix(rng.DATA, place) % count))
+                    for place in range(min(16, count))]
+    digest = hashlib.blake2b(digest_size=8)
+    for sample in contents:
+        digest.update(sample)
+    return f"{'a stream' if count is None else f'{count} samples'} {digest.hexdigest()}"
+
+
+def content(sample: Any) -> bytes:
+    """Serialize a nested sample or batch; equal bytes mean equal content."""
+    return b"".join(_content(sample, set()))
+
+
+def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
+    """Serialize a nested sample, each leaf preceded by its type.
+
+    Args:
+        seen: ids of objects visited so far, since references may be cyclic.
+    """
+    if isinstance(value, Tensor) and value.is_nested:
+        value = list(value.unbind())
+    if isinstance(value, Tensor):
+        dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+        yield f"{value.dtype} {tuple(value.shape)}".encode()
+        yield dense.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        return
+    if isinstance(value, bool | int | float | complex | str | bytes | None):
+        yield f"{type(value).__name__} {value!r}".encode()
+        return
+    if hasattr(value, "__array_interface__") and not isinstance(value, type):  # numpy's, PIL's
+        array = np.asarray(value)
+        yield f"{array.dtype} {array.shape}".encode()
+        if not array.dtype.hasobject:
+            yield array.tobytes()
+            return
+        value = array.ravel().tolist()
+    yield type(value).__qualname__.encode()
+    if isinstance(value, set | frozenset):
+        value = sorted(value, key=repr)
+    elif isinstance(value, Mapping):
+        value = [entry for pair in value.items() for entry in pair]
+    elif not isinstance(value, tuple | list):  # a dataclass, or an object of the task
+        if id(value) in seen or isinstance(value, type):
+            return
+        seen.add(id(value))
+        slots = dataclasses.fields(value) if dataclasses.is_dataclass(value) else ()
+        named = {f.name: getattr(value, f.name) for f in slots} or getattr(value, "__dict__", {})
+        value = [entry for pair in named.items() for entry in pair]
+    yield str(len(value)).encode()
+    for entry in value:
+        yield from _content(entry, seen)
+
+
+def _refuse_hooks(model: nn.Module) -> None:
+    """Refuse post-accumulate hooks: they would see gradients of one or of two micro-batches.
+
+    Raises:
+        ConfigError: a parameter has such a hook.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter._post_accumulate_grad_hooks:
+            raise ConfigError(
+                f"--parallel.reduction canonical: {name} has a hook of "
+                "register_post_accumulate_grad_hook; it would see the gradients of one or two "
+                "micro-batches, depending on the number of ranks. Use register_hook, or "
+                "--parallel.reduction ddp.")
+
+
+def bind_seed(task: Any, seed: int) -> Any:
+    """Set the field `seed` of the task to the run's seed, if it has such a field and it is None."""
+    names = {f.name for f in dataclasses.fields(task)}
+    return dataclasses.replace(task, seed=seed) if "seed" in names and task.seed is None else task

@@ -1,0 +1,278 @@
+"""Open the data source and the record of a run, at the start and after a rollback."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import IterableDataset
+
+from trainer import rng
+from trainer.checkpoint.replication import Lines
+from trainer.checkpoint.source import Found
+from trainer.checkpoint.train_state import TrainState
+from trainer.config import compatibility
+from trainer.config.schema import Config
+from trainer.data import batch as batches
+from trainer.data.batch import to_device
+from trainer.data.feed import Cut
+from trainer.data.loader import SampledSource, Source
+from trainer.data.map_dataset import KeyedSamples
+from trainer.data.sampler import MicroBatchSampler, Slot
+from trainer.data.stream import Stream
+from trainer.data.stream_reader import StreamSpec
+from trainer.distributed.device import device_mb, share_of_cores
+from trainer.distributed.world import World
+from trainer.run import startup_summary
+from trainer.run.prepare import REMEDY, Work
+from trainer.run.run_dir import Identity
+from trainer.storage import layout
+from trainer.storage.files import display_path
+from trainer.storage.layout import TIMING
+from trainer.telemetry import graph
+from trainer.telemetry.console import Console
+from trainer.telemetry.events import Log, read_events
+from trainer.telemetry.hints import Facts, Hints, judge_batchnorm, judge_sizes
+from trainer.telemetry.metrics import Metrics, Sink, order_of
+from trainer.telemetry.step_timing import Timing, resident_mb
+from trainer.telemetry.tensorboard import Introduction, Own, TensorBoard, TensorHistograms, grid
+from trainer.telemetry.wandb import WandB
+
+
+def open_source(
+    config: Config[Any], work: Work, world: World, state: TrainState, workers: int,
+    found: Found | None,
+) -> Source:
+    """Open the source of the micro-batches at the position of `state.progress`.
+
+    It reads a map-style data set or a stream. The stream becomes a part of the state, and begins at
+    the position in the checkpoint.
+
+    Args:
+        workers: number of loader processes.
+        found: the checkpoint that is resumed, if any.
+    """
+    progress = state.progress
+    data = work.data["train"]
+    collate = getattr(work.task, "collate", batches.collate)
+    if isinstance(data, IterableDataset):
+        batch = config.batch
+        stream = Stream(
+            StreamSpec(dataset=data, seed=config.seed, collate=collate,
+                       layout=Cut.of(data, lanes=batch.micro_batches, micro_size=batch.micro_size)),
+            rank=world.rank, num_ranks=world.size,
+            workers=workers, prefetch=config.data.prefetch, device=world.device,
+            step=lambda: progress.step, gather=world.gather_json,
+        )  # fmt: skip
+        state.parts["stream"] = stream
+        if found is not None and "stream" in found.facts["parts"]:
+            stream.load_state_dict(found.facts["parts"]["stream"])
+        return stream
+    sampler = MicroBatchSampler(
+        work.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
+        shuffle=config.data.shuffle == "on", position=progress.step,
+        total_steps=work.intervals.total,
+    )  # fmt: skip
+    samples = KeyedSamples(
+        data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
+        rank=world.rank, advice=REMEDY,
+    )  # fmt: skip
+    return SampledSource(samples, sampler, workers=workers, prefetch=config.data.prefetch,
+                         device=world.device)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """The run that is recorded, the same at the start and after a rollback."""
+
+    config: Config[Any]
+    work: Work
+    world: World
+    path: Path
+    """The run folder."""
+    log: Log
+    run_id: str
+    guard: Callable[[], AbstractContextManager[None]]
+    """Context for changes of the folder; raises if a newer attempt owns it."""
+
+
+def open_metrics(
+    metrics: Metrics, run: RecordedRun, lines: Lines, position: int, *,
+    summary: Sequence[str] = (), leak: str = "",
+) -> None:  # fmt: skip
+    """Open metrics.jsonl, cut to the step that is resumed, and the sinks.
+
+    Args:
+        lines: new content of the file, and the lines that an earlier attempt may not have shown.
+        position: the step that is resumed.
+        summary: lines of the startup summary.
+        leak: the evidence that validation samples are training samples, or "".
+    """
+    config, work, world, path, log = run.config, run.work, run.world, run.path, run.log
+    kept, unshown = lines
+    from_other_run = config.resume not in ("auto", "never")
+    _report_gaps(path / layout.METRICS, kept, position, log, from_other_run=from_other_run)
+    total, every = work.intervals.total, work.intervals.log or work.intervals.total
+    first = min((line["step"] for line in unshown), default=position + 1)
+    if position >= total:  # the final metrics are shown again
+        first = min(first, position)
+        unshown = [line for line in kept if line["step"] >= first]
+    names = getattr(work.task, "class_names", ())
+    lengths = {"epoch": work.plan.steps_per_epoch, "total": total}
+    scalars_every = config.log.tensorboard_every.steps(**lengths) or total
+    board = TensorBoard(
+        path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
+        introduction=Introduction(
+            summary=summary, restarts=log.attempt,
+            images=preview(work.task, log) if position == 0 else None),
+        class_names=names, norms=_norms_before(kept, first),
+        histograms=TensorHistograms(every=config.log.histograms.steps(**lengths),
+                                    tensors=partial(_tensors, work.model)),
+    )  # fmt: skip
+    sinks: list[Sink] = [board]
+    if world.is_main:
+        bar = sys.stderr.isatty() and config.log.level in ("debug", "info")
+        sinks += [Console(log, total=total, every=every, start=position, bar=bar,
+                          restarts=log.attempt)]
+        if config.log.wandb != "off":
+            sinks.append(WandB(path, run.run_id, log, mode=config.log.wandb, every=scalars_every,
+                               settings=compatibility.settings(config), class_names=names))
+        sinks.append(_hints(run, kept, leak))
+        if config.log.graph == "on" and not position:
+            _show_graph(board, run)
+        sinks += [Own(name, make, path, log) for name, make in work.sinks.items()]
+    metrics.open(path / layout.METRICS, sinks, kept=kept, unshown=unshown, guard=run.guard,
+                 warn=log.warning)
+
+
+def open_timing(path: Path, identity: Identity, world: World, log: Log, workers: int) -> Timing:
+    """Create the timing of the steps. Rank 0 writes the file."""
+    on_cuda = world.device.type == "cuda"
+    timing = Timing(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
+                    cores=share_of_cores(world.local_size), warn=log.warning,
+                    memory=partial(device_mb, world.device) if on_cuda else resident_mb)
+    if world.is_main:
+        timing.open(path / TIMING)
+    return timing
+
+
+def _report_gaps(
+    path: Path, kept: Sequence[dict[str, Any]], position: int, log: Log, *, from_other_run: bool
+) -> None:  # fmt: skip
+    """Warn about steps whose lines are missing in the record: these steps are not repeated.
+
+    Args:
+        from_other_run: the run may have started at a step of another run, with its own record.
+    """
+    present = {line["step"] for line in kept if not order_of(line)[1]}
+    begin = min(present, default=position + 1) if from_other_run else 1
+    if lost := [step for step in range(begin, position + 1) if step not in present]:
+        log.warning(f"{display_path(path)}: the lines of {len(lost)} of {position} steps are gone "
+                    f"(the first is step {lost[0]}, the last {lost[-1]}), and no checkpoint holds "
+                    "them; compare will report them as missing. The training itself is not "
+                    "affected. To repair the record, put a copy of the file there before the next "
+                    "start")
+        log.event("lines-lost", first=lost[0], last=lost[-1], count=len(lost))
+
+
+def _norms_before(kept: Sequence[dict[str, Any]], first: int) -> list[float]:
+    """Return the gradient norms of the steps before `first`, since the last validation."""
+    norms: list[float] = []
+    for line in kept:
+        if line["step"] >= first:
+            break
+        if "val_loss" in line:
+            norms.clear()
+        elif line["grad_norm"] is not None:
+            norms.append(line["grad_norm"])
+    return norms
+
+
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield each parameter, and its last applied gradient, by name, on the CPU."""
+    for name, parameter in model.named_parameters():
+        yield f"parameters/{name}", parameter.detach().float().cpu().numpy()
+        if parameter.grad is not None:
+            yield f"gradients/{name}", parameter.grad.to_dense().float().cpu().numpy()
+
+
+def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints:
+    """Create the hints. Those about the data, the model and the batch are given now."""
+    config, work, world = run.config, run.work, run.world
+    events = read_events(run.path / layout.EVENTS)
+    given = [event["hint"] for event in events if event.get("event") == "hint"]
+    expected = work.task.first_loss() if hasattr(work.task, "first_loss") else None
+    facts = Facts(
+        total=work.intervals.total, epoch=work.plan.steps_per_epoch,
+        clip_norm=0.0 if config.clip.value else config.clip.norm,
+        micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
+        expected_loss=0.0 if config.init is not None else expected,
+        zero_gradients=partial(_zero_gradients, work.model), memory=partial(_memory, world.device),
+    )  # fmt: skip
+    hints = Hints(run.log, facts, off=config.log.hints_off, given=given, lines=kept)
+    hints.give("small-batchnorm", judge_batchnorm(
+        startup_summary.batchnorm_samples(config, world.size, work.card)))
+    if world.device.type == "cuda":
+        hints.give("odd-sizes", judge_sizes(_widths(work.model), config.batch.micro_size))
+    hints.give("shared-samples", leak)
+    return hints
+
+
+def _zero_gradients(model: nn.Module) -> list[str]:
+    """Return the parameters whose gradient is exactly zero. Synchronizes with the device."""
+    gradients = [(n, p.grad) for n, p in model.named_parameters()
+                 if p.grad is not None and p.grad.numel()]
+    if not gradients:
+        return []
+    largest = torch._foreach_norm([g for _, g in gradients], math.inf)
+    values = torch.stack([value.float() for value in largest]).tolist()
+    return [name for (name, _), value in zip(gradients, values, strict=True) if value == 0]
+
+
+def _memory(device: torch.device) -> tuple[int, int] | None:
+    if device.type != "cuda":
+        return None
+    return (torch.cuda.max_memory_allocated(device),
+            torch.cuda.get_device_properties(device).total_memory)
+
+
+def _widths(model: nn.Module) -> Iterator[tuple[str, int]]:
+    """Yield the output widths of layers and the sizes of embedding tables, by name."""
+    for name, module in model.named_modules():
+        for attribute in ("out_features", "out_channels", "num_embeddings"):
+            if isinstance(width := getattr(module, attribute, None), int):
+                yield name, width
+
+
+def _show_graph(board: TensorBoard, run: RecordedRun) -> None:
+    """Show the graph of the model in TensorBoard. A failure is only a warning."""
+    config, work = run.config, run.work
+    try:
+        data = work.data["train"]
+        if isinstance(data, IterableDataset):
+            raise RuntimeError("the training data is a stream, which isn't read for a graph")
+        collate = getattr(work.task, "collate", batches.collate)
+        samples = KeyedSamples(data, seed=config.seed, collate=collate, augment=False)
+        with rng.preserved():
+            batch = samples[Slot(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
+        board.graph(graph.trace(work.model, work.task.loss, to_device(batch, run.world.device)))
+    except Exception as error:
+        run.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
+
+
+def preview(task: Any, log: Log) -> Any:
+    """Return some samples of the task as one image. A failure is only a warning."""
+    try:
+        return grid(task.preview(32)) if hasattr(task, "preview") else None
+    except Exception as error:
+        log.warning(f"no picture of samples: the task's preview(32), uint8 N×C×H×W: "
+                    f"{type(error).__name__}: {error}")
+        return None

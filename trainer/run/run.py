@@ -1,0 +1,245 @@
+"""A run: what the loop works with, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch import Tensor
+
+from trainer.checkpoint import budget
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.source import Found
+from trainer.checkpoint.train_state import TrainState
+from trainer.config.schema import Config
+from trainer.data.loader import Loader
+from trainer.distributed.replica_check import Agreement
+from trainer.distributed.world import World
+from trainer.errors import SaveFailed, TrainerError
+from trainer.resilience.fault_injection import FaultInjector
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.resilience.stop_signals import StopRequest
+from trainer.run.evaluate import Evaluator
+from trainer.run.memory import Memory
+from trainer.run.pictures import Pictures
+from trainer.run.prepare import Intervals
+from trainer.run.run_dir import Identity
+from trainer.step import Step
+from trainer.storage.layout import EVENTS
+from trainer.storage.locks import RunLock
+from trainer.telemetry.events import Log
+from trainer.telemetry.metrics import Metrics
+from trainer.telemetry.status import Phase, Rescue, Status, decide_rescue
+from trainer.telemetry.step_timing import Timing
+
+
+@dataclass(kw_only=True)
+class Parts:
+    """What the loop works with."""
+
+    config: Config[Any]
+    path: Path
+    identity: Identity
+    world: World
+    log: Log
+    stop: StopRequest
+    faults: FaultInjector
+    marks: ProgressMarks
+    lock: RunLock
+    state: TrainState
+    step: Step
+    loader: Loader
+    validate: Evaluator | None
+    test: Evaluator | None
+    checkpoint: Checkpointer
+    metrics: Metrics
+    intervals: Intervals
+    agreement: Agreement
+    timing: Timing
+    reopen: Callable[[Found], None]
+    """Reopens the data and the record at the position of a checkpoint."""
+    found: Found | None
+    kept_beside: bool = False
+    """Whether the state is on disk after `survive_beside`."""
+    pictures: Pictures | None = None
+    """Set on rank 0 if the task draws pictures."""
+    memory: Memory = field(default_factory=Memory)
+    card: dict[str, Any] = field(default_factory=dict)
+    """Facts about the run for the start-up summary."""
+
+    @property
+    def progress(self) -> Progress:
+        """Position of the run."""
+        return self.state.progress
+
+    @property
+    def status(self) -> Status:
+        """What this rank is doing."""
+        return self.log.status
+
+    @property
+    def current_step(self) -> int:
+        """The step that has begun, or else the last complete one. The warm-up is the next one's."""
+        return self.progress.step + (self.status.in_step or self.status.phase is Phase.WARM_UP)
+
+    @property
+    def row_is_full(self) -> bool:
+        """Whether there were so many consecutive bad steps that the run has to roll back."""
+        return 0 < self.config.nonfinite.max_in_row <= len(self.progress.bad_row)
+
+    def wishes(self) -> tuple[bool, ...]:
+        """Requests of this rank for after the step, one for each of `ddp.WISHES`.
+
+        Raises:
+            StaleAttempt: a newer attempt has taken over the run.
+        """
+        if self.world.has_nodes or self.world.stale:  # on one node no rank survives the launcher
+            self.lock.look()
+        saved = self.checkpoint.has_news and self.metrics.durable
+        return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
+
+    def heed_saves(self, wishes: Collection[str]) -> None:
+        """React to rank 0's report on the last save: drop the saved metric lines, or fail.
+
+        Raises:
+            SaveFailed: the save failed, and --checkpoint.on-error is stop.
+        """
+        if "saved" in wishes:
+            self.metrics.forget(self.checkpoint.saved_step)
+            self.checkpoint.forget()
+        if "fail" in wishes:
+            raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
+
+    def draw(self, *, again: bool = True) -> None:
+        """Draw the picture of this step, if the task has one (`again`: also if it exists)."""
+        if self.pictures is not None and self.progress.step:
+            self.pictures.take(self.progress.step, again=again)
+
+    def spare_updates(self) -> None:
+        """Defer torch's SIGCHLD handler while an exception would leave state that cannot be saved:
+        in an update, between two steps, and after a validation. The next wait for data notices
+        the dead worker too, within 5 s. To be called after the loader has started.
+        """
+        raise_death = signal.getsignal(signal.SIGCHLD)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if callable(raise_death) and self._rescue(own_error=True) is not Rescue.LOST:
+                raise_death(number, frame)
+
+        if callable(raise_death) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handle)
+
+    def close(self) -> None:
+        """Regular end: close the loader processes, the last save and the files.
+
+        Raises:
+            OSError: the state or a line of metrics.jsonl could not be written.
+        """
+        self.loader.close()
+        self.timing.close()
+        self.checkpoint.close()
+        self.metrics.close()
+
+    def survive(self, *, own: bool = False) -> bool:
+        """After a failure, break the connections to the other ranks, then save the last step
+        boundary if `decide_rescue` allows it.
+
+        Args:
+            own: this rank itself failed, by an exception; otherwise a peer died.
+
+        Returns:
+            Whether nothing is lost: the state is on disk.
+        """
+        noticed_s = time.perf_counter()
+        self.world.abandon()
+        if not own:
+            self.log.event("lost-peer", failed_step=self.current_step)
+        rescue = self._rescue(own_error=own)
+        if rescue is Rescue.NOTHING_LOST:
+            return True
+        if rescue is Rescue.LOST or self.world.stale:
+            return False
+        if self.row_is_full and self.progress.step >= self.intervals.total:
+            return False  # a restart at the last step could not warm up
+        if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
+            if self.step.moves_parameters:
+                self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
+                                 "changes parameters, and a forward had begun")
+                return False
+            if not self.step.shut and not self.step.gate.acquire(
+                    timeout=self.world.launch.grace_s):
+                return False  # another thread saves, and ends the process
+            self.step.buffers.put_back()
+        return self._save_alone(noticed_s)
+
+    def survive_beside(self, *, lost: bool = True) -> bool:
+        """As `survive`, from another thread, while the main thread computes or is blocked.
+
+        Possible only inside a step before its update: only buffers have changed, and there are
+        copies of them. Afterwards the main thread cannot update. On a GPU it copies on a separate
+        stream, beside a kernel that may never end.
+
+        Args:
+            lost: a peer is gone; otherwise the time to stop is used up.
+
+        Returns:
+            Whether a save could be tried; `kept_beside` says whether it succeeded.
+        """
+        noticed_s = time.perf_counter()
+        if (not self.checkpoint.overlap or self.step.buffers.strayed
+                or not self.step.gate.acquire(blocking=False)):
+            return False
+        if lost and self.world.size > 1:
+            self.log.event("lost-peer", failed_step=self.current_step)
+        with self.step.beside():
+            kept = {live.data_ptr(): copy for live, copy in self.step.buffers.pairs()}
+            self.kept_beside = self._save_alone(noticed_s, kept)
+        return True
+
+    def _save_alone(
+        self, noticed_s: float, kept: Mapping[int, Tensor] | None = None
+    ) -> bool:
+        self.checkpoint.abandon()
+        step, began_s = self.progress.step, time.perf_counter()
+        try:
+            if why := budget.why_not(
+                self.path / EVENTS, self.checkpoint.store, self.state,
+                left_s=self.world.launch.grace_s - (began_s - noticed_s),
+                generation=self.checkpoint.generation, interval=self.intervals.checkpoint,
+            ):  # fmt: skip
+                self.log.warning(why)
+                self.log.event("save-left-out", at_step=step, why=why)
+                return False
+            try:
+                saved = self.checkpoint.save_alone(kept)
+            except OSError:  # try once more: there may be room again
+                saved = self.checkpoint.save_alone(kept)
+        except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first error
+            self.log.warning(f"step {step} could not be saved: {error}")
+            return False
+        if saved is not None:
+            self.log.event("save", at_step=saved, kind="survivor",
+                           seconds=round(time.perf_counter() - began_s, 6))
+        return True
+
+    def _rescue(self, *, own_error: bool) -> Rescue:
+        ema = self.state.ema
+        return decide_rescue(self.status, own_error=own_error,
+                             exchanging_weights=ema is not None and ema.exchanging)
+
+    def abandon(self) -> None:
+        """End after a failure without hiding it: keep what can be kept. Loader processes end with
+        this process.
+        """
+        self.timing.close()
+        self.checkpoint.abandon()
+        with contextlib.suppress(OSError):  # the checkpoints hold the lines too
+            self.metrics.close()

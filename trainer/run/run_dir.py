@@ -1,0 +1,304 @@
+"""The run folder: identity of the run, number of the attempt, files written once per attempt."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import functools
+import os
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.store import FULL, Store
+from trainer.distributed.world import World
+from trainer.errors import UNFIT, AlreadyFinished, ConfigError, GaveUp
+from trainer.resilience.attempts import read_attempts, repeated, sentence
+from trainer.storage.files import display_path, make_folder, read_json, replace_json
+from trainer.storage.jsonl import Mark, newest_step
+from trainer.storage.layout import (
+    CHECKPOINTS,
+    CONFIG,
+    ENVIRONMENT,
+    EVENTS,
+    IDENTITY,
+    LAST_STEP,
+    METRICS,
+    PRODUCT,
+    SUMMARY,
+    TENSORBOARD,
+    TIMING,
+)
+from trainer.storage.locks import RunLock
+from trainer.telemetry.events import Log, read_events
+
+FULL_S = 15.0
+"""Seconds that a restart waits for space on a full disk before the attempt fails."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Identity:
+    """Id of the run in a folder, and the number of this attempt (0 is the first)."""
+
+    run: str
+    attempt: int
+
+
+def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
+    """Collective. Determine the run's id, a new one for an empty folder, and the attempt's number.
+
+    Raises:
+        ConfigError: the folder can't be read, or it holds a run and `resume` is "never".
+    """
+    error: Exception | None = None
+    mine: dict[str, Any] | None = None
+    if world.local_rank == 0:
+        old, error = _read_identity(path)
+        launch = _launch_id(world)
+        restarted = old is not None and launch is not None and old.get("launch") == launch
+        if resume == "never" and old is not None and not restarted:
+            error = ConfigError(f"--resume never: {display_path(path)} already holds a run; "
+                                "choose another --run-dir, or omit --resume to continue it.")
+        if old is not None:
+            steps = [info.step for info in Store(path / CHECKPOINTS).checkpoints()
+                     if info.run == old["run"]]
+            mine = {"run": old["run"], "attempt": old["attempt"], "step": max(steps, default=0)}
+    world.agree(error)
+    # A node with its own disk may rejoin with an empty folder, or with a short run that it started
+    # without the others. The run with the most steps is continued.
+    seen = [record for record in world.gather_json(mine) if record is not None]
+    if not seen:
+        return Identity(run=world.broadcast_json(secrets.token_hex(8)), attempt=0)
+    run = max(seen, key=lambda record: record["step"])["run"]
+    attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
+    if mine is not None and mine["run"] != run:
+        log.warning(f"{display_path(path)} holds another run ({mine['run']}, step {mine['step']}) "
+                    f"than the one being continued ({run}); its checkpoints are kept, but not used")
+    return Identity(run=run, attempt=attempt)
+
+
+def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
+    """The identity of the run in a folder, or None, and an error if the folder can't be read."""
+    try:
+        return read_json(path / IDENTITY) or _recovered_identity(path), None
+    except OSError as problem:
+        if problem.errno not in UNFIT:
+            raise
+        return None, ConfigError(f"--run-dir {display_path(path)}: {problem}; choose a folder that "
+                                 "can be read and written.")
+
+
+def _recovered_identity(path: Path) -> dict[str, Any] | None:
+    """The identity of a run without run.json, from its checkpoints and events; None without any."""
+    runs = [info.run for info in Store(path / CHECKPOINTS).checkpoints() if info.run is not None]
+    if not runs:
+        return None
+    attempts = [e["attempt"] for e in read_events(path / EVENTS) if e.get("event") == "start"]
+    return {"run": runs[-1], "attempt": max(attempts, default=0)}
+
+
+def refuse_finished(path: Path, world: World, step: int) -> None:
+    """Collective. Check whether the run is complete; call it if no steps are left.
+
+    Args:
+        step: the run's last step.
+
+    Raises:
+        AlreadyFinished: the run's summary is of this step.
+    """
+    found = world.gather_json(read_json(path / SUMMARY) if world.local_rank == 0 else None)
+    summary = next((s for s in found if s is not None and s["step"] == step), None)
+    if summary is not None:
+        lines = [f"{display_path(path)}: the run is complete; nothing to do",
+                 *closing_lines(summary, display_path(path))]
+        raise AlreadyFinished("\n".join(lines))
+
+
+def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
+    """The last console lines of a finished run: metrics, and paths of its results."""
+    best, test = summary["best"], summary["test"]
+    lines = [f"finished at step {summary['step']}"
+             + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")
+             + (f", {summary['replaced']} bad samples replaced" if summary["replaced"] else "")]
+    if best["value"] is not None:
+        lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
+    if test is not None:
+        lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
+    lines.append(f"best weights: {path}/{PRODUCT}")
+    lines.append(f"final weights: {path}/{summary['final_weights']}")
+    lines.append(f"curves: tensorboard --logdir {path}")
+    return lines
+
+
+def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log) -> None:
+    """Collective. Take the run folder's lock for this attempt, and open the event log.
+
+    Rank 0 takes it first, then the first rank of each other node. On a shared folder that rank
+    finds rank 0's lock. On a disk of its own it takes the lock there, and writes a full copy of the
+    run to it (`world.keeps_folder`).
+
+    Raises:
+        ConfigError: the folder can't be written, or another run is active in it.
+        OSError: the disk has become full or read-only since the run was started.
+    """
+    warning = None
+    others_turn = world.local_rank == 0 and not world.is_main
+    for mine in (world.is_main, others_turn) if world.has_nodes else (world.is_main,):
+        error: Exception | None = None
+        if mine:
+            try:
+                warning = _take(path, identity, lock, world, log)
+            except (ConfigError, OSError) as problem:
+                error = problem
+        world.agree(error)
+    log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
+    if warning:
+        log.warning(warning)
+
+
+def _take(
+    path: Path, identity: Identity, lock: RunLock, world: World, log: Log
+) -> str | None:
+    launch_id = _launch_id(world)
+    elastic = world.launch.run_id is not None
+    try:
+        make_folder(path)
+        warning = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
+        world.keeps_folder = lock.holds
+        if lock.holds:
+            _check_writable(path)
+            mine = {**dataclasses.asdict(identity), "launch": launch_id}
+            _when_not_full(lambda: replace_json(path / IDENTITY, mine),
+                           FULL_S if identity.attempt else 0.0, log)
+    except OSError as problem:
+        if identity.attempt and problem.errno not in UNFIT:
+            raise  # no configuration error, since earlier attempts could write; may be temporary
+        raise ConfigError(
+            f"--run-dir {display_path(path)}: {problem}; choose a folder that can be "
+            "written.") from problem
+    return warning
+
+
+def _check_writable(path: Path) -> None:
+    """Check that the existing files can be written; they may belong to another user.
+
+    Raises:
+        OSError: a file or folder can't be written.
+    """
+    for place in (path / name for name in (METRICS, EVENTS, TIMING, LAST_STEP)):
+        if place.exists():
+            os.close(os.open(place, os.O_RDWR))
+    for place in (path / name for name in (CHECKPOINTS, TENSORBOARD)):
+        if place.exists() and not os.access(place, os.R_OK | os.W_OK | os.X_OK,
+                                            effective_ids=os.access in os.supports_effective_ids):
+            number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
+            raise OSError(number, os.strerror(number), str(place))
+
+
+def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> None:
+    """Call `write`; on a full disk, try again for up to `patience_s` seconds."""
+    began_s, warned = time.monotonic(), False
+    while True:
+        try:
+            return write()
+        except OSError as problem:
+            if problem.errno not in FULL or time.monotonic() - began_s >= patience_s:
+                raise
+            if not warned:
+                log.warning(f"{problem}; waiting up to {patience_s:g} s for free space")
+            warned = True
+        time.sleep(0.2)
+
+
+def begin(path: Path, identity: Identity, world: World, log: Log, *, position: int, version: str,
+          max_same_step: int) -> None:
+    """Collective. Record the start of this attempt in the event log.
+
+    Args:
+        position: the step to continue from.
+        version: digest of the configuration and the task's code.
+        max_same_step: consecutive failures at the same step after which the run gives up.
+
+    Raises:
+        GaveUp: the previous attempts have failed that often at the same step.
+    """
+    error = None
+    reached = max(Mark.read(path / LAST_STEP), newest_step(path / METRICS)) if world.is_main else 0
+    if world.is_main and identity.attempt:
+        before = read_attempts(read_events(path / EVENTS))
+        row = repeated(before, version=version)
+        if len(row) >= max_same_step:
+            first = next((a.cause for a in row if a.cause is not None), None)
+            times = "1 time" if len(row) == 1 else f"{len(row)} times"
+            cause = "unknown; the process was killed" if first is None else sentence(first)
+            error = GaveUp(
+                f"gave up: step {row[0].failed_step} has failed {times} in a row "
+                f"(--restart.max-same-step {max_same_step}). Fix the cause; the same command then "
+                f"continues from step {position}. First cause: {cause}")
+    log.event("start", world_size=world.size, pid=os.getpid(), launch=_launch_id(world),
+              version=version, reached=reached)
+    world.agree(error)
+
+
+def _launch_id(world: World) -> str | None:
+    """An id that all attempts of one launcher share. torchrun's own run id is "none" by default."""
+    if world.launch.run_id is None:
+        return None
+    if world.launch.launch_id is not None:
+        return world.launch.launch_id
+    return f"{world.launch.run_id} {world.launch.master_address} {os.getppid()}"
+
+
+def clean(path: Path) -> None:
+    """Remove temporary files of dead attempts; call it at the start of an attempt."""
+    for name in (IDENTITY, CONFIG, ENVIRONMENT, METRICS, PRODUCT, SUMMARY):
+        for aside in path.glob(f".{name}.*.tmp"):
+            aside.unlink(missing_ok=True)
+
+
+def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) -> dict[str, Any]:
+    """The content of environment.json: versions, devices, ranks, command, data, determinism."""
+    import torch
+
+    return {
+        "command": sys.argv,
+        "python": platform.python_version(),
+        "packages": package_versions(),
+        "host": platform.node(),
+        "system": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(),
+        "device": str(world.device),
+        "device_name": device_name(world.device),
+        "world_size": world.size,
+        "local_size": world.local_size,
+        "threads": world.threads,
+        **card,
+        "determinism": {"label": label, "why": why},
+    }
+
+
+def device_name(device: Any) -> str:
+    """The kind of device, on which results depend: the GPU's name, or "cpu"."""
+    import torch
+
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@functools.cache  # looking them up takes 20 ms
+def package_versions() -> dict[str, str | None]:
+    """Versions of the packages on which results may depend."""
+    packages = ("torch", "torchvision", "numpy", "safetensors", "tensorboard")
+    return {name: _version(name) for name in packages}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,236 @@
+"""Read a run folder, also while the run writes to it: configuration, weights, data."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+
+from trainer import rng
+from trainer.checkpoint.source import STATE
+from trainer.checkpoint.store import Store
+from trainer.checkpoint.train_state import EMA, MODEL
+from trainer.config import command_line
+from trainer.config.schema import Config
+from trainer.data import batch as batches
+from trainer.distributed.world import Launch, World
+from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.optim import precision
+from trainer.resilience.progress_marks import ProgressMarks
+from trainer.run.build import evaluation_batch, loader_workers
+from trainer.run.evaluate import Evaluator
+from trainer.run.prepare import bind_seed, make_data, make_model
+from trainer.storage import files, layout, tensorfile
+from trainer.task import figures_of
+
+TRIES = 5
+"""Number of attempts to read a checkpoint: the run may prune it meanwhile."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Model weights of a checkpoint with which the run would validate."""
+
+    step: int
+    tensors: dict[str, Tensor]
+    average: dict[str, Tensor]
+    """Averages of the trained parameters, by the first name of each; empty without averaging."""
+    facts: dict[str, Any]
+    """Content of state.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reader:
+    """Configuration of a run, and its model with weights, in evaluation mode."""
+
+    config: Config[Any]
+    task: Any
+    world: World
+    model: nn.Module
+    choice: precision.Choice
+    weights: Weights
+
+    def evaluator(self, split: str) -> Evaluator | None:
+        """Return the evaluator of a split, bitwise equal to that of the run; None without data."""
+        dataset = make_data(self.task, self.config, split)
+        if dataset is None:
+            return None
+        return Evaluator(
+            model=self.model, loss=self.task.loss, dataset=dataset,
+            collate=getattr(self.task, "collate", batches.collate),
+            batch_size=evaluation_batch(self.config),
+            workers=loader_workers(self.config, dataset, self.world), seed=self.config.seed,
+            rank=0, num_ranks=1, device=self.world.device,
+            autocast=precision.autocast(self.choice, self.world.device),
+            all_sum=self.world.all_sum, marks=ProgressMarks(), step=lambda: self.weights.step,
+            figures=figures_of(self.task),
+        )  # fmt: skip
+
+    def fresh_model(self) -> nn.Module:
+        """Construct another model, without the weights of the checkpoint."""
+        return make_model(self.task, self.config, self.world.device)[0].eval()
+
+    @contextlib.contextmanager
+    def evaluating(self, number: int) -> Iterator[None]:
+        """Context in which batch `number` of an evaluation is computed."""
+        rng.key_generators(self.config.seed, rng.EVALUATE, number)
+        with torch.no_grad(), precision.autocast(self.choice, self.world.device)():
+            yield
+
+
+def read(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> Reader:
+    """Open the run in a folder with the weights of a checkpoint. Writes nothing.
+
+    Args:
+        checkpoint: best, last, or a step.
+        overrides: flags that override the configuration of the run.
+
+    Raises:
+        ConfigError: there is no run or no such checkpoint, the checkpoint is damaged or does not
+            fit the model, or a flag is wrong.
+    """
+    config = configuration(run, overrides)
+    weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
+    threads = config.world.threads
+    if threads == "auto":  # the number of threads changes bits
+        threads = weights.facts.get("circumstances", {}).get("threads")
+    world = World.form(device=config.device, threads=threads, launch=Launch())
+    precision.set_determinism(config.numerics.deterministic == "on", world.device)
+    precision.set_tf32(config.numerics.tf32 == "on")
+    task = bind_seed(config.task, config.seed)
+    model, choice = make_model(task, config, world.device)
+    load(model, weights.tensors, f"{run}: --checkpoint {checkpoint}")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name in weights.average:
+                parameter.copy_(weights.average[name])
+    return Reader(config=config, task=task, world=world, model=model.eval(), choice=choice,
+                  weights=weights)
+
+
+def configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
+    """Return the configuration of the run in a folder.
+
+    Raises:
+        ConfigError: there is no run in the folder, or a flag is wrong.
+    """
+    path = run / layout.CONFIG
+    if not path.is_file():
+        raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
+    return dataclasses.replace(command_line.parse([str(path), *overrides]), run=str(run))
+
+
+def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
+    """Return the weights of a checkpoint.
+
+    Args:
+        checkpoint: best, last, or a step.
+        averaged: include the averaged weights if the checkpoint has them.
+
+    Raises:
+        ConfigError: there is no such checkpoint, or it is damaged.
+    """
+    store, tries = Store(run / layout.CHECKPOINTS), TRIES
+    product = run / layout.PRODUCT
+    while True:
+        seen = [info.path for info in store.checkpoints()]
+        try:
+            if checkpoint == "best" and not seen and product.is_file():
+                summary = files.read_json(run / layout.SUMMARY) or {}
+                step = summary.get("best", {}).get("step", 0)
+                return Weights(step, tensorfile.load(product), {}, {})
+            return _weights(store, checkpoint, averaged=averaged)
+        except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
+            tries -= 1
+            if tries and seen != [info.path for info in store.checkpoints()]:
+                continue
+            steps = ", ".join(str(info.step) for info in store.checkpoints()) or "none"
+            raise ConfigError(f"{run}: --checkpoint {checkpoint}: {error}; use best, last or "
+                              f"one of these steps: {steps}.") from error
+
+
+@contextlib.contextmanager
+def writing(flag: str, remedy: str) -> Iterator[None]:
+    """Context for writing a file: report an OSError as a ConfigError with the flag and a remedy.
+
+    Raises:
+        ConfigError: the file cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{flag}: {error}; {remedy}.") from error
+
+
+def load(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+    """Load weights into a model.
+
+    Args:
+        where: origin of the weights, for the error message.
+
+    Raises:
+        ConfigError: the weights do not fit the model.
+    """
+    try:
+        model.load_state_dict(tensors)
+    except RuntimeError as error:
+        lines = " ".join(line.strip() for line in str(error).splitlines()[1:3])
+        raise ConfigError(f"{where}: the weights don't fit the model: {lines}") from error
+
+
+def _weights(store: Store, checkpoint: str, *, averaged: bool) -> Weights:
+    if checkpoint in ("best", "last"):
+        newest, skipped = store.newest_valid()
+        if newest is None:
+            raise CheckpointDamaged("; ".join(skipped) or "no checkpoint is there")
+        step = newest.step
+        if checkpoint == "best":
+            step = json.loads((newest.path / STATE).read_bytes())["best"]["step"] or step
+    elif checkpoint.isdecimal():
+        step = int(checkpoint)
+    else:
+        raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
+    info = store.verify(step)
+    facts = json.loads((info.path / STATE).read_bytes())
+    has_average = averaged and (info.path / EMA).is_file()
+    average = tensorfile.load(info.path / EMA) if has_average else {}
+    return Weights(info.step, tensorfile.load(info.path / MODEL), average, facts)
+
+
+@dataclass(frozen=True)
+class Call:
+    """Arguments with which a loss calls its model, and the output."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    output: Any
+
+
+def first_call(model: nn.Module, loss: Any, batch: Any) -> Call:
+    """Compute the loss of a batch and record the first call of the model in it.
+
+    Raises:
+        ConfigError: the loss does not call the model itself.
+    """
+    calls: list[Call] = []
+
+    def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        calls.append(Call(args, kwargs, output))
+
+    handle = model.register_forward_hook(note, with_kwargs=True, always_call=False)
+    try:
+        loss(model, batch)
+    finally:
+        handle.remove()
+    if not calls:
+        raise ConfigError("--task: loss() doesn't call the model itself (model(…)), so its "
+                          "output is unknown; give the task a method predict(model, batch).")
+    return calls[0]

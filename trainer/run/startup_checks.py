@@ -1,0 +1,93 @@
+"""Startup checks: every rank must build the same data and the same initial weights."""
+
+from __future__ import annotations
+
+from torch.utils.data import IterableDataset
+
+from trainer import rng
+from trainer.data import batch as batches
+from trainer.data.feed import first_samples
+from trainer.data.map_dataset import KeyedSamples
+from trainer.data.sample_errors import SampleError
+from trainer.data.sampler import Slot
+from trainer.distributed.replica_check import checksums
+from trainer.distributed.world import World
+from trainer.errors import ConfigError, told_by
+from trainer.run.prepare import Work, content
+from trainer.task import uncalled
+from trainer.telemetry.events import Log
+
+
+def check_data(work: Work, world: World) -> None:
+    """Collective. Check that all ranks have the same data sets: the trainer shards them itself.
+
+    Raises:
+        ConfigError: a rank has other data, or another number of samples, than rank 0.
+    """
+    everywhere = world.gather_json({**work.card["samples"], "train": work.fingerprint})
+    for rank, found in enumerate(everywhere):
+        for split, what in found.items():
+            if what != everywhere[0][split]:
+                raise told_by(0, ConfigError(
+                    f'--task: dataset("{split}") on rank {rank} ({what}) differs from that on '
+                    f"rank 0 ({everywhere[0][split]}); return the same data on each rank: the "
+                    "trainer shards the samples itself, so do not split them by RANK, take random "
+                    "choices from the seed, and sort what comes from a set or a folder listing."))
+
+
+def check_weights(work: Work, world: World, log: Log) -> None:
+    """Collective. Warn of unused methods of the task, of trainable parameters outside of all
+    groups, and of initial weights that differ between ranks (which then use those of rank 0)."""
+    model = work.model
+    if unused := uncalled(work.task):
+        log.announce(unused)
+    taken = {p for group in work.optimizer.param_groups for p in group["params"]}
+    omitted = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
+    if omitted:
+        log.announce(f"parameter_groups() omits trainable parameters, which stay unchanged: "
+                     f"{', '.join(omitted[:5])}{', …' * (len(omitted) > 5)}; freeze parameters "
+                     "that must not be trained (requires_grad_(False))")
+    everywhere = world.gather_json(checksums(model.parameters()).tolist())
+    names = [n for (n, _), *sums in zip(model.named_parameters(), *everywhere, strict=True)
+             if len(set(sums)) > 1]
+    if names:
+        log.announce(
+            f"initial weights differ between ranks ({', '.join(names[:5])}"
+            f"{', …' * (len(names) > 5)}); those of rank 0 are used. model() uses a random "
+            "generator that is not seeded, so another start without a checkpoint gives other "
+            "weights; draw from torch's default generators")
+
+
+def check_reading(work: Work, log: Log, seed: int) -> None:
+    """Warn if training samples differ when they are read again under the same key."""
+    dataset = work.data["train"]
+    if isinstance(dataset, IterableDataset):
+        rng.key_generators(seed, rng.DATA)
+        fresh = work.task.dataset("train")  # reading may advance the stream used for training
+        one, other = ([content(sample) for sample in first_samples(
+            fresh, lanes=work.plan.global_size // work.plan.micro_size, count=2, seed=seed)]
+            for _ in "12")
+        why = ("a second iteration over the training stream gives other samples: each iteration "
+               "must start from the beginning, and may depend on the epoch through set_epoch()")
+    else:
+        reader = KeyedSamples(dataset, seed=seed, collate=getattr(
+            work.task, "collate", batches.collate))
+        indices = tuple(range(min(2, len(reader))))
+        names, read, drawn = ", ".join(map(str, indices)), [], []
+        try:
+            for epoch in (0, 1, 0):
+                read.append([content(reader[Slot(1, epoch, 0, True, indices)].batch)])
+                drawn.append(rng.digest(rng.snapshot()))
+        except SampleError:
+            return  # reported when training reads them
+        one, _, other = read
+        why = (f"samples {names} of the training data differ when they are read again under the "
+               "same key: they depend on state that reading changes, on an unseeded generator, or "
+               "set_epoch() continues from the previous epoch")
+        if one == other and drawn[0] != drawn[2]:
+            log.announce(f"samples {names} of the training data cache the random numbers of their "
+                         "first read; a restart reads them first in another epoch, so it gives "
+                         "other bits. Cache only what is the same each time, and draw each time")
+    if one != other:
+        log.announce(f"{why}; a restart gives other bits. Draw from random, numpy.random, torch or "
+                     "a generator among the data set's attributes, in one thread")

@@ -1,0 +1,112 @@
+"""Startup summary of a run: model, data, batch, device, and warnings."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.source import Found
+from trainer.config import compatibility
+from trainer.config.schema import Config
+from trainer.distributed.world import World
+from trainer.run.run_dir import device_name
+from trainer.storage.files import display_path
+from trainer.telemetry.events import Log
+
+
+def card_lines(
+    config: Config[Any], card: Mapping[str, Any], world: World, path: Path
+) -> list[str]:
+    """Return the lines of the summary.
+
+    Args:
+        card: `Work.card` with the precision.
+        path: the run folder.
+    """
+    trained = card["parameters"] - card["frozen_weights"]
+    frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
+              if card["frozen_parameters"] else "")
+    threads = f"{world.threads} thread" + "s" * (world.threads > 1)
+    samples = ", ".join(f"{n:,} {split}" for split, n in card["samples"].items() if n is not None)
+    rows = {
+        "model": f"{card['model']}, {card['parameters']:,} parameters{frozen}, {card['precision']}",
+        "data": f"{card['data']}: {samples}",
+        "batch": batch_line(config, world.size, card),
+        "device": f"{world.size} × {device_name(world.device)}, {threads} each",
+        "look": f"tensorboard --logdir {display_path(path)}",
+    }
+    return [f"{name:<7} {text}" for name, text in rows.items()]
+
+
+def batch_line(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> str:
+    """Describe how a global batch is divided, and the number of samples of a batch norm."""
+    batch, count = config.batch, config.batch.micro_batches
+    layout = f"{ranks} rank{'s' * (ranks > 1)} × micro-batches of {batch.micro_size}"
+    if count % ranks:
+        steps = f"{count // ranks} or {count // ranks + 1} of them a rank"
+        text = f"{layout}, {steps} (accumulated) = global batch of {batch.global_size}"
+    else:
+        text = f"{layout} × {count // ranks} (accumulated) = global batch of {batch.global_size}"
+    samples = batchnorm_samples(config, ranks, card)
+    return text if samples is None else f"{text}; each BatchNorm sees {samples} samples"
+
+
+def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> int | None:
+    """Return the number of samples in the statistics of a batch norm; None without batch norms."""
+    if not card["batch_norms"]:
+        return None
+    return config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
+
+
+def doubts(
+    config: Config[Any], card: Mapping[str, Any], *, epoch: int, total: int
+) -> list[str]:
+    """Return warnings about the start: initial weights that do not fit, parameters that no group
+    trains, a warm-up that is longer than the run.
+
+    Args:
+        epoch: steps in an epoch.
+        total: steps in the run.
+    """
+    warnings = [f"--init {config.init}: {line}" for line in card.get("init", ())]
+    warmup, names = config.schedule.warmup, card.get("untrained", ())
+    if names:
+        shown = f"{', '.join(names[:5])}{', …' * (len(names) > 5)}"
+        warnings.append(f"not trained: {shown}: not in any group of the task's parameter_groups(); "
+                        "add it to a group, or freeze it")
+    if (steps := warmup.steps(epoch=epoch, total=total)) > total:
+        warnings.append(f"--schedule.warmup {warmup}: the run has {total} steps and the warm-up "
+                        f"{steps}, so the rate ends at {total / steps:.0%} of --optim.lr; shorten "
+                        "it, for example to 5%")
+    return warnings
+
+
+def announce(
+    log: Log, lines: Sequence[str], warnings: Sequence[str], found: Found | None,
+    verdict: compatibility.Verdict, path: Path,
+) -> None:  # fmt: skip
+    """Log the summary, the warnings, and whether the run is new or continues.
+
+    Args:
+        lines: `card_lines`.
+        warnings: `doubts`.
+        found: the checkpoint that is resumed, if any.
+        path: the run folder.
+    """
+    for line in lines:
+        log.info(line)
+    for line in warnings:
+        log.warning(line)
+    for change in verdict.changes:
+        log.warning(f"changed: {change}")
+        log.event("changed", what=change)
+    if found is None:
+        log.info(f"run folder {display_path(path)}: a fresh start")
+    else:
+        log.info(f"run folder {display_path(path)}: continuing from step {found.step} "
+                 f"({verdict.label}"
+                 + (f": {verdict.why}" if verdict.why else "") + ")"
+                 + f", restart {log.attempt}" * bool(log.attempt))
+    log.event("restore" if found else "fresh", at_step=found.step if found else 0,
+              label=verdict.label, why=verdict.why)

@@ -1,0 +1,326 @@
+"""File locks that are released when their process dies, and the lock of a run folder."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import struct
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError, StaleAttempt
+from trainer.storage.files import display_path
+
+_NOT_SUPPORTED = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_POLL_S = 0.01
+
+
+class ByteLocks:
+    """Locks between processes and threads, one per byte of a file.
+
+    These are POSIX record locks (`fcntl.lockf`). The kernel releases them when their process dies,
+    for whatever reason. Forked children (loader workers) don't inherit them. They work between
+    hosts if the file system supports it.
+
+    A process loses all its locks on a file when it closes *any* descriptor of the file. So an
+    instance keeps one descriptor, and a process must have only one instance per file. Between the
+    threads of a process the instance itself provides the exclusion.
+
+    Attributes:
+        supported: False once the file system has turned out not to support record locks. Every
+            `try_lock` then succeeds, whatever other processes hold.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.supported = True
+        self._fd: int | None = None
+        self._held: set[int] = set()
+        self._mutex = threading.Lock()
+
+    def fd(self) -> int:
+        """The descriptor of the file; opens or creates it on first use."""
+        if self._fd is None:
+            self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        return self._fd
+
+    def try_lock(self, byte: int) -> bool:
+        """Take the lock if it is free; never waits. Returns whether it was taken."""
+        with self._mutex:
+            if byte in self._held:
+                return False
+            try:
+                fcntl.lockf(self.fd(), fcntl.LOCK_EX | fcntl.LOCK_NB, 1, byte)
+            except OSError as error:
+                if error.errno in (errno.EACCES, errno.EAGAIN):
+                    return False
+                if error.errno not in _NOT_SUPPORTED:
+                    raise
+                self.supported = False
+            self._held.add(byte)
+            return True
+
+    def lock(self, byte: int, wait_s: float) -> bool:
+        """Take the lock, waiting up to `wait_s` seconds. Returns whether it was taken.
+
+        Polls, since a blocking lock has no time limit without a signal.
+        """
+        deadline = time.monotonic() + wait_s
+        while not self.try_lock(byte):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(_POLL_S)
+        return True
+
+    def unlock(self, byte: int) -> None:
+        """Release the lock."""
+        with self._mutex:
+            self._held.remove(byte)
+            if self.supported and self._fd is not None:
+                fcntl.lockf(self._fd, fcntl.LOCK_UN, 1, byte)
+
+    def close(self) -> None:
+        """Release all locks."""
+        with self._mutex:
+            self._held.clear()
+            if self._fd is not None:
+                os.close(self._fd)
+                self._fd = None
+
+
+def let_go(path: Path) -> None:
+    """Release all locks of this process on a file, of all instances.
+
+    Closing any descriptor of the file does that. A file that can't be opened holds no locks of
+    this process.
+    """
+    with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
+        os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
+
+
+class RunLock:
+    """The lock file of a run folder, owned by one attempt at a time.
+
+    Rank 0 of an attempt *takes* the lock by writing the attempt's nonce to the file. Every process
+    of the attempt *checks* that the file still has this nonce before it changes the folder. So
+    once a newer attempt has begun, an orphan of an older one, which may survive its killed launcher
+    for a while, can't write any more.
+
+    A process locks byte 0 briefly while it writes the nonce or changes the folder, so that nothing
+    happens between check and change. The owner also locks a byte derived from the nonce until it
+    dies: by this other processes see that it is alive.
+
+    Args:
+        path: the lock file; created if it is missing.
+        nonce: unique name of the attempt.
+        revoked: returns True if the attempt is known to be superseded, whatever the file says.
+        brief_lock_s: how long to wait for byte 0. A process that holds it for longer is stopped, or
+            hangs in its file system; to wait for it would hang the attempt that replaces it.
+    """
+
+    def __init__(
+        self, path: Path, nonce: str, *, revoked: Callable[[], bool] = lambda: False,
+        brief_lock_s: float = 5.0,
+    ) -> None:  # fmt: skip
+        self.path = path
+        self.nonce = nonce
+        self.holds = False
+        self._revoked = revoked
+        self._brief_lock_s = brief_lock_s
+        self._locks = ByteLocks(path)
+
+    def take(
+        self, *, launcher_pid: int | None = None, launch_id: str | None = None, wait_s: float = 5.0
+    ) -> str | None:
+        """Make this attempt the owner of the run folder.
+
+        The first process of the attempt to do this `holds` the lock until it dies. The others, in
+        a folder that several nodes share, return at once.
+
+        The lock is taken over from an owner whose process is dead, from one started by the same
+        launcher (the previous attempt), and from one whose launcher is dead (an orphan). Any other
+        owner is another run and keeps the lock.
+
+        Args:
+            launcher_pid: the process whose death makes this one an orphan. None without a launcher:
+                then only this process's own death ends the ownership.
+            launch_id: equal in all attempts of one launch, on all hosts; None without one.
+            wait_s: seconds to wait for an owner that keeps the lock to exit.
+
+        Returns:
+            A sentence that names the living process the lock was taken over from, or None.
+
+        Raises:
+            ConfigError: another run is active in the folder.
+        """
+        me = {"nonce": self.nonce, "pid": os.getpid(), "place": _place(), "launch_id": launch_id,
+              "launcher_pid": launcher_pid,
+              "launcher_start": None if launcher_pid is None else _start_time(launcher_pid)}
+        deadline = time.monotonic() + wait_s
+        while True:
+            with self._brief_lock():
+                owner = self._read()
+                if owner is not None and owner["nonce"] == self.nonce:
+                    return None
+                alive = owner is not None and self._is_alive(owner["nonce"])
+                why = _takeover_reason(owner, me) if owner is not None and alive else None
+                if not alive or why:
+                    self._locks.try_lock(_byte(self.nonce))
+                    self.holds = True
+                    # One padded write: needs no truncation, and readers never see half of it.
+                    os.pwrite(self._locks.fd(), json.dumps(me).encode().ljust(1024), 0)
+                    return why
+            if time.monotonic() >= deadline:
+                assert owner is not None
+                raise ConfigError(
+                    f"--run-dir {display_path(self.path.parent)}: another run is active in this "
+                    f"folder (process {owner.get('pid')} on "
+                    f"{str(owner.get('place')).split()[0]}). Stop it or choose another --run-dir. "
+                    f"If its host is gone for good, delete {display_path(self.path)}.")
+            time.sleep(_POLL_S)
+
+    def check(self) -> None:
+        """Check that this attempt still owns the folder.
+
+        Raises:
+            StaleAttempt: a newer attempt owns it, or the lock file was removed.
+        """
+        with self.committing():
+            pass
+
+    @contextmanager
+    def committing(self) -> Iterator[None]:
+        """Context manager around a change of the folder.
+
+        Checks the ownership on entry; a newer attempt can't take the lock until exit.
+
+        Raises:
+            StaleAttempt: see `check`.
+        """
+        with self._brief_lock():
+            self.look()
+            yield
+
+    def look(self) -> None:
+        """As `check`, but without taking a lock: never waits, costs 10 µs.
+
+        Raises:
+            StaleAttempt: see `check`.
+        """
+        if self._revoked():
+            raise StaleAttempt(f"a newer attempt than this one ({self.nonce}) has started on other "
+                               "nodes. This attempt exits without writing.")
+        owner = self._read()
+        if owner is None and not self.path.exists():
+            raise StaleAttempt(
+                f"{display_path(self.path)} is gone: the run folder or this file in it was "
+                "removed or renamed. This attempt exits without writing. Unless the folder is "
+                "restored, the next attempt starts from the beginning.")
+        if owner is None or owner["nonce"] != self.nonce:
+            raise StaleAttempt(
+                f"{display_path(self.path)}: this attempt ({self.nonce}) no longer owns the run "
+                f"folder, {'no attempt' if owner is None else 'attempt ' + str(owner['nonce'])} "
+                "does. This attempt exits without writing.")
+
+    def close(self) -> None:
+        """Release the lock; the nonce stays in the file."""
+        self._locks.close()
+
+    @contextmanager
+    def _brief_lock(self) -> Iterator[None]:
+        locked = self._locks.lock(0, self._brief_lock_s)
+        try:
+            yield
+        finally:
+            if locked:
+                self._locks.unlock(0)
+
+    def _read(self) -> dict[str, Any] | None:
+        try:
+            if not os.path.samestat(os.fstat(self._locks.fd()), os.stat(self.path)):
+                return None
+            record = json.loads(os.pread(self._locks.fd(), 4096, 0))
+        except (FileNotFoundError, ValueError):
+            return None
+        return record if isinstance(record, dict) and "nonce" in record else None
+
+    def _is_alive(self, nonce: str) -> bool:
+        if nonce == self.nonce:
+            return False
+        if not self._locks.try_lock(_byte(nonce)):
+            return True
+        self._locks.unlock(_byte(nonce))
+        return False
+
+
+def is_at_work(path: Path) -> bool:
+    """Whether the owner of a lock file is alive; takes no lock. Linux only, False elsewhere.
+
+    Don't call it in a process that has a `RunLock` of the same file: the process would lose its
+    locks.
+    """
+    if sys.platform != "linux":
+        return False
+    try:
+        with path.open("rb") as file:
+            nonce = json.loads(file.read(4096))["nonce"]
+            query = struct.pack("hhlli0l", fcntl.F_WRLCK, os.SEEK_SET, _byte(nonce), 1, 0)
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, query)
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(struct.unpack("hhlli0l", answer)[0] != fcntl.F_UNLCK)
+
+
+def _byte(nonce: str) -> int:
+    return 1 + zlib.crc32(nonce.encode())
+
+
+def _takeover_reason(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
+    """Why `me` may take the lock over from a living owner, or None if it may not."""
+    who = f"process {owner.get('pid')} of attempt {owner['nonce']}, which is still alive"
+    if owner.get("launch_id") is not None and owner["launch_id"] == me["launch_id"]:
+        return f"the run folder was taken over from {who}: an earlier attempt of this launch"
+    if owner.get("place") != me["place"] or owner.get("launcher_pid") is None:
+        return None
+    launcher = (owner["launcher_pid"], owner.get("launcher_start"))
+    if launcher == (me["launcher_pid"], me["launcher_start"]):
+        return f"the run folder was taken over from {who}: an earlier attempt of this launcher"
+    start = _start_time(owner["launcher_pid"])
+    if start is None or start != owner.get("launcher_start"):
+        return f"the run folder was taken over from {who}: an orphan whose launcher is gone"
+    return None
+
+
+def _place() -> str:
+    """Host name, boot id and pid namespace: processes with the same ones see each other's pids."""
+    parts = [os.uname().nodename]
+    with suppress(OSError):  # Linux only; elsewhere the host name alone
+        parts.append(Path("/proc/sys/kernel/random/boot_id").read_text().strip())
+        parts.append(os.readlink("/proc/self/ns/pid"))
+    return " ".join(parts)
+
+
+def _start_time(pid: int) -> str | None:
+    """Start time of a process, to recognize a reused pid; None if it is dead or a zombie."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        if os.path.exists("/proc/self/stat"):
+            return None
+    else:
+        return None if fields[0] in "ZX" else fields[19]
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return None
+    except PermissionError:
+        pass
+    return "unknown"

@@ -1,0 +1,98 @@
+"""Progress on the terminal: a progress bar, or plain lines."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from trainer.telemetry.events import Log
+from trainer.telemetry.metrics import RESERVED
+
+REFRESH_S = 0.5
+"""Interval between updates of the metrics beside the bar, in seconds."""
+
+
+class Console:
+    """Sink that shows the run as a progress bar on a terminal, or as plain lines.
+
+    Args:
+        total: steps of the run.
+        every: steps between plain lines.
+        start: steps of earlier attempts.
+        bar: show a progress bar.
+        restarts: number of restarts of the run.
+    """
+
+    def __init__(
+        self, log: Log, *, total: int, every: int, start: int, bar: bool, restarts: int = 0,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:  # fmt: skip
+        self._log, self._total, self._every, self._clock = log, total, every, clock
+        self._start, self._bar = start, None
+        self._began = self._shown_s = clock()
+        self._tail = f"  restarts {restarts}" if restarts else ""
+        if bar:
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
+            log.echo = tqdm.write
+
+    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
+        step = line["step"]
+        if not timing:
+            return  # a step of an earlier attempt
+        if self._bar is not None:
+            self._refresh(self._bar, line, timing)
+        elif not step % self._every or step == self._total:
+            done = max(1, step - self._start)
+            left_s = (self._clock() - self._began) / done * (self._total - step)
+            self._log.info(f"{self._step_label(step)}  {_columns(line, timing)}  "
+                           f"ETA {_format_time(left_s)}{self._tail}")
+
+    def validation(self, line: dict[str, Any]) -> None:
+        if line["step"] < self._start:
+            return
+        # The loss and the first metric have the same columns as in the lines of training steps.
+        others = "  ".join(f"{k.removeprefix('val_')} {v:.3f}" for k, v in line.items()
+                           if isinstance(v, float) and k not in ("train_loss", "val_loss"))
+        train = _loss(line["train_loss"], "none").replace("  ", " ")
+        label = self._step_label(line["step"])
+        self._log.info(f"{label}  {_loss(line['val_loss'], 'nan')}  {others}" + "  " * bool(others)
+                       + f"(validation; training {train})")
+
+    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
+        pass  # the last lines of the log have the final metrics
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._log.echo = None
+
+    def _refresh(self, bar: Any, line: dict[str, Any], timing: dict[str, float]) -> None:
+        now = self._clock()
+        if now - self._shown_s >= REFRESH_S or line["step"] == self._total:
+            self._shown_s = now
+            bar.set_postfix_str(_columns(line, timing) + self._tail, refresh=False)
+        bar.update(1)
+
+    def _step_label(self, step: int) -> str:
+        return f"step {step:>{len(str(self._total))}}/{self._total}"
+
+
+def _columns(line: Mapping[str, Any], timing: Mapping[str, float]) -> str:
+    parts = [_loss(line["loss"])]
+    parts += [f"{k} {v:.3f}" for k, v in line.items() if k not in RESERVED and v is not None][:2]
+    norm = line["grad_norm"]
+    parts.append(f"lr {line['lr']:.2e}  norm {'-' if norm is None else f'{norm:.2f}'}")
+    return "  ".join([*parts, f"{line['samples'] / timing['step']:.0f} samples/s"])
+
+
+def _loss(value: float | None, otherwise: str = "skipped") -> str:
+    return f"loss {otherwise:>7}" if value is None else f"loss {value:7.4f}"
+
+
+def _format_time(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,202 @@
+"""Rank-tagged console lines, and `events.jsonl`: what happened, one write a line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer.storage.jsonl import AppendFile, read_records
+from trainer.telemetry.status import Phase, Status
+from trainer.telemetry.std_streams import say
+
+LEVELS = ("debug", "info", "warning", "error")
+COLOURS = {"warning": 33, "error": 31}
+"""Of the word before a line on a terminal: yellow, red."""
+
+_CONTROLS = {code: ascii(chr(code))[1:-1] for code in (
+    *range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)
+) if chr(code) not in "\n\t"}
+"""What moves a terminal's cursor, colours or clears it, or turns the order of letters round."""
+
+
+class Log:
+    """The voice of one rank: lines for people on stderr, events for programs in the run folder.
+
+    Args:
+        rank: written before each line of ranks other than 0, whose info lines are dropped.
+        status: phase and step of this rank, written into each event; default: a new one.
+        level: the least level that is shown.
+        clock: seconds since the epoch.
+    """
+
+    def __init__(
+        self,
+        rank: int = 0,
+        *,
+        status: Status | None = None,
+        level: str = "info",
+        stream: TextIO | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self.rank = rank
+        self.status = status or Status()
+        self.attempt = 0
+        self.nonce = ""
+        self.folder: Path | None = None  # the run's, once it is entered
+        self.echo: Callable[[str], None] | None = None  # set while a progress bar owns the line
+        self._stream = stream
+        self._clock = clock
+        self._events: AppendFile | None = None
+        self._early: list[dict[str, Any]] = []
+        self._entered: dict[str, float] | None = _launch_phases()  # until the first step
+        self._note_phase(self.status.phase)
+        self.status.on_phase(self._note_phase)
+        self.status.on_step(self._note_step)
+        self.set_level(level)
+
+    def _note_phase(self, phase: Phase) -> None:
+        if self._entered is not None:
+            self._entered.setdefault(phase, round(self._clock(), 6))
+
+    def _note_step(self, _: int) -> None:
+        """At an attempt's first step, record the event `first-step`: when each phase before it
+        began, the launcher's too (`entered`: phase → seconds since the epoch), and the processor
+        time that this process has used (`cpu_s`).
+        """
+        entered, self._entered = self._entered, None
+        if entered is not None:
+            self.event("first-step", entered=entered, cpu_s=round(time.process_time(), 3))
+
+    def set_level(self, level: str) -> None:
+        """Show lines of this level and above."""
+        self._threshold = LEVELS.index(level)
+
+    def debug(self, text: str) -> None:
+        self._line("debug", text)
+
+    def info(self, text: str) -> None:
+        self._line("info", text)
+
+    def warning(self, text: str) -> None:
+        self._line("warning", text)
+
+    def announce(self, text: str) -> None:
+        """A warning that all ranks would give alike: rank 0 gives it."""
+        if self.rank == 0:
+            self.warning(text)
+
+    def error(self, text: str) -> None:
+        self._line("error", text)
+
+    def open_events(self, path: Path, *, attempt: int, nonce: str) -> None:
+        """Append events to `path` from now on; those noted before are written first."""
+        self.attempt, self.nonce = attempt, nonce
+        self._events, self.folder = AppendFile(path), path.parent
+        if _is_torn(path):
+            self._events.append(b"\n")
+        for line in self._early:
+            self._write_event({**line, "attempt": attempt, "nonce": nonce})
+        self._early.clear()
+
+    def event(self, event: str, **fields: Any) -> dict[str, Any]:
+        """Note an event, in one write; returns it."""
+        line = {
+            "time": round(self._clock(), 6),
+            "attempt": self.attempt,
+            "nonce": self.nonce,
+            "node": socket.gethostname(),
+            "rank": self.rank,
+            "step": self.status.step,
+            "phase": self.status.phase,
+            "event": event,
+            **{name: writable(value) for name, value in fields.items()},
+        }
+        if self._events is None:
+            self._early.append(line)
+        else:
+            self._write_event(line)
+        return line
+
+    def close(self) -> None:
+        """Close the file of events; those that a full disk still holds up are lost."""
+        events, self._events = self._events, None
+        if events is not None:
+            with contextlib.suppress(OSError):  # the run's end is decided by what matters more
+                events.close()
+
+    def _write_event(self, line: dict[str, Any]) -> None:
+        assert self._events is not None
+        with contextlib.suppress(OSError):  # it may be there again at the next event
+            if self._events.damage and self._events.restore(others=True) == "removed":
+                self.warning("another process has removed events.jsonl during the run; it is "
+                             "written again")
+        self._events.append((json.dumps(line) + "\n").encode())
+
+    def _line(self, level: str, text: str) -> None:
+        number = LEVELS.index(level)
+        if number < self._threshold or (self.rank != 0 and number < LEVELS.index("warning")):
+            return
+        stream = self._stream or sys.stderr
+        mark = "" if level in ("info", "debug") else f"{level}: "
+        if mark and _has_colours(stream):
+            mark = f"\x1b[{COLOURS[level]}m{mark}\x1b[0m"
+        tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
+        if self.echo is not None:
+            self.echo(f"{tag}{mark}{text}")
+        else:
+            # One write a line, so that the lines of several ranks don't mix.
+            say(f"{tag}{mark}{text}\n", stream)
+
+
+def _has_colours(stream: TextIO) -> bool:
+    """Whether it is a terminal, and colours are welcome (https://no-color.org)."""
+    with contextlib.suppress(AttributeError, ValueError):  # there is none, or it is closed
+        return (not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+                and stream.isatty())
+    return False
+
+
+def writable(value: Any) -> Any:
+    """A text such that whoever reads the event can print it: a file's name may be no UTF-8, and
+    what a task raises may hold a terminal's control codes."""
+    if not isinstance(value, str):
+        return value
+    return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
+
+
+def _launch_phases() -> dict[str, float]:
+    """What `python -m launch` tells of the phases of a restart before this process began."""
+    try:
+        told = json.loads(os.environ.get("TRAINER_LAUNCH_PHASES", "{}"))
+        return {str(phase): float(at) for phase, at in told.items()}
+    except (ValueError, TypeError, AttributeError):
+        return {}
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a crash of the machine has left the beginning of a line at the end of a file."""
+    with path.open("rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def read_events(*paths: Path) -> list[dict[str, Any]]:
+    """All whole events of `events.jsonl`, in time's order; of several files, where nodes have disks
+    of their own."""
+    events = [record for path in paths for record in read_records(path) if _is_event(record)]
+    return sorted(events, key=lambda event: event.get("time", 0.0))
+
+
+def _is_event(record: dict[str, Any]) -> bool:
+    """Whether a record is one of ours: numbers are numbers. Others don't stop a run."""
+    numbers = ("time", "attempt", "rank", "step")
+    return all(isinstance(record.get(n, 0), int | float) for n in numbers)

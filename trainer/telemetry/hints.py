@@ -1,0 +1,315 @@
+"""Hints: warn once about each probable mistake in a training run, from data that exists anyway.
+
+A check is a pure function. It returns the evidence as a text, or "" if it finds no mistake. `Hints`
+keeps the metric lines of the run, on rank 0, and calls the checks at validations and about twenty
+times in a run. docs/hints.md describes each hint and its remedy.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.telemetry.drawing import is_matrix
+from trainer.telemetry.events import Log
+
+MOST_POINTS = 1024
+"""Largest number of steps that are kept. A longer run keeps every second, then every fourth, …"""
+LOOKS = 20
+"""Number of checks in a run, besides those at validations; at most one in 50 steps."""
+DEAD_LOOKS = 3
+"""A gradient must be exactly zero at this many consecutive checks."""
+MIN_BATCHNORM_SAMPLES = 16
+CLIP_FACTOR = 5.0
+"""The median norm is this many times the clipping threshold."""
+RISE = 4.0
+"""The gradient norm has grown by this factor between the first and the last quarter."""
+MEMORY_SHARE = 0.5
+"""At most this share of the device memory is used."""
+
+
+def judge_first_loss(measured: float, expected: float) -> str:
+    """Compare the loss of the first step with that of an untrained model."""
+    if expected <= 0 or 0.5 <= measured / expected <= 2:
+        return ""
+    return (f"the first loss is {measured:.4g}; an untrained model has {expected:.4g} "
+            f"(the logarithm of {round(math.exp(expected))} classes)")
+
+
+def judge_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
+    """Check whether the loss falls.
+
+    Args:
+        losses: of all steps so far.
+        first: the loss of the first step. If the learning rate is too high, the next losses are
+            already larger, so the lower one of both is the reference.
+    """
+    if len(losses) < 100:
+        return ""
+    part = len(losses) // 5
+    before, now = statistics.median(losses[:part]), statistics.median(losses[-part:])
+    before = before if first is None else min(before, first)
+    if before - now > 0.02 * abs(before):
+        return ""
+    return (f"the loss doesn't fall: it was {before:.4g} at the beginning and is {now:.4g} in the "
+            "median of the last fifth of the steps")
+
+
+def judge_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
+    """Check whether the gradient norm rises while the loss does not fall (of the same steps)."""
+    start = len(norms) // 10
+    part = (len(norms) - start) // 4
+    if part < 25:
+        return ""
+    medians = [statistics.median(norms[start + i * part : start + (i + 1) * part])
+               for i in range(4)]
+    before, now = (statistics.median(losses[i : i + part])
+                   for i in (start, start + 3 * part))
+    rises = all(a < b for a, b in itertools.pairwise(medians))
+    if not rises or medians[3] < RISE * medians[0] or now < 0.9 * before:
+        return ""
+    return (f"the gradient norm rises, from {medians[0]:.3g} to {medians[3]:.3g} (medians of "
+            f"quarters), and the loss doesn't fall ({before:.4g}, {now:.4g})")
+
+
+def judge_clipped(norms: Sequence[float], limit: float) -> str:
+    """Compare the gradient norms of the last half of the steps with --clip.norm (0: off)."""
+    if limit <= 0 or len(norms) < 50:
+        return ""
+    low, median, high = (statistics.quantiles(norms, n=10)[i] for i in (0, 4, 8))
+    if median < CLIP_FACTOR * limit:
+        return ""
+    return (f"the gradient norm is {median:.3g} in the median of the last half (10 %: {low:.3g}, "
+            f"90 %: {high:.3g}), {median / limit:.1f} times --clip.norm {limit:g}: nearly "
+            "every step is clipped")
+
+
+def judge_batchnorm(samples: int | None) -> str:
+    """Check the number of samples over which a batch norm computes its statistics."""
+    if samples is None or samples >= MIN_BATCHNORM_SAMPLES:
+        return ""
+    return (f"each BatchNorm computes its statistics over {samples} samples, fewer than "
+            f"{MIN_BATCHNORM_SAMPLES}")
+
+
+def judge_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
+    """Check that the widths of layers, by name, and the micro-batch size are multiples of 8."""
+    odd = [f"{name} {width}" for name, width in widths if width >= 64 and width % 8]
+    if micro_size > 8 and micro_size % 8:
+        odd.append(f"--batch.micro-size {micro_size}")
+    if not odd:
+        return ""
+    return ("not multiples of 8, which makes matrix units slow: " + ", ".join(odd[:3])
+            + (f" and {len(odd) - 3} more" if len(odd) > 3 else ""))
+
+
+def judge_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
+    """Check whether larger micro-batches would fit into the device memory.
+
+    Args:
+        peak: largest number of bytes in use.
+        total: bytes of the device.
+        per_rank: samples of a global batch on each rank.
+    """
+    if micro_size >= per_rank or peak > MEMORY_SHARE * total:
+        return ""
+    return (f"at most {peak / 2**30:.1f} of {total / 2**30:.0f} GiB of device memory are used, "
+            f"and the {per_rank} samples of a rank and step are computed {micro_size} at a time")
+
+
+def judge_dead(looks: Sequence[Sequence[str]]) -> str:
+    """Check for gradients that stay exactly zero.
+
+    Args:
+        looks: names of the parameters with a zero gradient, for each check so far.
+    """
+    if len(looks) < DEAD_LOOKS:
+        return ""
+    dead = [name for name in looks[-1]
+            if all(name in look for look in looks[-DEAD_LOOKS:])]
+    if not dead:
+        return ""
+    return (f"the gradient of {', '.join(dead[:3])}{', …' if len(dead) > 3 else ''} was exactly "
+            f"zero at {DEAD_LOOKS} consecutive checks")
+
+
+def judge_easy_validation(
+    line: Mapping[str, Any], losses: Sequence[float], accuracies: Sequence[float]
+) -> str:
+    """Compare a validation of the first epoch with the training steps just before it."""
+    if len(losses) < 8 or line["val_loss"] is None:
+        return ""
+    if len(accuracies) >= 8 and line.get("val_accuracy") is not None:
+        train, validated = statistics.fmean(accuracies), line["val_accuracy"]
+        if 1 - validated > 0.5 * (1 - train) or validated - train < 0.1:
+            return ""
+        return (f"in the first epoch validation has an accuracy of {validated:.3f}, and the "
+                f"training steps before it {train:.3f}")
+    trained, validated = statistics.median(losses), line["val_loss"]
+    if trained <= 0 or validated > 0.5 * trained:
+        return ""
+    return (f"in the first epoch validation has a loss of {validated:.4g}, and the training "
+            f"steps before it {trained:.4g}")
+
+
+def judge_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
+    """Check whether the validation loss rises while the training loss falls.
+
+    Args:
+        validations: (step, training loss, validation loss) of each validation.
+    """
+    if len(validations) < 4:
+        return ""
+    best = min(range(len(validations)), key=lambda i: validations[i][2])
+    (at, train_then, then), (_, train, now) = validations[best], validations[-1]
+    low = min(loss for _, _, loss in validations[-3:])
+    limit = then + 0.1 * max(abs(then), validations[0][2] - then)
+    if len(validations) - 1 - best < 3 or low < limit or train >= train_then:
+        return ""
+    return (f"validation was best at step {at} (loss {then:.4g}, now {now:.4g}), while the "
+            f"training loss keeps falling ({train_then:.4g}, {train:.4g})")
+
+
+def judge_rate(rates: Sequence[float]) -> str:
+    """Check whether the learning rate is constant, over the first half of a run or more."""
+    if len(rates) < 50 or min(rates) != max(rates):
+        return ""
+    return f"the learning rate has been {rates[0]:.3g} at each step: it has no warm-up and no decay"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Properties of the run that the checks need.
+
+    Args:
+        total: steps in the run.
+        epoch: steps in an epoch.
+        per_rank: samples of a global batch on each rank.
+        expected_loss: the first loss of an untrained model. None: it follows from the number of
+            classes in the confusion matrix of a validation. 0: the first loss is not checked.
+        zero_gradients: returns the names of the parameters whose gradient is exactly zero. It
+            synchronizes with the device.
+        memory: returns (largest number of bytes in use, bytes of the device), or None on a CPU.
+    """
+
+    total: int
+    epoch: int
+    clip_norm: float
+    micro_size: int
+    per_rank: int
+    expected_loss: float | None = None
+    zero_gradients: Callable[[], list[str]] = list
+    memory: Callable[[], tuple[int, int] | None] = lambda: None
+
+
+class Hints:
+    """Sink that checks the metric lines and logs the hints.
+
+    Args:
+        off: names of hints that are switched off; "all" is every hint.
+        given: names of hints that earlier attempts of the run have logged.
+        lines: the lines of metrics.jsonl so far.
+    """
+
+    def __init__(self, log: Log, facts: Facts, *, off: Iterable[str] = (),
+                 given: Iterable[str] = (), lines: Iterable[dict[str, Any]] = ()) -> None:
+        self._log, self._facts, self._done = log, facts, {*off, *given}
+        self._every = max(50, facts.total // LOOKS)
+        self._stride = 1
+        self._points: list[tuple[int, float, float, float, float | None]] = []
+        self._validations: list[tuple[int, float, float]] = []
+        self._looks: list[list[str]] = []
+        self._first: float | None = None
+        for line in lines:
+            (self._note_validation if "val_loss" in line else self._note)(line)
+
+    def give(self, name: str, why: str) -> None:
+        """Log a hint, unless `why` (the evidence) is empty, or the hint is off or already given."""
+        if not why or name in self._done or "all" in self._done:
+            return
+        self._done.add(name)
+        self._log.event("hint", hint=name, why=why)
+        self._log.info(f"hint: {why} (docs/hints.md#{name}; --log.hints-off {name})")
+
+    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
+        if not timing:
+            return  # a step of an earlier attempt, which is in `lines`
+        if not line["step"] % self._stride:
+            self._note(line)
+        if not line["step"] % self._every:
+            self._guarded(self._check, line["step"])
+
+    def validation(self, line: dict[str, Any]) -> None:
+        if not self._validations or line["step"] > self._validations[-1][0]:
+            self._note_validation(line)
+            self._guarded(self._check_validation, line)
+
+    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
+        self._guarded(self._check, step)
+
+    def close(self) -> None:
+        pass
+
+    def _note(self, line: dict[str, Any]) -> None:
+        step, loss, norm = line["step"], line["loss"], line["grad_norm"]
+        if step % self._stride or loss is None or norm is None:
+            return
+        if step == 1:
+            self._first = loss
+        self._points.append((step, loss, norm, line["lr"], line.get("accuracy")))
+        if len(self._points) >= MOST_POINTS:
+            self._stride *= 2
+            self._points = [p for p in self._points if not p[0] % self._stride]
+
+    def _note_validation(self, line: dict[str, Any]) -> None:
+        train, loss = line["train_loss"], line["val_loss"]
+        if train is not None and loss is not None:
+            self._validations.append((line["step"], train, loss))
+
+    def _guarded(self, check: Callable[[Any], None], argument: Any) -> None:
+        """Call a check. Nothing depends on a hint, so an error in a check must not end the run."""
+        if "all" in self._done:
+            return
+        try:
+            check(argument)
+        except Exception as error:
+            self._done.add("all")
+            self._log.warning(f"no more hints: {type(error).__name__}: {error}")
+
+    def _check(self, step: int) -> None:
+        facts, points = self._facts, self._points
+        losses, norms, rates = [p[1] for p in points], [p[2] for p in points], [
+            p[3] for p in points]
+        self._check_first(None)
+        if step >= max(200, facts.total // 10):
+            self.give("flat-loss", judge_flat_loss(losses, self._first))
+        if step >= max(100, facts.total // 5):
+            self.give("clipped-steps", judge_clipped(norms[len(norms) // 2 :], facts.clip_norm))
+            self.give("rising-norm", judge_rising_norm(norms, losses))
+        if step >= facts.total // 2:
+            self.give("constant-rate", judge_rate(rates))
+        if "idle-memory" not in self._done and (memory := facts.memory()) is not None:
+            self.give("idle-memory", judge_memory(*memory, facts.micro_size, facts.per_rank))
+        if "dead-gradient" not in self._done:
+            self._looks = [*self._looks, facts.zero_gradients()][-DEAD_LOOKS:]
+            self.give("dead-gradient", judge_dead(self._looks))
+
+    def _check_validation(self, line: dict[str, Any]) -> None:
+        table = line.get("val_table")
+        self._check_first(len(table) if table is not None and is_matrix(table) else None)
+        if line["step"] <= self._facts.epoch:
+            recent = self._points[-max(8, len(self._points) // 4) :]
+            self.give("easy-validation", judge_easy_validation(
+                line, [p[1] for p in recent], [p[4] for p in recent if p[4] is not None]))
+        self.give("overfitting", judge_overfitting(self._validations))
+
+    def _check_first(self, classes: int | None) -> None:
+        expected = self._facts.expected_loss
+        if expected is None and classes is not None:
+            expected = math.log(classes)
+        if self._first is not None and expected:
+            self.give("first-loss", judge_first_loss(self._first, expected))

@@ -1,0 +1,278 @@
+"""Timing of the steps on each rank, and the slow rank or slow data loader that it shows.
+
+Each rank sums the times of its steps. Rank 0 receives the sums with the heartbeats (`heartbeats`),
+outside of the training steps, and writes them to `timing.jsonl`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import statistics
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.storage.jsonl import AppendFile
+
+PARTS = ("step", "data", "compute", "communication", "save", "memory_mb")
+"""Values of each rank in a line: seconds summed over the steps of the line, and memory at its end.
+
+`save` is the time for which saves held up the training, partly between steps. The part of `step`
+that is in no other value is time of the host.
+"""
+
+MARKS, RECENT_S = 32, 5.0
+"""Each rank publishes up to MARKS marks of the last RECENT_S seconds, so that rank 0 finds a step
+that all ranks have in common: they publish at different times."""
+
+EVERY_S, GROWTH, LONGEST_S = 1.0, 0.01, 60.0
+"""Interval of the lines, in seconds: GROWTH × the age of the attempt, but at least EVERY_S and at
+most LONGEST_S."""
+
+NOTICED = 0.1
+"""A slow rank is reported if it costs the others more than this share of a step."""
+WAITING = 0.2
+"""The loader is reported if waiting for data takes more than this share of a step."""
+
+IN_A_ROW = 3
+"""Consecutive lines that must show it. The first line is ignored: it includes startup effects."""
+
+Mark = list[float]
+"""Sums up to a step: [number of steps, step, samples, time in seconds since the epoch, *PARTS]."""
+_HEAD = 4
+"""Values of a mark before those of `PARTS`."""
+
+
+@dataclass(frozen=True)
+class Clocks:
+    """Sources of time, in seconds."""
+
+    monotonic: Callable[[], float] = time.monotonic
+    wall: Callable[[], float] = time.time
+    """Since the epoch."""
+
+
+class Timing:
+    """Sums the times of the steps of this rank. Rank 0 also writes the lines of all ranks.
+
+    `add` is called by the main thread, `message` and `collect` by the thread of the heartbeats.
+
+    Args:
+        rank: of this process.
+        size: number of ranks.
+        workers: loader processes of a rank.
+        cores: processors that a rank has for itself.
+        warn: called with a warning, on rank 0.
+        memory: returns the memory of this rank in MB.
+    """
+
+    def __init__(
+        self, *, rank: int = 0, size: int = 1, attempt: int = 0, workers: int = 0, cores: int = 1,
+        warn: Callable[[str], None] = lambda text: None, memory: Callable[[], float] | None = None,
+        clocks: Clocks = Clocks(),
+    ) -> None:  # fmt: skip
+        self._rank, self._size, self._attempt, self._warn = rank, size, attempt, warn
+        self._workers, self._cores = workers, cores
+        self._memory = memory or resident_mb
+        self._clock, self._now = clocks.monotonic, clocks.wall
+        self._sums = dict.fromkeys((*PARTS, "held"), 0.0)
+        self._count = self._samples = self._step = 0
+        self._held_s = 0.0
+        self._stride, self._marks = 1, list[Mark]()
+        self._file: AppendFile | None = None
+        self._began_s = self._next_s = self._clock()
+        self._last = self._now()
+        # Marks of the previous line.
+        self._base: list[Mark] = [[0.0] * (_HEAD + len(PARTS))] * size
+        self._seen: dict[str, int] = {}  # number of consecutive lines that show a problem
+        self._warned: set[str] = set()
+        self._lines = 0
+        self._lock = threading.Lock()
+
+    def open(self, path: Path) -> None:
+        """Write lines from now on. On rank 0 only."""
+        torn = path.exists() and path.stat().st_size > 0
+        self._file = AppendFile(path)
+        if torn:  # it may end within a line, and readers skip empty lines
+            self._file.append(b"\n")
+        self._began_s, self._last = self._clock(), self._now()
+        self._next_s = self._began_s + EVERY_S
+
+    def add(self, step: int, times: Mapping[str, float], *, samples: int, held_s: float) -> None:
+        """Add the times of a step.
+
+        Args:
+            times: seconds, from `Metrics.step`.
+            held_s: seconds for which saves have held up this rank between steps so far.
+        """
+        sums = self._sums
+        for part, seconds in times.items():
+            sums[part] += seconds
+        self._count += 1
+        self._samples += samples
+        self._step, self._held_s = step, held_s
+        if self._count % self._stride:
+            return
+        mark, marks = self._mark(), self._marks
+        if len(marks) >= MARKS:
+            marks = [m for m in marks if m[3] > mark[3] - RECENT_S]
+            if len(marks) >= MARKS / 2:  # ranks with different strides still share steps
+                self._stride *= 2
+                marks = [m for m in marks if m[0] % self._stride == 0]
+            self._marks = marks
+        marks.append(mark)
+        if self._size == 1 and self._file is not None and self.due:
+            self.collect([self.message()])
+
+    def _mark(self) -> Mark:
+        sums = self._sums
+        sums["save"] = sums["held"] + self._held_s
+        return [self._count, self._step, self._samples, self._now(), *(sums[p] for p in PARTS)]
+
+    @property
+    def due(self) -> bool:
+        """Whether the interval of the lines has passed."""
+        return self._clock() >= self._next_s
+
+    def message(self) -> list[Mark]:
+        """Return the newest marks of this rank, with its current memory."""
+        memory = self._memory()
+        return [[*(round(value, 6) for value in mark[:-1]), memory] for mark in self._marks]
+
+    def collect(self, messages: Sequence[list[Mark]]) -> None:
+        """Write a line from the messages of all ranks, in order of rank. On rank 0 only."""
+        with self._lock:
+            by_count = [{int(mark[0]): mark for mark in marks} for marks in messages]
+            common = set.intersection(*(set(marks) for marks in by_count))
+            newest = max(common, default=0)
+            if self._file is None or newest <= self._base[self._rank][0]:
+                return
+            ends = [marks[newest] for marks in by_count]
+            line = self._line(ends)
+            self._base = list(ends)
+            self._check(line)
+
+    def close(self) -> None:
+        """Write the last steps of this rank, with None for the other ranks, and close the file."""
+        with self._lock:
+            file = self._file
+            if file is None:
+                return
+            if self._count > self._base[self._rank][0]:
+                mark = [*self._mark()[:-1], self._memory()]
+                self._line([mark if r == self._rank else None for r in range(self._size)])
+            self._file = None
+        with contextlib.suppress(OSError):  # the run does not need this file
+            file.close()
+
+    def _line(self, ends: Sequence[Mark | None]) -> dict[str, Any]:
+        own, base = ends[self._rank], self._base[self._rank]
+        assert own is not None
+        assert self._file is not None
+        line: dict[str, Any] = {
+            "time": round(own[3], 6), "attempt": self._attempt, "step": int(own[1]),
+            "steps": int(own[0] - base[0]), "samples": int(own[2] - base[2]),
+            "wall_s": round(own[3] - self._last, 6),
+        }  # fmt: skip
+        for i, part in enumerate(PARTS[:-1], start=_HEAD):
+            line[f"{part}_s"] = [None if end is None else round(max(0.0, end[i] - before[i]), 6)
+                                 for end, before in zip(ends, self._base, strict=True)]
+        line["memory_mb"] = [None if end is None else end[-1] for end in ends]
+        self._file.append((json.dumps(line) + "\n").encode())
+        self._file.flush()  # also earlier lines that a full disk has rejected
+        self._last, now_s = own[3], self._clock()
+        self._next_s = now_s + min(LONGEST_S, max(EVERY_S, GROWTH * (now_s - self._began_s)))
+        self._lines += 1
+        return line
+
+    def _check(self, line: dict[str, Any]) -> None:
+        """Warn once about a problem that several consecutive lines show."""
+        if self._lines == 1 or line["steps"] < 2:
+            return
+        slow, waits = slowest(line), waits_most(line)
+        problems = {}
+        if slow is not None:
+            problems[f"slow {slow[0]}"] = slow_sentence(line, *slow)
+        if waits is not None:
+            problems["data"] = data_sentence(
+                line, *waits, workers=self._workers, cores=self._cores)
+        self._seen = {name: self._seen.get(name, 0) + 1 for name in problems}
+        for name, text in problems.items():
+            if self._seen[name] >= IN_A_ROW and name not in self._warned:
+                self._warned.add(name)
+                self._warn(text)
+
+
+def own_s(line: Mapping[str, Any]) -> list[float]:
+    """Return the seconds of each rank for its steps, without waiting for the other ranks."""
+    return [step - waited for step, waited in
+            zip(line["step_s"], line["communication_s"], strict=True)]
+
+
+def slowest(line: Mapping[str, Any]) -> tuple[int, float] | None:
+    """Return (slowest rank, share of a step that the others wait for it), or None.
+
+    The others are assumed to be as fast as their median. None: no rank costs more than `NOTICED`.
+    """
+    if len(line["step_s"]) < 2 or None in line["step_s"]:
+        return None
+    own = own_s(line)
+    rank = max(range(len(own)), key=own.__getitem__)
+    others = statistics.median(o for r, o in enumerate(own) if r != rank)
+    share = (own[rank] - others) / max(line["step_s"])
+    return (rank, share) if share > NOTICED else None
+
+
+def waits_most(line: Mapping[str, Any]) -> tuple[int, float] | None:
+    """Return (rank, share of its steps that waits for data) of the largest share, or None.
+
+    None: no share is above `WAITING`.
+    """
+    if None in line["step_s"] or not min(line["step_s"]):
+        return None
+    shares = [data / step for data, step in zip(line["data_s"], line["step_s"], strict=True)]
+    rank = max(range(len(shares)), key=shares.__getitem__)
+    return (rank, shares[rank]) if shares[rank] > WAITING else None
+
+
+def slow_sentence(line: Mapping[str, Any], rank: int, share: float) -> str:
+    """Describe a slow rank."""
+    own, count = own_s(line), line["steps"]
+    others = statistics.median(o for r, o in enumerate(own) if r != rank)
+    data = line["data_s"][rank]
+    for_data = f" ({_ms(data / count)} of it for data)" if data > 0.2 * own[rank] else ""
+    return (f"rank {rank} holds the others back: it needs {_ms(own[rank] / count)} a "
+            f"step{for_data}, they {_ms(others / count)}: {share:.0%} of each step is spent on "
+            "waiting for it")
+
+
+def data_sentence(
+    line: Mapping[str, Any], rank: int, share: float, *, workers: int, cores: int
+) -> str:
+    """Describe a slow loader and a remedy."""
+    step, data = (line[f"{part}_s"][rank] / line["steps"] for part in ("step", "data"))
+    more = min(max(2, 2 * workers), max(2, cores))
+    remedy = f"--data.workers {more}" if more > workers else (
+        "cheaper samples (smaller files, less to decode), or more processors for each rank")
+    of_rank = f", rank {rank}" if len(line["step_s"]) > 1 else ""
+    return (f"your loader is the bottleneck: {share:.0%} of each step waits for data "
+            f"({_ms(data)} of {_ms(step)}{of_rank}); try {remedy}")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
+
+
+def resident_mb() -> float:
+    """Return the resident memory of this process in MB; 0 if it is not known."""
+    try:
+        with open("/proc/self/statm") as file:
+            pages = int(file.read().split()[1])
+    except OSError:
+        return 0.0
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 1e6, 1)

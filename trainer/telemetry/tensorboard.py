@@ -1,0 +1,260 @@
+"""Sinks: TensorBoard, and sinks written by the user."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import time
+import traceback
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog
+from tensorboard.compat.proto.summary_pb2 import Summary
+
+from trainer.storage.jsonl import AppendFile
+from trainer.telemetry import drawing
+from trainer.telemetry.events import Log, writable
+
+LAYOUT = {
+    "the run": {
+        "loss": ["Multiline", ["train/loss", "validation/train_loss", "validation/loss"]],
+        "accuracy": ["Multiline", ["train/accuracy", "validation/accuracy"]],
+        "learning rate": ["Multiline", ["optimizer/lr.*"]],
+        "gradient norm": ["Multiline", ["optimizer/grad_norm"]],
+        "samples per second": ["Multiline", ["speed/samples_per_s"]],
+        "restarts": ["Multiline", ["run/restarts"]],
+    }
+}
+"""Charts of TensorBoard's page "custom scalars"."""
+
+BINS = 64
+"""Bins of a histogram. numpy would choose a very large number for a tensor with an outlier."""
+
+Tensors = Callable[[], Iterable[tuple[str, Any]]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Introduction:
+    """What TensorBoard shows once, at the beginning of a run or of an attempt."""
+
+    summary: Sequence[str] = ()
+    """Lines of the startup summary."""
+    images: Any = None
+    """Some samples as one uint8 image, C×H×W."""
+    restarts: int = 0
+    """Number of restarts of the run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorHistograms:
+    """Histograms of tensors at an interval."""
+
+    every: int = 0
+    """Steps between histograms; 0: none."""
+    tensors: Tensors = lambda: ()
+    """Returns names and values."""
+
+
+class TensorBoard:
+    """Event files for TensorBoard.
+
+    They contain scalars at an interval, and validations with a histogram of gradient norms and a
+    confusion matrix. The beginning has the layout, sample images and the startup summary; the end
+    has hyperparameters and final metrics.
+
+    The calling thread writes record by record. torch's SummaryWriter is not used: it has a thread
+    and a buffer, which a forked loader worker would inherit, and a full disk ends it.
+
+    Args:
+        every: steps between scalars.
+        first: the first step that is shown from now on; TensorBoard drops what an earlier attempt
+            has shown from there on. 0 at the beginning of a run.
+        class_names: names for the confusion matrix.
+        norms: gradient norms since the last validation, of steps that an earlier attempt has shown.
+    """
+
+    def __init__(
+        self, folder: Path, *, every: int, first: int,
+        introduction: Introduction = Introduction(),
+        class_names: Sequence[str] = (), norms: Iterable[float] = (),
+        histograms: TensorHistograms = TensorHistograms(),
+        clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard import summary
+
+        self._summary, self._every, self._clock = summary, every, clock
+        self._names, self._norms = class_names, list(norms)
+        self._histograms = histograms
+        folder.mkdir(exist_ok=True)
+        new = not any(folder.iterdir())  # TensorBoard does not drop texts, so they are written once
+        # TensorBoard reads event files in the order of their names.
+        name = f"events.out.tfevents.{clock():017.6f}.{platform.node()}.{os.getpid()}"
+        self._file = _Records(AppendFile(folder / name))
+        self._writer = RecordWriter(self._file)
+        self._event(file_version="brain.Event:2")
+        self._event(session_log=SessionLog(status=SessionLog.START), step=first)
+        if new:
+            self._event(summary=summary.custom_scalars(LAYOUT))
+            text = "    " + "\n    ".join(introduction.summary)
+            self._event(summary=summary.text("run", text), step=0)
+        if introduction.images is not None:
+            self._event(step=0, summary=summary.image(
+                "samples", introduction.images, dataformats="CHW"))
+        if introduction.restarts:
+            self._scalars({"run/restarts": introduction.restarts}, first)
+
+    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
+        step = line["step"]
+        if line["grad_norm"] is not None:
+            self._norms.append(line["grad_norm"])
+        if self._histograms.every and timing and step % self._histograms.every == 0:
+            for tag, values in self._histograms.tensors():
+                self._histogram(tag, values, step)
+        if step % self._every and step != 1:
+            return
+        tags = train_scalars(line)
+        if timing:
+            tags["speed/samples_per_s"] = line["samples"] / timing["step"]
+            tags |= {f"speed/{part}_s": timing[part] for part in ("data", "compute")}
+        self._scalars(tags, step)
+
+    def validation(self, line: dict[str, Any]) -> None:
+        step, table = line["step"], line.get("val_table")
+        self._scalars(validation_scalars(line), step)
+        norms, self._norms = self._norms, []
+        if norms:
+            self._histogram("optimizer/grad_norms", np.asarray(norms), step)
+        if table is not None and drawing.is_matrix(table):
+            self._image("confusion", drawing.matrix(table, self._names), step)
+
+    def picture(self, image: Any, step: int) -> None:
+        self._image("validation", image, step)
+
+    def graph(self, definition: Any) -> None:
+        """Show the graph of the model (a GraphDef)."""
+        self._event(graph_def=definition.SerializeToString())
+
+    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
+        plain = {k: v if isinstance(v, bool | int | float) else writable(str(v))
+                 for k, v in settings.items() if v is not None}
+        for summary in self._summary.hparams(plain, dict(figures)):
+            self._event(summary=summary)
+        self._scalars(figures, step)
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _scalars(self, tags: Mapping[str, float], step: int) -> None:
+        values = [Summary.Value(tag=tag, simple_value=value) for tag, value in tags.items()]
+        self._event(summary=Summary(value=values), step=step)
+
+    def _histogram(self, tag: str, values: Any, step: int) -> None:
+        if values.size and np.isfinite(values).all():
+            self._event(summary=self._summary.histogram(tag, values, BINS), step=step)
+
+    def _image(self, tag: str, image: Any, step: int) -> None:
+        self._event(summary=self._summary.image(tag, image, dataformats="HWC"), step=step)
+
+    def _event(self, **fields: Any) -> None:
+        event = Event(wall_time=self._clock(), **fields)
+        self._writer.write(event.SerializeToString())
+        self._file.flush()
+
+
+class _Records:
+    """File object for TensorBoard's record writer that appends each record in one write."""
+
+    def __init__(self, file: AppendFile) -> None:
+        self._file, self._parts = file, b""
+
+    def write(self, data: bytes) -> None:
+        self._parts += data
+
+    def flush(self) -> None:
+        record, self._parts = self._parts, b""
+        self._file.append(record)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a later attempt writes the missing lines
+            self._file.close()
+
+
+def train_scalars(line: dict[str, Any]) -> dict[str, float]:
+    """Return tag → value for the line of a training step."""
+    skip = ("step", "epoch", "lr", "lrs", "grad_norm", "samples", "scale", "skipped")
+    tags = {f"train/{k}": v for k, v in line.items() if k not in skip}
+    tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"]}
+    tags |= {f"optimizer/lr_{number}": rate for number, rate in enumerate(line.get("lrs", ()))}
+    if "scale" in line:
+        tags["optimizer/loss_scale"] = line["scale"]
+    return {k: v for k, v in tags.items() if v is not None}
+
+
+def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
+    """Return tag → value for the line of a validation."""
+    tags = {f"validation/{k.removeprefix('val_')}": v for k, v in line.items()
+            if k.startswith("val_") and k not in ("val_samples", "val_table")}
+    tags["validation/train_loss"] = line["train_loss"]
+    return {k: v for k, v in tags.items() if v is not None}
+
+
+class Own:
+    """Wrapper of a sink written by the user. It passes copies of the lines to the sink.
+
+    An exception in the sink disables it with a warning. The run does not depend on it.
+
+    Args:
+        name: import path of the sink, for the warning.
+        make: called with the run folder; returns a `Sink`.
+    """
+
+    def __init__(self, name: str, make: Callable[[Path], Any], folder: Path, log: Log) -> None:
+        self._name, self._log, self._sink = name, log, None
+        self._sink = self._try(make, folder)
+
+    def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
+        self._call("step", dict(line), timing)
+
+    def validation(self, line: dict[str, Any]) -> None:
+        self._call("validation", dict(line))
+
+    def picture(self, image: Any, step: int) -> None:
+        if hasattr(self._sink, "picture"):
+            self._call("picture", image, step)
+
+    def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
+        self._call("finish", settings, figures, step)
+
+    def close(self) -> None:
+        self._call("close")
+
+    def _call(self, method: str, *arguments: Any) -> None:
+        if self._sink is not None:
+            self._try(lambda: getattr(self._sink, method)(*arguments))
+
+    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(*arguments)
+        except Exception as error:
+            self._sink = None
+            self._log.warning(f"--log.sinks {self._name} has failed and is disabled:\n"
+                              + "".join(traceback.format_exception(error)).rstrip())
+            return None
+
+
+def grid(images: Any, columns: int = 8) -> Any:
+    """Arrange uint8 images N×C×H×W in one C×(rows·H)×(columns·W) array."""
+    array = np.asarray(images)
+    count, channels, height, width = array.shape
+    rows = -(-count // columns)
+    grid = np.zeros((channels, rows * height, columns * width), dtype=np.uint8)
+    for i, image in enumerate(array):
+        y, x = i // columns * height, i % columns * width
+        grid[:, y : y + height, x : x + width] = image
+    return grid
