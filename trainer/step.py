@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import generators, rng
+from trainer import rng
 from trainer.checkpoint.buffers import Buffers
 from trainer.checkpoint.progress import Progress
 from trainer.config.schema import Clip
@@ -22,8 +22,7 @@ from trainer.data import batch as batches
 from trainer.data.map_dataset import Micro
 from trainer.data.sampler import Slot
 from trainer.distributed.comm_timer import Communication, Marks
-from trainer.distributed.ddp import COUNT, Objective, Sums
-from trainer.distributed.reduced import check_reduced
+from trainer.distributed.ddp import COUNT, Objective, Sums, check_reduced
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.optim.adamw import AdamW
@@ -129,7 +128,7 @@ class Step:
     """Minimum of samples in a window. A window at the end of a stream's epoch may have fewer; it
     gives no step."""
     all_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    """Sums a tensor over the ranks, in place."""
+    """Adds up a tensor over the ranks, in place."""
     status: Status = field(default_factory=Status)
     """Notified when a step and its update begin and end."""
     clock: Callable[[], float] = time.perf_counter
@@ -143,7 +142,7 @@ class Step:
         """DDP's context for forward *and* backward of micro-batches that are not the last."""
         self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
-        self.generators = generators.kept_by(*self.model.modules(), self.objective.loss)
+        self.generators = rng.kept_by(*self.model.modules(), self.objective.loss)
         """Random generators inside the model and the loss."""
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
@@ -178,11 +177,10 @@ class Step:
             micro_batches: those of this rank; the last one has `slot.last`.
             wishes: returns this rank's requests of all ranks.
 
-        Returns:
-            None, on all ranks, if the window had fewer samples than `least_samples`.
+        Returns None, on all ranks, if the window had fewer samples than `least_samples`.
         """
         start, step = self.clock(), self.progress.step + 1
-        if step in self.progress.left_out:
+        if step in self.progress.excluded_steps:
             return self.leave_out(micro_batches, step)
         self._begin()
         zero_grad(self.optimizer, self.parameters)
@@ -203,7 +201,8 @@ class Step:
         lrs = tuple([float(group["lr"]) for group in self.optimizer.param_groups])
         self.buffers.bring_home()
         # All values are reduced, so all ranks reach the same decision.
-        fault = self.health.judge(loss=sums.loss, count=sums.count, norm=norm, scale=scale)
+        fault = self.health.judge(
+            loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         self._broadcast_buffers()  # the last collective of the step
         self.shut = self.gate.acquire()
         self.marks.mark(Phase.OPTIMIZER, step, epoch)
@@ -270,7 +269,7 @@ class Step:
         """Collective. Compute forward and backward of a micro-batch; reduce after the last one.
 
         Args:
-            rehearsal: the computation is not part of a step; no fault is injected.
+            rehearsal: the computation is not part of a step; nothing is injected.
         """
         slot = micro.slot
         if self.in_place:
@@ -279,7 +278,7 @@ class Step:
         mark(Phase.FORWARD, slot.step, slot.epoch)
         rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
         if self.generators:
-            generators.key(self.generators, self.seed, rng.MICRO, slot.step, slot.number)
+            rng.key(self.generators, self.seed, rng.MICRO, slot.step, slot.number)
         accumulating = NOTHING if slot.last or self.no_sync is None else self.no_sync()
         with accumulating:
             with self.autocast():

@@ -78,8 +78,8 @@ def test_the_history_is_restored_exactly_and_has_a_limit():
 def test_consecutive_bad_steps_end_with_the_current_step():
     progress = Progress()
 
-    def rows(bad: list[int], left_out: list[int] = (), upto: int = 9) -> list[list[int]]:
-        progress.bad, progress.left_out = bad, list(left_out)
+    def rows(bad: list[int], excluded: list[int] = (), upto: int = 9) -> list[list[int]]:
+        progress.bad, progress.excluded_steps = bad, list(excluded)
         found = []
         for progress.step in range(upto + 1):
             found.append(progress.bad_row)

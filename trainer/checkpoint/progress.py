@@ -20,17 +20,18 @@ class Progress:
     """Step of the last completed validation."""
     bad: list[int] = field(default_factory=list)
     """Steps (numbers of global batches) whose loss or gradient allowed no update."""
-    left_out: list[int] = field(default_factory=list)
+    excluded_steps: list[int] = field(default_factory=list)
     """Global batches that are consumed but not computed, because of a rollback."""
     replaced: int = 0
     """Samples that replaced unreadable ones."""
 
     def state_dict(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        return {"left_out" if name == "excluded_steps" else name: value
+                for name, value in dataclasses.asdict(self).items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.step, self.skipped = int(state["step"]), int(state["skipped"])
-        self.bad, self.left_out = list(state["bad"]), list(state["left_out"])
+        self.bad, self.excluded_steps = list(state["bad"]), list(state["left_out"])
         self.validated, self.replaced = int(state["validated"]), int(state["replaced"])
 
     @property
@@ -48,8 +49,8 @@ class Progress:
     def bad_row(self) -> list[int]:
         """The consecutive bad steps that end at this step; excluded batches don't count."""
         row, step = [], self.step
-        while step in self.bad or step in self.left_out:
-            if step not in self.left_out:
+        while step in self.bad or step in self.excluded_steps:
+            if step not in self.excluded_steps:
                 row.append(step)
             step -= 1
         return row[::-1]

@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -18,8 +19,31 @@ from torch.nn.parallel import DistributedDataParallel
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import ConfigError
-from trainer.outcome import EMPTY, check_outcome
-from trainer.task import Outcome
+from trainer.task import EMPTY, Outcome, check_outcome
+
+if TYPE_CHECKING:
+    from trainer.data.sampler import Slot
+
+
+def check_reduced(wrapped: nn.Module, slot: Slot, trained: Sequence[str]) -> None:
+    """Check, after a backward that all-reduces, that DDP has reduced every gradient.
+
+    Raises:
+        ConfigError: this rank's micro-batch does not use some parameter.
+    """
+    if not isinstance(wrapped, DistributedDataParallel):
+        return
+    try:
+        wrapped.reducer._check_reducer_finalized()  # type: ignore[attr-defined]
+    except RuntimeError as error:
+        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
+        unused = [trained[int(i)].removeprefix("module.model.")
+                  for i in match[1].split()] if match else ["some parameters"]
+        raise ConfigError(
+            f"--parallel.find-unused off: the loss of step {slot.step}, micro-batch {slot.number}, "
+            f"does not depend on {', '.join(unused[:5])}{', …' * (len(unused) > 5)}, so DDP cannot "
+            "finish the step. Continue with --parallel.find-unused on.") from None
+
 
 CAPACITY = 64
 """Maximal number of values that one gradient all-reduce carries besides the gradients."""
@@ -33,12 +57,12 @@ Vector = Tensor | list[float]
 _FIXED = ("loss", "count", "samples", "replaced", *WISHES)
 COUNT = _FIXED.index("count")
 WISHED = slice(_FIXED.index(WISHES[0]), len(_FIXED))
-_NO_WISHES = (False,) * len(WISHES)
+_NO_REQUESTS = (False,) * len(WISHES)
 
 
 @dataclass(slots=True)
 class Sums:
-    """Sums of one step over all ranks and micro-batches; equal on all ranks."""
+    """The sums of one step over all ranks and micro-batches; equal on all ranks."""
 
     loss: float
     count: float
@@ -52,7 +76,7 @@ class Sums:
 
     @classmethod
     def nothing(cls) -> Sums:
-        """Sums of a step without any computation."""
+        """The sums of a step without any computation."""
         return cls(0.0, 0.0, samples=0, replaced=0, wishes=frozenset(), metrics={})
 
 
@@ -74,7 +98,7 @@ class Tally:
         self._rows: list[list[Any]] = []
         self._totals: list[Tensor | float] = []
         self._reduced: Vector | None = None
-        self._wishes: tuple[bool, ...] = _NO_WISHES
+        self._requests: tuple[bool, ...] = _NO_REQUESTS
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
         """Add a micro-batch; return its loss, a scalar with a graph.
@@ -105,7 +129,7 @@ class Tally:
 
     def wish(self, wishes: tuple[bool, ...], spoilt: Tensor | None = None) -> None:
         """Set this rank's requests of the step, and add `spoilt` (0 or NaN) to its loss."""
-        self._wishes = wishes or _NO_WISHES
+        self._requests = wishes or _NO_REQUESTS
         if spoilt is not None:
             row = self._rows[-1]  # not in place: on a device the loss is backward's own tensor
             row[0] = row[0] + (spoilt.item() if self._on_host else spoilt)
@@ -131,7 +155,7 @@ class Tally:
 
     def forget(self) -> None:
         """Reset."""
-        self._rows, self._wishes = [], _NO_WISHES
+        self._rows, self._requests = [], _NO_REQUESTS
         self._totals, self._reduced = [], None
 
     def _add_up(self, rows: list[list[Any]]) -> list[Any]:
@@ -142,8 +166,8 @@ class Tally:
                 sums = list(map(add, sums, row))
         elif len(rows) > 1:
             sums = [_sum(column) for column in zip(*rows, strict=True)]
-        sums[4:4] = self._wishes  # each counts as 0 or 1
-        self._wishes = _NO_WISHES
+        sums[4:4] = self._requests  # each counts as 0 or 1
+        self._requests = _NO_REQUESTS
         return sums
 
     def _set_names(self, names: tuple[str, ...]) -> None:
@@ -184,7 +208,8 @@ class Objective(nn.Module):
         self.spoilt: Callable[[], Tensor | None] = lambda: None
         """Returns NaN if the forwards left a buffer that is not finite, which the training loss
         does not show; called after the last forward of a step."""
-        self.ride = nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1 else None
+        self.ride = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
+                     else None)
         dtypes = (torch.float32, *([torch.float64] if device.type != "mps" else []))
         self.grad_outputs = {} if self.ride is not None else {
             dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
@@ -238,8 +263,8 @@ class Objective(nn.Module):
         """
         if self.ride is None:
             return self._on_device(self.tally.take())
-        ride, factor = self.ride, num_ranks / scale
-        reduced, ride.grad = ride.grad, None
+        factor = num_ranks / scale
+        reduced, self.ride.grad = self.ride.grad, None
         assert reduced is not None, "no synchronised backward has run"
         reduced = reduced[: self.tally.width]
         return [_snap(n * factor) for n in reduced.tolist()] if self._on_host else reduced * factor
