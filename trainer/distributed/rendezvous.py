@@ -85,7 +85,7 @@ def _host(store: Store, size: int, timeout_s: float) -> str:
     store.set(f"go/{nonce}", json.dumps(sorted(missing)))
     if not complete:
         # This process may host the store, so the present ranks must read the list before it exits.
-        receipts = [f"told/{nonce}/{answered[rank]}"
+        receipts = [f"read/{nonce}/{answered[rank]}"
                     for rank in range(1, size) if rank not in missing]
         _poll(lambda: all(store.check([key]) for key in receipts), RESULT_GRACE_S)
         raise TimeoutError(_missing_message(missing, size, timeout_s))
@@ -103,7 +103,7 @@ def _join(store: Store, rank: int, size: int, timeout_s: float) -> str:
         raise TimeoutError(f"rank 0 joined, but left before all {size} ranks had joined")
     missing = json.loads(store.get(f"go/{nonce}"))
     if missing:
-        store.set(f"told/{nonce}/{own}", "")
+        store.set(f"read/{nonce}/{own}", "")
         raise TimeoutError(_missing_message(missing, size, timeout_s))
     return nonce
 
