@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from trainer.commands.inspect import inspect
 
 ROOT = Path(__file__).parents[2]
@@ -78,6 +80,7 @@ def test_a_failed_import_is_not_restarted(tmp_path: Path) -> None:
     assert lines[-1].endswith("; not restarted, would fail again")
 
 
+@pytest.mark.long
 def test_under_torchrun_the_last_line_names_the_first_cause_too(tmp_path: Path) -> None:
     command = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
                "-m", "trainer", "--run-dir")  # fmt: skip

@@ -82,8 +82,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Run]]:
         (folder / name).mkdir()
     found = {
         "straight": Run(folder / "straight.run"),
-        "hang": Run(folder / "hang.run", *faults("hang", HANGS)),
-        "stop": Run(folder / "stop.run", *faults("stop", STOPS)),
+        "hang 1": Run(folder / "hang-1.run", *faults("hang", HANGS[:3])),
+        "hang 2": Run(folder / "hang-2.run", *faults("hang", HANGS[3:])),
+        "stop 1": Run(folder / "stop-1.run", *faults("stop", STOPS[:3])),
+        "stop 2": Run(folder / "stop-2.run", *faults("stop", STOPS[3:])),
         "loader": Run(folder / "loader.run", "--data.workers=2", "--task.endless=50",
                       "--task.stops=120", f"--task.marks={folder / 'loader'}",
                       task="stuck_task:Stuck"),
@@ -124,13 +126,16 @@ def found_in_time(run: Run, output: str) -> list[tuple[dict[str, Any], dict[str,
 
 
 @pytest.mark.timeout(600)
-def test_a_hung_rank_is_named_and_killed_in_each_phase(runs: dict[str, Run]) -> None:
-    run = runs["hang"]
+@pytest.mark.parametrize(("name", "places"), [("hang 1", HANGS[:3]), ("hang 2", HANGS[3:])])
+def test_a_hung_rank_is_named_and_killed_in_each_phase(
+    runs: dict[str, Run], name: str, places: tuple[tuple[str, int, int | None], ...]
+) -> None:
+    run = runs[name]
     output = run.end()
 
     found = found_in_time(run, output)
 
-    assert len(found) == len(HANGS)
+    assert len(found) == len(places)
     for fault, hang in found:
         assert (hang["at_phase"] or hang["saving"]) == fault["at_phase"]
         assert hang["at_step"] == fault["at_step"]
@@ -143,13 +148,16 @@ def test_a_hung_rank_is_named_and_killed_in_each_phase(runs: dict[str, Run]) -> 
 
 
 @pytest.mark.timeout(600)
-def test_a_stopped_rank_is_named_and_killed_in_each_phase(runs: dict[str, Run]) -> None:
-    run = runs["stop"]
+@pytest.mark.parametrize(("name", "places"), [("stop 1", STOPS[:3]), ("stop 2", STOPS[3:])])
+def test_a_stopped_rank_is_named_and_killed_in_each_phase(
+    runs: dict[str, Run], name: str, places: tuple[tuple[str, int, int | None], ...]
+) -> None:
+    run = runs[name]
     output = run.end()
 
     found = found_in_time(run, output)
 
-    assert len(found) == len(STOPS)
+    assert len(found) == len(places)
     for fault, hang in found:
         assert hang["why"] == "is stopped"
         if fault["at_phase"].startswith("save-"):  # other threads run on for a moment

@@ -22,7 +22,7 @@ from trainer.storage.files import read_json
 from trainer.telemetry.metrics import read_metrics
 
 ROOT = Path(__file__).parents[2]
-STEPS = 300
+STEPS = 200
 DEADLINE_S = 200.0
 
 
@@ -108,14 +108,14 @@ def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> No
         os.kill(ranks[1], signal.SIGKILL)
         server = children(first.pid)[0]
         assert wait_gone(set(pids) - {first.pid, server}, GONE_S) == set()
-        run.wait_step(60, attempt=1)
+        run.wait_step(50, attempt=1)
 
         pids, sockets = run.tree(first.pid), listening(first.pid)
         killed_s = time.monotonic()
         first.kill()
         with run.launch("--task.how=slow") as second:  # while the orphans are still alive
             run.check_all_gone(pids, sockets, killed_s)
-            run.wait_step(120, attempt=2)
+            run.wait_step(70, attempt=2)
 
             pids, sockets = run.tree(second.pid), listening(second.pid)
             ranks = run.ranks(second.pid)
@@ -129,10 +129,10 @@ def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> No
             run.check_all_gone(pids, sockets, killed_s)
 
     with run.launch("--task.how=slow") as third:
-        run.wait_step(200, attempt=3)
+        run.wait_step(100, attempt=3)
         [server], pids = children(third.pid), run.tree(third.pid)[1:]
         os.kill(server, signal.SIGKILL)
-        run.wait_step(220, attempt=4)
+        run.wait_step(110, attempt=4)
         assert not any(map(alive, pids))
         pids, sockets = run.tree(third.pid), listening(third.pid)
         assert third.wait(DEADLINE_S) == 0

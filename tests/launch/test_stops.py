@@ -165,6 +165,14 @@ def finish(warm: Any, run: Path, size: int, arguments: Sequence[str]) -> None:
     assert end.code == 0, run.with_suffix(".log").read_text()
 
 
+@pytest.fixture(scope="module")
+def straight(warm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of 80 steps."""
+    run = tmp_path_factory.mktemp("undisturbed") / "straight"
+    finish(warm, run, 2, ["--steps=80", "--data.workers=0"])
+    return run
+
+
 def log(run: Path) -> str:
     return run.with_suffix(".log").read_text()
 
@@ -190,9 +198,8 @@ def test_stops_at_random_times_with_loader_workers_change_no_bit(warm, tmp_path,
     assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
 
 
-def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(warm, tmp_path):
-    arguments = ["--steps=120", "--data.workers=0"]
-    finish(warm, tmp_path / "straight", 2, arguments)
+def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(warm, tmp_path, straight):
+    arguments = ["--steps=80", "--data.workers=0"]
     stops = [Stop(when="first-step", who="rank 1", number=signal.SIGUSR1, times=20),
              Stop(when="first-step", who="ranks", number=signal.SIGHUP)]
 
@@ -202,10 +209,11 @@ def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(warm, tmp_pat
     steps = [(e["rank"], e["step"]) for e in events(tmp_path / "run", "stop")]
     assert len(set(steps)) == 4
     assert len({step for _, step in steps}) == 2
-    assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
+    assert list(differences(straight, tmp_path / "run")) == []
 
 
-@pytest.mark.parametrize("phase", ["start", "restore", "data"])
+@pytest.mark.parametrize("phase", [
+    "restore", *(pytest.param(other, marks=pytest.mark.long) for other in ("start", "data"))])
 def test_before_the_first_step_a_stop_is_immediate_even_if_the_main_thread_hangs(
         warm, tmp_path, phase):
     run, fault = tmp_path / "run", f"--inject=hang:phase={phase}:rank=1"
@@ -276,21 +284,19 @@ def test_threads_that_delay_the_exit_are_named_and_a_stop_ends_the_wait(warm, tm
     assert inspect(run)["finished"]
 
 
-def test_loader_workers_survive_a_signal_to_every_process(warm, tmp_path):
+def test_loader_workers_survive_a_signal_to_every_process(warm, tmp_path, straight):
     arguments = ["--steps=80", "--data.workers=2"]
-    finish(warm, tmp_path / "straight", 2, arguments)
 
     ends = until_done(warm, tmp_path / "run", 2, arguments,
                       [Stop(when="first-step", who="all", times=3)], TRAIN=0.05)
 
     assert [end.code for end in ends] == [75], log(tmp_path / "run")
-    assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
+    assert list(differences(straight, tmp_path / "run")) == []
     assert "while stopping" not in log(tmp_path / "run")
 
 
-def test_an_error_while_stopping_still_ends_as_a_stop(warm, tmp_path):
-    arguments = ["--steps=30", "--data.workers=2"]
-    finish(warm, tmp_path / "straight", 2, arguments)
+def test_an_error_while_stopping_still_ends_as_a_stop(warm, tmp_path, straight):
+    arguments = ["--steps=80", "--data.workers=2"]
 
     ends = until_done(warm, tmp_path / "run", 2, arguments,
                       [Stop(when="first-step", who="orphans")], TRAIN=0.3)
@@ -298,4 +304,4 @@ def test_an_error_while_stopping_still_ends_as_a_stop(warm, tmp_path):
     assert [end.code for end in ends] == [75], log(tmp_path / "run")
     assert "warning: while stopping, step" in log(tmp_path / "run")
     assert events(tmp_path / "run", "failure") == []
-    assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
+    assert list(differences(straight, tmp_path / "run")) == []

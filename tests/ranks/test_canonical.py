@@ -43,10 +43,11 @@ ODD = ["--task.samples=167", "--batch.global-size=18", "--task.width=700", "--ta
 
 
 @pytest.mark.parametrize(("sizes", "more"), [
-    ((1, 2, 3, 4), [*SMALL, "--epochs=6"]),
+    ((1, 2, 3, 4), [*SMALL, "--epochs=3"]),
     ((1, 4), [*ODD, "--epochs=2"]),
+    pytest.param((1, 2, 3, 4), [*SMALL, "--epochs=6"], marks=pytest.mark.long),
     pytest.param((1, 2, 3, 4, 5, 6), [*ODD, "--epochs=6"], marks=pytest.mark.long),
-], ids=["4", "6", "6-long"])  # fmt: skip
+], ids=["4", "6", "4-long", "6-long"])  # fmt: skip
 def test_any_number_of_ranks_gives_the_same_bits(ranks, tmp_path, sizes, more):
     for size in sizes:
         run(ranks, [size], tmp_path / f"of-{size}", *TASK, *more)

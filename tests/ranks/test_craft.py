@@ -48,7 +48,8 @@ PLATEAU = ["--schedule.name=plateau", "--schedule.options=patience=0",
 
 @pytest.mark.parametrize("craft", [
     ["--optim.ema=0.9", "--optim.rates=body.*=0.5", *PLATEAU],
-    ["--schedule.name=one-cycle", "--schedule.warmup=3", "--optim.ema=0.5", "--eval.every=5"],
+    pytest.param(["--schedule.name=one-cycle", "--schedule.warmup=3", "--optim.ema=0.5",
+                  "--eval.every=5"], marks=pytest.mark.long),
 ], ids=["ema-plateau", "one-cycle"])  # fmt: skip
 def test_stops_and_deaths_change_no_bit(ranks, tmp_path, craft):
     arguments = ["--steps=20", "--checkpoint.every=4", *craft]

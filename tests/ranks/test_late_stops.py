@@ -14,7 +14,7 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.gl
         "--steps=12", "--checkpoint.every=1000"]  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_step_that_outlasts_the_grace_is_left_and_its_boundary_saved(ranks, tmp_path, size):
     late = ["--stop.grace-s=1", "--inject=term:step=7", "--inject=slow:step=7:seconds=600"]
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"

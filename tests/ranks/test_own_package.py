@@ -33,7 +33,7 @@ def command(folder: str, *arguments: str) -> int:
     return main([*arguments, "--world.threads=1"])
 
 
-@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_killed_run_of_the_users_package_has_the_same_bits(ranks, tmp_path, capfd, size):
     kill = f"--inject=kill:rank={size - 1}:step=4:phase=backward"
     assert ranks(size, elsewhere, str(tmp_path), "--run-dir=straight", group=False) == [0] * size

@@ -17,7 +17,7 @@ from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 from trainer.optim.bad_step_check import NONFINITE
 from trainer.run import bad_steps
-from trainer.run.blame import told
+from trainer.run.bad_steps import told
 from trainer.step import Step
 
 TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
@@ -40,9 +40,11 @@ def state(folder: Path, step: int) -> dict[str, Any]:
     return json.loads((folder / f"checkpoints/step-{step:08d}/state.json").read_text())
 
 
-@pytest.mark.parametrize(("way", "norm"), [("input", "batch"), ("input", "group"),
-                                           ("loss", "group"), ("gradient", "group"),
-                                           ("outlier", "batch"), ("outlier", "canonical")])
+@pytest.mark.parametrize(("way", "norm"), [
+    ("input", "batch"), ("gradient", "group"), ("outlier", "canonical"),
+    *(pytest.param(*other, marks=pytest.mark.long)
+      for other in [("input", "group"), ("loss", "group"), ("outlier", "batch")]),
+])
 def test_a_bad_sample_is_skipped_with_any_number_of_ranks(ranks, tmp_path, way, norm):
     # Sample 44 is in the third of the four micro-batches of step 6: with W = 2, rank 1's first.
     sick = ["--task.first=44", "--task.end=45", f"--task.way={way}", "--steps=8",
@@ -147,7 +149,8 @@ def test_consecutive_bad_steps_are_rolled_back_and_excluded(ranks, tmp_path, siz
 
 
 @pytest.mark.parametrize("deaths", [["kill:step=9:rank=1:phase=backward"],
-                                    ["term:step=5"], ["term:step=7:rank=1", "term:step=8"]])
+                                    pytest.param(["term:step=5"], marks=pytest.mark.long),
+                                    ["term:step=7:rank=1", "term:step=8"]])
 def test_a_stop_or_death_around_a_roll_back_changes_no_bit(ranks, tmp_path, deaths):
     arguments = ["--task.first=40", "--task.end=64", "--task.way=loss", "--steps=24",
                  "--checkpoint.every=4", "--task.dropout=0.2", "--data.workers=1"]
@@ -224,7 +227,8 @@ def test_a_loss_spike_is_excluded_if_enabled(ranks, tmp_path):
     assert not events(tmp_path / "off", "skipped")
 
 
-@pytest.mark.parametrize(("size", "rank"), [(2, 0), (2, 1), (3, 1), (3, 0)])
+@pytest.mark.parametrize(("size", "rank"), [
+    (2, 1), (3, 0), *(pytest.param(*other, marks=pytest.mark.long) for other in [(2, 0), (3, 1)])])
 def test_a_flipped_bit_is_found_reported_and_undone(ranks, tmp_path, size, rank):
     arguments = ["--steps=30", "--checkpoint.every=5", "--parallel.verify-every=3"]
     straight, flipped = tmp_path / "straight", tmp_path / "flipped"

@@ -100,7 +100,9 @@ SHORT = {
 """Recipe → flags that make it a matter of a second."""
 
 
-@pytest.mark.parametrize("recipe", SHORT)
+@pytest.mark.parametrize("recipe", [
+    pytest.param(name, marks=pytest.mark.long if name in ("text", "shape-labels") else ())
+    for name in SHORT])
 def test_a_killed_run_of_a_recipe_ends_with_the_same_bits(ranks, tmp_path, recipe):
     kill_and_compare(ranks, tmp_path, recipe, *SHORT[recipe])
 

@@ -1,5 +1,4 @@
-"""A loader process dies while a validation is taken into the state, which is no boundary then, or
-as a step begins."""
+"""A loader process dies while the state is updated by a validation, or at the start of a step."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=1", "--batch.gl
 
 
 def struck(place: str, *arguments: str) -> int:
-    """As `train`; a loader process is killed at a place, the first time that the rank is there."""
+    """Like `train`, but kill a loader process when the rank first reaches a place."""
     from trainer.checkpoint.progress import LossMeter
     from trainer.distributed.comm_timer import Marks
     from trainer.optim import ema
@@ -36,27 +35,39 @@ def struck(place: str, *arguments: str) -> int:
                 os.kill(worker.pid or 0, signal.SIGKILL)
                 while worker.is_alive():
                     time.sleep(0.01)
-                time.sleep(0.01)  # where another thread has got the signal, it is on its way
+                time.sleep(0.01)  # if another thread received the signal, it will arrive
             return result
 
         return called
 
     if place == "meter":
         LossMeter.take_mean = then_strike(LossMeter.take_mean)  # type: ignore[method-assign]
-    elif place == "average":  # the first is that of the first update
+    elif place == "average":  # the first call is that of the first update
         ema._copy = then_strike(ema._copy, 2)
-    else:  # of the fifth step, whose copy of the buffers isn't made yet
+    else:  # in the fifth step, before its copy of the buffers is made
         Marks.first = then_strike(Marks.first, 5)  # type: ignore[method-assign]
     return train(*arguments)
 
 
-def test_a_loader_process_dies_amid_it(ranks, tmp_path):
+PLACES = ("meter", "average", "beginning")
+
+
+def struck_each(folder: str) -> int:
+    """Train without a launcher; kill a loader process at the place with the rank's number."""
+    place = PLACES[int(os.environ["RANK"])]
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    return struck(place, *TASK, f"--run-dir={folder}/{place}")
+
+
+def test_a_loader_process_dies_during_it(ranks, tmp_path):
     straight = tmp_path / "straight"
     assert ranks(1, train, *TASK, f"--run-dir={straight}", group=False) == [0]
 
-    for place in ("meter", "average", "beginning"):
+    # At the same time, because torch looks for a dead loader process only every 5 s.
+    assert ranks(len(PLACES), struck_each, str(tmp_path), group=False) == [1, 1, 1]
+    for place in PLACES:
         hurt = tmp_path / place
-        assert ranks(1, struck, place, *TASK, f"--run-dir={hurt}", group=False) == [1]
         assert ranks(1, train, *TASK, f"--run-dir={hurt}", group=False) == [0]
 
         assert not list(differences(straight, hurt))

@@ -64,6 +64,7 @@ def tree(pid: int) -> list[int]:
     return [pid, *(found for child in children(pid) for found in tree(child))]
 
 
+@pytest.mark.long
 def test_a_signal_to_one_rank_is_one_attempt_and_all_stop_at_the_same_step(tmp_path: Path) -> None:
     run = tmp_path / "run"
 
