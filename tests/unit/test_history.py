@@ -24,7 +24,7 @@ def event(time: float, attempt: int, name: str, *, rank: int = 0, step: int = 0,
 
 def begun(time: float, attempt: int, *, step: int = 0, launch: str | None = "a", reached: int = 0,
           trains: float | None = 1.0) -> list[Event]:  # fmt: skip
-    """Events of an attempt of two ranks that starts at `time` and trains from `time + trains` on."""
+    """Events of an attempt of two ranks that starts at `time` and trains from `time + trains`."""
     events = [event(time + 0.5, attempt, "start", rank=rank, step=step, world_size=2,
                     launch=launch, version="v", reached=reached) for rank in (0, 1)]
     if trains is not None:

@@ -33,8 +33,9 @@ class World:
         self.now, self.warnings, self.path = 1000.0, list[str](), path
         clock = lambda: self.now  # noqa: E731
         self.ranks = [
-            Timing(rank=rank, size=size, workers=workers, cores=cores, warn=self.warnings.append,
-                   memory=lambda rank=rank: 100.0 + rank, clocks=Clocks(clock, clock))
+            Timing(rank=rank, size=size, workers=workers, cores=cores,
+                   warn=self.warnings.append, memory=lambda rank=rank: 100.0 + rank,
+                   clocks=Clocks(clock, clock))
             for rank in range(size)
         ]
         self.ranks[0].open(path)

@@ -63,7 +63,7 @@ def test_a_run_without_wandb_installed_is_refused_with_a_remedy(monkeypatch):
 
 
 @pytest.mark.parametrize("call", ["init", "Image"])
-def test_an_error_of_wandb_is_a_warning_and_does_not_end_the_run(tmp_path, monkeypatch, capfd, call):
+def test_an_error_of_wandb_is_only_a_warning(tmp_path, monkeypatch, capfd, call):
     stand_in = StandIn()
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
 
