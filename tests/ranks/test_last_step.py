@@ -1,4 +1,4 @@
-"""The last step is saved before its validation is done, and again with it, or the bits differ."""
+"""The last step is saved before its validation and again after it; otherwise the bits differ."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ RUN = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--steps=9",
 
 
 @pytest.mark.parametrize("step", [8, 9])
-def test_a_stop_at_a_step_whose_validation_is_due_leaves_no_trace(ranks, tmp_path, step):
+def test_a_stop_at_a_step_with_a_due_validation_changes_nothing(ranks, tmp_path, step):
     straight, stopped = tmp_path / "straight", tmp_path / "stopped"
     assert ranks(2, train, *RUN, f"--run-dir={straight}", group=False) == [0, 0]
     again = [*RUN, f"--inject=term:step={step}:rank=1", f"--run-dir={stopped}"]

@@ -54,7 +54,7 @@ BAD = {
 
 
 def bare(*arguments: str) -> int:
-    """In a rank: as `train`, on a machine that has neither the full data set nor a network."""
+    """In a rank: like `train`, on a machine without the full data set and without network."""
     from trainer.tasks import fashion_mnist
 
     def download(target: Path) -> None:
@@ -81,7 +81,7 @@ def test_bad_input_is_one_clear_error_with_exit_code_2(ranks, tmp_path, capfd, w
     assert not Path("/nowhere").exists()
 
 
-def test_sparse_gradients_are_left_to_an_optimizer_that_takes_them(ranks, tmp_path, capfd):
+def test_sparse_gradients_work_with_an_optimizer_that_supports_them(ranks, tmp_path, capfd):
     arguments = ["--task=unfit_task:Unfit", "--task.way=sparse", "--device=cpu", "--steps=4",
                  "--batch.global-size=8", "--batch.micro-size=2", "--log.histograms=1",
                  "--optim.name=torch.optim:SGD", "--optim.weight-decay=0", "--inject=nan:step=2"]
@@ -105,7 +105,7 @@ def test_a_file_where_the_run_folder_should_be_is_refused(ranks, tmp_path, capfd
     assert (tmp_path / "run").read_text() == "mine"
 
 
-def test_a_run_folder_whose_path_can_not_be_is_refused_on_all_ranks_at_once(
+def test_an_invalid_path_of_the_run_folder_is_refused_on_all_ranks_at_once(
     ranks, tmp_path, capfd
 ):
     codes = ranks(2, train, *TAPE, "--task.samples=200", f"--run-dir={tmp_path / ('x' * 300)}",
@@ -137,5 +137,5 @@ def test_torchrun_makes_one_attempt_at_bad_input(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=250, cwd=tmp_path,
                           env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)})
 
-    assert done.returncode == 1  # torchrun knows no other code
+    assert done.returncode == 1  # torchrun has no other code
     assert done.stderr.count("error: --optm.lr: there is no such flag") == 1

@@ -1,4 +1,4 @@
-"""Freed memory stays the process's, until it is given back."""
+"""Freed memory stays in the process until `give_back`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN = {name: value for name, value in os.environ.items()
 
 STEPS = """
 import json, resource, torch
-from trainer import allocator
+from trainer.distributed import allocator
 from trainer.telemetry.step_timing import resident_mb
 
 def step():  # 30 tensors of 8 MB, held until its end
@@ -32,8 +32,8 @@ torch.set_num_threads(1)
 before = resident_mb()
 step(), step()
 kept = allocator.keep_freed()
-step(), step(), step()  # by where the first block begins, the heap may grow once more
-# The least of several: the kernel has faults of its own, as when it moves pages between sockets.
+step(), step(), step()  # depending on the first block's address, the heap may grow once more
+# The minimum of several: the kernel causes faults too, as when it moves pages between sockets.
 faults, resident = min(step() for _ in range(3)), resident_mb()
 allocator.give_back()
 print(json.dumps([kept, faults, resident - before, resident - resident_mb()]))
@@ -47,7 +47,7 @@ def measured(**environment: str) -> list:
 
 
 @pytest.mark.skipif(not GLIBC, reason="another C library's allocator")
-def test_a_step_takes_the_memory_that_the_one_before_has_freed():
+def test_a_step_reuses_the_memory_freed_by_the_previous_one():
     kept, faults, kept_mb, given_back_mb = measured()
 
     assert kept
@@ -59,7 +59,7 @@ def test_a_step_takes_the_memory_that_the_one_before_has_freed():
 ARRAYS = """
 import resource
 import numpy as np
-from trainer import allocator
+from trainer.distributed import allocator
 
 allocator.give_back()  # as after a training on a GPU
 def faults():
@@ -73,19 +73,19 @@ print(min(faults() for _ in range(3)))
 
 
 @pytest.mark.skipif(not GLIBC, reason="another C library's allocator")
-def test_where_nothing_was_kept_nothing_is_changed():
+def test_give_back_changes_nothing_if_nothing_was_kept():
     done = subprocess.run([sys.executable, "-c", ARRAYS], capture_output=True, text=True,
                           check=True, env=PLAIN)
 
     assert int(done.stdout) < 1000  # of 25,700 pages
 
 
-def test_settings_of_the_users_stay():
+def test_settings_of_the_user_are_respected():
     assert measured(MALLOC_TRIM_THRESHOLD_="100000000")[0] is False
     assert not allocator.keep_freed({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"})
 
 
-def test_another_library_is_left_alone(monkeypatch):
+def test_another_c_library_is_not_changed(monkeypatch):
     monkeypatch.setattr(sys, "platform", "darwin")
 
     assert not allocator.keep_freed({})

@@ -1,4 +1,4 @@
-"""Which attempts failed at the same step, from a run's events alone."""
+"""Attempts that failed at the same step, read from a run's events."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ def test_failures_at_the_same_step_are_counted_from_the_newest() -> None:
     event(1, "hang", step=12), event(1, "failure", echo=True, failed_step=12),
     event(1, "stop", step=12, exit_code=1, error="SaveFailed"),
 ])
-def test_what_survivors_launchers_and_watchers_have_noted_is_evidence(evidence: dict) -> None:
+def test_events_of_survivors_launchers_and_watchdogs_are_evidence(evidence: dict) -> None:
     assert count(start(0), failure(0, 12), start(1), evidence) == 2
 
 
-def test_what_was_taken_away_with_its_launcher_counts_neither_way() -> None:
+def test_a_preempted_attempt_is_ignored() -> None:
     events = [start(0), failure(0, 12), start(1, launch="b"), start(2, launch="c"), failure(2, 12)]
 
     assert count(*events) == 2
@@ -54,10 +54,10 @@ def test_what_was_taken_away_with_its_launcher_counts_neither_way() -> None:
     assert count(start(0, launch=None), start(1, launch=None), start(2, launch=None)) == 0
 
 
-def test_an_attempt_that_its_launcher_outlived_has_failed_though_nobody_could_tell() -> None:
+def test_an_attempt_that_its_launcher_outlived_counts_as_failed() -> None:
     events = [start(0), start(1, reached=11), start(2, reached=11)]
 
-    assert count(*events) == 2  # the newest may have been taken away
+    assert count(*events) == 2  # the newest may have been preempted
     assert count(*events, start(3, reached=11)) == 3
     assert count(*events, start(3, reached=17), start(4, reached=17)) == 2
 
@@ -66,7 +66,7 @@ def test_an_attempt_that_its_launcher_outlived_has_failed_though_nobody_could_te
     event(1, "stop", exit_code=75), event(1, "stop", exit_code=76), event(1, "end"),
     event(1, "refused"),
 ])
-def test_a_stop_an_end_and_a_surrender_begin_anew(end: dict) -> None:
+def test_a_stop_an_end_and_giving_up_reset_the_count(end: dict) -> None:
     events = [start(0), failure(0, 12), start(1), end, start(2), failure(2, 12)]
 
     assert count(*events) == 1
@@ -79,13 +79,13 @@ def test_failures_of_another_version_do_not_count() -> None:
     assert count(*events, start(2, version="w"), failure(2, 12), version="w") == 1
 
 
-def test_an_orphan_that_was_sent_away_has_not_failed() -> None:
+def test_a_superseded_orphan_has_not_failed() -> None:
     gone = event(0, "stop", exit_code=1, error="StaleAttempt")
 
     assert count(start(0), gone, start(1, launch="b"), failure(1, 12)) == 1
 
 
-def test_the_cause_of_an_attempt_is_its_first_failure_and_no_echo_of_it() -> None:
+def test_the_cause_of_an_attempt_is_its_first_primary_failure() -> None:
     events = [start(0), event(0, "lost-peer", failed_step=12), failure(0, 12, rank=1),
               failure(0, 12, rank=2), event(0, "failure", rank=3, echo=True, failed_step=12)]
 

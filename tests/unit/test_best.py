@@ -1,4 +1,4 @@
-"""What counts as better: for the best weights any gain, for the wait one that is large enough."""
+"""Best validation: any gain selects the weights, a gain above min_delta resets the patience."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.run.finish import choose_best
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-def test_a_small_gain_is_the_best_but_does_not_end_the_wait(sign):
+def test_a_small_gain_is_the_best_but_does_not_reset_the_patience(sign):
     rule, best = ("val_loss:min", "val_loss:max")[sign < 0], Best()
     seen = []
     for step, loss in enumerate([1.0, 0.95, 0.91, 0.85, float("nan"), 0.80, 0.70], 1):
@@ -26,7 +26,7 @@ def test_a_small_gain_is_the_best_but_does_not_end_the_wait(sign):
     assert not best.has_waited(1)
 
 
-def test_without_a_least_gain_any_gain_ends_the_wait():
+def test_without_min_delta_any_gain_resets_the_patience():
     best = Best()
     waits = []
     for step, loss in enumerate([1.0, 1.0, 1.1, 0.999], 1):

@@ -1,4 +1,4 @@
-"""What the system gives: limits that are refused or explained, folders and locales."""
+"""System limits, folders and locales: checks at startup and explanations of failures."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_soft_limit_of_open_files_is_raised_and_a_hard_one_refused(capfd) -> N
     assert run(40, 200, raised_to, 4) == 80
     assert run(100, 200, raised_to, 4) == 100  # enough
     assert run(40, 200, raised_to, 4, 5) == 120
-    assert run(40, 200, raised_to, 4, 1000) == 200  # of other hosts, as far as it goes
+    assert run(40, 200, raised_to, 4, 1000) == 200  # for other hosts as far as possible
     assert run(40, 60, raised_to, 2) == 9
     assert run(60, 60, main, ["--nproc-per-node", "2", "--", "--steps", "1"]) == 2
 
@@ -80,7 +80,7 @@ def caused(number: int) -> Exception:
     (ValueError("No space left on device"), ""),
     (OSError(errno.ENOENT, "File too large"), ""),
 ])  # fmt: skip
-def test_a_limit_that_was_met_is_told_with_what_helps(error: Exception, words: str) -> None:
+def test_an_error_at_a_limit_is_explained_with_a_remedy(error: Exception, words: str) -> None:
     assert words in remedy(error)
     assert bool(remedy(error)) == bool(words)
     assert words in diagnose(error).message
@@ -92,7 +92,7 @@ def diagnosed_in_a_deleted_folder(folder: Path) -> int:
     return diagnose(ZeroDivisionError("no")).kind != "ZeroDivisionError"
 
 
-def test_a_failure_is_understood_where_the_current_folder_was_deleted(tmp_path: Path) -> None:
+def test_a_failure_is_explained_if_the_current_folder_was_deleted(tmp_path: Path) -> None:
     folder = tmp_path / "here"
     folder.mkdir()
 
@@ -102,30 +102,30 @@ def test_a_failure_is_understood_where_the_current_folder_was_deleted(tmp_path: 
 @pytest.mark.parametrize("module", ["trainer", "launch"])
 def test_nothing_starts_in_a_folder_that_was_deleted(module: str, tmp_path: Path) -> None:
     command = f"cd {tmp_path}; rmdir {tmp_path}; exec {sys.executable} -m {module} -- --steps 1"
-    told = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200,
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, timeout=200,
                           check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})  # fmt: skip
 
-    assert told.returncode == 2
-    assert "error: the current folder is gone" in told.stderr
-    assert "Traceback" not in told.stderr
+    assert done.returncode == 2
+    assert "error: the current folder is gone" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize("module", ["trainer", "launch"])
-def test_nothing_starts_where_torch_can_not_keep_compiled_code(module: str, tmp_path: Path) -> None:
+def test_nothing_starts_if_torch_can_not_write_its_cache(module: str, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": f"{tmp_path}/file/in"}
 
-    told = subprocess.run([sys.executable, "-m", module, *(["--"] if module == "launch" else []),
+    done = subprocess.run([sys.executable, "-m", module, *(["--"] if module == "launch" else []),
                            "--steps=1", f"--run-dir={tmp_path}/run"], capture_output=True,
                           text=True, timeout=60, check=False, env=env)  # fmt: skip
 
-    assert told.returncode == 2
-    assert "TORCHINDUCTOR_CACHE_DIR is " in told.stderr.splitlines()[-1]
-    assert "unset it" in told.stderr.splitlines()[-1]
-    assert "Traceback" not in told.stderr
+    assert done.returncode == 2
+    assert "TORCHINDUCTOR_CACHE_DIR is " in done.stderr.splitlines()[-1]
+    assert "unset it" in done.stderr.splitlines()[-1]
+    assert "Traceback" not in done.stderr
 
 
-def test_a_name_that_is_no_utf8_is_refused_and_one_that_the_locale_does_not_know_is_not() -> None:
+def test_only_a_folder_name_that_is_no_utf8_is_refused() -> None:
     known = os.fsencode("runs/\u00fc").decode("ascii", "surrogateescape")  # as LANG=C reads it
     assert Config(task=None, run=known).run == known
 
@@ -133,7 +133,7 @@ def test_a_name_that_is_no_utf8_is_refused_and_one_that_the_locale_does_not_know
         Config(task=None, run=os.fsdecode(b"runs/\xff"))
 
 
-def test_tensorboard_shows_settings_that_are_no_text(tmp_path: Path) -> None:
+def test_tensorboard_shows_settings_that_are_no_valid_text(tmp_path: Path) -> None:
     board = TensorBoard(tmp_path / "board", every=1, first=0)
     board.finish({"run": "runs/\udcff", "steps": 3}, {"loss": 0.5}, 3)
     board.close()
@@ -159,7 +159,7 @@ def test_last_words_are_said_whatever_the_number_of_open_files(capfd) -> None:
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "events.jsonl", "last-step"])
 def test_a_run_of_another_user_is_refused_before_it_starts(name: str) -> None:
-    with tempfile.TemporaryDirectory() as place:  # pytest's own folders are closed to others
+    with tempfile.TemporaryDirectory() as place:  # other users can't enter pytest's own folders
         path = Path(place, "run")
         (path / "checkpoints").mkdir(parents=True)
         (path / "tensorboard").mkdir()
@@ -181,7 +181,7 @@ def test_a_run_of_another_user_is_refused_before_it_starts(name: str) -> None:
             os.seteuid(user)
 
 
-def test_an_interface_that_is_not_here_is_refused_where_ranks_are_to_meet(monkeypatch):
+def test_a_missing_network_interface_is_refused_before_the_rendezvous(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nic7")
     check_interface()
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -1,4 +1,4 @@
-"""The figures of memory: what they count, and that looking moves nothing."""
+"""Memory figures: what they count, and that measuring changes nothing."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Tower(nn.Module):
 
 
 def measured(model: nn.Module, undo=lambda: None) -> float | None:
-    """MiB of a forward and backward of N samples."""
+    """MiB saved between a forward and backward of N samples."""
     x = torch.ones(N, 32)
     return memory.activations(model, lambda: model(x).sum().backward(), undo)
 
@@ -51,7 +51,7 @@ def test_recomputed_blocks_keep_their_inputs_and_one_blocks_activations_at_a_tim
     assert 2 * 32 * BYTES / memory.MIB <= recomputed < whole
 
 
-def test_gradients_are_those_of_an_unobserved_backward():
+def test_gradients_are_those_of_a_backward_that_is_not_measured():
     seen, plain = Tower(), Tower()
     measured(seen)
     plain(torch.ones(N, 32)).sum().backward()
@@ -63,14 +63,14 @@ def test_gradients_are_those_of_an_unobserved_backward():
 
 
 class Refusing(nn.Linear):
-    """Uses torch.func, which doesn't bear to be looked at."""
+    """Uses torch.func, which doesn't support saved tensor hooks."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         slope = torch.func.grad(lambda weight: (x @ weight.T).square().sum())(self.weight)
         return super().forward(x) + slope.sum()
 
 
-def test_a_forward_that_refuses_to_be_looked_at_is_run_again_without():
+def test_a_forward_that_does_not_support_hooks_is_run_again_without_them():
     model, undone = Refusing(32, 1), []
 
     assert measured(model, lambda: undone.append(True)) is None
@@ -79,7 +79,7 @@ def test_a_forward_that_refuses_to_be_looked_at_is_run_again_without():
 
 
 @pytest.mark.parametrize("settings", [Optim(), Optim(name="sgd"), Optim(name="sgd", momentum=0)])
-def test_an_optimizers_state_is_told_before_it_is_there(settings):
+def test_an_optimizers_state_is_known_before_it_is_allocated(settings):
     model = nn.Linear(1024, 1024)
     optimizer = optimizers.build(settings, model)
     before = memory.optimizer_mb(optimizer)
@@ -91,14 +91,14 @@ def test_an_optimizers_state_is_told_before_it_is_there(settings):
 
 def test_the_state_of_another_optimizer_is_known_after_an_update():
     model = nn.Linear(8, 8)
-    optimizer = torch.optim.Adagrad(model.parameters())  # makes its state at once
+    optimizer = torch.optim.Adagrad(model.parameters())  # allocates its state at once
     optimizer.state.clear()
 
     assert memory.optimizer_mb(optimizer) is None
     assert "optimizer" not in memory.Memory().summary_line(model, optimizer)
 
 
-def test_the_peak_holds_what_has_been_in_use():
+def test_the_peak_contains_memory_that_was_in_use():
     before = memory.peak_mb()
     ballast = torch.ones(int((before + 64) * memory.MIB - resident_mb() * 1e6) // 4)
 

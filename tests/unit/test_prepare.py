@@ -12,14 +12,12 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.config.schema import Batch, Config, Parallel
-from trainer.data.feed import known_length
+from trainer.data.stream_reader import known_length
 from trainer.distributed.world import Launch, World
 from trainer.errors import ConfigError
-from trainer.given import Given
-from trainer.outcome import check_outcome
 from trainer.run import startup_summary
 from trainer.run.prepare import content, prepare
-from trainer.task import Outcome, uncalled
+from trainer.task import Given, Outcome, check_outcome, uncalled
 from trainer.testing import check_task
 
 

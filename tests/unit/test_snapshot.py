@@ -1,4 +1,4 @@
-"""Snapshots: exact copies, at once or beside the computation, in memory that is used again."""
+"""Snapshots: exact copies in reused memory, made at once or during the computation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def test_a_copy_stays_what_it_was_when_the_tensors_change() -> None:
     assert all(torch.equal(taken["file"][name], expected[name]) for name in live)
 
 
-def test_large_tensors_that_stay_still_are_left_for_finish_and_small_ones_are_not() -> None:
+def test_only_large_constant_tensors_are_left_for_finish() -> None:
     live = {"small": torch.ones(5), "large": torch.ones(LARGE), "moving": torch.ones(LARGE)}
     snapshot = Snapshot()
     snapshot.take({"file": live})
@@ -69,7 +69,7 @@ def test_any_memory_layout_is_copied_right() -> None:
     assert taken["channels last"].stride() == live["channels last"].stride()
 
 
-def test_memory_is_used_again_while_the_shape_is_the_same() -> None:
+def test_memory_is_reused_while_the_shape_is_the_same() -> None:
     snapshot = Snapshot()
     first = snapshot.take({"file": {"a": torch.zeros(7)}})["file"]["a"]
 
@@ -80,12 +80,12 @@ def test_memory_is_used_again_while_the_shape_is_the_same() -> None:
     assert other.shape == (8,)
 
 
-def test_the_state_that_a_key_leads_to_is_known_without_touching_a_generator() -> None:
+def test_the_state_of_a_key_is_computed_without_touching_a_generator() -> None:
     rng.key_generators(1, 2, 3)
     there = rng.snapshot()
 
-    told = rng.keyed(4, 5, 6)
+    state = rng.keyed(4, 5, 6)
 
     assert rng.snapshot() == there
     rng.key_generators(4, 5, 6)
-    assert rng.digest(rng.snapshot()) == rng.digest(told)
+    assert rng.digest(rng.snapshot()) == rng.digest(state)

@@ -1,4 +1,4 @@
-"""Checkpoint folders: whole or not there, damage always found, pruning that keeps what it must."""
+"""Checkpoint store: atomic saves, detection of damage, pruning."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_large_array_is_written_as_its_bytes(store: Store) -> None:
     assert store.open(1)["array"].read_bytes() == array.tobytes()
 
 
-def test_leaving_without_a_commit_leaves_nothing(store: Store) -> None:
+def test_without_a_commit_nothing_remains(store: Store) -> None:
     save(store, 1)
 
     with store.stage(2, generation=0) as stage:
@@ -124,7 +124,7 @@ def test_the_run_folder_can_be_moved(store: Store, tmp_path: Path) -> None:
     assert str(tmp_path).encode() not in (moved.verify(1).path / "manifest.json").read_bytes()
 
 
-def test_names_of_others_are_left_alone(store: Store) -> None:
+def test_foreign_names_are_not_touched(store: Store) -> None:
     foreign = ["step-1", "step-00000009.tmp", "step-00000009-mine", "notes.txt", "best"]
     for name in foreign:
         (store.folder / name).mkdir(parents=True)
@@ -145,7 +145,7 @@ def test_hashing_costs_less_than_writing(tmp_path: Path) -> None:
     def fastest(action: Callable[[], object]) -> float:
         times = []
         for _ in range(7):
-            start = time.thread_time()  # others who take the core don't count
+            start = time.thread_time()  # excludes time of other processes
             action()
             times.append(time.thread_time() - start)
         return min(times)
@@ -160,7 +160,7 @@ def test_hashing_costs_less_than_writing(tmp_path: Path) -> None:
 
 
 def damages(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
-    """Every way a file is damaged in these tests: (what, act)."""
+    """All kinds of damage to a file in these tests: (what, act)."""
     content = path.read_bytes()
     generator = random.Random(path.name)
 
@@ -179,7 +179,7 @@ def damages(path: Path) -> Iterator[tuple[str, Callable[[], object]]]:
 
 
 @pytest.mark.parametrize("name", [*FILES, "manifest.json"])
-def test_damage_to_any_byte_is_found_and_the_checkpoint_before_is_taken(
+def test_damage_to_any_byte_is_found_and_the_previous_checkpoint_is_used(
     store: Store, name: str
 ) -> None:
     save(store, 1)
@@ -202,7 +202,7 @@ def test_damage_to_any_byte_is_found_and_the_checkpoint_before_is_taken(
     assert store.newest_valid()[0] == store.verify(2)
 
 
-def test_none_whole_is_told_from_none_at_all_and_nothing_is_touched(store: Store) -> None:
+def test_no_valid_checkpoint_differs_from_none_at_all_and_nothing_is_changed(store: Store) -> None:
     assert store.newest_valid() == (None, [])
 
     for step in (1, 2):
@@ -216,7 +216,7 @@ def test_none_whole_is_told_from_none_at_all_and_nothing_is_touched(store: Store
     assert sorted(store.folder.rglob("*")) == before
 
 
-def test_a_copy_under_another_step_is_not_taken_for_that_step(store: Store) -> None:
+def test_a_copy_under_the_name_of_another_step_is_refused(store: Store) -> None:
     save(store, 1)
     shutil.copytree(store.folder / "step-00000001", store.folder / "step-00000009")
 
@@ -248,7 +248,7 @@ def test_a_copy_under_another_step_is_not_taken_for_that_step(store: Store) -> N
     ],
     ids=str,
 )
-def test_a_manifest_that_says_what_it_must_not_is_damaged(store: Store, change: dict) -> None:
+def test_a_manifest_with_invalid_content_is_damaged(store: Store, change: dict) -> None:
     save(store, 3)
     honest = dict(store.verify(3).manifest)
     del honest["checksum"]
@@ -259,7 +259,7 @@ def test_a_manifest_that_says_what_it_must_not_is_damaged(store: Store, change: 
 
 
 @pytest.mark.parametrize("body", ['{"a": ' + "[" * 100_000, "[1", "null", '{"files": {}'])
-def test_a_manifest_with_a_right_checksum_over_nonsense_is_damaged(store: Store, body: str) -> None:
+def test_a_manifest_with_a_checksum_of_invalid_json_is_damaged(store: Store, body: str) -> None:
     save(store, 3)
     tail = f',\n  "checksum": "{xxhash.xxh3_128_hexdigest(body.encode())}"\n}}\n'
     (store.folder / "step-00000003" / "manifest.json").write_text(body + tail)
@@ -291,7 +291,7 @@ def test_a_save_that_does_not_read_back_as_written_is_withdrawn(
     assert (found.path / "state").read_bytes() == (b"old" if replaces else b"older")
 
 
-def test_a_replaced_checkpoint_counts_until_the_new_one_is_known_to_be_whole(store: Store) -> None:
+def test_a_replaced_checkpoint_counts_until_the_new_one_is_verified(store: Store) -> None:
     save(store, 2, state=b"old")
     (store.folder / "step-00000002").rename(store.folder / "step-00000002.old")
 
@@ -311,10 +311,10 @@ def test_a_replaced_checkpoint_counts_until_the_new_one_is_known_to_be_whole(sto
     assert skipped == ["step-00000002: state has 2 bytes instead of 3"]
 
 
-# Which ones there are
+# Listing
 
 
-def test_the_newest_is_the_one_of_the_highest_generation_and_step_of_this_run(
+def test_the_newest_has_the_highest_generation_and_step_of_this_run(
     tmp_path: Path,
 ) -> None:
     store = Store(tmp_path, run="r")
@@ -333,7 +333,7 @@ def test_the_newest_is_the_one_of_the_highest_generation_and_step_of_this_run(
     assert skipped == ["step-00000040: belongs to another run (another)"]
 
 
-def test_a_rollback_sets_aside_what_is_newer_but_of_an_older_generation(tmp_path: Path) -> None:
+def test_a_rollback_sets_aside_newer_steps_of_older_generations(tmp_path: Path) -> None:
     store = Store(tmp_path, run="r", keep=9)
     for step, generation in ((10, 0), (20, 0), (30, 0), (25, 1)):
         save(store, step, generation=generation)
@@ -369,7 +369,7 @@ def test_pruning_keeps_the_newest_and_the_best_after_every_save_also_over_a_resu
     assert store.prune(protect={10}) == [38]
 
 
-def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path: Path) -> None:
+def test_keep_every_keeps_checkpoints_for_good(tmp_path: Path) -> None:
     store = Store(tmp_path, keep=2, keep_every=4)
 
     for step in range(1, 12):
@@ -379,7 +379,7 @@ def test_every_so_many_steps_a_checkpoint_is_kept_for_good(tmp_path: Path) -> No
     assert steps(store) == [4, 8, 10, 11]
 
 
-def test_nothing_is_pruned_while_the_newest_is_not_whole(store: Store) -> None:
+def test_nothing_is_pruned_while_the_newest_is_damaged(store: Store) -> None:
     for step in range(1, 6):
         save(store, step)
     (store.folder / "step-00000005" / "state.json").write_bytes(b"")
@@ -390,7 +390,7 @@ def test_nothing_is_pruned_while_the_newest_is_not_whole(store: Store) -> None:
     assert steps(store) == [1, 2, 3, 4, 5]
 
 
-def test_a_reader_beside_a_writer_always_finds_a_whole_checkpoint(store: Store) -> None:
+def test_a_reader_always_finds_a_valid_checkpoint_during_writes(store: Store) -> None:
     save(store, 1)
     reader, done, found = Store(store.folder), threading.Event(), []
 
@@ -447,7 +447,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_full_disk_is_one_clear_error_and_leaves_the_older_ones_whole(small_disk: Path) -> None:
+def test_a_full_disk_is_one_clear_error_and_older_checkpoints_stay_valid(small_disk: Path) -> None:
     store = Store(small_disk / "checkpoints", keep=2)
     weights = random.Random(4).randbytes(1_500_000)
     for step in (1, 2):
@@ -510,7 +510,7 @@ with store.stage(int(sys.argv[4]), generation=0) as stage:
 
 @contextmanager
 def rival(folder: Path, step: int) -> Iterator[subprocess.Popen[str]]:
-    """Another process in the middle of a save; it goes on when told "commit"."""
+    """Another process in the middle of a save; it continues on the input "commit"."""
     paths = [str(Path(__file__).parents[2]), str(Path(xxhash.__file__).parents[1])]
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", RIVAL, *paths, str(folder), str(step)],
@@ -526,7 +526,7 @@ def rival(folder: Path, step: int) -> Iterator[subprocess.Popen[str]]:
 
 @contextmanager
 def soon(action: Callable[[], object]) -> Iterator[None]:
-    """Do something in another thread while this one is probably waiting already."""
+    """Call something in another thread while this one is probably waiting already."""
     timer = threading.Timer(0.05, action)
     timer.start()
     try:
@@ -556,7 +556,7 @@ def test_of_two_writers_of_a_step_the_second_is_refused_or_waits(store: Store) -
     assert (whole.path / "state").read_bytes() == b"rival"
 
 
-def test_the_turn_of_a_writer_that_dies_passes_to_the_one_that_waits(store: Store) -> None:
+def test_a_waiting_writer_gets_its_turn_if_the_first_one_dies(store: Store) -> None:
     with (
         rival(store.folder, 5) as process,
         soon(process.kill),
@@ -571,7 +571,7 @@ def test_the_turn_of_a_writer_that_dies_passes_to_the_one_that_waits(store: Stor
     assert names(store) == ["step-00000005"]
 
 
-def test_cleaning_up_spares_a_living_writer(store: Store) -> None:
+def test_cleaning_up_does_not_touch_a_living_writer(store: Store) -> None:
     save(store, 1)
     with rival(store.folder, 5) as process, store.stage(6, generation=0):
         assert store.clean() == []
@@ -586,7 +586,7 @@ def test_cleaning_up_spares_a_living_writer(store: Store) -> None:
     assert names(store) == ["step-00000001", "step-00000005"]
 
 
-def test_a_step_under_way_is_not_saved_a_second_time_by_another_thread(store: Store) -> None:
+def test_a_step_being_saved_is_not_saved_again_by_another_thread(store: Store) -> None:
     with ThreadPoolExecutor() as pool, store.stage(5, generation=0) as stage:
         with pytest.raises(CheckpointBusy):
             pool.submit(save_now, store, 5).result()
@@ -596,7 +596,7 @@ def test_a_step_under_way_is_not_saved_a_second_time_by_another_thread(store: St
     assert store.open(5)["state"].read_bytes() == b"first"
 
 
-def test_without_locks_in_the_file_system_saving_works_all_the_same(
+def test_saving_works_on_a_file_system_without_locks(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*arguments: object) -> None:
@@ -614,7 +614,7 @@ def test_without_locks_in_the_file_system_saving_works_all_the_same(
     assert names(store) == ["step-00000005"]
 
 
-def test_a_guard_that_refuses_keeps_everything_as_it_was(tmp_path: Path) -> None:
+def test_a_guard_that_raises_leaves_everything_unchanged(tmp_path: Path) -> None:
     save(Store(tmp_path), 1)
     save(Store(tmp_path), 2)
 

@@ -45,10 +45,10 @@ os.access("end", 0)
 
 
 class Tracer:
-    """Starts the writer under strace: same program, same bytes, so same system calls each time."""
+    """Runs the writer under strace: the same program and bytes give the same system calls."""
 
     def __init__(self, strace: str, folder: Path) -> None:
-        # A copy whose byte code is made once: what others do to the checkout changes no count.
+        # A copy with its own byte code: changes in the checkout then change no count.
         self._path = folder
         shutil.copytree(
             Path(trainer.__file__).parent, folder / "trainer",
@@ -58,12 +58,12 @@ class Tracer:
         subprocess.run(self._writer(folder / "warm-up", "1"), check=True)
 
     def run(self, folder: Path, what: str, *options: str) -> int:
-        """The exit status of saving step `what`, or of cleaning, in a folder."""
+        """Exit status of saving step `what`, or of cleaning, in a folder."""
         command = [self._strace, "-f", *options, *self._writer(folder, what)]
         return subprocess.run(command).returncode
 
     def _writer(self, folder: Path, what: str) -> list[str]:
-        # Isolated and without site: a quick start, few system calls before the first of the save.
+        # Isolated and without site: a quick start with few system calls before the save.
         site_packages = str(Path(xxhash.__file__).parents[1])
         return [sys.executable, "-I", "-S", "-c", WRITER, str(self._path), site_packages,
                 str(folder), what]  # fmt: skip
@@ -94,7 +94,7 @@ def newest(folder: Path) -> dict[str, bytes]:
 
 
 def calls_of(log: Path) -> list[tuple[str, int]]:
-    """(name, how many of that name since the process began) of each call from begin to end."""
+    """(name, ordinal among the calls of that name) of each call between begin and end."""
     counts: dict[str, int] = {}
     calls, inside = [], False
     for line in log.read_text().splitlines():
@@ -124,7 +124,7 @@ def kill_everywhere(tracer: Tracer, before: Path, what: str) -> Iterator[tuple[s
         shutil.copytree(before, folder)
         inject = f"inject={name}:signal=SIGKILL:when={count}"
         status = tracer.run(folder, what, "-qq", "-o", os.devnull, "-e", inject)
-        # How often memory is asked for isn't a matter of the program alone.
+        # The number of memory allocations doesn't depend on the program alone.
         assert status == -signal.SIGKILL or name in ALLOCATOR, (name, count)
         return f"{number}: {name} {count}", folder
 
@@ -137,10 +137,10 @@ def assert_old_then_new(killed: Iterator[tuple[str, Path]], step: int) -> None:
     for call, folder in killed:
         found = newest(folder)
         assert found in (OLD, NEW), call
-        # An allocator's call may come earlier in one process than in the one that was counted.
+        # An allocator's call may come earlier than in the counted process.
         if call.split()[1] not in ALLOCATOR:
             seen.append(found == NEW)
-        # The next attempt finds the same, leaves no litter, and can save the same step again.
+        # The next attempt finds the same, leaves no other files, and can save the step again.
         store = Store(folder, keep=1)
         store.clean()
         assert newest(folder) == found, call
@@ -197,7 +197,7 @@ def test_cleaning_up_after_a_killed_save_can_be_killed_as_well(
         assert found == OLD["state.json"], call
 
 
-def test_everything_is_on_the_disk_before_the_name_that_promises_it(
+def test_everything_is_durable_before_the_rename_that_publishes_it(
     tmp_path: Path, tracer: Tracer
 ) -> None:
     log, folder = tmp_path / "log", tmp_path / "run" / "checkpoints"
@@ -223,5 +223,5 @@ def test_everything_is_on_the_disk_before_the_name_that_promises_it(
         assert name == "manifest.json" or synced[-1] < where("write", manifest)[0]
     assert where("fsync", manifest)[-1] < where("fsync", staged[1])[-1] < rename
     assert rename < where("fsync", str(folder))[0]
-    # The folder of checkpoints was new: its own name is made durable too.
+    # The folder of checkpoints was new: its name is made durable too.
     assert where("fsync", str(folder.parent))
