@@ -65,8 +65,7 @@ def make_checkpointer(subject: Subject, folder: Path) -> Any:
     """This trainer's own, as a run has it, with a store that keeps one checkpoint."""
     import torch
 
-    from trainer.checkpoint.checkpointer import Checkpointer
-    from trainer.checkpoint.job import RunRecord, SavePolicy
+    from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import Launch, World
     from trainer.telemetry.events import Log

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from launch.signals import STOP_SIGNALS
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
-from trainer.resilience import handles
+from trainer.resilience import processes
 from trainer.telemetry.std_streams import say
 
 Entry = Callable[[list[str]], int]
@@ -57,7 +57,7 @@ def be_rank(
         for fd in close_fds:
             os.close(fd)
         _set_streams(output_fds)
-        handles.separate_reads()  # of files that the task's module has opened
+        processes.separate_reads()  # of files that the task's module has opened
         os.environ |= {**env, "TRAINER_LAUNCHER_FD": str(launcher_fd)}
         sys.argv = ["trainer", *argv]
         with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import schema
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.resilience import fault_injection
 
 ROOT = Path(__file__).parents[1]

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.commands.train import RankProcess, show_cause
-from trainer.config.flags import check_not_empty
+from trainer.config.command_line import check_not_empty
 from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.preflight import check_current_folder

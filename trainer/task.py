@@ -5,19 +5,148 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
+import enum
 import importlib
 import inspect
+import marshal
 import math
 import os
 import sys
 import typing
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from pathlib import Path
 from typing import Any, Protocol, SupportsFloat, runtime_checkable
 
+import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset, IterableDataset
 
 from trainer.errors import ConfigError
+
+RESERVED_METRICS = (
+    "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
+    "train_loss", "table",
+)  # fmt: skip
+"""Names that a task's metric can't have: the metrics file uses them, as it does each `val_NAME`."""
+
+EMPTY = ("this was a micro-batch of 0 samples: a rank computes one if the number of ranks doesn't "
+         "divide the micro-batches; if your model can't, let loss() return Outcome(sum(p.sum() for "
+         "p in model.parameters()) * 0, 0) for it, or choose --batch.micro-size so that the ranks "
+         "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)")
+"""Note that is added to an exception in the loss of an empty micro-batch."""
+
+
+def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
+    """Check an `Outcome`.
+
+    Returns:
+        The scalar total loss, and the metrics including each named loss.
+
+    Raises:
+        ConfigError: it isn't an `Outcome` of scalars, or a metric has a reserved name.
+    """
+    if not isinstance(outcome, Outcome):
+        raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
+                          "trainer.Outcome(total, count, metrics={name: (sum, count)}).")
+    if wrong := misused(outcome):
+        raise ConfigError(f"the task's loss: {wrong}.")
+    metrics: dict[str, tuple[Any, Any]] = {}
+    if isinstance(outcome.total, Mapping):
+        metrics.update({name: (value, outcome.count) for name, value in outcome.total.items()})
+        total = torch.stack([value.float() for value in outcome.total.values()]).sum()
+    else:
+        total = outcome.total
+    for name in (*metrics, *outcome.metrics):
+        if name in RESERVED_METRICS or name.startswith("val_"):
+            raise ConfigError(f"the task's loss returned a metric {name!r}; this name is reserved, "
+                              f"as are {', '.join(RESERVED_METRICS)} and all that begin with val_; "
+                              "choose another name.")
+    if twice := metrics.keys() & outcome.metrics.keys():
+        raise ConfigError(f"the task's loss returned {min(twice)!r} both as a loss and a metric; "
+                          "choose another name for one of them.")
+    metrics.update(outcome.metrics)
+    if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
+        form = (f"{tuple(total.shape)} {total.dtype}" if isinstance(total, Tensor)
+                else type(total).__name__)
+        raise ConfigError(f"Outcome.total is {form}; return a scalar tensor: the loss summed over "
+                          "the micro-batch.")
+    return total, metrics
+
+
+@dataclass(frozen=True)
+class Given:
+    """A task that can't be recreated from config.toml, such as one with tensors in memory.
+
+    It delegates to the object. The fields are saved in the run folder; an instance created from
+    them in another process has no object and can't be trained.
+    """
+
+    path: str = ""
+    """Module and class of the object."""
+    holds: tuple[str, ...] = ()
+    """NAME=VALUE of a dataclass's fields: dtype and shape of tensors and arrays, the class of
+    other objects. Empty if the object is no dataclass, because its attributes may change."""
+
+    @classmethod
+    def of(cls, task: Any) -> Given:
+        """Wrap an object and describe it."""
+        names = [f.name for f in fields(task)] if is_dataclass(task) else []
+        described = tuple(f"{name}={_described(getattr(task, name))}" for name in names)
+        wrapped = cls(path=f"{type(task).__module__}:{type(task).__qualname__}", holds=described)
+        object.__setattr__(wrapped, "given", task)
+        return wrapped
+
+    def model(self) -> Any:
+        """As `Task.model`."""
+        return self._object().model()
+
+    def dataset(self, split: str) -> Any:
+        """As `Task.dataset`."""
+        return self._object().dataset(split)
+
+    def loss(self, model: Any, batch: Any) -> Any:
+        """As `Task.loss`."""
+        return self._object().loss(model, batch)
+
+    def __getattr__(self, name: str) -> Any:  # the object's other attributes
+        if name.startswith("__") or "given" not in vars(self):
+            raise AttributeError(name)
+        return getattr(self.given, name)
+
+    def __str__(self) -> str:
+        return self.path
+
+    def _object(self) -> Any:
+        if "given" not in vars(self):
+            raise ConfigError(
+                f"--task {self.path}: this run's task was passed as an object, which exists only "
+                "in the process that created it; continue there with trainer.train(), or move the "
+                "class to a module and use fields that config.toml can hold.")
+        return self.given
+
+
+def code(task: Any) -> bytes:
+    """Source file of a task's class; for a class from a notebook, the bytecode of its methods."""
+    kind = type(getattr(task, "given", task))
+    try:
+        return Path(inspect.getfile(kind)).read_bytes()
+    except (OSError, TypeError):
+        return b"".join(marshal.dumps(f.__code__) for f in vars(kind).values()
+                        if inspect.isfunction(f))
+
+
+def _described(value: Any) -> str:
+    """Describe a value without addresses: equal in each process that creates the same object."""
+    if value is None or isinstance(value, bool | int | float | str | enum.Enum | Path):
+        return str(value)
+    if isinstance(value, tuple | list):
+        return "[" + ", ".join(map(_described, value)) + "]"
+    if hasattr(value, "dtype") and hasattr(value, "shape"):
+        sizes = "x".join(map(str, value.shape))
+        return f"{type(value).__name__} {str(value.dtype).removeprefix('torch.')} {sizes}".strip()
+    return getattr(value, "__qualname__", None) or type(value).__qualname__
+
 
 SPLITS = ("train", "validation", "test")
 

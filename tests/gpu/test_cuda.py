@@ -16,7 +16,7 @@ from trainer.config import command_line
 from trainer.data.map_dataset import Micro
 from trainer.distributed.comm_timer import Marks
 from trainer.distributed.partition import block
-from trainer.distributed.tree import Fold
+from trainer.distributed.rank_invariant_reduction import Fold
 from trainer.distributed.world import Launch, World
 from trainer.resilience.stop_signals import StopRequest
 from trainer.resilience.watchdog import Watchdog

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def save(folder: Path, step: int, generation: int, best: int) -> None:
-    from trainer.checkpoint.source import STATE
+    from trainer.checkpoint.restore import STATE
     from trainer.checkpoint.store import Store
 
     facts = {"best": {"step": best}, "progress": {"validated": 0}, "lines": [],
@@ -24,7 +24,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         Step → generation, by manifest and by content, in its folder after the copy.
     """
     from trainer.checkpoint.replication import level
-    from trainer.checkpoint.source import STATE, find
+    from trainer.checkpoint.restore import STATE, find
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.telemetry.events import Log

@@ -21,7 +21,7 @@ import trainer
 from trainer import Config, ConfigError
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Batch, Checkpoint, Data, Optim, Ranks
 from trainer.run.saved_run import find_weights
 from trainer.telemetry.events import read_events
@@ -87,7 +87,7 @@ def test_tensors_in_memory_train_and_the_same_call_returns_the_finished_run(rank
                for n, v in again[3].items())
     assert not list(differences(tmp_path / "a", tmp_path / "b"))
     table = tomllib.loads((tmp_path / "a/config.toml").read_text())["task"]
-    assert table["class"] == "trainer.given:Given"
+    assert table["class"] == "trainer.task:Given"
     assert table["path"] == "small_task:Held"
     assert table["holds"] == []
 
@@ -276,7 +276,8 @@ REFUSED = {
         "__init__": lambda self, x: None})}, "--task Odd: "),
     "too large a batch": (
         {"batch": Batch(global_size=128, micro_size=8)}, "--batch.global-size 128: the training"),
-    "no such device": ({"device": "tpu"}, "(device='tpu'): 'auto' or 'cpu' or 'cuda' or 'mps' is"),
+    "no such device": (
+        {"device": "tpu"}, "(device='tpu'): expected 'auto' or 'cpu' or 'cuda' or 'mps'"),
     "a sink that isn't there": (
         {"log": trainer.config.schema.Logging(sinks=("small_task:Sink",))}, "--log.sinks "
                                                                             "small_task:Sink"),

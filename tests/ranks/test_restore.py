@@ -19,8 +19,7 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
     import xxhash
 
     from benchmarks.synthetic_state import make_checkpointer, make_subject
-    from trainer.checkpoint.restore import restore
-    from trainer.checkpoint.source import STATE, Found
+    from trainer.checkpoint.restore import STATE, Found, restore
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.storage import tensorfile

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint.budget import seconds_needed, why_not
+from trainer.checkpoint.checkpointer import seconds_needed, why_not
 from trainer.checkpoint.progress import Best, LossMeter, Progress
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState

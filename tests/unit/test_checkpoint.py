@@ -15,9 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.job import SavePolicy
-from trainer.checkpoint.source import STATE, Found
+from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.restore import STATE, Found
 from trainer.storage import tensorfile
 
 LIMIT_S = 100.0

@@ -20,7 +20,7 @@ from trainer import Config
 from trainer.__main__ import main
 from trainer.commands.library import _process_settings_restored, train
 from trainer.commands.predict import _lines, _named, _stacked
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Batch, Checkpoint, Eval, Optim, Ranks
 from trainer.errors import ConfigError
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from trainer.__main__ import COMMANDS
 from trainer.config import command_line
 from trainer.config.compatibility import settings as plain
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Batch, Checkpoint, Config, Data, Optim
 from trainer.errors import ConfigError
 from trainer.run.startup_summary import doubts
@@ -647,7 +647,7 @@ def test_a_least_rate_that_the_schedule_does_not_use_is_refused():
     (lambda: Optim(lr="0.1"), "Optim(lr='0.1'): expected a number"),
     (lambda: Optim(betas=(0.9,)), "Optim(betas=(0.9,)): expected a tuple of 2 numbers"),
     (lambda: Batch(global_size=64.0), "Batch(global_size=64.0): expected a whole number"),
-    (lambda: Checkpoint(every=10), "Checkpoint(every=10): expected a trainer.config.length.Length, "
+    (lambda: Checkpoint(every=10), "Checkpoint(every=10): expected a trainer.config.fields.Length, "
                                    "such "
                                    "as Length.parse('10')"),
     (lambda: Config(freeze="*"), "Config(freeze='*'): expected a tuple of strings, such as ('"),

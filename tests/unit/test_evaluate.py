@@ -11,12 +11,11 @@ from torch import nn
 
 from trainer.data.batch import collate
 from trainer.errors import ConfigError
-from trainer.outcome import check_outcome
 from trainer.resilience import fault_injection
 from trainer.resilience.fault_injection import FaultInjector, InjectedFault
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run.evaluate import Evaluator
-from trainer.task import Outcome
+from trainer.task import Outcome, check_outcome
 
 
 @pytest.mark.parametrize("name", ["loss", "samples", "step", "epoch", "lr", "val_loss",

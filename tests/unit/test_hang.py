@@ -8,7 +8,9 @@ import pytest
 
 from trainer.resilience.fault_injection import PHASES
 from trainer.resilience.hang_detection import (
+    RECENT_STEPS,
     HangReport,
+    Pace,
     Peer,
     Report,
     find_hang,
@@ -17,7 +19,6 @@ from trainer.resilience.hang_detection import (
     patience,
     saving_patience,
 )
-from trainer.resilience.pace import RECENT_STEPS, Pace
 from trainer.resilience.progress_marks import Place
 from trainer.telemetry.status import Phase
 

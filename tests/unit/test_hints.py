@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.config.config_run import HINTS
+from trainer.config.schema import HINTS
 from trainer.run.recorders import _zero_gradients
 from trainer.telemetry import hints
 from trainer.telemetry.events import Log

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from trainer.data.batch import SMALL, collate
 from trainer.data.loader import loader_arguments, shut_down
-from trainer.resilience import handles
+from trainer.resilience import processes
 
 FORK = multiprocessing.get_context("fork")
 
@@ -80,7 +80,7 @@ def test_files_open_for_writing_keep_a_shared_offset(
     for mode in ("wb", "w+b"):
         with path.open(mode, buffering=0) as file:
             worker = FORK.Process(target=lambda file=file: (
-                handles.separate_reads(), file.write(b"one")))
+                processes.separate_reads(), file.write(b"one")))
             worker.start()
             worker.join(30)
             file.write(b"two")

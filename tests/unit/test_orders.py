@@ -13,7 +13,7 @@ import pytest
 
 from launch.fork_server import fork
 from trainer.errors import StaleAttempt
-from trainer.resilience.orders import Orders
+from trainer.resilience.launcher_channel import Orders
 from trainer.storage.locks import RunLock
 
 

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.config import command_line, compatibility
 from trainer.config.compatibility import Verdict, judge, settings
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.checkpoint.progress import Horizon
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Schedule
 from trainer.optim import schedules
 

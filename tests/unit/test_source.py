@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint.restore import abandon_newer
-from trainer.checkpoint.source import STATE, Found, find
+from trainer.checkpoint.restore import STATE, Found, abandon_newer, find
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import Launch, World
 from trainer.errors import ConfigError

@@ -12,10 +12,9 @@ import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer.data.batch import collate
-from trainer.data.feed import Cut, first_samples
 from trainer.data.sample_errors import SampleError
 from trainer.data.stream import Stream
-from trainer.data.stream_reader import StreamSpec
+from trainer.data.stream_reader import Cut, StreamSpec, first_samples
 from trainer.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from benchmarks import wrong_orders
 from benchmarks.mistakes import ROWS
 from trainer.config.command_line import find_recipe, load
-from trainer.config.config_training import SCHEDULES
+from trainer.config.schema import SCHEDULES
 from trainer.tasks.losses import LOSSES
 
 ROOT = Path(__file__).parents[2]

@@ -11,7 +11,7 @@ import torch
 from torch.optim import lr_scheduler
 
 from trainer.checkpoint.progress import Horizon
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Schedule
 from trainer.errors import ConfigError
 from trainer.optim import schedules

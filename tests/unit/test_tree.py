@@ -14,9 +14,16 @@ from hypothesis import strategies as st
 from torch import nn
 
 from trainer.distributed.partition import block
-from trainer.distributed.rank_invariant_reduction import Layout, Statistics
+from trainer.distributed.rank_invariant_reduction import (
+    ALIGN,
+    Fold,
+    Layout,
+    Plan,
+    Statistics,
+    cut,
+    subtrees,
+)
 from trainer.distributed.sync_batchnorm import guard_plain
-from trainer.distributed.tree import ALIGN, Fold, Plan, cut, subtrees
 
 FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
 

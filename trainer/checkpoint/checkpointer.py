@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import json
+import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.job import Job, RunRecord, SavePolicy
 from trainer.checkpoint.manifest import Stage
-from trainer.checkpoint.restore import abandon_newer, restore, restore_model
+from trainer.checkpoint.restore import STATE, Found, abandon_newer, restore, restore_model
 from trainer.checkpoint.snapshot import Snapshot
-from trainer.checkpoint.source import STATE, Found
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import MODEL, TrainState
 from trainer.distributed.waits import WaitsFor, waiting_for
@@ -22,8 +24,89 @@ from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, NonFinite, TrainerError
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.storage import tensorfile
-from trainer.telemetry.events import Log
+from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.status import Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavePolicy:
+    """When saves are due by the clock, and what a failed save leads to."""
+
+    on_error: str
+    """--checkpoint.on-error: "continue" or "stop"."""
+    every_s: float = 0.0
+    """--checkpoint.every-s: seconds between saves by the clock; 0 is off."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRecord:
+    """What each checkpoint records about the run besides its training state."""
+
+    run_id: str
+    attempt: Mapping[str, Any]
+    """Further entries of state.json about this attempt (settings, circumstances)."""
+    metric_lines: list[Any]
+    """The metric lines since the last committed checkpoint; each save contains them."""
+    sync: Callable[[], None] = lambda: None
+    """Makes the metric lines written so far durable; called before a commit."""
+
+
+@dataclass
+class Job:
+    """A checkpoint to be written by the writer thread, and its progress."""
+
+    step: int
+    kind: str
+    tensors: dict[str, dict[str, Tensor]]
+    facts: dict[str, Any]
+    protect: set[int]
+    """Steps whose checkpoints are not pruned."""
+    copied: threading.Event = field(default_factory=threading.Event)
+    """Set once parameters and optimizer state may change again."""
+    error: BaseException | None = None
+    done: bool = False
+
+    @property
+    def failure_message(self) -> str:
+        """The message for users about a failed save."""
+        kind = "" if isinstance(self.error, OSError | TrainerError) else type(self.error).__name__
+        why = ": ".join(filter(None, (kind, str(self.error))))
+        return f"step {self.step} was not saved: {why}"
+
+
+def why_not(
+    events: Path, store: Store, state: TrainState, *, generation: int, interval: int,
+    left_s: float,
+) -> str | None:  # fmt: skip
+    """Why an emergency save of this step boundary should not be started; None to start it.
+
+    It is not started if it would be killed before it completes *and* a complete checkpoint from
+    within the last interval exists. The duration is estimated from the speed of the last save;
+    without one the save is tried.
+
+    Args:
+        events: the run's `events.jsonl`.
+        interval: checkpoint interval in steps; 0: no periodic checkpoints.
+        left_s: seconds until the launcher kills this rank.
+    """
+    step = state.progress.step
+    kept = max((info.step for info in store.checkpoints() if info.why is None
+                and info.generation == generation and info.step <= step), default=None)
+    if kept is None or kept <= step - interval:
+        return None
+    needed_s = seconds_needed(events, sum(tensorfile.size(t) for t in state.tensors().values()))
+    if needed_s is None or needed_s <= left_s:
+        return None
+    return (f"step {step} is not saved: by the speed of the last save this would take "
+            f"{needed_s:.0f} s, and the launcher leaves {left_s:.0f} s; the checkpoint of step "
+            f"{kept} is complete")
+
+
+def seconds_needed(events: Path, size: int) -> float | None:
+    """Estimated seconds to save `size` bytes at the speed of the last save; None if unknown."""
+    saves = [e for e in read_events(events) if e.get("event") == "save" and e.get("bytes")]
+    return saves[-1]["seconds"] * size / saves[-1]["bytes"] if saves else None
+
 
 SURVIVORS_WAIT = 2 / 3
 """Part of the launcher's grace time that a survivor waits for another survivor's save."""

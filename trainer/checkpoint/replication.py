@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from trainer.checkpoint.source import Found
+from trainer.checkpoint.restore import Found
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.config import flags
+from trainer.config import command_line
 from trainer.errors import ConfigError
 from trainer.run.saved_run import Reader, read
 from trainer.telemetry.events import Log
@@ -28,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("run", type=Path)
     parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    options, overrides = flags.split(parser, argv)
+    options, overrides = command_line.split(parser, argv)
     try:
         reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
         if reader.choice.compile:

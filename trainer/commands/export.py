@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer import rng
 from trainer.checkpoint.manifest import MANIFEST
-from trainer.config import flags
+from trainer.config import command_line
 from trainer.config.command_line import task_path
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
                         help="may repeat; default: safetensors")
     parser.add_argument("--tolerance", type=float, help="largest difference, relative to the "
                         "largest output and 1; default: 0 for safetensors, 1e-4 for a program")
-    options, overrides = flags.split(parser, argv)
+    options, overrides = command_line.split(parser, argv)
     log, exact = Log(), True
     try:
         if options.tolerance is not None and not options.tolerance >= 0:

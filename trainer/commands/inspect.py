@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.source import STATE
+from trainer.checkpoint.restore import STATE
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
 from trainer.config import command_line, compatibility

@@ -35,14 +35,13 @@ from trainer.errors import (
     StopRequested,
     TrainerError,
 )
-from trainer.given import Given
 from trainer.optim import compile_cache
-from trainer.resilience.failure import Failure
+from trainer.resilience.diagnosis import Failure
 from trainer.resilience.stop_signals import SIGNALS, StopRequest, attend
 from trainer.run.prepare import bind_seed
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.locks import let_go
-from trainer.task import find_task
+from trainer.task import Given, find_task
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import say

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import flags
+from trainer.config import command_line
 from trainer.errors import ConfigError
 
 SMOOTHING = 0.9
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--points", type=int, default=100, help="steps (100)")
     parser.add_argument("--plot", type=Path, default=Path("lr-find.png"),
                         help="file of the plot (lr-find.png)")
-    options, rest = flags.split(parser, argv)
+    options, rest = command_line.split(parser, argv)
     try:
         if not 0 < options.low < options.high < math.inf:
             raise ConfigError(f"--from {options.low:g} --to {options.high:g}: use two rates above "

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save
 from torch import Tensor
 
-from trainer.config import flags
+from trainer.config import command_line
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.run.saved_run import Reader, first_call, read, writing
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
                         "test, or validation if there is no test set")
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
                         help="default: RUN/predictions/SPLIT-step-N.safetensors")
-    options, overrides = flags.split(parser, argv)
+    options, overrides = command_line.split(parser, argv)
     log = Log()
     try:
         if options.out is not None and options.out.suffix not in KINDS:

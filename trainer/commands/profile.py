@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.config import flags
+from trainer.config import command_line
 from trainer.errors import ConfigError
 from trainer.telemetry.status import Phase
 
@@ -69,7 +69,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--active", type=int, default=10, help="number of profiled steps (10)")
     parser.add_argument("--to", type=Path, default=Path("profile"),
                         help="folder of the trace (profile)")
-    options, rest = flags.split(parser, argv)
+    options, rest = command_line.split(parser, argv)
     try:
         if options.active < 1:
             raise ConfigError(f"--active {options.active}: use 1 or more.")

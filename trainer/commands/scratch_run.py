@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.config import command_line
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Schedule
 from trainer.distributed.world import Launch, World
 from trainer.errors import ConfigError

@@ -25,7 +25,7 @@ from trainer.errors import (
     TrainerError,
 )
 from trainer.resilience.diagnosis import is_foreign
-from trainer.resilience.orders import Orders
+from trainer.resilience.launcher_channel import Orders
 from trainer.resilience.preflight import allow_files, check_environment
 from trainer.resilience.stop_signals import StopRequest
 from trainer.telemetry.status import Phase
@@ -34,7 +34,7 @@ from trainer.telemetry.std_streams import outlive_console, say
 if TYPE_CHECKING:  # signal handlers are installed before torch is imported
     from trainer.config.schema import Config
     from trainer.distributed.world import World
-    from trainer.resilience.failure import Failure
+    from trainer.resilience.diagnosis import Failure
     from trainer.run.run import Parts
     from trainer.telemetry.events import Log
 
@@ -59,7 +59,7 @@ class RankProcess:
 
     def __init__(self, stop: StopRequest, commands: Sequence[str] = ()) -> None:
         from trainer.distributed.world import Launch
-        from trainer.resilience.failure import Failure
+        from trainer.resilience.diagnosis import Failure
         from trainer.telemetry.events import Log
 
         self._stop, self._commands = stop, ", ".join(commands)
@@ -110,7 +110,7 @@ class RankProcess:
     def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
         from trainer.config import command_line
         from trainer.distributed.world import Launch, World
-        from trainer.resilience.failure import Failure
+        from trainer.resilience.diagnosis import Failure
         from trainer.resilience.launcher_channel import tell
         from trainer.telemetry.events import Log
 
@@ -204,7 +204,7 @@ def train_attempt(
         watched: False: `--watchdog.limit-s auto` sets no limit.
     """
     from trainer.loop import train
-    from trainer.resilience.failure import forget_workers
+    from trainer.resilience.diagnosis import forget_workers
     from trainer.resilience.launcher_channel import tell
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build

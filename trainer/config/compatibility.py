@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 

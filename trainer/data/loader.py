@@ -26,7 +26,7 @@ from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, Micro
 from trainer.data.sample_errors import received
 from trainer.data.sampler import MicroBatchSampler
-from trainer.resilience import handles, stack_dumps
+from trainer.resilience import processes, stack_dumps
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
@@ -229,7 +229,7 @@ def _start_worker(rank: int, number: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != rank:
         os._exit(0)
-    handles.separate_reads()
+    processes.separate_reads()
     torch.set_num_threads(1)
     stack_dumps.prepare_worker(number)
     # Before the first batch is put into the queue, which starts the queue's thread.

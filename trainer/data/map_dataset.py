@@ -19,7 +19,7 @@ from torch.utils.data import (
     TensorDataset,
 )  # fmt: skip
 
-from trainer import generators, rng
+from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.sample_errors import Replaced, SampleError, brief, hand_over, named, this_worker
 from trainer.data.sampler import Slot
@@ -238,10 +238,10 @@ class KeyedSamples(Dataset[Micro]):
 
     def _key(self, epoch: int, index: int) -> None:
         if self._generators is None:
-            self._generators = generators.kept_by(self._dataset, self._collate)
+            self._generators = rng.kept_by(self._dataset, self._collate)
         rng.key_generators(self._seed, rng.SAMPLE, epoch, index, devices=False)
         if self._generators:
-            generators.key(self._generators, self._seed, rng.SAMPLE, epoch, index)
+            rng.key(self._generators, self._seed, rng.SAMPLE, epoch, index)
 
     def _named(self, indices: tuple[int, ...], epoch: int, doing: str = "reading") -> named:
         def what() -> str:
@@ -281,7 +281,7 @@ def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
             queue += one.datasets.values() if isinstance(one.datasets, dict) else one.datasets
     if listeners:
         rng.key_generators(seed, rng.DATA, epoch, devices=False)
-        generators.key(generators.kept_by(dataset), seed, rng.DATA, epoch)
+        rng.key(rng.kept_by(dataset), seed, rng.DATA, epoch)
     for one in listeners:
         one.set_epoch(epoch)
         _EPOCHS[id(one)] = epoch

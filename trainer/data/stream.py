@@ -19,11 +19,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.feed import Mark
 from trainer.data.loader import loader_arguments, shut_down
 from trainer.data.map_dataset import Micro
 from trainer.data.sample_errors import received
-from trainer.data.stream_reader import LaneReader, Part, StreamSpec
+from trainer.data.stream_reader import LaneReader, Mark, Part, StreamSpec
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.errors import ConfigError
 

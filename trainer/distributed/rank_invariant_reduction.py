@@ -6,8 +6,10 @@ They are summed in one tree over the numbers of the micro-batches (docs/elastic.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,8 +19,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from trainer.data.sampler import Slot
 from trainer.distributed.ddp import WISHED
 from trainer.distributed.partition import block, micro_batches_per_rank
-from trainer.distributed.tree import ALIGN, Fold, Span, cut
-from trainer.distributed.tree import Plan as ReductionPlan
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 
@@ -27,6 +27,82 @@ if TYPE_CHECKING:
     from trainer.data.map_dataset import Micro
     from trainer.data.sampler import Plan as BatchPlan
     from trainer.step import Step
+
+
+Span = tuple[int, int]
+"""A node of the tree, as the range of its leaves: (first, end)."""
+
+T = TypeVar("T")
+
+ALIGN = 16
+"""Alignment in bytes of sections and slices in a flat buffer."""
+
+
+def joins(left: Span, right: Span, leaves: int) -> bool:
+    """Whether two adjacent nodes are the halves of a node."""
+    size = left[1] - left[0]
+    whole = size & (size - 1) == 0 and left[0] % (2 * size) == 0
+    return whole and right == (left[1], min(left[1] + size, leaves))
+
+
+class Fold(Generic[T]):
+    """Sums values of adjacent nodes in their order; joins the halves of a node at once.
+
+    Args:
+        join: (left, right) → value of their parent node.
+    """
+
+    def __init__(self, leaves: int, join: Callable[[T, T], T]) -> None:
+        self._leaves, self._join = leaves, join
+        self.parts: list[tuple[Span, T]] = []
+        """Nodes without their sibling so far: at most about 2 · log2(leaves)."""
+
+    def push(self, span: Span, value: T) -> None:
+        """Add the next node to the right."""
+        self.parts.append((span, value))
+        while len(self.parts) > 1 and joins(self.parts[-2][0], self.parts[-1][0], self._leaves):
+            right, right_value = self.parts.pop()
+            left, left_value = self.parts.pop()
+            self.parts.append(((left[0], right[1]), self._join(left_value, right_value)))
+
+
+def subtrees(leaves: int, rank: int, num_ranks: int) -> tuple[Span, ...]:
+    """Largest nodes whose leaves all belong to a rank, from left to right."""
+    fold: Fold[None] = Fold(leaves, lambda left, right: None)
+    for number in block(leaves, rank, num_ranks):
+        fold.push((number, number + 1), None)
+    return tuple(span for span, _ in fold.parts)
+
+
+def cut(size: int, num_ranks: int) -> list[Span]:
+    """Split `size` bytes into one slice for each rank, about equal in size."""
+    units = -(-size // ALIGN)
+    ends = [min(size, units * rank // num_ranks * ALIGN) for rank in range(num_ranks)] + [size]
+    return list(pairwise(ends))
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which partial sums the ranks exchange in a step of M micro-batches."""
+
+    leaves: int
+    spans: tuple[tuple[Span, ...], ...]
+    """Subtrees of each rank. Round n exchanges the n-th subtree of every rank."""
+    order: list[int]
+    """Index of each micro-batch's row among the rows of all ranks, slot by slot."""
+
+    @classmethod
+    def of(cls, leaves: int, num_ranks: int) -> Plan:
+        """The plan for `leaves` micro-batches on `num_ranks` ranks."""
+        each = micro_batches_per_rank(leaves, num_ranks)
+        return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in range(num_ranks)),
+                   [rank * each + place for rank in range(num_ranks)
+                    for place in range(len(block(leaves, rank, num_ranks)))])
+
+    @property
+    def rounds(self) -> int:
+        return max(map(len, self.spans))
+
 
 SMALL = 1 << 18
 """Up to this many bytes, every rank receives all partial sums whole: one exchange, not two."""
@@ -152,7 +228,7 @@ class Reduction:
         """Buffers that are equal on all ranks after the last micro-batch."""
         self._layout = Layout(self._parameters)
         self._make_plan = functools.cache(
-            functools.partial(ReductionPlan.of, num_ranks=world.size))
+            functools.partial(Plan.of, num_ranks=world.size))
         self._flats: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
         """Partial sums: whole buffers, their views as gradients, and their views as vectors."""
         self._open: int | None = None

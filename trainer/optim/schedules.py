@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import lr_scheduler
 
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Schedule
 from trainer.errors import ConfigError
 from trainer.task import load_object

@@ -3,10 +3,110 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+import sys
+import threading
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from trainer.distributed.waits import WaitsFor, waits_for
+from trainer.resilience.processes import Activity
+from trainer.resilience.progress_marks import Place
 from trainer.telemetry.status import PREPARING, Phase
+
+RECENT_STEPS = 64
+_BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
+
+
+class Pace:
+    """Learns the limit inside steps from the pauses between their marks.
+
+    Args:
+        limit_s: a fixed limit; None: learn it.
+    """
+
+    def __init__(self, limit_s: float | None) -> None:
+        self._fixed_s = limit_s
+        self._longest_s, self._before_s = 0.0, 0.0  # in this stretch of steps, in the last one
+        self._stretch = 0
+        self._pause = (0.0, 0.0)  # when it began, how long it has been so far
+
+    @property
+    def limit_s(self) -> float:
+        """The limit now, in seconds."""
+        if self._fixed_s is not None:
+            return self._fixed_s
+        return learnt_limit(max(self._longest_s, self._before_s))
+
+    def see(self, place: Place, phase: Phase, now: float) -> float:
+        """Note the place of the main thread; returns the limit. Pauses shorter than the time
+        between two calls are not seen, and need not be: the shortest limit covers them."""
+        began_s, length_s = self._pause
+        if place.at_s != began_s:  # a pause counts when it is over
+            self._longest_s = max(self._longest_s, length_s)
+            self._pause = (place.at_s, 0.0)
+        if phase is Phase.TRAIN and place.point not in _BETWEEN_STEPS:
+            self._pause = (place.at_s, now - place.at_s)
+        if place.step - self._stretch >= RECENT_STEPS or place.step < self._stretch:
+            self._stretch = place.step
+            self._before_s, self._longest_s = self._longest_s, 0.0
+        return self.limit_s
+
+
+class MainThreadActivity:
+    """The main thread: whom it waits for, and when this process last used the machine."""
+
+    def __init__(self, thread: int, clock: Callable[[], float]) -> None:
+        self._thread, self._clock = thread, clock
+        self._activity: Activity | None = None
+        self._busy_s = -math.inf
+
+    def look(self, place: Place, closely: bool) -> tuple[WaitsFor, float]:
+        """(whom it waits for, when it was last active); the system is asked only if `closely`."""
+        if not closely:
+            self._activity = None
+            return WaitsFor.NOBODY, place.at_s
+        if self._activity is None:
+            self._activity = Activity(os.getpid(), clock=self._clock)
+        elif self._activity.seen():
+            self._busy_s = self._clock()
+        frame = sys._current_frames().get(self._thread)
+        return waits_for(self._thread, frame), self._busy_s
+
+
+class WriterActivity:
+    """The checkpoint writer: its place, and when its thread last used the machine."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._step: int | None = None
+        self._since_s = self._busy_s = 0.0
+        self._activity: Activity | None = None
+
+    def look(self, mark: Place, step: int, limit_s: float) -> tuple[Place, float]:
+        """(place of the writer, seconds without activity) in the save of this step.
+
+        Args:
+            mark: the last mark of the writer, perhaps of an earlier save.
+        """
+        now = self._clock()
+        if step != self._step:
+            self._step, self._since_s, self._activity = step, now, None
+        place = mark if mark.point and mark.step == step else Place(
+            Phase.SAVE_BEGIN, step, self._since_s)
+        if now - place.at_s > limit_s / 4:
+            if self._activity is None:
+                self._activity = Activity(os.getpid(), thread=_writer(), clock=self._clock)
+            elif self._activity.seen():
+                self._busy_s = now
+        return place, now - max(place.at_s, self._busy_s)
+
+
+def _writer() -> int | None:
+    """Thread id of the writer in the system."""
+    return next((t.native_id for t in threading.enumerate()
+                 if t.name.startswith("checkpoint-writer")), None)
+
 
 LEAST_S = 30.0
 """Shortest learnt limit inside steps; a shorter one has to be set by the flag."""

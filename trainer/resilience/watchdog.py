@@ -24,9 +24,12 @@ from trainer.distributed.waits import WaitsFor
 from trainer.distributed.world import World
 from trainer.resilience import processes
 from trainer.resilience.hang_detection import (
+    MainThreadActivity,
+    Pace,
     Patience,
     Peer,
     Report,
+    WriterActivity,
     find_hang,
     name_place,
     patience,
@@ -34,10 +37,8 @@ from trainer.resilience.hang_detection import (
 )
 from trainer.resilience.hang_response import Alarm
 from trainer.resilience.heartbeats import Heartbeats, Times, own_identity
-from trainer.resilience.pace import Pace
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import is_readable
-from trainer.resilience.waiting import MainThreadActivity, WriterActivity
 from trainer.telemetry.events import Log
 
 TICK_S = 1.0

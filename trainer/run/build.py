@@ -15,13 +15,12 @@ import xxhash
 from torch import nn
 from torch.utils.data import IterableDataset
 
-from trainer import given
+from trainer import task
 from trainer.checkpoint import pretrained
-from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.job import RunRecord, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
 from trainer.checkpoint.progress import Best, Horizon, LossMeter, Progress
 from trainer.checkpoint.replication import Lines, level, record
-from trainer.checkpoint.source import Found, find, find_at
+from trainer.checkpoint.restore import Found, find, find_at
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import EMA, MODEL, OPTIMIZER, TrainState
 from trainer.config import command_line, compatibility
@@ -335,7 +334,7 @@ def _version(config: Config[Any]) -> str:
     """Changes with the configuration and with the file that the task is written in: whether a
     failure can be the one of the attempt before."""
     hasher = xxhash.xxh3_64(command_line.to_toml(config).encode())
-    hasher.update(given.code(config.task))
+    hasher.update(task.code(config.task))
     return hasher.hexdigest()
 
 

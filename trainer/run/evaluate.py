@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer import generators, rng
+from trainer import rng
 from trainer.checkpoint.buffers import Buffers
 from trainer.data.batch import to_device
 from trainer.data.loader import loader_arguments
@@ -22,9 +22,8 @@ from trainer.data.sampler import Slot
 from trainer.data.stream_reader import StreamBatches
 from trainer.distributed.partition import block
 from trainer.errors import ConfigError
-from trainer.outcome import check_outcome
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.task import Outcome
+from trainer.task import Outcome, check_outcome
 from trainer.telemetry.classification import Figure
 from trainer.telemetry.status import Phase
 
@@ -142,7 +141,7 @@ class Evaluator:
         names: list[str] = []
         table: Tensor | None = None
         buffers, moved = Buffers(self.model), set[str]()
-        own = generators.kept_by(*self.model.modules(), self.loss)
+        own = rng.kept_by(*self.model.modules(), self.loss)
         # A rank without a batch evaluates the first one, to know the shape of the table.
         for micro in self.batches(mine or range(1)):
             if self.stopped():
@@ -150,7 +149,7 @@ class Evaluator:
             number = micro.slot.number
             self.marks.mark(Phase.EVALUATE, self.step(), self.epoch())
             rng.key_generators(self.seed, rng.EVALUATE, number)
-            generators.key(own, self.seed, rng.EVALUATE, number)
+            rng.key(own, self.seed, rng.EVALUATE, number)
             # Buffers must not carry over: a restart evaluates again, and another number of ranks
             # evaluates in another order.
             with buffers.untouched(moved), torch.no_grad(), self.autocast():

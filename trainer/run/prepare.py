@@ -18,11 +18,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
-from trainer.config.length import Length
+from trainer.config.fields import Length
 from trainer.config.schema import Config
-from trainer.data.feed import first_samples, known_length
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sampler import Plan
+from trainer.data.stream_reader import first_samples, known_length
 from trainer.distributed import sync_batchnorm
 from trainer.distributed.world import World
 from trainer.errors import ConfigError

@@ -17,18 +17,17 @@ from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.replication import Lines
-from trainer.checkpoint.source import Found
+from trainer.checkpoint.restore import Found
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import compatibility
 from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
-from trainer.data.feed import Cut
 from trainer.data.loader import SampledSource, Source
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler, Slot
 from trainer.data.stream import Stream
-from trainer.data.stream_reader import StreamSpec
+from trainer.data.stream_reader import Cut, StreamSpec
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
@@ -37,7 +36,7 @@ from trainer.run.run_dir import Identity
 from trainer.storage import layout
 from trainer.storage.files import display_path
 from trainer.storage.layout import TIMING
-from trainer.telemetry import graph
+from trainer.telemetry import tensorboard
 from trainer.telemetry.console import Console
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.hints import Facts, Hints, judge_batchnorm, judge_sizes
@@ -263,7 +262,8 @@ def _show_graph(board: TensorBoard, run: RecordedRun) -> None:
         samples = KeyedSamples(data, seed=config.seed, collate=collate, augment=False)
         with rng.preserved():
             batch = samples[Slot(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
-        board.graph(graph.trace(work.model, work.task.loss, to_device(batch, run.world.device)))
+        board.graph(tensorboard.trace(work.model, work.task.loss,
+                                      to_device(batch, run.world.device)))
     except Exception as error:
         run.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
 

@@ -14,10 +14,10 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint import budget
+from trainer.checkpoint import checkpointer
 from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.progress import Progress
-from trainer.checkpoint.source import Found
+from trainer.checkpoint.restore import Found
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Config
 from trainer.data.loader import Loader
@@ -210,7 +210,7 @@ class Parts:
         self.checkpoint.abandon()
         step, began_s = self.progress.step, time.perf_counter()
         try:
-            if why := budget.why_not(
+            if why := checkpointer.why_not(
                 self.path / EVENTS, self.checkpoint.store, self.state,
                 left_s=self.world.launch.grace_s - (began_s - noticed_s),
                 generation=self.checkpoint.generation, interval=self.intervals.checkpoint,

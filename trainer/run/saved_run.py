@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainer import rng
-from trainer.checkpoint.source import STATE
+from trainer.checkpoint.restore import STATE
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import EMA, MODEL
 from trainer.config import command_line

@@ -6,10 +6,10 @@ from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.data import batch as batches
-from trainer.data.feed import first_samples
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sample_errors import SampleError
 from trainer.data.sampler import Slot
+from trainer.data.stream_reader import first_samples
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, told_by

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.source import Found
+from trainer.checkpoint.restore import Found
 from trainer.config import compatibility
 from trainer.config.schema import Config
 from trainer.distributed.world import World
