@@ -96,7 +96,8 @@ def _measure_trainer(
     run = folder / launcher
     faults = [f"--inject={kind}:rank={rank}:step={step}" for step, rank in deaths
               for kind in (f"slow:seconds={SETTLE_S}", "kill")]
-    arguments = ["sample", "--run-dir", str(run), f"--steps={deaths[-1][0] + 1}", "--eval.every=off",
+    arguments = ["sample", "--run-dir", str(run), f"--steps={deaths[-1][0] + 1}",
+                 "--eval.every=off",
                  f"--checkpoint.every={EVERY}", *faults]
     with _running(launcher, ranks, arguments, folder) as process:
         # Lines are seen when they appear: a step has no other time stamp.
