@@ -139,8 +139,8 @@ def measure(model: str, steps: int, folder: Path) -> None:
     """Collective, in a rank: rank 0 prints, as JSON, by reduction (seconds, seconds of processor
     time of all its threads) of each step."""
     from trainer.config import command_line
-    from trainer.distributed.world import Launch, World
-    from trainer.resilience.stop_signals import StopRequest
+    from trainer.distributed.world import LaunchInfo, World
+    from trainer.resilience.stop_signals import StopSignals
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
     from trainer.run.warmup import start
@@ -148,7 +148,7 @@ def measure(model: str, steps: int, folder: Path) -> None:
 
     log = Log(level="warning")
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in REDUCTIONS}
-    with (World.form(device="cpu", threads=1, launch=Launch.from_environment()) as world,
+    with (World.form(device="cpu", threads=1, launch=LaunchInfo.from_environment()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
         built = {}
         for name in REDUCTIONS:
@@ -156,7 +156,7 @@ def measure(model: str, steps: int, folder: Path) -> None:
                 *COST[model], f"--steps={steps + 3}", "--device=cpu", "--data.workers=0",
                 f"--run-dir={folder / name}", "--log.level=warning", "--parallel.sync-bn=off",
                 f"--parallel.reduction={name}"])  # fmt: skip
-            built[name] = build(config, world, log, StopRequest(), watchdog.marks)
+            built[name] = build(config, world, log, StopSignals(), watchdog.marks)
             start(built[name])
         for number in range(steps + 2):
             for name in REDUCTIONS if number % 2 else reversed(REDUCTIONS):

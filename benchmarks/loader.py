@@ -52,14 +52,14 @@ def ours(workers: int) -> Contestant:
 
     from trainer.data.loader import Loader, SampledSource
     from trainer.data.map_dataset import KeyedSamples
-    from trainer.data.sampler import MicroBatchSampler, Plan
+    from trainer.data.sampler import MicroBatchSampler, BatchPlan
     from trainer.resilience.progress_marks import ProgressMarks
     from trainer.tasks.images import Images
     from trainer.telemetry.events import Log
 
     data = Images().dataset("train")
     assert data is not None
-    plan = Plan(samples=len(data), global_size=MICRO * MICRO_BATCHES, micro_size=MICRO,
+    plan = BatchPlan(samples=len(data), global_size=MICRO * MICRO_BATCHES, micro_size=MICRO,
                 drop_last=True)
     sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=0, shuffle=True, position=0,
                                 total_steps=ENDLESS)

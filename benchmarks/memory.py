@@ -42,7 +42,7 @@ def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, 
     from trainer.config import command_line
     from trainer.distributed.world import World
     from trainer.loop import train
-    from trainer.resilience.stop_signals import StopRequest
+    from trainer.resilience.stop_signals import StopSignals
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
     from trainer.telemetry.events import Log
@@ -55,7 +55,7 @@ def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, 
     found: list[tuple[int, float]] = []
     with (World.form(device="cpu", threads=1, launch=launch) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopRequest(), watchdog.marks)
+        parts = build(config, world, log, StopSignals(), watchdog.marks)
 
         def look(step: int) -> None:
             if step % EVERY == 0:

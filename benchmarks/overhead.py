@@ -96,9 +96,9 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
 
     import trainer.step
     from trainer.config import command_line
-    from trainer.distributed.world import Launch, World
+    from trainer.distributed.world import LaunchInfo, World
     from trainer.loop import train
-    from trainer.resilience.stop_signals import StopRequest
+    from trainer.resilience.stop_signals import StopSignals
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
     from trainer.telemetry.events import Log
@@ -109,11 +109,11 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
                                  "--log.level=warning"])
     watch, log = Stopwatch(), Log(level="warning")
     found: dict[str, list[float]] = {name: [] for name in (*NAMES, MORE)}
-    with (World.form(device="cpu", threads=1, launch=Launch()) as world,
+    with (World.form(device="cpu", threads=1, launch=LaunchInfo()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopRequest(), watchdog.marks)
+        parts = build(config, world, log, StopSignals(), watchdog.marks)
         by_hand = Hand(build(dataclasses.replace(config, run=folder / "by-hand"), world, log,
-                             StopRequest(), watchdog.marks), watch)
+                             StopSignals(), watchdog.marks), watch)
         parts.loader._source = Timed(parts.loader._source, watch)
         parts.step.objective.loss = watch.around(parts.step.objective.loss)
         time_updates(parts.step.optimizer, parts.step.schedule, watch)

@@ -50,13 +50,13 @@ def _call(
     pipe: Any, target: Callable[..., Any], rank: int, size: int, port: int,
     arguments: tuple[Any, ...],
 ) -> None:  # fmt: skip
-    from trainer.distributed.world import Launch
+    from trainer.distributed.world import LaunchInfo
 
     os.environ |= {"RANK": f"{rank}", "WORLD_SIZE": f"{size}", "LOCAL_RANK": f"{rank}",
                    "LOCAL_WORLD_SIZE": f"{size}", "MASTER_ADDR": "127.0.0.1",
                    "MASTER_PORT": f"{port}"}
     try:
-        pipe.send((target(Launch.from_environment(), *arguments), None))
+        pipe.send((target(LaunchInfo.from_environment(), *arguments), None))
     except BaseException:
         pipe.send((None, traceback.format_exc()))
         raise SystemExit(1) from None

@@ -71,7 +71,7 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
     from trainer.config import command_line
     from trainer.distributed.world import World
     from trainer.loop import train
-    from trainer.resilience.stop_signals import StopRequest
+    from trainer.resilience.stop_signals import StopSignals
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
     from trainer.telemetry.events import Log
@@ -85,7 +85,7 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
     found: dict[str, list[float]] = {name: [] for name in NAMES}
     with (World.form(device="cpu", threads=threads, launch=launch) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopRequest(), watchdog.marks)
+        parts = build(config, world, log, StopSignals(), watchdog.marks)
         others = {"bare DDP": Bare(world.rank, world.size, ddp=True),
                   "independent": Bare(world.rank, world.size, ddp=False)}
         clock = time.perf_counter

@@ -38,7 +38,7 @@ def make_subject(megabytes: float) -> Subject:
     import torch
     from torch import nn
 
-    from trainer.checkpoint.progress import Best, Horizon, LossMeter, Progress
+    from trainer.checkpoint.progress import BestTracker, ScheduleLengths, LossMeter, TrainProgress
     from trainer.checkpoint.train_state import TrainState
     from trainer.config.schema import Optim, Schedule
     from trainer.optim import optimizers, schedules
@@ -52,10 +52,10 @@ def make_subject(megabytes: float) -> Subject:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
-    horizon = Horizon(epoch=100, total=1000)
+    horizon = ScheduleLengths(epoch=100, total=1000)
     state = TrainState(
         model=model, optimizer=optimizer, schedule=schedules.build(Schedule(), optimizer, horizon),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=Progress(), best=Best(),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(), best=BestTracker(),
         meter=LossMeter(), seed=0, num_ranks=1, parts={"horizon": horizon},
     )  # fmt: skip
     return Subject(model, optimizer, state, width)
@@ -67,10 +67,10 @@ def make_checkpointer(subject: Subject, folder: Path) -> Any:
 
     from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
     from trainer.checkpoint.store import Store
-    from trainer.distributed.world import Launch, World
+    from trainer.distributed.world import LaunchInfo, World
     from trainer.telemetry.events import Log
 
-    world = World.form(device="cpu", threads=torch.get_num_threads(), launch=Launch())
+    world = World.form(device="cpu", threads=torch.get_num_threads(), launch=LaunchInfo())
     store = Store(folder, run="benchmark", keep=1)
     return Checkpointer(
         store=store, state=subject.state, world=world, log=Log(),

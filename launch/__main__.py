@@ -10,7 +10,7 @@ from typing import Any
 
 from launch.options import Options, parse
 from launch.output import Output
-from launch.signals import StopRequest
+from launch.signals import LauncherStop
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 from trainer.resilience.diagnosis import remedy
 from trainer.resilience.preflight import allow_files, check_cache_folder, check_current_folder
@@ -34,7 +34,7 @@ def main(argv: Sequence[str]) -> int:
     if not hasattr(os, "pidfd_open"):
         print("launch: error: the launcher needs Linux; use torchrun instead", file=sys.stderr)
         return EXIT_CONFIG
-    stop = StopRequest()
+    stop = LauncherStop()
     stop.install()
     try:
         return _launch(options, stop)
@@ -46,21 +46,21 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_FAILURE
 
 
-def _launch(options: Options, stop: StopRequest) -> int:
+def _launch(options: Options, stop: LauncherStop) -> int:
     if options.rdzv_endpoint is not None:
         # Otherwise torch warns at each connection about addresses without a host name.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    stop.at_once = True  # a fork server that is still importing dies with this process
+    stop.exit_at_first_signal = True  # a fork server that is still importing dies with this process
     # Import once, then fork: two concurrent imports take more than twice as long.
     import torch  # noqa: F401
 
-    from launch.workers import Ranks, fork_server_process
+    from launch.workers import Workers, fork_server_process
 
     entry, argv = options.entry, options.trainer_argv
     output = Output()
     server = fork_server_process(entry, argv)
-    ranks = Ranks(server, entry=entry, argv=argv, stop=stop, output=output)
-    stop.on_insist = ranks.kill_and_exit
+    ranks = Workers(server, entry=entry, argv=argv, stop=stop, output=output)
+    stop.on_second_interrupt = ranks.kill_and_exit
     try:
         # These imports overlap with the fork server's. From here on this process may have threads.
         from launch.agent import HotAgent
@@ -68,7 +68,7 @@ def _launch(options: Options, stop: StopRequest) -> int:
         from launch.nodes.rendezvous import NodesRendezvous
         from launch.rendezvous import LoopbackRendezvous
 
-        stop.at_once = False
+        stop.exit_at_first_signal = False
         if (code := ranks.wait_ready(until_stop=True)) is not None:
             return code
         if stop.signal is not None:
@@ -83,12 +83,12 @@ def _launch(options: Options, stop: StopRequest) -> int:
         else:
             nodes = NodesRendezvous(
                 *options.rdzv_endpoint, min_nodes=options.nnodes[0], max_nodes=options.nnodes[1],
-                rejoin_timeout_s=options.rejoin_timeout_s, say=output.say,
+                rejoin_timeout_s=options.rejoin_timeout_s, print_line=output.print_line,
                 stopped=lambda: stop.signal is not None,
             )  # fmt: skip
             agent = NodeAgent(nodes, ranks, **settings)
         agent.run()
-        return agent.verdict.code
+        return agent.decision.code
     except ConfigError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return EXIT_CONFIG

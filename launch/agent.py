@@ -18,13 +18,13 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from launch.exit_policy import Exit, Verdict, first_failure, judge
+from launch.exit_policy import Exit, ExitDecision, first_failure, decide
 from launch.output import Output
-from launch.progress import Progress, note
-from launch.signals import StopRequest
-from launch.workers import Ranks
+from launch.progress import RunFollower, append_event
+from launch.signals import LauncherStop
+from launch.workers import Workers
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
-from trainer.resilience.attempts import sentence
+from trainer.resilience.attempts import failure_sentence
 
 ROLE = "trainer"
 POLL_S = 0.5
@@ -33,7 +33,7 @@ POLL_S = 0.5
 TERM_S = 5.0
 """Seconds between SIGTERM and SIGKILL for a rank that does not exit by itself."""
 
-STOPPED_LOOKS, LOOK_S = 120, 1.0
+STOPPED_CHECKS, CHECK_S = 120, 1.0
 """A rank found stopped (SIGSTOP) in this many consecutive checks, this many seconds apart, is
 killed. A running peer would do that earlier."""
 
@@ -58,12 +58,12 @@ class HotAgent(SimpleElasticAgent):
     def __init__(
         self,
         handler: RendezvousHandler,
-        ranks: Ranks,
+        ranks: Workers,
         *,
         num_ranks: int,
         max_restarts: int,
         grace_s: float,
-        stop: StopRequest,
+        stop: LauncherStop,
         output: Output,
     ) -> None:
         spec = WorkerSpec(
@@ -75,12 +75,12 @@ class HotAgent(SimpleElasticAgent):
             monitor_interval=1e-6,  # `_monitor_workers` itself waits for events
         )
         super().__init__(spec)
-        self.verdict = Verdict(code=EXIT_FAILURE, restart=False)
+        self.decision = ExitDecision(code=EXIT_FAILURE, restart=False)
         self._ranks = ranks
         self._grace_s = grace_s
         self._stop = stop
         self._output = output
-        self._progress = Progress()
+        self._progress = RunFollower()
         self._attempt = 0
         self._exits: list[Exit] = []
         self._failed: Exit | None = None  # the failure that the next start follows
@@ -148,8 +148,8 @@ class HotAgent(SimpleElasticAgent):
         self._kill_stopped()
         if self._ranks.living:
             return RunResult(WorkerState.HEALTHY)
-        self.verdict = judge(self._exits, stop_at_s=self._stop_at_s)
-        if self.verdict.code == EXIT_COMPLETE:
+        self.decision = decide(self._exits, stop_at_s=self._stop_at_s)
+        if self.decision.code == EXIT_COMPLETE:
             results = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
             return RunResult(WorkerState.SUCCEEDED, return_values=results)
         self._allow_restart(worker_group.spec.max_restarts)
@@ -160,7 +160,7 @@ class HotAgent(SimpleElasticAgent):
             return
         if self._stop_at_s is None:
             self._stop_at_s = time.monotonic()
-            self._output.say(
+            self._output.print_line(
                 f"{self._stop.signal.name}: requesting all ranks to save and stop"
                 " (press Ctrl-C twice to kill them)"
             )
@@ -171,7 +171,7 @@ class HotAgent(SimpleElasticAgent):
         if waited_s > REMIND_S * (self._num_reminders + 1):
             self._num_reminders += 1
             names = ", ".join(map(str, self._ranks.living))
-            self._output.say(
+            self._output.print_line(
                 f"still waiting for rank {names} to save and exit ({waited_s:.0f} s)")
 
     def _stop_peers(self) -> None:
@@ -194,7 +194,7 @@ class HotAgent(SimpleElasticAgent):
         elif not self._escalation and any(end.failed for end in self._exits):
             # After a final exit or a stop request, each rank handles the end of the run itself.
             if self._stop.signal is None and not any(end.final for end in self._exits):
-                self._ranks.tell("absent")
+                self._ranks.send_keyword("absent")
             late_s = now_s + self._grace_s
             self._escalation = [(late_s, signal.SIGTERM), (late_s + TERM_S, signal.SIGKILL)]
         for at_s, number in self._escalation[self._num_escalated :]:
@@ -204,33 +204,33 @@ class HotAgent(SimpleElasticAgent):
                     self._ranks.signal(number, forced=True)
 
     def _kill_stopped(self) -> None:
-        if time.monotonic() - self._checked_s >= LOOK_S:
+        if time.monotonic() - self._checked_s >= CHECK_S:
             self._checked_s = time.monotonic()
-            for rank in self._ranks.kill_stopped(STOPPED_LOOKS):
-                self._output.say(
-                    f"rank {rank} has been stopped for {STOPPED_LOOKS * LOOK_S:.0f} s"
+            for rank in self._ranks.kill_stopped(STOPPED_CHECKS):
+                self._output.print_line(
+                    f"rank {rank} has been stopped for {STOPPED_CHECKS * CHECK_S:.0f} s"
                     " without being continued: killed")
 
     def _allow_restart(self, max_restarts: int) -> None:
         """Set the superclass's restart counter, by which it decides whether to restart."""
-        cause = self.verdict.cause
+        cause = self.decision.cause
         assert cause is not None
         self._progress.update(self._ranks.run_folder)
-        if self._progress.take_advance():
+        if self._progress.has_advanced():
             self._remaining_restarts = max_restarts
         self._cause_text = self._find_cause(cause)
-        if self.verdict.restart and (self._remaining_restarts or self._grant_extra_restart()):
+        if self.decision.restart and (self._remaining_restarts or self._grant_extra_restart()):
             self._failed = cause
             self._record_phases()
-        elif self.verdict.restart:
+        elif self.decision.restart:
             used = f"{max_restarts} of {max_restarts} restarts used"
-            self._output.say_last(f"{self._cause_text}; giving up, {used}")
+            self._output.set_last_line(f"{self._cause_text}; giving up, {used}")
         else:
             self._remaining_restarts = 0
-            if self.verdict.code == EXIT_FAILURE:
-                self._output.say(f"{self._cause_text} instead of stopping as requested")
-            elif self.verdict.code == EXIT_CONFIG and self._ranks.failures:
-                self._output.say_last(f"{self._cause_text}; not restarted, would fail again")
+            if self.decision.code == EXIT_FAILURE:
+                self._output.print_line(f"{self._cause_text} instead of stopping as requested")
+            elif self.decision.code == EXIT_CONFIG and self._ranks.failures:
+                self._output.set_last_line(f"{self._cause_text}; not restarted, would fail again")
 
     def _record_phases(self) -> None:
         """Record the phase times so far for the next start; all ranks have exited."""
@@ -243,15 +243,15 @@ class HotAgent(SimpleElasticAgent):
         folder = self._ranks.run_folder
         launch_id = self._worker_group.spec.rdzv_handler.get_run_id()
         event = first_failure(
-            cause, self._ranks.failures, reached=self._progress.reached,
+            cause, self._ranks.failures, reached_step=self._progress.reached_step,
             attempt=self._progress.new_attempt(folder, launch_id),
         )  # fmt: skip
         if event is None:
             return str(cause)
         if event["event"] == "death" and folder is not None and self._stop_at_s is None:
             with contextlib.suppress(OSError):  # a full disk
-                note(folder, event)
-        return f"failed first: {sentence(event)}"
+                append_event(folder, event)
+        return f"failed first: {failure_sentence(event)}"
 
     def _grant_extra_restart(self) -> bool:
         """Whether to restart although no restart is left; a subclass may know of a reason."""
@@ -260,7 +260,7 @@ class HotAgent(SimpleElasticAgent):
     def _print_restarted(self, cause: Exit) -> None:
         used = self._worker_group.spec.max_restarts - self._remaining_restarts
         lost = self._progress.steps_lost
-        self._output.say(
+        self._output.print_line(
             f"{self._cause_text}; restart {used} of {self._worker_group.spec.max_restarts}"
             + ("" if lost is None else f", {lost} step{'s' * (lost != 1)} lost")
             + f", ranks restarted after {time.monotonic() - cause.at_s:.2f} s"

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from launch.options import Parser
-from launch.progress import Progress
+from launch.progress import RunFollower
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
 from trainer.resilience import processes
 from trainer.telemetry.events import read_events
@@ -32,7 +32,7 @@ EVENTS = "events.jsonl"  # not from `trainer.run.run_dir`, which imports torch
 POLL_S = 0.05
 """Interval of checks while a fault is due and there is no target."""
 
-LOOK_S = 1.0
+CHECK_S = 1.0
 """Interval of checks otherwise."""
 
 SETTLE_S = 5.0
@@ -62,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
     return EXIT_COMPLETE
 
 
-def ranks_here(run: Path) -> dict[int, int]:
+def local_ranks(run: Path) -> dict[int, int]:
     """Pids, by rank, of the living processes of the run's newest attempt on this host."""
     starts = [e for e in read_events(run / EVENTS) if e.get("event") == "start"]
     newest = max((e["attempt"] for e in starts), default=None)
@@ -115,7 +115,7 @@ def _drill(options: argparse.Namespace, draw: random.Random) -> None:
     due_s, faults = float("inf"), 0  # the first delay starts when there is a rank
     while faults != options.count:
         now_s = time.monotonic()
-        ranks = ranks_here(options.run)
+        ranks = local_ranks(options.run)
         if ranks:
             seen_s, due_s = now_s, min(due_s, now_s + after_s)
         elif _is_complete(options.run):
@@ -124,7 +124,7 @@ def _drill(options: argparse.Namespace, draw: random.Random) -> None:
             return _print_line(began_s, f"no rank on this host for {options.wait_s:g} s, after "
                                f"{faults} faults: the run has ended")
         if now_s < due_s:
-            time.sleep(min(due_s - now_s, LOOK_S))
+            time.sleep(min(due_s - now_s, CHECK_S))
         elif targets := _targets(kind, ranks):
             _inject(kind, targets, options.run, draw, began_s)
             faults += 1
@@ -166,12 +166,12 @@ def _inject(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
     while time.monotonic() < deadline_s and not all(
             _took_effect(number, pid) for pid in ranks.values()):
         time.sleep(POLL_S / 10)
-    progress = Progress()
+    progress = RunFollower()
     progress.update(str(run))
     who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items())
     if kind == "node":
         who += " and the launcher ({})".format(f"pid {extra[0]}" if extra else "none")
-    _print_line(began_s, f"{kind}: {number.name} to {who} at step {progress.reached}")
+    _print_line(began_s, f"{kind}: {number.name} to {who} at step {progress.reached_step}")
 
 
 def _took_effect(number: signal.Signals, pid: int) -> bool:

@@ -62,7 +62,7 @@ class Exit:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ExitDecision:
     """What follows from the exits of one attempt.
 
     Attributes:
@@ -76,7 +76,7 @@ class Verdict:
     cause: Exit | None = None
 
 
-def judge(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> Verdict:
+def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDecision:
     """Decide from the exits of all ranks of one attempt, in the order in which they were noticed.
 
     The cause is the first exit that is not secondary. When a rank dies, its peers' connections
@@ -88,20 +88,20 @@ def judge(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> Verdict:
     """
     failures = [end for end in exits if not end.complete]
     if not failures:
-        return Verdict(code=EXIT_COMPLETE, restart=False)
+        return ExitDecision(code=EXIT_COMPLETE, restart=False)
     unforced = [end for end in failures if not end.forced] or failures
     cause = next((end for end in unforced if end.code != EXIT_FAILURE), unforced[0])
     if stop_at_s is not None:
-        return Verdict(
+        return ExitDecision(
             code=_code_after_stop(failures, cause, stop_at_s), restart=False, cause=cause
         )
     if cause.code is not None and cause.final:
-        return Verdict(code=cause.code, restart=False, cause=cause)
-    return Verdict(code=EXIT_FAILURE, restart=True, cause=cause)
+        return ExitDecision(code=cause.code, restart=False, cause=cause)
+    return ExitDecision(code=EXIT_FAILURE, restart=True, cause=cause)
 
 
 def first_failure(
-    cause: Exit, failures: Sequence[Mapping[str, Any]], *, attempt: int | None, reached: int
+    cause: Exit, failures: Sequence[Mapping[str, Any]], *, attempt: int | None, reached_step: int
 ) -> dict[str, Any] | None:
     """The event of the first failure of an attempt.
 
@@ -112,7 +112,7 @@ def first_failure(
         cause: the exit that caused the end of the attempt.
         failures: the events that ranks reported.
         attempt: the run's attempt number; None if the ranks died before it was counted.
-        reached: the last finished step.
+        reached_step: the last finished step.
     """
     reported = sorted(failures, key=lambda event: event["time"])
     primary = [event for event in reported if not event["echo"]]
@@ -128,9 +128,9 @@ def first_failure(
     secondary = reported[0] if reported else {}  # its peers know the step and the phase
     return {"time": round(died_s, 6), "attempt": attempt, "nonce": secondary.get("nonce", ""),
             "node": socket.gethostname(), "rank": cause.rank,
-            "step": secondary.get("step", reached), "phase": secondary.get("phase", "train"),
+            "step": secondary.get("step", reached_step), "phase": secondary.get("phase", "train"),
             "event": "death", "why": how,
-            "failed_step": secondary.get("failed_step", reached + 1)}  # fmt: skip
+            "failed_step": secondary.get("failed_step", reached_step + 1)}  # fmt: skip
 
 
 def signal_name(number: int) -> str:

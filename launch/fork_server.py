@@ -31,11 +31,11 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from launch.signals import STOP_SIGNALS
-from launch.worker import Entry, be_rank
+from launch.worker import Entry, run_worker
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
 from trainer.resilience.stop_signals import is_readable
 
-MOURNING_S = 4.3
+ORPHAN_TIMEOUT_S = 4.3
 """How long ranks may run after the launcher's death before they are killed."""
 
 PACKET_BYTES = 1 << 17
@@ -67,7 +67,7 @@ def fork() -> int:
         return os.fork()
 
 
-def serve(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
+def run_server(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
     """Import `entry` (`module:function`), then fork ranks on request until the launcher dies."""
     os.setsid()
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
@@ -99,7 +99,7 @@ class _Server:
 
     def run(self) -> NoReturn:
         _die_with_launcher(signal.SIGKILL)  # there are no ranks to wait for yet
-        code, main = load(self._entry, self._argv)
+        code, main = load_entry(self._entry, self._argv)
         _die_with_launcher(0)
         if main is None:
             sys.stdout.flush()  # the output of `--help`
@@ -133,7 +133,7 @@ class _Server:
         if pid == 0:
             unwanted = [*self._inherited, launcher_end.detach(), *read_fds]
             unwanted += [fd for others in self._pipes.values() for fd in others]
-            be_rank(
+            run_worker(
                 main, self._argv, env, launcher_fd=rank_end.detach(),
                 output_fds=write_fds, close_fds=unwanted,
             )  # fmt: skip
@@ -167,7 +167,7 @@ class _Server:
 
     def _wait_for_orphans(self) -> NoReturn:
         """After the launcher's death, wait for the ranks to save and exit, then kill the rest."""
-        deadline_s = time.monotonic() + MOURNING_S
+        deadline_s = time.monotonic() + ORPHAN_TIMEOUT_S
         self._control.close()
         self._reap()
         while self._pipes and time.monotonic() < deadline_s:
@@ -183,7 +183,7 @@ class _Server:
             os.read(self._wakeup_fd, 4096)
 
 
-def load(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
+def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
     """Import the entry function and the modules that it will need.
 
     Returns:
@@ -244,4 +244,4 @@ def _kill_group(pid: int) -> None:
 
 
 if __name__ == "__main__":
-    serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:])
+    run_server(socket.socket(fileno=int(sys.argv[1])), sys.argv[2], sys.argv[3:])

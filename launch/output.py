@@ -23,11 +23,11 @@ class Output:
         self._lock = threading.Lock()
         self._last: str | None = None
 
-    def say(self, text: str) -> None:
+    def print_line(self, text: str) -> None:
         """Print a line of the launcher on stderr."""
         self._write(sys.stderr.fileno(), f"launch: {text}\n".encode(errors="backslashreplace"))
 
-    def say_last(self, text: str) -> None:
+    def set_last_line(self, text: str) -> None:
         """Set the line that `finish` prints after all output of the ranks is copied."""
         self._last = text
 
@@ -46,7 +46,7 @@ class Output:
         # Reset first: a second Ctrl-C calls this again while the line is being printed.
         last, self._last = self._last, None
         if last is not None:
-            self.say(last)
+            self.print_line(last)
 
     def _copy(self, fd: int, tag: bytes, to_fd: int) -> None:
         rest = b""

@@ -15,18 +15,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.storage.jsonl import Mark, _parse_records, newest_step
+from trainer.storage.jsonl import MappedCounter, parse_records, newest_step
 
-MADE = ("save", "restore", "rollback", "skipped")
+STEP_FINISHED = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` is finished. For others (a fault, a sample) it is the current step."""
 
 
-class Progress:
+class RunFollower:
     """Tracks the newest finished step of the run, and the newest step it would resume from."""
 
     def __init__(self) -> None:
-        self.reached = 0
-        self.kept = 0
+        self.reached_step = 0
+        self.saved_step = 0
         self._known = False
         self._offset = 0
         self._kept_before = 0
@@ -39,27 +39,27 @@ class Progress:
         events = Path(run_folder, "events.jsonl")
         for line in self._new_lines(events):
             self._known = True
-            step = line.get("to_step", line.get("at_step") if line.get("event") in MADE
+            step = line.get("to_step", line.get("at_step") if line.get("event") in STEP_FINISHED
                             else line.get("step"))
             if not isinstance(step, int):
                 continue
             if line.get("event") in ("restore", "rollback"):  # the step may decrease
-                self.reached = self.kept = step
+                self.reached_step = self.saved_step = step
             elif line.get("event") == "save":
-                self.kept = max(self.kept, step)
-            self.reached = max(self.reached, step)
-        self.reached = max(self.reached, newest_step(Path(run_folder, "metrics.jsonl")),
-                           Mark.read(Path(run_folder, "last-step")))
+                self.saved_step = max(self.saved_step, step)
+            self.reached_step = max(self.reached_step, step)
+        self.reached_step = max(self.reached_step, newest_step(Path(run_folder, "metrics.jsonl")),
+                           MappedCounter.read(Path(run_folder, "last-step")))
 
-    def take_advance(self) -> bool:
+    def has_advanced(self) -> bool:
         """Whether a later step has been saved since the last call."""
-        advanced, self._kept_before = self.kept > self._kept_before, self.kept
+        advanced, self._kept_before = self.saved_step > self._kept_before, self.saved_step
         return advanced
 
     @property
     def steps_lost(self) -> int | None:
         """Number of steps to repeat; None if unknown."""
-        return max(0, self.reached - self.kept) if self._known else None
+        return max(0, self.reached_step - self.saved_step) if self._known else None
 
     def new_attempt(self, run_folder: str | None, launch_id: str) -> int | None:
         """The number of the attempt that this launch has begun since the last call.
@@ -84,10 +84,10 @@ class Progress:
             return
         complete, _, _ = data.rpartition(b"\n")
         self._offset += len(complete)
-        yield from _parse_records(complete)
+        yield from parse_records(complete)
 
 
-def note(run_folder: str, event: dict[str, Any]) -> None:
+def append_event(run_folder: str, event: dict[str, Any]) -> None:
     """Append an event to `events.jsonl` of the run, in one write. Raises: OSError."""
     descriptor = os.open(Path(run_folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
     try:

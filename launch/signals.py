@@ -14,16 +14,16 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Each of these signals, to the launcher or to a rank, requests that the run saves and stops."""
 
 
-class StopRequest:
-    """Stores the first stop signal; a second SIGINT calls `on_insist` in the handler.
+class LauncherStop:
+    """Stores the first stop signal; a second SIGINT calls `on_second_interrupt` in the handler.
 
     `wakeup_fd` becomes readable at each signal, so that an event loop can wait for it.
     """
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
-        self.on_insist: Callable[[], None] = lambda: os._exit(1)
-        self.at_once = False
+        self.on_second_interrupt: Callable[[], None] = lambda: os._exit(1)
+        self.exit_at_first_signal = False
         """Exit at the first signal, even during an import, because nothing needs to be saved."""
         self.wakeup_fd = -1
         self._num_interrupts = 0
@@ -45,10 +45,10 @@ class StopRequest:
             os.read(self.wakeup_fd, 4096)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.at_once:
+        if self.exit_at_first_signal:
             os._exit(EXIT_STOPPED)
         if self.signal is None:
             self.signal = signal.Signals(number)
         self._num_interrupts += number == signal.SIGINT
         if self._num_interrupts > 1:
-            self.on_insist()
+            self.on_second_interrupt()

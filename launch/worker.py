@@ -26,7 +26,7 @@ ORPHAN_S = 4.5
 server kills it earlier."""
 
 
-def be_rank(
+def run_worker(
     main: Entry,
     argv: Sequence[str],
     env: dict[str, str],

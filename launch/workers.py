@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 from launch import fork_server
 from launch.exit_policy import Exit
 from launch.output import Output
-from launch.signals import StopRequest
+from launch.signals import LauncherStop
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
 from trainer.resilience import processes
 from trainer.resilience.stop_signals import is_readable
@@ -27,13 +27,13 @@ from trainer.resilience.stop_signals import is_readable
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
 
-TRAINERS_OWN = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
+TRAINER_EXIT_CODES = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
 """Exit codes that are valid only if the trainer itself returned them."""
 
-AT_ONCE = 64
+MAX_FORKS_PER_REQUEST = 64
 """Maximum number of ranks in one request: the fork server reads `PACKET_BYTES` of a message."""
 
-SERVER_LOOKS, LOOK_S = 4, 0.5
+SERVER_CHECKS, CHECK_S = 4, 0.5
 """A fork server found stopped (SIGSTOP) in this many consecutive checks, while something waits for
 it, is continued."""
 
@@ -60,7 +60,7 @@ def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.so
     pid = fork_server.fork()
     if pid == 0:
         ours.close()
-        fork_server.serve(theirs, entry, argv)
+        fork_server.run_server(theirs, entry, argv)
     theirs.close()
     return pid, ours
 
@@ -79,7 +79,7 @@ def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.s
     return pid, ours
 
 
-class Ranks:
+class Workers:
     """The ranks of one node, and the fork server that starts them.
 
     Attributes:
@@ -94,7 +94,7 @@ class Ranks:
         *,
         entry: str,
         argv: Sequence[str],
-        stop: StopRequest,
+        stop: LauncherStop,
         output: Output,
     ) -> None:
         self.run_folder: str | None = None
@@ -126,7 +126,7 @@ class Ranks:
             until_stop: return early, with None, at a stop request.
         """
         while self._server_imports and not (until_stop and self._stop.signal is not None):
-            self._poll(LOOK_S)
+            self._poll(CHECK_S)
         return self._code
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
@@ -146,12 +146,12 @@ class Ranks:
             {"local_rank": local_rank, "env": env, "tagged": env["RANK"] != "0"}
             for local_rank, env in envs.items()
         ]
-        for first in range(0, len(requests), AT_ONCE):
-            batch = requests[first : first + AT_ONCE]
+        for first in range(0, len(requests), MAX_FORKS_PER_REQUEST):
+            batch = requests[first : first + MAX_FORKS_PER_REQUEST]
             with contextlib.suppress(OSError):  # the server has died: `_poll` detects it
                 fork_server.send(self._control, {"fork": batch})
             while any(rank["local_rank"] in self._starting for rank in batch):
-                self._poll(LOOK_S)
+                self._poll(CHECK_S)
         return self._pids
 
     def wait(self, timeout_s: float) -> list[Exit]:
@@ -168,7 +168,7 @@ class Ranks:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(rank.pidfd, number)
 
-    def tell(self, word: str) -> None:
+    def send_keyword(self, word: str) -> None:
         """Send a keyword to each living rank over its channel: `lost`, `stale` or `absent`."""
         for rank in self._living.values():
             with contextlib.suppress(OSError):  # it is exiting
@@ -245,9 +245,9 @@ class Ranks:
             self._server_imports or self._starting
             or any(processes.state(pid) in "ZX" for pid in self._living))
         self._stopped_checks = self._stopped_checks + 1 if stopped else 0
-        if self._stopped_checks >= SERVER_LOOKS:
+        if self._stopped_checks >= SERVER_CHECKS:
             self._stopped_checks = 0
-            self._output.say(
+            self._output.print_line(
                 "the fork server was stopped while ranks waited for it: continued")
             os.kill(self._server_pid, signal.SIGCONT)
 
@@ -307,7 +307,7 @@ class Ranks:
         rank.channel.close()
         os.close(rank.pidfd)
         end = Exit(rank=rank.rank, code=code, at_s=time.monotonic(), forced=rank.forced,
-                   early=code in TRAINERS_OWN and not rank.returned)
+                   early=code in TRAINER_EXIT_CODES and not rank.returned)
         self._exits.append(end)
 
     def _lose_server(self) -> None:
@@ -317,7 +317,7 @@ class Ranks:
         os.waitpid(self._server_pid, 0)
         self.server_lives = False
         if self._server_imports:
-            self._output.say("the fork server died during startup")
+            self._output.print_line("the fork server died during startup")
             self._server_imports, self._code = False, EXIT_FAILURE
         self._end_starting(None)
         for pid, rank in self._living.items():

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from trainer.config import schema
-from trainer.config.fields import Length
+from trainer.config.fields import Duration
 from trainer.resilience import fault_injection
 
 ROOT = Path(__file__).parents[1]
@@ -211,7 +211,7 @@ def test_lines_of_code_are_counted_without_comments_docstrings_and_blank_lines()
 def leaves(cls: type = schema.Config, section: str = "") -> Iterator[tuple[str, str, type]]:
     """(section, leaf, class that declares it) of the whole configuration, the task's apart."""
     for field in dataclasses.fields(cls):
-        if dataclasses.is_dataclass(field.default) and not isinstance(field.default, Length):
+        if dataclasses.is_dataclass(field.default) and not isinstance(field.default, Duration):
             yield from leaves(type(field.default), field.name)
         elif (section, field.name) != ("", "task"):
             yield section, field.name, cls

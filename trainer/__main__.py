@@ -10,7 +10,7 @@ from typing import Any
 
 from trainer.commands.train import RankProcess, show_cause
 from trainer.config.command_line import check_not_empty
-from trainer.errors import EXIT_CONFIG, UNFIT, ConfigError
+from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.preflight import check_current_folder
 from trainer.resilience.stop_signals import attend
@@ -57,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        if error.errno not in UNFIT or is_foreign(error):
+        if error.errno not in PATH_ERRNOS or is_foreign(error):
             raise
         print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
         return EXIT_CONFIG

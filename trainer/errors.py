@@ -12,7 +12,7 @@ EXIT_NONFINITE = 77
 FINAL_EXIT_CODES = (EXIT_CONFIG, EXIT_STOPPED, EXIT_GAVE_UP, EXIT_NONFINITE)
 """Exit codes with which the trainer ends the run itself: a launcher must not restart it."""
 
-UNFIT = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
+PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 """Error numbers of path errors that a retry cannot fix."""
 
 
@@ -20,16 +20,16 @@ class TrainerError(Exception):
     """Base class of errors that end the run with an exit code of their own.
 
     Attributes:
-        teller: the rank that raised the error first, if another rank has reported it to this one.
+        origin_rank: the rank that raised the error first, if another rank has reported it to this one.
     """
 
     exit_code = EXIT_FAILURE
-    teller: int | None = None
+    origin_rank: int | None = None
 
 
-def told_by(rank: int, error: TrainerError) -> TrainerError:
+def from_rank(rank: int, error: TrainerError) -> TrainerError:
     """Mark an error as raised by another rank. Returns the error."""
-    error.teller = rank
+    error.origin_rank = rank
     return error
 
 

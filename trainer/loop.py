@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from trainer.data.sample_errors import refuse_copies
-from trainer.run.bad_steps import face_row, face_skipped, ranks_agree
+from trainer.data.sample_errors import check_replaced_share
+from trainer.run.bad_steps import handle_bad_streak, report_skipped_step, replicas_match
 from trainer.run.finish import finish
-from trainer.run.run import Parts
+from trainer.run.run import Run
 from trainer.run.validation import is_due, stop, validate
 from trainer.run.warmup import start
 from trainer.telemetry.status import Phase
 
 
-def train(run: Parts) -> dict[str, object]:
+def train(run: Run) -> dict[str, object]:
     """Collective. Train from the current position to the last step.
 
     Returns:
@@ -21,18 +21,18 @@ def train(run: Parts) -> dict[str, object]:
         StopRequested: a rank was asked to stop; the last complete step is saved.
     """
     start(run)
-    face_row(run)
+    handle_bad_streak(run)
     progress, last, save_requested = run.progress, run.intervals.total, False
     while True:
         step, intervals = progress.step, run.intervals
         validation_due = is_due(step, intervals.evaluate, last) and progress.validated < step
         save = save_requested or is_due(step, intervals.checkpoint, last)
         check_due = validation_due or save or is_due(step, intervals.verify, last)
-        if check_due and not ranks_agree(run):
+        if check_due and not replicas_match(run):
             continue  # rolled back to an older step
         if validation_due:
             validate(run)  # includes a validation that an earlier attempt did not finish
-        if run.state.best.has_waited(run.config.eval.patience):
+        if run.state.best.patience_is_exhausted(run.config.eval.patience):
             last = step
         if save or step >= last:
             run.checkpoint.save("periodic")
@@ -40,7 +40,7 @@ def train(run: Parts) -> dict[str, object]:
             return finish(run)
 
         run.status.enter(Phase.TRAIN)
-        result = run.step(run.loader.window(), wishes=run.wishes)
+        result = run.step(run.loader.window(), requests=run.requests)
         if result is None:
             run.loader.next_epoch()
             continue
@@ -49,14 +49,14 @@ def train(run: Parts) -> dict[str, object]:
             run.state.meter.add(result.sums.loss, result.sums.count)
         times = run.metrics.step(result, waited_s=run.loader.waited_s)
         run.timing.add(result.step, times, samples=result.sums.samples,
-                       held_s=run.checkpoint.held_s)
-        if result.fault:
-            face_skipped(run, result)
+                       save_stall_s=run.checkpoint.save_stall_s)
+        if result.skip_reason:
+            report_skipped_step(run, result)
         if result.sums.replaced:
-            refuse_copies(progress.replaced, progress.step * run.config.batch.global_size)
+            check_replaced_share(progress.replaced, progress.step * run.config.batch.global_size)
 
-        if result.sums.wishes:
-            run.heed_saves(result.sums.wishes)
-        save_requested = "save" in result.sums.wishes
-        if "stop" in result.sums.wishes:
+        if result.sums.requests:
+            run.acknowledge_save(result.sums.requests)
+        save_requested = "save" in result.sums.requests
+        if "stop" in result.sums.requests:
             stop(run)

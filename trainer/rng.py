@@ -30,7 +30,7 @@ _MANY = 64
 """Containers with more entries hold samples, not transforms, and are not searched."""
 
 
-def kept_by(*owners: Any) -> list[Any]:
+def find_generators(*owners: Any) -> list[Any]:
     """Find `random.Random`, `torch.Generator` and numpy generators in objects.
 
     The search covers attributes of objects and their classes, wrapped objects (Subset,
@@ -109,7 +109,7 @@ def _is_library(module: str) -> bool:
 
 
 def key(generators: Iterable[Any], *parts: int) -> None:
-    """Key generators of an object (see `kept_by`), each by its index."""
+    """Key generators of an object (see `find_generators`), each by its index."""
     base = mix(VECTOR, *parts)
     for index, generator in enumerate(generators):
         number = mix(index, state=base)
@@ -164,7 +164,7 @@ _seed_python = super(random.Random, _PYTHON).seed
 _seed_numpy, _seed_torch = np.random.seed, torch.default_generator.manual_seed
 
 
-def key_generators(*parts: int, state: int = 0, devices: bool = True) -> None:
+def seed_all(*parts: int, state: int = 0, devices: bool = True) -> None:
     """Key the process-wide generators: python, numpy, torch CPU and each device.
 
     Args:
@@ -189,7 +189,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def keyed(*parts: int) -> dict[str, Any]:
-    """What `snapshot` returns after `key_generators(*parts)`.
+    """What `snapshot` returns after `seed_all(*parts)`.
 
     Uses separate generators, so it does not change the process-wide ones; safe in any thread.
     """

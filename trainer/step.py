@@ -16,17 +16,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
 from trainer.checkpoint.buffers import Buffers
-from trainer.checkpoint.progress import Progress
+from trainer.checkpoint.progress import TrainProgress
 from trainer.config.schema import Clip
 from trainer.data import batch as batches
-from trainer.data.map_dataset import Micro
-from trainer.data.sampler import Slot
+from trainer.data.map_dataset import MicroBatch
+from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.comm_timer import Communication, Marks
-from trainer.distributed.ddp import COUNT, Objective, Sums, check_reduced
+from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.optim.adamw import AdamW
-from trainer.optim.bad_step_check import BAD, LEFT_OUT, Health
+from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
 from trainer.optim.ema import Ema
 from trainer.optim.optimizers import clip, zero_grad
 from trainer.resilience.progress_marks import ProgressMarks
@@ -38,26 +38,26 @@ class StepResult(NamedTuple):
 
     step: int
     epoch: int
-    sums: Sums
+    sums: StepSums
     lrs: tuple[float, ...]
     """Learning rates of this step's update, one per parameter group."""
     grad_norm: float
     """Global norm of the mean gradient before clipping."""
     scale: float | None
     """Loss scale of this step (fp16)."""
-    fault: str
+    skip_reason: str
     """Why the update was skipped (see `health`); "" if it was applied."""
     seconds: float
     device_s: float | None
     """Seconds from zero_grad to clip on the device's timeline (CUDA only)."""
     communication_s: float = 0.0
     """Estimated seconds that this rank waited for other ranks (see `communication`)."""
-    held_s: float = 0.0
+    save_stall_s: float = 0.0
     """Seconds that the update waited for a save to copy the state."""
 
     @property
     def skipped(self) -> bool:
-        return bool(self.fault)
+        return bool(self.skip_reason)
 
     @property
     def loss(self) -> float | None:
@@ -70,15 +70,15 @@ UPDATE = -2
 """Number that keys the randomness of the update, in place of a micro-batch's number."""
 
 
-class Wishes(Protocol):
+class Requests(Protocol):
     """Returns a rank's requests of all ranks; called as late as possible in a step."""
 
     def __call__(self) -> tuple[bool, ...]:
-        """Return a value for each member of `ddp.WISHES`."""
+        """Return a value for each member of `ddp.REQUESTS`."""
         ...
 
 
-def no_wishes() -> tuple[bool, ...]:
+def no_requests() -> tuple[bool, ...]:
     """Request nothing."""
     return ()
 
@@ -103,28 +103,28 @@ class Step:
     scaler: torch.amp.GradScaler
     autocast: Callable[[], contextlib.AbstractContextManager[None]]
     clip: Clip
-    progress: Progress
+    progress: TrainProgress
     seed: int
     num_ranks: int
     nominal_count: float
     marks: ProgressMarks
     broadcast: Callable[[Sequence[Tensor], int], None]
     health: Health
-    moving: list[Tensor] = field(default_factory=list)
+    local_buffers: list[Tensor] = field(default_factory=list)
     """Buffers that the forward changes on each rank separately. The last rank's are broadcast."""
-    kept_equal: Container[Tensor] = frozenset()
+    replicated_buffers: Container[Tensor] = frozenset()
     """All buffers that the forward changes: equal on all ranks at a step boundary."""
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
     ema: Ema | None = None
-    hunt: Callable[[Slot], contextlib.AbstractContextManager[None]] | None = None
+    nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
     """Factory of contexts that detect the origin of a NaN."""
-    reduction: Callable[[Iterable[Micro]], Iterable[Micro]] = iter
+    reduction: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]] = iter
     """Wraps the micro-batches of a step. After the last one, gradients and sums are those of all
     ranks. The default leaves the reduction to DDP."""
     shared: Container[Tensor] = ()
     """Buffers that are equal on all ranks after `reduction`."""
-    least_samples: int = 0
+    min_samples: int = 0
     """Minimum of samples in a window. A window at the end of a stream's epoch may have fewer; it
     gives no step."""
     all_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor
@@ -142,7 +142,7 @@ class Step:
         """DDP's context for forward *and* backward of micro-batches that are not the last."""
         self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
-        self.generators = rng.kept_by(*self.model.modules(), self.objective.loss)
+        self.generators = rng.find_generators(*self.model.modules(), self.objective.loss)
         """Random generators inside the model and the loss."""
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
@@ -153,41 +153,41 @@ class Step:
         for module in self.model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.communication = self.communication
-        self.in_place = False
+        self.mutates_batch = False
         """Whether the loss changes its batch, whose memory may belong to the data set."""
         self.moves_parameters = False
         """Whether the forward changes parameters on some rank. Within a step they are then not
         those of the last step boundary."""
-        self.gate = threading.Lock()
+        self.boundary_lock = threading.Lock()
         """Free from the beginning of a step to its update. While it is free, parameters, optimizer,
         progress and the copies of buffers are those of the last step boundary, and another thread
         that takes the lock may save them."""
-        self.gate.acquire()
-        self.shut = True
-        """Whether the main thread holds `gate`."""
+        self.boundary_lock.acquire()
+        self.holds_boundary_lock = True
+        """Whether the main thread holds `boundary_lock`."""
         self.boundary = torch.cuda.Event() if self.parameters[0].is_cuda else None
         """Recorded on the device at the last step boundary."""
 
     def __call__(
-        self, micro_batches: Iterable[Micro], *, wishes: Wishes = no_wishes
+        self, micro_batches: Iterable[MicroBatch], *, requests: Requests = no_requests
     ) -> StepResult | None:
         """Collective. Consume the next global batch, and apply or skip the update of the weights.
 
         Args:
-            micro_batches: those of this rank; the last one has `slot.last`.
-            wishes: returns this rank's requests of all ranks.
+            micro_batches: those of this rank; the last one has `spec.last`.
+            requests: returns this rank's requests of all ranks.
 
-        Returns None, on all ranks, if the window had fewer samples than `least_samples`.
+        Returns None, on all ranks, if the window had fewer samples than `min_samples`.
         """
         start, step = self.clock(), self.progress.step + 1
         if step in self.progress.excluded_steps:
-            return self.leave_out(micro_batches, step)
+            return self.skip_batch(micro_batches, step)
         self._begin()
         zero_grad(self.optimizer, self.parameters)
         for micro in self.reduction(micro_batches):
-            epoch = micro.slot.epoch
-            with NOTHING if self.hunt is None else self.hunt(micro.slot):
-                self.forward_backward(micro, wishes=wishes)
+            epoch = micro.spec.epoch
+            with NOTHING if self.nan_detector is None else self.nan_detector(micro.spec):
+                self.forward_backward(micro, requests=requests)
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
         self.scaler.unscale_(self.optimizer)
@@ -195,19 +195,19 @@ class Step:
         grad_norm = clip(self.parameters, self.clip)
         self.device_span.second()
         sums, norm = self.objective.read_sums(vector, grad_norm)  # waits for the device
-        if sums.samples < self.least_samples:
-            self.leave_no_trace()
+        if sums.samples < self.min_samples:
+            self.discard_window()
             return None
         lrs = tuple([float(group["lr"]) for group in self.optimizer.param_groups])
-        self.buffers.bring_home()
+        self.buffers.restore_storage()
         # All values are reduced, so all ranks reach the same decision.
-        fault = self.health.judge(
+        skip_reason = self.health.reason_to_skip(
             loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         self._broadcast_buffers()  # the last collective of the step
-        self.shut = self.gate.acquire()
+        self.holds_boundary_lock = self.boundary_lock.acquire()
         self.marks.mark(Phase.OPTIMIZER, step, epoch)
-        held_s = 0.0 if fault else self._prepare_update(step)
-        if not fault:
+        save_stall_s = 0.0 if skip_reason else self._prepare_update(step)
+        if not skip_reason:
             self.status.begin_update()
             self.scaler.step(self.optimizer)
             self.schedule.step()
@@ -217,7 +217,7 @@ class Step:
         else:
             self.buffers.put_back()
             self.status.begin_update()
-            self.progress.note_skipped(step, bad=fault in BAD)
+            self.progress.note_skipped(step, bad=skip_reason in BAD_REASONS)
         self.scaler.update()
         self.progress.replaced += sums.replaced
         self.progress.step = step
@@ -225,8 +225,8 @@ class Step:
         self.marks.mark(Phase.STEP_END, step, epoch)
         seconds = self.clock() - start
         return StepResult(
-            step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale, fault=fault,
-            seconds=seconds, device_s=self.device_span.between_s(), held_s=held_s,
+            step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale, skip_reason=skip_reason,
+            seconds=seconds, device_s=self.device_span.between_s(), save_stall_s=save_stall_s,
             communication_s=self.communication.take(seconds))
 
     def _begin(self) -> None:
@@ -236,9 +236,9 @@ class Step:
         self.status.begin_step()  # not before `keep`: an error would restore older buffers
         if self.boundary is not None:
             self.boundary.record()
-        if self.shut:
-            self.shut = False
-            self.gate.release()
+        if self.holds_boundary_lock:
+            self.holds_boundary_lock = False
+            self.boundary_lock.release()
 
     def _broadcast_buffers(self) -> None:
         """Collective. Make buffers equal on all ranks that the forward changes on each rank.
@@ -247,8 +247,8 @@ class Step:
         epoch. No collective follows in the step, so a rank that loses a peer has applied either
         the whole update or nothing of it.
         """
-        if self.moving:
-            self.broadcast(self.moving, self.num_ranks - 1)
+        if self.local_buffers:
+            self.broadcast(self.local_buffers, self.num_ranks - 1)
 
     def _prepare_update(self, step: int) -> float:
         """Wait for a save to copy the state, and key the randomness of the update.
@@ -256,66 +256,66 @@ class Step:
         Returns:
             seconds of waiting.
         """
-        held_s = -self.clock()
+        save_stall_s = -self.clock()
         self.before_update()
-        held_s += self.clock()
+        save_stall_s += self.clock()
         if self.own_update:  # the key is equal on all ranks
-            rng.key_generators(step, UPDATE, state=self.key, devices=self.on_device)
-        return held_s
+            rng.seed_all(step, UPDATE, state=self.key, devices=self.on_device)
+        return save_stall_s
 
     def forward_backward(
-        self, micro: Micro, *, wishes: Wishes = no_wishes, rehearsal: bool = False
+        self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
     ) -> None:
         """Collective. Compute forward and backward of a micro-batch; reduce after the last one.
 
         Args:
             rehearsal: the computation is not part of a step; nothing is injected.
         """
-        slot = micro.slot
-        if self.in_place:
+        spec = micro.spec
+        if self.mutates_batch:
             micro = replace(micro, batch=batches.copy_of(micro.batch))
         mark = self.marks.mark if not rehearsal else self.marks.rehearse
-        mark(Phase.FORWARD, slot.step, slot.epoch)
-        rng.key_generators(slot.step, slot.number, state=self.key, devices=self.on_device)
+        mark(Phase.FORWARD, spec.step, spec.epoch)
+        rng.seed_all(spec.step, spec.number, state=self.key, devices=self.on_device)
         if self.generators:
-            rng.key(self.generators, self.seed, rng.MICRO, slot.step, slot.number)
-        accumulating = NOTHING if slot.last or self.no_sync is None else self.no_sync()
+            rng.key(self.generators, self.seed, rng.MICRO, spec.step, spec.number)
+        accumulating = NOTHING if spec.last or self.no_sync is None else self.no_sync()
         with accumulating:
             with self.autocast():
                 loss = self.wrapped(micro.batch, micro.samples,
-                                    wishes() if slot.last else None, len(micro.replaced))
-            mark(Phase.BACKWARD, slot.step, slot.epoch)
-            reduced = slot.last and self.num_ranks > 1
+                                    requests() if spec.last else None, len(micro.replaced))
+            mark(Phase.BACKWARD, spec.step, spec.epoch)
+            reduced = spec.last and self.num_ranks > 1
             if reduced:
                 self.communication.watch(loss)
             with self.waiting if reduced else NOTHING:
                 self.scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
-        if slot.last and self.num_ranks > 1:
-            check_reduced(self.wrapped, slot, self.trained)
+        if spec.last and self.num_ranks > 1:
+            check_reduced(self.wrapped, spec, self.trained)
             self.communication.reduced()
 
-    def leave_out(self, micro_batches: Iterable[Micro], step: int) -> StepResult | None:
+    def skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
         """Consume an excluded global batch without any computation. Collective for a stream.
 
         Returns:
-            None, on all ranks, if the window had fewer samples than `least_samples`.
+            None, on all ranks, if the window had fewer samples than `min_samples`.
         """
         start, samples = self.clock(), 0
         for micro in micro_batches:
-            epoch, samples = micro.slot.epoch, samples + micro.samples
-        if self.least_samples and self.all_sum(torch.tensor(samples)) < self.least_samples:
+            epoch, samples = micro.spec.epoch, samples + micro.samples
+        if self.min_samples and self.all_sum(torch.tensor(samples)) < self.min_samples:
             return None
         self.progress.note_skipped(step)
         self.progress.step = step
         return StepResult(
-            step=step, epoch=epoch, sums=Sums.nothing(), fault=LEFT_OUT, grad_norm=math.nan,
+            step=step, epoch=epoch, sums=StepSums.empty(), skip_reason=EXCLUDED, grad_norm=math.nan,
             lrs=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
             scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
             seconds=self.clock() - start, device_s=None,
         )  # fmt: skip
 
-    def beside(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which another thread that holds `gate` reads the state of the last boundary.
+    def side_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which another thread that holds `boundary_lock` reads the state of the last boundary.
 
         On a GPU this is a side stream that waits only for the work before that boundary.
         """
@@ -325,9 +325,9 @@ class Step:
         stream.wait_event(self.boundary)
         return torch.cuda.stream(stream)
 
-    def leave_no_trace(self) -> None:
+    def discard_window(self) -> None:
         """Undo a window that gives no step: buffers, and the scaler's record of its gradients."""
-        self.shut = self.gate.acquire()
+        self.holds_boundary_lock = self.boundary_lock.acquire()
         self.buffers.put_back()
         kept = self.scaler.state_dict()
         self.scaler.update()

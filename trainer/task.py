@@ -49,7 +49,7 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     if not isinstance(outcome, Outcome):
         raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
                           "trainer.Outcome(total, count, metrics={name: (sum, count)}).")
-    if wrong := misused(outcome):
+    if wrong := find_misuse(outcome):
         raise ConfigError(f"the task's loss: {wrong}.")
     metrics: dict[str, tuple[Any, Any]] = {}
     if isinstance(outcome.total, Mapping):
@@ -75,7 +75,7 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
 
 
 @dataclass(frozen=True)
-class Given:
+class ObjectTask:
     """A task that can't be recreated from config.toml, such as one with tensors in memory.
 
     It delegates to the object. The fields are saved in the run folder; an instance created from
@@ -89,7 +89,7 @@ class Given:
     other objects. Empty if the object is no dataclass, because its attributes may change."""
 
     @classmethod
-    def of(cls, task: Any) -> Given:
+    def of(cls, task: Any) -> ObjectTask:
         """Wrap an object and describe it."""
         names = [f.name for f in fields(task)] if is_dataclass(task) else []
         described = tuple(f"{name}={_described(getattr(task, name))}" for name in names)
@@ -126,7 +126,7 @@ class Given:
         return self.given
 
 
-def code(task: Any) -> bytes:
+def source_code(task: Any) -> bytes:
     """Source file of a task's class; for a class from a notebook, the bytecode of its methods."""
     kind = type(getattr(task, "given", task))
     try:
@@ -159,12 +159,12 @@ BUILT_IN = {
 }
 """Name of a built-in task → its import path."""
 
-CALLS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
+METHOD_ARGUMENTS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
          "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
          "fingerprint": (), "figures": (), "first_loss": ()}
 """Method of a task → names of its arguments."""
-NEEDED = ("model", "dataset", "loss")
-ELSEWHERE = {
+REQUIRED_METHODS = ("model", "dataset", "loss")
+FOREIGN_METHODS = {
     "collate_fn": "collate(samples)", "param_groups": "parameter_groups(model)",
     "predict_step": "predict(model, batch)",
     **dict.fromkeys(("training_step", "train_step", "validation_step", "test_step"),
@@ -200,7 +200,7 @@ class Outcome:
     table: Tensor | None = None
 
 
-def misused(outcome: Outcome) -> str:
+def find_misuse(outcome: Outcome) -> str:
     """Why an `Outcome` is invalid; empty if it is valid."""
     named = {"Outcome.count": outcome.count}
     if not isinstance(outcome.metrics, Mapping):
@@ -289,7 +289,7 @@ def find_task(name: str) -> type:
     if not (isinstance(found, type) and dataclasses.is_dataclass(found)):
         raise ConfigError(f"--task {name}: {path} is not a dataclass; put "
                           "@dataclass(frozen=True) above the class; its fields become flags.")
-    missing = [m for m in NEEDED if not callable(getattr(found, m, None))]
+    missing = [m for m in REQUIRED_METHODS if not callable(getattr(found, m, None))]
     if missing:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
                           "defines model(), dataset(split) and loss(model, batch).")
@@ -301,21 +301,21 @@ def find_task(name: str) -> type:
     return found
 
 
-def uncalled(task: Any) -> str:
+def uncalled_methods(task: Any) -> str:
     """A warning about methods with names of other trainers, which are never called; empty: none."""
-    found = [f"{name}() isn't called; instead define {here}" for name, here in ELSEWHERE.items()
+    found = [f"{name}() isn't called; instead define {here}" for name, here in FOREIGN_METHODS.items()
              if callable(getattr(task, name, None))
-             and (here.partition("(")[0] in NEEDED or not hasattr(task, here.partition("(")[0]))]
+             and (here.partition("(")[0] in REQUIRED_METHODS or not hasattr(task, here.partition("(")[0]))]
     return f"{type(task).__name__}: {'; '.join(found)}" if found else ""
 
 
-def refuse_calls(task: Any) -> None:
+def check_signatures(task: Any) -> None:
     """Raise ConfigError if a method of the task doesn't accept the arguments of its call."""
     task = getattr(task, "given", task)  # for a task given as an object, its own methods
     if isinstance(model := getattr(task, "model", None), nn.Module):
         raise ConfigError(f"--task: model of {type(task).__name__} is a {type(model).__name__}; "
                           "make it a method that returns a new model: def model(self).")
-    for name, given in CALLS.items():
+    for name, given in METHOD_ARGUMENTS.items():
         if error := _unfit(getattr(task, name, None), *given):
             signature = inspect.signature(getattr(task, name))
             raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
@@ -336,7 +336,7 @@ def _unfit(function: Any, *given: str) -> str:
     return ""
 
 
-def figures_of(task: Any) -> dict[str, Any]:
+def task_figures(task: Any) -> dict[str, Any]:
     """The functions returned by `Task.figures`, by name; empty without such a method.
 
     Raises:
@@ -355,7 +355,7 @@ def figures_of(task: Any) -> dict[str, Any]:
     return dict(figures)
 
 
-def take_task(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     """Split `--task NAME` from the other arguments; the task determines which flags exist.
 
     Returns:

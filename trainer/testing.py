@@ -17,11 +17,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.checkpoint.progress import Progress
-from trainer.config.schema import Clip, Nonfinite, Optim
+from trainer.checkpoint.progress import TrainProgress
+from trainer.config.schema import Clip, BadStepConfig, Optim
 from trainer.data import batch as batches
-from trainer.data.map_dataset import KeyedSamples, Micro, begin_epoch
-from trainer.data.sampler import Slot
+from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
+from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import ConfigError
@@ -31,7 +31,7 @@ from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run import state_dict_checks
 from trainer.run.hidden_state import differing, same, values
 from trainer.step import Step
-from trainer.task import EMPTY, SPLITS, Outcome, check_outcome, figures_of, refuse_calls, uncalled
+from trainer.task import EMPTY, SPLITS, Outcome, check_outcome, task_figures, check_signatures, uncalled_methods
 
 SEED = 0
 
@@ -72,7 +72,7 @@ def check_items(task: Any, batch_size: int) -> Iterator[str]:
 
 def dataset_of(task: Any, split: str) -> Any:
     """A split's data set, created as in a run."""
-    rng.key_generators(SEED, rng.DATA)
+    rng.seed_all(SEED, rng.DATA)
     return task.dataset(split)
 
 
@@ -81,13 +81,13 @@ def read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> 
     collate = getattr(task, "collate", batches.collate)
     if isinstance(dataset, IterableDataset):
         begin_epoch(dataset, epoch, seed=SEED)
-        rng.key_generators(SEED, rng.SAMPLE, epoch)
-        rng.key(rng.kept_by(dataset), SEED, rng.SAMPLE, epoch)
+        rng.seed_all(SEED, rng.SAMPLE, epoch)
+        rng.key(rng.find_generators(dataset), SEED, rng.SAMPLE, epoch)
         items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]
         return collate(items)
     indices = tuple(range(first, min(first + count, len(dataset))))
     return KeyedSamples(dataset, seed=SEED, collate=collate)[
-        Slot(1, epoch, 0, True, indices)].batch
+        MicroBatchSpec(1, epoch, 0, True, indices)].batch
 
 
 def raised(doing: str, error: Exception) -> str:
@@ -143,15 +143,15 @@ class _Case:
 
     def model(self, task: Any = None) -> nn.Module:
         """A newly initialised model in training mode, with the same weights in each call."""
-        rng.key_generators(SEED, rng.MODEL)
+        rng.seed_all(SEED, rng.MODEL)
         model = (task or self.task).model()
         guard_plain(model.train())
         return model
 
     def outcome(self, model: nn.Module, batch: Any, *, key: int = 0, task: Any = None) -> Outcome:
         loss = (task or self.task).loss
-        rng.key_generators(SEED, rng.MICRO, key)
-        rng.key(rng.kept_by(*model.modules(), loss), SEED, rng.MICRO, key)
+        rng.seed_all(SEED, rng.MICRO, key)
+        rng.key(rng.find_generators(*model.modules(), loss), SEED, rng.MICRO, key)
         return loss(model, batch)
 
 
@@ -159,10 +159,10 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     pristine = _copy_of(task)
     problems = list(check_items(task, batch_size))
     irreproducible = bool(problems)
-    problems += [unused] if (unused := uncalled(task)) else []
+    problems += [unused] if (unused := uncalled_methods(task)) else []
     try:
-        refuse_calls(task)
-        figures_of(task)
+        check_signatures(task)
+        task_figures(task)
         case = _case(task, batch_size)
     except Exception as error:
         return problems or [str(error).removeprefix("--task: ") if isinstance(error, ConfigError)
@@ -204,7 +204,7 @@ def _case(task: Any, batch_size: int) -> _Case:
 
 def _check_model(case: _Case) -> Iterator[str]:
     try:
-        rng.key_generators(SEED, rng.MODEL)
+        rng.seed_all(SEED, rng.MODEL)
         model = case.task.model()
     except Exception as error:
         yield raised("model()", error)
@@ -335,11 +335,11 @@ def _check_step(case: _Case) -> Iterator[str]:
         objective=objective, wrapped=objective, model=model, optimizer=optimizer,
         schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(), progress=Progress(), seed=SEED, num_ranks=1, nominal_count=case.size,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
+        clip=Clip(), progress=TrainProgress(), seed=SEED, num_ranks=1, nominal_count=case.size,
+        marks=ProgressMarks(), broadcast=lambda tensors, source: None, health=Health(BadStepConfig()),
     )  # fmt: skip
-    full = Micro(Slot(1, 0, 0, False, tuple(range(case.size))), case.whole)
-    empty = Micro(Slot(1, 0, -1, True, ()), batches.empty(case.whole))
+    full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
+    empty = MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), batches.empty(case.whole))
     result = step([full, empty])
     assert result is not None, "the step had samples"
     broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]

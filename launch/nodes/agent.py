@@ -10,9 +10,9 @@ from typing import Any
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
 from launch.agent import TERM_S, HotAgent
-from launch.exit_policy import Verdict, judge
+from launch.exit_policy import ExitDecision, decide
 from launch.nodes.endpoint import STORE_ERRORS
-from launch.nodes.rendezvous import Change, NodesRendezvous, RunOver
+from launch.nodes.rendezvous import MembershipChange, NodesRendezvous, RunEnded
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
 
 POLL_S = 0.25
@@ -31,15 +31,15 @@ class NodeAgent(HotAgent):
         """Run until the run ends, with the same exit code on all nodes."""
         try:
             return super().run(*args)
-        except RunOver as over:
-            if over.why:
-                self._output.say(over.why)
-            self.verdict = Verdict(code=over.code, restart=False)
+        except RunEnded as over:
+            if over.reason:
+                self._output.print_line(over.reason)
+            self.decision = ExitDecision(code=over.code, restart=False)
         except ConfigError as error:
-            self._output.say(f"error: {error}")
-            self.verdict = Verdict(code=EXIT_CONFIG, restart=False)
+            self._output.print_line(f"error: {error}")
+            self.decision = ExitDecision(code=EXIT_CONFIG, restart=False)
         finally:
-            self._nodes.farewell()
+            self._nodes.leave()
 
     def _rendezvous(self, worker_group: WorkerGroup) -> None:
         while True:
@@ -60,42 +60,42 @@ class NodeAgent(HotAgent):
         pids = super()._start_workers(worker_group)
         size = worker_group.workers[0].world_size if worker_group.workers else 0
         names = ", ".join(sorted(address for address, _ in self._members))
-        self._output.say(
+        self._output.print_line(
             f"{len(self._members)} node{'s' * (len(self._members) != 1)}: {names}; "
             f"{size} rank{'s' * (size != 1)}")
         return pids
 
     def _forward_stop(self) -> None:
         if self._stop.signal is not None:
-            self._nodes.ask_stop()
-        elif self._nodes.stop_asked:
-            self._output.say("another node received a stop request")
+            self._nodes.request_stop()
+        elif self._nodes.stop_requested:
+            self._output.print_line("another node received a stop request")
             self._stop.signal = signal.SIGTERM
         super()._forward_stop()
 
     def _allow_restart(self, max_restarts: int) -> None:
-        code = self.verdict.code
-        requested = self._stop.signal is not None or self._nodes.stop_asked
+        code = self.decision.code
+        requested = self._stop.signal is not None or self._nodes.stop_requested
         # Ranks whose launcher was killed request a stop of all ranks: this may be the cause, too.
         if code == EXIT_STOPPED and not requested and (
-            self._nodes.is_changing() or self._nodes.lacks_member(all_stopped=True)
+            self._nodes.is_changing() or self._nodes.has_lost_member(all_stopped=True)
         ):  # fmt: skip
             self._remaining_restarts += 1  # torch subtracts it again
             self._record_phases()
             return
         if (ended := self._nodes.ended()) is not None:
             self._end(ended)
-        if not self.verdict.restart:
+        if not self.decision.restart:
             super()._allow_restart(max_restarts)
             self._end(code)
-        cause = self.verdict.cause
+        cause = self.decision.cause
         self._maybe_secondary = cause is not None and cause.code == EXIT_FAILURE
         super()._allow_restart(max_restarts)
         if not self._remaining_restarts:
             self._end(EXIT_FAILURE)
 
     def _grant_extra_restart(self) -> bool:
-        if self._maybe_secondary and self._nodes.lacks_member():
+        if self._maybe_secondary and self._nodes.has_lost_member():
             self._remaining_restarts = 1
             return True
         return False
@@ -104,21 +104,21 @@ class NodeAgent(HotAgent):
         """End the run with the exit code of the node that ended it first.
 
         Raises:
-            RunOver: always.
+            RunEnded: always.
         """
         first = self._nodes.end(code)
-        raise RunOver(first, "" if first == code else f"another node ended with code {first}")
+        raise RunEnded(first, "" if first == code else f"another node ended with code {first}")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
         change, self._nodes.change = self._nodes.change, None
         if change is not None and self._ranks.living:
-            self._output.say(f"{change.why}; the ranks save and restart")
+            self._output.print_line(f"{change.reason}; the ranks save and restart")
             noticed_s = time.time()
             self._stop_for(change)
             self._phases = {"stop": noticed_s, "rendezvous": time.time()}
         super()._restart_workers(worker_group)
 
-    def _stop_for(self, change: Change) -> None:
+    def _stop_for(self, change: MembershipChange) -> None:
         """Let the ranks save and exit.
 
         If the group is complete, this is an ordinary stop without a time limit. Otherwise the
@@ -126,14 +126,14 @@ class NodeAgent(HotAgent):
         saves the last step boundary alone, unless a newer attempt has begun.
 
         Raises:
-            RunOver: the run has ended meanwhile.
+            RunEnded: the run has ended meanwhile.
         """
         complete = change.kind == "join" or (change.kind == "lost" and len(self._members) == 1)
         if complete:
             self._nodes.begin_change()
             self._ranks.signal(signal.SIGTERM, forced=True)
         else:
-            self._ranks.tell(change.kind)
+            self._ranks.send_keyword(change.kind)
         kill_at = None if complete else time.monotonic() + self._grace_s
         while self._ranks.living:
             self._exits += self._ranks.wait(POLL_S)
@@ -144,12 +144,12 @@ class NodeAgent(HotAgent):
             elif kill_at is not None and now_s > kill_at:
                 self._ranks.signal(signal.SIGTERM, forced=True)
             elif kill_at is None and (self._is_broken() or not self._ranks.server_lives):
-                self._ranks.tell("lost")
+                self._ranks.send_keyword("lost")
                 kill_at = now_s + self._grace_s
-        self.verdict = judge([dataclasses.replace(end, forced=False) for end in self._exits],
+        self.decision = decide([dataclasses.replace(end, forced=False) for end in self._exits],
                              stop_at_s=self._stop_at_s)
-        code = self.verdict.code
-        if not self.verdict.restart and (code != EXIT_STOPPED or self._stop.signal is not None):
+        code = self.decision.code
+        if not self.decision.restart and (code != EXIT_STOPPED or self._stop.signal is not None):
             self._end(code)
 
     def _is_broken(self) -> bool:
@@ -161,4 +161,4 @@ class NodeAgent(HotAgent):
 
     def _exit_barrier(self) -> None:
         """Publish the exit code once all ranks of the run have finished together."""
-        self.verdict = Verdict(code=self._nodes.end(self.verdict.code), restart=False)
+        self.decision = ExitDecision(code=self._nodes.end(self.decision.code), restart=False)

@@ -17,7 +17,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from trainer.distributed import sockets
 from trainer.errors import ConfigError
 
-SILENT_S = 4.0
+STORE_TIMEOUT_S = 4.0
 """A store without an answer for this long counts as lost. Shorter than the time after which other
 nodes declare this node dead."""
 
@@ -46,14 +46,14 @@ class Endpoint:
         self._server: TCPStore | None = None  # serves as long as the object exists
         self._has_connected = False
         try:
-            routes = sockets.ways_to(host, port)
+            routes = sockets.routes_to(host, port)
         except OSError as error:
             raise ConfigError(f"--rdzv-endpoint {self}: {error.strerror or error}") from error
         if not routes:
             raise ConfigError(f"--rdzv-endpoint {self}: this machine has no route to it; "
                               "use an address that all nodes can reach")
-        self.own, target = routes[0]
-        self._is_local = self.own == target
+        self.own_address, target = routes[0]
+        self._is_local = self.own_address == target
 
     def __str__(self) -> str:
         return f"{self._host}:{self._port}"
@@ -62,7 +62,7 @@ class Endpoint:
     def hosts(self) -> bool:
         return self._server is not None
 
-    def connect(self, on_read: Callable[[], None]) -> tuple[Backend, TCPStore]:
+    def connect(self, on_read: Callable[[], None]) -> tuple[GuardedBackend, TCPStore]:
         """Host the store if this node has the endpoint's address, and connect to it twice.
 
         Args:
@@ -101,7 +101,7 @@ class Endpoint:
         waiting.set_timeout(timedelta(seconds=WAIT_S))
         self._has_connected = True
         inodes = self._connections_since(before)
-        return Backend(requests, on_read=on_read, inodes=inodes), waiting
+        return GuardedBackend(requests, on_read=on_read, inodes=inodes), waiting
 
     def _connections_since(self, before: Collection[int]) -> set[int]:
         """The connections to the endpoint that were made after `before`."""
@@ -111,7 +111,7 @@ class Endpoint:
     def _listen(self) -> bool:
         """Host the store, at the endpoint's address only. Returns False if the port is in use."""
         try:
-            self._server = serve(self.own, self._port)[0]
+            self._server = host_store(self.own_address, self._port)[0]
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 return False  # by another launcher on this machine, or by another program
@@ -120,7 +120,7 @@ class Endpoint:
         return True
 
 
-def serve(address: str, port: int = 0) -> tuple[TCPStore, int]:
+def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     """Host a store on `port` (0: a free one); returns the store and its port.
 
     The store is served as long as the object exists. TCPStore itself would listen on all
@@ -133,7 +133,7 @@ def serve(address: str, port: int = 0) -> tuple[TCPStore, int]:
                     master_listen_fd=listener.detach()), port
 
 
-class Backend(C10dRendezvousBackend):
+class GuardedBackend(C10dRendezvousBackend):
     """torch's backend with a hook on reads, which also closes the connections of a silent store.
 
     A call to a store whose host is cut off blocks until the network is back, whatever its timeout.
@@ -157,7 +157,7 @@ class Backend(C10dRendezvousBackend):
         self._on_read()
         return state
 
-    def ask(self, operation: str, *arguments: Any) -> Any:
+    def call(self, operation: str, *arguments: Any) -> Any:
         """Call a store operation that is answered immediately.
 
         Raises:
@@ -173,7 +173,7 @@ class Backend(C10dRendezvousBackend):
     def _guard(self) -> None:
         while not self._closed.wait(GUARD_S):
             now_s = time.monotonic()
-            if now_s - min(list(self._called_s.values()), default=now_s) > SILENT_S:
+            if now_s - min(list(self._called_s.values()), default=now_s) > STORE_TIMEOUT_S:
                 self.close()
 
     def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:

@@ -38,7 +38,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from launch.nodes.endpoint import SILENT_S, STORE_ERRORS, Backend, Endpoint, serve
+from launch.nodes.endpoint import STORE_TIMEOUT_S, STORE_ERRORS, GuardedBackend, Endpoint, host_store
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
 
 KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5
@@ -48,34 +48,34 @@ With 2 s, a slow node was declared dead, and both nodes continued alone."""
 LAST_CALL_S = 1.0
 """How long a round waits for more nodes once the minimum has joined (torch: 30 s)."""
 
-RETRY_S, FAREWELL_S = 0.3, 8.0
+RETRY_S, LINGER_S = 0.3, 8.0
 
 
-class RunOver(Exception):
+class RunEnded(Exception):
     """The run ends on this node, with this exit code.
 
     Attributes:
-        why: message for the user; empty if it has been printed before.
+        reason: message for the user; empty if it has been printed before.
     """
 
-    def __init__(self, code: int, why: str = "") -> None:
-        super().__init__(why)
+    def __init__(self, code: int, reason: str = "") -> None:
+        super().__init__(reason)
         self.code = code
-        self.why = why
+        self.reason = reason
 
 
 @dataclasses.dataclass(frozen=True)
-class Change:
+class MembershipChange:
     """A change of the set of nodes that requires a restart of the ranks.
 
     Attributes:
         kind: "join": a node waits to join, the group is complete. "lost": a node or the store is
             gone. "stale": a newer attempt has begun without this node.
-        why: message for the user.
+        reason: message for the user.
     """
 
     kind: str
-    why: str
+    reason: str
 
 
 class NodesRendezvous(RendezvousHandler):
@@ -86,10 +86,10 @@ class NodesRendezvous(RendezvousHandler):
         min_nodes, max_nodes: number of nodes that a round needs, and accepts.
         rejoin_timeout_s: time limit while the store does not answer or too few nodes join.
         stopped: returns whether this node received a stop request.
-        say: prints a line for the user.
+        print_line: prints a line for the user.
 
     Attributes:
-        stop_asked: whether any node received a stop request.
+        stop_requested: whether any node received a stop request.
         change: the change that requires a restart, once `num_nodes_waiting` has detected it.
         members: address and pid of each node of this round.
 
@@ -99,21 +99,21 @@ class NodesRendezvous(RendezvousHandler):
 
     def __init__(
         self, host: str, port: int, *, min_nodes: int, max_nodes: int, rejoin_timeout_s: float,
-        stopped: Callable[[], bool], say: Callable[[str], None],
+        stopped: Callable[[], bool], print_line: Callable[[str], None],
     ) -> None:  # fmt: skip
-        self.stop_asked = False
-        self.change: Change | None = None
+        self.stop_requested = False
+        self.change: MembershipChange | None = None
         self.members: frozenset[tuple[str, int]] = frozenset()
         self._endpoint = Endpoint(host, port)
         self._min_nodes, self._max_nodes = min_nodes, max_nodes
         self._rejoin_timeout_s = rejoin_timeout_s
-        self._stopped, self._say = stopped, say
+        self._stopped, self._say = stopped, print_line
         self._launch_id = uuid.uuid4().hex
         self._nonce = ""
         self._joining = False
         self._attempt_server: TCPStore | None = None
         self._handler: DynamicRendezvousHandler | None = None
-        self._backend: Backend | None = None
+        self._backend: GuardedBackend | None = None
         self._call: Callable[..., Any] = _raise_lost
         self._round: Store = _LOST_STORE
         # Otherwise torch's agents share one store, which a node that joins later does not know.
@@ -134,7 +134,7 @@ class NodesRendezvous(RendezvousHandler):
         """Join the next round; reconnect as often as the store is lost meanwhile.
 
         Raises:
-            RunOver: the run has ended, a stop was requested, or `rejoin_timeout_s` has passed.
+            RunEnded: the run has ended, a stop was requested, or `rejoin_timeout_s` has passed.
             ConfigError: another program listens at the endpoint.
         """
         began_s, warned = time.monotonic(), False
@@ -147,16 +147,16 @@ class NodesRendezvous(RendezvousHandler):
                 self._joining = False
                 return self._open_attempt(handler, info)
             except RendezvousTimeoutError as error:
-                raise RunOver(EXIT_FAILURE, f"fewer than {self._min_nodes} nodes joined within "
+                raise RunEnded(EXIT_FAILURE, f"fewer than {self._min_nodes} nodes joined within "
                               f"--rejoin-timeout {self._rejoin_timeout_s:g} s") from error
             except STORE_ERRORS:  # or a peer has died during the rendezvous
                 self._joining = True
                 self._drop_connections()
             waited_s = time.monotonic() - began_s
             if waited_s > self._rejoin_timeout_s:
-                raise RunOver(EXIT_FAILURE, f"{self._description} did not answer within "
+                raise RunEnded(EXIT_FAILURE, f"{self._description} did not answer within "
                               f"--rejoin-timeout {self._rejoin_timeout_s:g} s")
-            if not warned and waited_s > SILENT_S:
+            if not warned and waited_s > STORE_TIMEOUT_S:
                 warned = True
                 self._say(f"{self._description} does not answer; retrying for "
                           f"{self._rejoin_timeout_s:g} s (--rejoin-timeout)")
@@ -187,10 +187,10 @@ class NodesRendezvous(RendezvousHandler):
         """Whether any node has stopped its ranks of this round because a node joins."""
         return bool(_or_none(lambda: self._round.check(["trainer/change"])))
 
-    def ask_stop(self) -> None:
+    def request_stop(self) -> None:
         """Publish the stop request of this node to the other nodes."""
-        if not self.stop_asked:
-            self.stop_asked = True
+        if not self.stop_requested:
+            self.stop_requested = True
             _or_none(lambda: self._call("set", "trainer/stop", "1"))
 
     def end(self, code: int) -> int:
@@ -204,7 +204,7 @@ class NodesRendezvous(RendezvousHandler):
             return None
         return int(_or_none(lambda: self._call("get", "trainer/end")) or EXIT_FAILURE)
 
-    def lacks_member(self, *, all_stopped: bool = False) -> bool:
+    def has_lost_member(self, *, all_stopped: bool = False) -> bool:
         """Whether a node of this round is lost; waits until a loss would have been detected.
 
         Args:
@@ -221,13 +221,13 @@ class NodesRendezvous(RendezvousHandler):
             time.sleep(RETRY_S)
         return True
 
-    def farewell(self) -> None:
+    def leave(self) -> None:
         """At the end, keep hosting the store until the other nodes have read the exit code."""
         self._joining = False
         if not self._endpoint.hosts:
             _or_none(lambda: self._call("set", f"trainer/bye/{_key(self._me)}", "1"))
             return
-        deadline_s = time.monotonic() + FAREWELL_S
+        deadline_s = time.monotonic() + LINGER_S
         while time.monotonic() < deadline_s:
             state = _or_none(self._state)
             others = {(n.addr, n.pid) for n in state.last_heartbeats} if state else set()
@@ -242,14 +242,14 @@ class NodesRendezvous(RendezvousHandler):
 
     @property
     def _me(self) -> tuple[str, int]:
-        return self._endpoint.own, os.getpid()
+        return self._endpoint.own_address, os.getpid()
 
     def _connect(self) -> DynamicRendezvousHandler:
         self._backend, waiting = self._endpoint.connect(self._check_requests)
         if not self._nonce:
             self._say(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
                       f"at {self._endpoint}")
-        self._call = self._backend.ask
+        self._call = self._backend.call
         if self._nonce:  # a new store: the launch keeps the id that this node knows
             self._call("set", "trainer/launch", self._launch_id)
         else:
@@ -273,7 +273,7 @@ class NodesRendezvous(RendezvousHandler):
         self._attempt_server = None
         if info.rank == 0:
             address = self._me[0]
-            self._attempt_server, port = serve(address)
+            self._attempt_server, port = host_store(address)
             attempt = {"address": address, "port": port, "nonce": uuid.uuid4().hex,
                        "launch": self._call("get", "trainer/launch").decode()}  # fmt: skip
             self._call("set", "trainer/newest", attempt["nonce"])
@@ -300,38 +300,38 @@ class NodesRendezvous(RendezvousHandler):
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
         return self._handler._state_holder.state
 
-    def _find_change(self) -> Change | None:
+    def _find_change(self) -> MembershipChange | None:
         try:
             state = self._state()
             newest = self._call("get", "trainer/newest").decode()
         except STORE_ERRORS:
             self._drop_connections()
-            return Change("lost", f"{self._description} no longer answers")
+            return MembershipChange("lost", f"{self._description} no longer answers")
         if newest != self._nonce:
-            return Change("stale", "the other nodes have continued without this one")
+            return MembershipChange("stale", "the other nodes have continued without this one")
         present = {(node.addr, node.pid) for node in state.participants}
         if self._me not in present:
-            return Change("lost", "the other nodes have declared this one lost")
+            return MembershipChange("lost", "the other nodes have declared this one lost")
         if gone := sorted(self.members - present):
-            return Change("lost", f"node {', '.join(addr for addr, _ in gone)} is gone")
+            return MembershipChange("lost", f"node {', '.join(addr for addr, _ in gone)} is gone")
         if state.wait_list:
             names = sorted({node.addr for node in state.wait_list})
-            return Change("join", f"node {', '.join(names)} joins")
+            return MembershipChange("join", f"node {', '.join(names)} joins")
         return None
 
     def _check_requests(self) -> None:
-        self.stop_asked = self.stop_asked or self._call("check", ["trainer/stop"])
+        self.stop_requested = self.stop_requested or self._call("check", ["trainer/stop"])
         if self._joining and threading.current_thread() is threading.main_thread():
             if self._call("check", ["trainer/end"]):
                 code = int(self._call("get", "trainer/end"))
-                raise RunOver(code, "another node has ended the run")
+                raise RunEnded(code, "another node has ended the run")
             self._raise_if_stopped()
 
     def _raise_if_stopped(self) -> None:
         if self._stopped():
-            self.ask_stop()  # otherwise the other nodes wait for this one
-        if self.stop_asked:
-            raise RunOver(EXIT_STOPPED)
+            self.request_stop()  # otherwise the other nodes wait for this one
+        if self.stop_requested:
+            raise RunEnded(EXIT_STOPPED)
 
 
 def _raise_lost(*_: Any) -> Any:

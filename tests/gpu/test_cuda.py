@@ -13,12 +13,12 @@ import torch
 
 from trainer.commands.compare import differences
 from trainer.config import command_line
-from trainer.data.map_dataset import Micro
+from trainer.data.map_dataset import MicroBatch
 from trainer.distributed.comm_timer import Marks
 from trainer.distributed.partition import block
-from trainer.distributed.rank_invariant_reduction import Fold
-from trainer.distributed.world import Launch, World
-from trainer.resilience.stop_signals import StopRequest
+from trainer.distributed.rank_invariant_reduction import TreeSum
+from trainer.distributed.world import LaunchInfo, World
+from trainer.resilience.stop_signals import StopSignals
 from trainer.resilience.watchdog import Watchdog
 from trainer.run.build import build
 from trainer.run.warmup import start
@@ -99,9 +99,9 @@ def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, argument
                                  "--parallel.reduction=canonical", "--batch.global-size=96",
                                  "--batch.micro-size=16", *arguments])
     log = Log(level="warning")
-    with (World.form(device=DEVICE, launch=Launch()) as world,
+    with (World.form(device=DEVICE, launch=LaunchInfo()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopRequest(), watchdog.marks)
+        parts = build(config, world, log, StopSignals(), watchdog.marks)
         start(parts)
         parts.step(parts.loader.window())  # an optimizer state, and other weights
         micros = list(parts.loader.window())
@@ -115,7 +115,7 @@ def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, argument
         assert all(torch.equal(a, b) for a, b in zip(found[0], gradients, strict=True))
 
 
-def in_step(step: Step, micros: list[Micro]) -> list[torch.Tensor]:
+def in_step(step: Step, micros: list[MicroBatch]) -> list[torch.Tensor]:
     """The sum of the gradients as a step makes it."""
     step.optimizer.zero_grad(set_to_none=True)
     for micro in step.reduction(micros):
@@ -129,11 +129,11 @@ def add(left: list[torch.Tensor], right: list[torch.Tensor]) -> list[torch.Tenso
     return left
 
 
-def in_blocks(step: Step, micros: list[Micro], num_ranks: int) -> list[torch.Tensor]:
+def in_blocks(step: Step, micros: list[MicroBatch], num_ranks: int) -> list[torch.Tensor]:
     """The sum of the gradients, added up in the blocks of so many ranks, one after the other."""
-    whole = Fold(len(micros), add)
+    whole = TreeSum(len(micros), add)
     for rank in range(num_ranks):
-        own = Fold(len(micros), add)
+        own = TreeSum(len(micros), add)
         for number in block(len(micros), rank, num_ranks):
             step.optimizer.zero_grad(set_to_none=True)
             step.buffers.put_back()

@@ -101,7 +101,7 @@ def test_each_kind_sends_its_signal_to_a_rank_of_the_newest_attempt_only(tmp_pat
 
     stop = drill(tmp_path, "--mtbf=0.01", "--kinds=stop", "--count=1")
     held = int(re.search(r"rank (\d)", stop.stdout)[1])
-    ranks = chaos.ranks_here(tmp_path)
+    ranks = chaos.local_ranks(tmp_path)
     assert [r for r, pid in ranks.items() if state(pid) == "T"] == [held]
     assert chaos._targets("stop", ranks) == {}  # the other ranks must notice this one first
     assert chaos._targets("term", ranks) == {r: new[r].pid for r in new if r != held}
@@ -132,10 +132,10 @@ def test_a_process_without_the_events_file_open_for_appending_is_no_target(tmp_p
         with events.open("a") as file:
             file.write(json.dumps(line) + "\n")
 
-    assert chaos.ranks_here(tmp_path) == {0: rank.pid}
+    assert chaos.local_ranks(tmp_path) == {0: rank.pid}
     rank.kill()
     rank.wait()
-    assert chaos.ranks_here(tmp_path) == {}
+    assert chaos.local_ranks(tmp_path) == {}
     ended = drill(tmp_path, "--mtbf=0.01", "--wait-s=0.2")
     assert "after 0 faults: the run has ended" in ended.stdout
     assert reader.poll() is None

@@ -1,4 +1,4 @@
-"""Parts of the launcher without a launch: progress, output, imports of the fork server."""
+"""Run of the launcher without a launch: progress, output, imports of the fork server."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.fork_server import load
+from launch.fork_server import load_entry
 from launch.output import Output
-from launch.progress import Progress
+from launch.progress import RunFollower
 
 
 def append(path: Path, *lines: dict[str, object] | str) -> None:
@@ -24,17 +24,17 @@ def append(path: Path, *lines: dict[str, object] | str) -> None:
 
 
 def test_progress_is_a_save_of_a_later_step_than_before(tmp_path: Path) -> None:
-    events, progress, advances = tmp_path / "events.jsonl", Progress(), []
+    events, progress, advances = tmp_path / "events.jsonl", RunFollower(), []
     for step in (4, 4, 3, 5):
         append(events, {"event": "save", "at_step": step, "step": step + 3})
         progress.update(str(tmp_path))
-        advances.append(progress.take_advance())
+        advances.append(progress.has_advanced())
 
     assert advances == [True, False, False, True]
 
 
 def test_lost_steps_are_those_between_the_last_save_and_the_last_step(tmp_path: Path) -> None:
-    events, metrics, progress = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", Progress()
+    events, metrics, progress = tmp_path / "events.jsonl", tmp_path / "metrics.jsonl", RunFollower()
 
     assert progress.steps_lost is None
     append(events, {"event": "restore", "at_step": 5}, {"event": "save", "at_step": 9}, "{to")
@@ -51,13 +51,13 @@ def test_lost_steps_are_those_between_the_last_save_and_the_last_step(tmp_path: 
 
 
 def test_a_missing_run_folder_means_unknown_progress(tmp_path: Path) -> None:
-    progress = Progress()
+    progress = RunFollower()
 
     progress.update(None)
     progress.update(str(tmp_path / "nowhere"))
 
     assert progress.steps_lost is None
-    assert not progress.take_advance()
+    assert not progress.has_advanced()
 
 
 def test_each_line_is_tagged_once_and_the_last_one_ended(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_each_line_is_tagged_once_and_the_last_one_ended(tmp_path: Path) -> None
 
 
 def test_a_file_name_that_is_not_unicode_can_be_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    Output().say("FileNotFoundError: '\udcff.jpg'")
+    Output().print_line("FileNotFoundError: '\udcff.jpg'")
 
     assert capfd.readouterr().err == "launch: FileNotFoundError: '\\udcff.jpg'\n"
 
@@ -109,7 +109,7 @@ def kill(number, frame):
 output = Output()
 signal.signal(signal.SIGALRM, kill)
 signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
-output.say_last("the end")
+output.set_last_line("the end")
 output.finish(0.1)
 """
 
@@ -154,6 +154,6 @@ def test_an_invalid_entry_point_is_an_error_before_any_rank_starts(
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "some_entry", raising=False)
 
-    assert load("some_entry:main", []) == (code, None)
+    assert load_entry("some_entry:main", []) == (code, None)
     assert words in capsys.readouterr().err
     sys.modules.pop("some_entry", None)

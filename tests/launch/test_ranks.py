@@ -18,8 +18,8 @@ import pytest
 
 from launch import fork_server
 from launch.output import Output
-from launch.signals import StopRequest
-from launch.workers import Ranks
+from launch.signals import LauncherStop
+from launch.workers import Workers
 
 
 @pytest.mark.parametrize("num_ranks", [1, 3])
@@ -31,19 +31,19 @@ def test_exits_that_arrive_together_with_closed_channels_are_reported(
 
 
 @contextmanager
-def served() -> Iterator[tuple[Ranks, socket.socket]]:
+def served() -> Iterator[tuple[Workers, socket.socket]]:
     """The object under test, and the fork server's end of its connection."""
     control, server = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    stop = StopRequest()
+    stop = LauncherStop()
     stop.wakeup_fd, write_fd = os.pipe()
-    yield Ranks((0, control), entry="", argv=[], stop=stop, output=Output()), server
+    yield Workers((0, control), entry="", argv=[], stop=stop, output=Output()), server
     for fd in (stop.wakeup_fd, write_fd):
         os.close(fd)
     control.close()
     server.close()
 
 
-def check_ends(ranks: Ranks, server: socket.socket, num_ranks: int) -> None:
+def check_ends(ranks: Workers, server: socket.socket, num_ranks: int) -> None:
     channels = [socket.socketpair() for _ in range(num_ranks)]
     for rank, (ours, _) in enumerate(channels):
         started = {"started": rank, "pid": 1000 + rank}

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launch.exit_policy import Exit, first_failure, judge
+from launch.exit_policy import Exit, first_failure, decide
 
 KILL, TERM = -9, -15
 
@@ -38,7 +38,7 @@ def ends(*codes: int | None) -> list[Exit]:
 def test_the_first_exit_that_is_not_secondary_decides(
     codes: tuple[int | None, ...], code: int, restart: bool, cause: int | None
 ) -> None:
-    decision = judge(ends(*codes))
+    decision = decide(ends(*codes))
 
     assert (decision.code, decision.restart) == (code, restart)
     assert (decision.cause and decision.cause.rank) == cause
@@ -47,7 +47,7 @@ def test_the_first_exit_that_is_not_secondary_decides(
 def test_an_exit_forced_by_the_launcher_is_not_the_cause() -> None:
     forced = Exit(rank=1, code=KILL, at_s=1.0, forced=True)
 
-    decision = judge([forced, Exit(rank=0, code=1, at_s=2.0)])
+    decision = decide([forced, Exit(rank=0, code=1, at_s=2.0)])
 
     assert decision.cause is not None
     assert decision.cause.rank == 0
@@ -69,13 +69,13 @@ def test_an_exit_forced_by_the_launcher_is_not_the_cause() -> None:
 def test_after_a_stop_request_nothing_restarts_and_saved_means_75(
     codes: tuple[int | None, ...], code: int
 ) -> None:
-    decision = judge(ends(*codes), stop_at_s=-1.0)
+    decision = decide(ends(*codes), stop_at_s=-1.0)
 
     assert (decision.code, decision.restart) == (code, False)
 
 
 def test_a_failure_just_before_the_stop_request_would_have_been_restarted() -> None:
-    assert judge(ends(KILL, 1), stop_at_s=0.5).code == 75
+    assert decide(ends(KILL, 1), stop_at_s=0.5).code == 75
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def died(rank: int, age_s: float, code: int | None) -> Exit:
 @pytest.mark.parametrize(("events", "rank"), [
     ([failure(0, 3), failure(1, 5), failure(2, 9, secondary=True)], 1), ([failure(0, 3)], 0)])
 def test_the_first_failure_is_the_earliest_reported_by_a_rank(events: list, rank: int) -> None:
-    found = first_failure(died(0, 2, 1), events, attempt=4, reached=11)
+    found = first_failure(died(0, 2, 1), events, attempt=4, reached_step=11)
 
     assert found is not None
     assert found["rank"] == rank
@@ -112,7 +112,7 @@ def test_the_first_failure_is_the_earliest_reported_by_a_rank(events: list, rank
 def test_an_unreported_death_becomes_an_event_with_the_step_reported_by_peers() -> None:
     events = [failure(0, 1, secondary=True)]
 
-    found = first_failure(died(1, 2, KILL), events, attempt=4, reached=3)
+    found = first_failure(died(1, 2, KILL), events, attempt=4, reached_step=3)
 
     assert found is not None
     assert (found["event"], found["rank"], found["failed_step"]) == ("death", 1, 12)
@@ -120,8 +120,8 @@ def test_an_unreported_death_becomes_an_event_with_the_step_reported_by_peers() 
 
 
 def test_an_exception_before_a_death_is_the_cause_and_after_it_is_not() -> None:
-    before = first_failure(died(1, 2, KILL), [failure(0, 5)], attempt=4, reached=3)
-    after = first_failure(died(1, 2, KILL), [failure(0, 1)], attempt=4, reached=3)
+    before = first_failure(died(1, 2, KILL), [failure(0, 5)], attempt=4, reached_step=3)
+    after = first_failure(died(1, 2, KILL), [failure(0, 1)], attempt=4, reached_step=3)
 
     assert before is not None
     assert after is not None
@@ -130,8 +130,8 @@ def test_an_exception_before_a_death_is_the_cause_and_after_it_is_not() -> None:
 
 @pytest.mark.parametrize("code", [None, 2, 75, 76, 77])
 def test_an_exit_reported_by_the_trainer_itself_is_no_death(code: int | None) -> None:
-    assert first_failure(died(0, 2, code), [], attempt=4, reached=3) is None
+    assert first_failure(died(0, 2, code), [], attempt=4, reached_step=3) is None
 
 
 def test_ranks_that_die_before_the_run_knows_its_attempt_leave_no_event() -> None:
-    assert first_failure(died(0, 2, KILL), [], attempt=None, reached=0) is None
+    assert first_failure(died(0, 2, KILL), [], attempt=None, reached_step=0) is None

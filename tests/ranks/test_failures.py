@@ -210,7 +210,7 @@ def test_the_same_step_that_fails_again_and_again_ends_the_run_with_its_first_ca
     ends = [a["end"] for a in inspect(tmp_path / "run")["attempts"]]
     assert ends == ["failure", "failure", "failure", "gave up"]
 
-    # Given again, the command has as many tries again; so has a changed one.
+    # ObjectTask again, the command has as many tries again; so has a changed one.
     assert run(ranks, 2, tmp_path / "run", *arguments)[0] == [1, 1]
     limit = [*arguments, "--restart.max-same-step=1"]
     assert run(ranks, 2, tmp_path / "run", *limit)[0] == [1, 1]

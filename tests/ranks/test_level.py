@@ -23,14 +23,14 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
     Returns:
         Step → generation, by manifest and by content, in its folder after the copy.
     """
-    from trainer.checkpoint.replication import level
+    from trainer.checkpoint.replication import copy_missing_checkpoints
     from trainer.checkpoint.restore import STATE, find
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.telemetry.events import Log
 
     with World.form(device="cpu", threads=1) as world:
-        world.has_nodes = world.keeps_folder = True
+        world.has_nodes = world.writes_run_dir = True
         folder = Path(path, str(world.rank))
         for step in (10, 20):  # rank 0's were abandoned by a rollback to step 0
             save(folder, step, world.rank, best=10)
@@ -39,7 +39,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         world.barrier()
         found = find(store, world, "a run")
         assert found is not None
-        level(found, store, folder / "metrics.jsonl", "a run", world, Log())
+        copy_missing_checkpoints(found, store, folder / "metrics.jsonl", "a run", world, Log())
         store.in_use = None
         return {i.step: (i.generation, json.loads((i.path / STATE).read_bytes())["of"])
                 for i in store.checkpoints()}

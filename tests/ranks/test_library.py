@@ -21,8 +21,8 @@ import trainer
 from trainer import Config, ConfigError
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.config.fields import Length
-from trainer.config.schema import Batch, Checkpoint, Data, Optim, Ranks
+from trainer.config.fields import Duration
+from trainer.config.schema import Batch, Checkpoint, Data, Optim, WorldConfig
 from trainer.run.saved_run import find_weights
 from trainer.telemetry.events import read_events
 
@@ -33,8 +33,8 @@ def config(run: Path | str, task: Any = None, **more: Any) -> Config[Any]:
     """12 steps of two micro-batches."""
     return Config(**{
         "task": task or Held(), "run": str(run), "steps": 12, "device": "cpu",
-        "batch": Batch(global_size=16, micro_size=8), "world": Ranks(threads=1),
-        "checkpoint": Checkpoint(every=Length(4)), "optim": Optim(ema=0.9)} | more)
+        "batch": Batch(global_size=16, micro_size=8), "world": WorldConfig(threads=1),
+        "checkpoint": Checkpoint(every=Duration(4)), "optim": Optim(ema=0.9)} | more)
 
 
 def alone(function: Any, *arguments: Any) -> Any:
@@ -87,7 +87,7 @@ def test_tensors_in_memory_train_and_the_same_call_returns_the_finished_run(rank
                for n, v in again[3].items())
     assert not list(differences(tmp_path / "a", tmp_path / "b"))
     table = tomllib.loads((tmp_path / "a/config.toml").read_text())["task"]
-    assert table["class"] == "trainer.task:Given"
+    assert table["class"] == "trainer.task:ObjectTask"
     assert table["path"] == "small_task:Held"
     assert table["holds"] == []
 
@@ -359,7 +359,7 @@ def read_beside_the_writer(run: str) -> int:
                     print(before)
                     break
         os._exit(0 if read > 1 and not before.count("damaged") else 1)
-    trainer.train(config(run, steps=30, checkpoint=Checkpoint(every=Length(1), keep=1)))
+    trainer.train(config(run, steps=30, checkpoint=Checkpoint(every=Duration(1), keep=1)))
     return os.waitpid(reader, 0)[1]
 
 

@@ -17,7 +17,7 @@ from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 from trainer.optim.bad_step_check import NONFINITE
 from trainer.run import bad_steps
-from trainer.run.bad_steps import told
+from trainer.run.bad_steps import describe_bad_step
 from trainer.step import Step
 
 TASK = ["--task=sick_task:Sick", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
@@ -84,7 +84,7 @@ def test_a_run_without_any_update_is_not_complete(ranks, tmp_path, capfd):
 
 
 def test_a_count_of_zero_is_named_as_the_cause():
-    text = told(NONFINITE, [], [], 2, count=0)
+    text = describe_bad_step(NONFINITE, [], [], 2, count=0)
 
     assert "the sum of Outcome.count over all micro-batches, which divides the loss, is 0" in text
 
@@ -106,7 +106,7 @@ def test_a_buffer_that_an_empty_micro_batch_makes_non_finite_is_reported():
     cause = {"rank": 1, "micro_batch": -1, "samples": [], "loss": "0.0", "input": [],
              "buffers": ["mean"]}
 
-    text = told(NONFINITE, [cause], [], 3)
+    text = describe_bad_step(NONFINITE, [cause], [], 3)
 
     assert "makes mean non-finite on rank 1, an empty micro-batch, which must change no" in text
     assert "must not change its buffers for an empty batch" in text

@@ -39,7 +39,7 @@ def losses_of(folder: Path) -> torch.Tensor:
 
 def plain_loop(count: int, batch: int, lr: float, decay: float) -> torch.Tensor:
     """The GPT on the same text, with torch alone: the loss of each step."""
-    rng.key_generators(0, rng.MODEL)  # the same first weights
+    rng.seed_all(0, rng.MODEL)  # the same first weights
     model = Text(file=TEXT, context=32, width=32).model()
     text = np.fromfile(TEXT, dtype=np.uint8).astype(np.int64)
     text = torch.from_numpy(text[: len(text) - round(len(text) * 0.1)])

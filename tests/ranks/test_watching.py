@@ -166,7 +166,7 @@ def restart_on_full_disk(folder: Path, room_at: str, *arguments: str) -> int:
     import trainer.run.run_dir
     from trainer.telemetry.events import Log
 
-    trainer.run.run_dir.FULL_S = 1.0
+    trainer.run.run_dir.DISK_FULL_WAIT_S = 1.0
     used = sum(-(-p.stat().st_blocks // 8) * 4096 for p in folder.rglob("*"))
     resize(folder, used)
     original = Log.warning

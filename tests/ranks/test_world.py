@@ -63,10 +63,10 @@ def _alone() -> list[object]:
     with World.form(device="cpu") as world:
         assert (world.group, world.store, dist.is_initialized()) == (None, None, False)
         world.barrier()
-        world.agree(None)
+        world.raise_on_all_ranks(None)
         kept = torch.tensor([1.0, 2.0])
         world.broadcast([kept])
-        with world.patient():
+        with world.long_timeout():
             return [world.all_sum(torch.tensor([6.0, 7.0])).tolist(), kept.tolist(),
                     world.broadcast_json({"a": (1, 2)}), world.gather_json({1: None})]
 
@@ -153,9 +153,9 @@ def test_an_error_on_one_rank_is_raised_on_all(ranks: Ranks) -> None:
 
 def _agree(error: BaseException) -> str:
     with World.form() as world:
-        world.agree(None)
+        world.raise_on_all_ranks(None)
         try:
-            world.agree(error if world.rank == 1 else None)
+            world.raise_on_all_ranks(error if world.rank == 1 else None)
         except (ConfigError, KeyError, RuntimeError) as raised:
             return f"{type(raised).__name__}: {raised}"
         return "nothing was raised"
@@ -191,7 +191,7 @@ def _late() -> list[str]:
             if not world.is_main:
                 _until(lambda: time.monotonic() > begun + 1.3)
         begun = time.monotonic()
-        with world.patient():
+        with world.long_timeout():
             be_late("sum")
             world.all_sum(torch.ones(1))
             begun = time.monotonic()

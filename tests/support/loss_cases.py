@@ -13,10 +13,10 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer import Outcome
-from trainer.checkpoint.progress import Progress
-from trainer.config.schema import Clip, Nonfinite
-from trainer.data.map_dataset import Micro
-from trainer.data.sampler import Slot
+from trainer.checkpoint.progress import TrainProgress
+from trainer.config.schema import Clip, BadStepConfig
+from trainer.data.map_dataset import MicroBatch
+from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective, wrap
 from trainer.distributed.partition import block
 from trainer.optim.bad_step_check import Health
@@ -116,8 +116,8 @@ def step_of(model: nn.Module, loss: Any, group: dist.ProcessGroup | None = None)
         objective=objective, wrapped=wrap(objective, group=group, device=device, bucket_mb=1),
         model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(norm=0), progress=Progress(), seed=0, num_ranks=ranks, nominal_count=8,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None, health=Health(Nonfinite()),
+        clip=Clip(norm=0), progress=TrainProgress(), seed=0, num_ranks=ranks, nominal_count=8,
+        marks=ProgressMarks(), broadcast=lambda tensors, source: None, health=Health(BadStepConfig()),
     )  # fmt: skip
 
 
@@ -133,7 +133,7 @@ def one_step(
     rows = torch.arange(len(output)).split(list(sizes))
     own = block(len(rows), dist.get_rank(group) if group is not None else 0, step.num_ranks)
     result = step([
-        Micro(Slot(1, 0, n, n == own[-1], tuple(rows[n].tolist())),
+        MicroBatch(MicroBatchSpec(1, 0, n, n == own[-1], tuple(rows[n].tolist())),
               (rows[n], *(o[rows[n]] for o in others)))
         for n in own
     ])  # fmt: skip

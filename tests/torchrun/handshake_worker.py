@@ -10,11 +10,11 @@ from pathlib import Path
 
 import torch
 
-from trainer.distributed.world import Launch, World
+from trainer.distributed.world import LaunchInfo, World
 
 
 def main(folder: Path, victim: int) -> None:
-    launch = Launch.from_environment()
+    launch = LaunchInfo.from_environment()
     with World.form(device="cpu", timeout_s=100, join_timeout_s=100) as world:
         total = 0.0
         for step in range(5):

@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.distributed.world import Launch
+from trainer.distributed.world import LaunchInfo
 from trainer.resilience.launcher_channel import leave_launcher
-from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.stop_signals import StopSignals
 
 
 def main(folder: Path, code: int, scenario: str) -> int:
@@ -20,10 +20,10 @@ def main(folder: Path, code: int, scenario: str) -> int:
         scenario: `all`: all ranks end by themselves; `signal`: after a signal; `alone`: local rank
             0 never ends; `late`: the other ranks end only after torchrun's SIGTERM.
     """
-    stop, agent = StopRequest(), os.getppid()
+    stop, agent = StopSignals(), os.getppid()
     stop.install()
     stop.shield()
-    launch = Launch.from_environment()
+    launch = LaunchInfo.from_environment()
     _note(folder, f"started {launch.restart_count} {launch.worker}")
     if scenario == "late" and launch.local_rank == 0:
         _until(lambda: len((folder / "notes").read_text().splitlines()) == launch.local_size)

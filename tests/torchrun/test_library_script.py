@@ -17,7 +17,7 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 from trainer import Config, Outcome, train
-from trainer.config.schema import Batch, Ranks
+from trainer.config.schema import Batch, WorldConfig
 
 torch.manual_seed(0)
 x = torch.randn(64, 8)
@@ -33,7 +33,7 @@ class Mine:
 for name in sys.argv[1:]:
     done = train(Config(
         task=Mine(), run=name, steps=12, device="cpu", batch=Batch(global_size=8, micro_size=4),
-        world=Ranks(threads=1), inject=("kill:rank=1:step=5",) if name == "killed" else ()))
+        world=WorldConfig(threads=1), inject=("kill:rank=1:step=5",) if name == "killed" else ()))
     print(name, done.summary["step"])
 train(Config(task=Mine(), run="refused", batch=Batch(global_size=4, micro_size=4)))
 """

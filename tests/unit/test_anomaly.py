@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.optim.nan_detection import Origin, hunt
+from trainer.optim.nan_detection import Origin, nan_detector
 
 
 class Log(nn.Module):
@@ -41,7 +41,7 @@ class Objective(nn.Module):
 def test_the_operation_and_the_module_that_create_a_nan_are_named(inner, divisor, origin, text):
     objective, found = Objective(inner, divisor), []
 
-    with hunt(objective, objective.model, found.append):
+    with nan_detector(objective, objective.model, found.append):
         objective(torch.randn(8, 3)).backward()
 
     assert found == [origin]
@@ -54,7 +54,7 @@ def test_finite_values_give_no_report_and_the_same_bits():
         torch.manual_seed(0)
         objective = Objective(nn.Dropout(0.5), 1.0)
         if detecting:
-            with hunt(objective, objective.model, found.append):
+            with nan_detector(objective, objective.model, found.append):
                 objective(torch.randn(8, 3)).backward()
         else:
             objective(torch.randn(8, 3)).backward()

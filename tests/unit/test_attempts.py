@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainer.resilience.attempts import read_attempts, repeated, sentence
+from trainer.resilience.attempts import failure_sentence, read_attempts, repeated_failures
 
 
 def event(attempt: int, name: str, *, rank: int = 0, step: int = 0, **fields: Any) -> dict:
@@ -26,7 +26,7 @@ def failure(attempt: int, failed_step: int, **fields: Any) -> dict:
 
 
 def count(*events: dict, version: str = "v") -> int:
-    return len(repeated(read_attempts(events), version=version))
+    return len(repeated_failures(read_attempts(events), version=version))
 
 
 def test_failures_at_the_same_step_are_counted_from_the_newest() -> None:
@@ -92,4 +92,4 @@ def test_the_cause_of_an_attempt_is_its_first_primary_failure() -> None:
     [attempt] = read_attempts(events)
 
     assert attempt.cause is events[2]
-    assert sentence(attempt.cause) == "rank 1, step 12 (train), attempt 0: ValueError: x"
+    assert failure_sentence(attempt.cause) == "rank 1, step 12 (train), attempt 0: ValueError: x"

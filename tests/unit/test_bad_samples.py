@@ -16,10 +16,10 @@ from trainer import rng
 from trainer.config.schema import Batch, Config, Data
 from trainer.data import batch as batches
 from trainer.data.loader import SampledSource
-from trainer.data.map_dataset import KeyedSamples, Micro
-from trainer.data.sample_errors import SampleError, refuse_copies
-from trainer.data.sampler import MicroBatchSampler, Plan, Slot
-from trainer.distributed.world import Launch, World
+from trainer.data.map_dataset import KeyedSamples, MicroBatch
+from trainer.data.sample_errors import SampleError, check_replaced_share
+from trainer.data.sampler import MicroBatchSampler, BatchPlan, MicroBatchSpec
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError, TooManyBadSamples
 from trainer.run.prepare import prepare
 
@@ -32,8 +32,8 @@ def reader(kind: Callable[..., Any] = Bad, bad: set[int] = BAD, **arguments: Any
     return KeyedSamples(kind(COUNT, 3, bad), seed=SEED, **{"skip": True, **arguments})
 
 
-def read(samples: KeyedSamples, *indices: int) -> Micro:
-    return samples[Slot(1, EPOCH, 0, True, indices)]
+def read(samples: KeyedSamples, *indices: int) -> MicroBatch:
+    return samples[MicroBatchSpec(1, EPOCH, 0, True, indices)]
 
 
 def fussy(samples: list[dict[str, Any]]) -> Any:
@@ -77,14 +77,14 @@ def test_a_bad_sample_is_replaced_by_the_documented_choice(kind, indices):
     clean = reader(BadAtOnce if "at once" in kind else Bad, set(), skip=False)
     assert micro.batch["index"].tolist() == chosen
     assert same(micro.batch, read(clean, *chosen).batch), "draws and all"
-    assert micro.slot.indices == indices
+    assert micro.spec.indices == indices
     assert {r.epoch for r in micro.replaced} == {EPOCH}
 
 
 def test_the_replacement_depends_on_seed_and_epoch():
     def choices(seed: int, epoch: int) -> list[int]:
         samples = KeyedSamples(Bad(COUNT, 3, BAD), seed=seed, skip=True)
-        return [r.by for r in samples[Slot(1, epoch, 0, True, tuple(BAD))].replaced]
+        return [r.by for r in samples[MicroBatchSpec(1, epoch, 0, True, tuple(BAD))].replaced]
 
     assert len({tuple(choices(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
 
@@ -99,9 +99,9 @@ def test_a_bad_replacement_is_skipped():
 @pytest.mark.parametrize("kind", [Bad, BadAtOnce])
 @pytest.mark.parametrize(("num_ranks", "workers"), [(1, 2), (2, 0), (3, 2)])
 def test_the_replacement_is_independent_of_ranks_and_workers(kind, num_ranks, workers):
-    def run(num_ranks: int, workers: int) -> dict[tuple[int, int], Micro]:
+    def run(num_ranks: int, workers: int) -> dict[tuple[int, int], MicroBatch]:
         found = {}
-        plan = Plan(samples=COUNT, global_size=8, micro_size=2, drop_last=True)
+        plan = BatchPlan(samples=COUNT, global_size=8, micro_size=2, drop_last=True)
         for rank in range(num_ranks):
             sampler = MicroBatchSampler(plan, rank=rank, num_ranks=num_ranks, seed=SEED,
                                         shuffle=True, position=0, total_steps=6)
@@ -109,8 +109,8 @@ def test_the_replacement_is_independent_of_ranks_and_workers(kind, num_ranks, wo
                                    device=CPU)
             micros = [next(source) for _ in range(len(sampler))]
             source.close()
-            found |= {(m.slot.step, m.slot.number): m for m in micros if m.slot.number >= 0}
-            assert not any(m.replaced for m in micros if m.slot.number < 0)
+            found |= {(m.spec.step, m.spec.number): m for m in micros if m.spec.number >= 0}
+            assert not any(m.replaced for m in micros if m.spec.number < 0)
         return found
 
     expected, found = run(1, 0), run(num_ranks, workers)
@@ -212,7 +212,7 @@ def test_a_sample_of_a_subset_is_named_by_both_indices():
 
 
 def test_an_error_in_a_loader_worker_names_it_and_shows_the_users_line():
-    plan = Plan(samples=COUNT, global_size=2, micro_size=2, drop_last=True)
+    plan = BatchPlan(samples=COUNT, global_size=2, micro_size=2, drop_last=True)
     sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=SEED, shuffle=False, position=0,
                                 total_steps=3)
     source = SampledSource(reader(skip=False, rank=1), sampler, workers=2, prefetch=2, device=CPU)
@@ -230,11 +230,11 @@ def test_an_error_in_a_loader_worker_names_it_and_shows_the_users_line():
 # --- limits
 
 def test_at_most_a_hundred_or_a_tenth_of_the_samples_may_be_replaced():
-    refuse_copies(100, 100)
-    refuse_copies(1000, 10_000)
+    check_replaced_share(100, 100)
+    check_replaced_share(1000, 10_000)
     for replaced, consumed in ((101, 101), (1001, 10_000)):
         with pytest.raises(TooManyBadSamples, match=r"--data\.on-error skip: .* more than 10%"):
-            refuse_copies(replaced, consumed)
+            check_replaced_share(replaced, consumed)
 
 
 def test_skipping_in_a_stream_is_refused_before_anything_starts():
@@ -242,7 +242,7 @@ def test_skipping_in_a_stream_is_refused_before_anything_starts():
                     batch=Batch(global_size=4, micro_size=2))
 
     with pytest.raises(ConfigError, match=r"--data\.on-error skip: .* stream"):
-        prepare(config, World(Launch(), CPU, threads=torch.get_num_threads()))
+        prepare(config, World(LaunchInfo(), CPU, threads=torch.get_num_threads()))
 
 
 def test_the_fingerprint_of_the_data_skips_bad_samples_if_the_run_does():
@@ -250,7 +250,7 @@ def test_the_fingerprint_of_the_data_skips_bad_samples_if_the_run_does():
     skip, stop = (Config(task=task, data=Data(on_error=on_error), steps=2,
                          batch=Batch(global_size=4, micro_size=2)) for on_error in ("skip", "stop"))
 
-    world = World(Launch(), CPU, threads=torch.get_num_threads())
+    world = World(LaunchInfo(), CPU, threads=torch.get_num_threads())
 
     assert prepare(skip, world).fingerprint == prepare(skip, world).fingerprint
     with pytest.raises(SampleError, match=r"no picture in .*--data\.on-error skip"):

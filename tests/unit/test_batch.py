@@ -149,7 +149,7 @@ def test_a_copied_batch_has_the_graph_properties_of_the_original():
     leaf = torch.ones(2, requires_grad=True)
     given = (leaf, nn.Parameter(torch.ones(2)), leaf * 2, torch.ones(1).expand(3))
 
-    own = batch.OwnMemory()(given)
+    own = batch.BatchCopier()(given)
 
     for one, other in zip(own, given, strict=True):
         assert (type(one), one.is_leaf, one.requires_grad, one.stride()) == (

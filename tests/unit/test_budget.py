@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint.checkpointer import seconds_needed, why_not
-from trainer.checkpoint.progress import Best, LossMeter, Progress
+from trainer.checkpoint.checkpointer import seconds_needed, reason_not_to_save
+from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
 
@@ -22,8 +22,8 @@ def state() -> TrainState:
     return TrainState(
         model=model, optimizer=optimizer,
         schedule=torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=Progress(step=25),
-        best=Best(), meter=LossMeter(), seed=0, num_ranks=2, parts={},
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(step=25),
+        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=2, parts={},
     )  # fmt: skip
 
 
@@ -54,7 +54,7 @@ def test_a_save_is_not_started_if_it_would_be_killed_and_little_is_lost(
 ):
     store = saved(tmp_path, step, seconds=seconds)
 
-    why = why_not(tmp_path / "events.jsonl", store, state, generation=0, interval=interval,
+    why = reason_not_to_save(tmp_path / "events.jsonl", store, state, generation=0, interval=interval,
                   left_s=30 - spent_s)
 
     assert (why is None) == begun

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.buffers import Buffers
-from trainer.distributed.ddp import Tally
+from trainer.distributed.ddp import MetricAccumulator
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 
@@ -25,8 +25,8 @@ def test_a_reassigned_buffer_keeps_its_storage(model: nn.Module) -> None:
     buffers.keep()
 
     model.mean = model.mean + 1
-    was_reassigned = buffers.strayed
-    buffers.bring_home()
+    was_reassigned = buffers.was_reassigned
+    buffers.restore_storage()
 
     assert was_reassigned
     assert model.mean is original
@@ -41,7 +41,7 @@ def test_a_growing_cache_does_not_change_the_copies_of_other_buffers(model: nn.M
 
     model.mean.add_(torch.nan)
     model.cache = torch.ones(5)
-    buffers.bring_home()
+    buffers.restore_storage()
     buffers.put_back()
 
     assert model.mean.tolist() == [0, 0, 0]
@@ -54,21 +54,21 @@ def test_a_persistent_buffer_that_changes_its_shape_is_refused(model: nn.Module)
     model.mean = torch.zeros(4)
 
     with pytest.raises(ConfigError, match=r"mean from \(3,\) float32 to \(4,\) float32"):
-        buffers.bring_home()
+        buffers.restore_storage()
 
 
 @pytest.mark.parametrize("on_host", [True, False])
 def test_a_nan_added_to_the_sums_does_not_change_the_loss_of_backward(on_host: bool) -> None:
-    tally, x = Tally(on_host=on_host), torch.tensor(1.0, requires_grad=True)
+    accumulator, x = MetricAccumulator(on_host=on_host), torch.tensor(1.0, requires_grad=True)
 
-    loss = tally.add(Outcome(x.exp(), 3), samples=3, replaced=0)  # exp: backward uses its result
-    tally.wish((), torch.tensor(torch.nan))
+    loss = accumulator.add(Outcome(x.exp(), 3), samples=3, replaced=0)  # exp: backward uses its result
+    accumulator.set_requests((), torch.tensor(torch.nan))
     loss.backward()
-    first, *_ = tally.take()
+    first, *_ = accumulator.take()
 
     assert x.grad.item() == loss.item()
     assert float(first) != float(first)
-    assert [float(total) for total in tally.totals] == [loss.item()]
+    assert [float(total) for total in accumulator.totals] == [loss.item()]
 
 
 def test_only_changed_buffers_that_were_finite_are_checked(model: nn.Module) -> None:
@@ -77,11 +77,11 @@ def test_only_changed_buffers_that_were_finite_are_checked(model: nn.Module) -> 
     buffers.keep()
 
     buffers.watch({model.mean, model.mask})
-    before = buffers.spoilt()
+    before = buffers.nonfinite()
     model.mean.add_(torch.inf)
     model.cache.add_(torch.inf)
 
     assert before == 0
-    assert buffers.spoilt().isnan()
-    assert buffers.spoilt(among={model.cache}) is None
-    assert buffers.spoilt_names() == ["mean"]
+    assert buffers.nonfinite().isnan()
+    assert buffers.nonfinite(among={model.cache}) is None
+    assert buffers.nonfinite_names() == ["mean"]

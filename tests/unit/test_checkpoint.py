@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
-from trainer.checkpoint.restore import STATE, Found
+from trainer.checkpoint.restore import STATE, CheckpointRef
 from trainer.storage import tensorfile
 
 LIMIT_S = 100.0
@@ -114,13 +114,13 @@ def test_a_loaded_checkpoint_is_not_reported_as_a_new_save(
     subject.state.progress.step = 1
     checkpoint.save("periodic")
     checkpoint.finish_pending(must=True)
-    reported = checkpoint.has_news  # all ranks would drop the lines up to step 1
+    reported = checkpoint.has_unreported_save  # all ranks would drop the lines up to step 1
     facts = json.loads((checkpoint.store.folder / "step-00000001" / STATE).read_bytes())
 
-    checkpoint.load(Found(1, 0, 0, facts))
+    checkpoint.load(CheckpointRef(1, 0, 0, facts))
 
     assert reported
-    assert not checkpoint.has_news  # an outstanding validation may have added a line
+    assert not checkpoint.has_unreported_save  # an outstanding validation may have added a line
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
@@ -162,7 +162,7 @@ def _change(subject: Subject) -> None:
 
 
 def _saved(checkpoint: Checkpointer, step: int) -> dict[str, Any]:
-    return {name: tensorfile.load(path) for name, path in checkpoint.store.open(step).items()
+    return {name: tensorfile.load_tensors(path) for name, path in checkpoint.store.open(step).items()
             if name.endswith(".safetensors")}
 
 

@@ -20,16 +20,16 @@ from trainer import Config
 from trainer.__main__ import main
 from trainer.commands.library import _process_settings_restored, train
 from trainer.commands.predict import _lines, _named, _stacked
-from trainer.config.fields import Length
-from trainer.config.schema import Batch, Checkpoint, Eval, Optim, Ranks
+from trainer.config.fields import Duration
+from trainer.config.schema import Batch, Checkpoint, Eval, Optim, WorldConfig
 from trainer.errors import ConfigError
 
 
 def settings(run: Path, task: Small, **more: Any) -> Config[Small]:
     return Config(
-        task=task, run=str(run), steps=12, device="cpu", world=Ranks(threads=1),
-        batch=Batch(global_size=16, micro_size=8), eval=Eval(every=Length(4)),
-        checkpoint=Checkpoint(every=Length(4), keep=9), **more)  # fmt: skip
+        task=task, run=str(run), steps=12, device="cpu", world=WorldConfig(threads=1),
+        batch=Batch(global_size=16, micro_size=8), eval=Eval(every=Duration(4)),
+        checkpoint=Checkpoint(every=Duration(4), keep=9), **more)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

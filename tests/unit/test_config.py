@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from trainer.__main__ import COMMANDS
 from trainer.config import command_line
 from trainer.config.compatibility import settings as plain
-from trainer.config.fields import Length
+from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Config, Data, Optim
 from trainer.errors import ConfigError
 from trainer.run.startup_summary import doubts
@@ -45,9 +45,9 @@ def test_the_default_recipe_is_the_sample_with_the_small_cnn():
     assert config == command_line.parse(["sample"])
     assert config.task == Images(data="sample", architecture="cnn", label_smoothing=0.1)
     assert (config.epochs, config.clip.norm, config.optim.lr) == (5, 5.0, 3e-3)
-    assert (config.schedule.warmup, config.schedule.min_ratio) == (Length(5, "percent"), 0.1)
-    assert (config.checkpoint.every, config.checkpoint.keep) == (Length(100), 3)
-    assert config.eval.every == Length(1, "epochs")
+    assert (config.schedule.warmup, config.schedule.min_ratio) == (Duration(5, "percent"), 0.1)
+    assert (config.checkpoint.every, config.checkpoint.keep) == (Duration(100), 3)
+    assert config.eval.every == Duration(1, "epochs")
 
 
 def test_the_run_folder_is_named_after_the_recipe(tmp_path):
@@ -117,14 +117,14 @@ def test_every_shipped_recipe_is_valid():
 # --- lengths
 
 @pytest.mark.parametrize(("text", "length", "steps"), [
-    ("200", Length(200), 200), ("1ep", Length(1, "epochs"), 75),
-    ("0.5ep", Length(0.5, "epochs"), 38), ("5%", Length(5, "percent"), 19),
-    ("off", Length(0), 0), ("0", Length(0), 0),
-    ("0.001%", Length(0.001, "percent"), 1), (" 3 ep ", Length(3, "epochs"), 225),
-    ("100%", Length(100, "percent"), 375),
+    ("200", Duration(200), 200), ("1ep", Duration(1, "epochs"), 75),
+    ("0.5ep", Duration(0.5, "epochs"), 38), ("5%", Duration(5, "percent"), 19),
+    ("off", Duration(0), 0), ("0", Duration(0), 0),
+    ("0.001%", Duration(0.001, "percent"), 1), (" 3 ep ", Duration(3, "epochs"), 225),
+    ("100%", Duration(100, "percent"), 375),
 ])  # fmt: skip
 def test_a_length_is_steps_epochs_a_part_of_the_run_or_off(text, length, steps):
-    assert Length.parse(text) == length
+    assert Duration.parse(text) == length
     assert length.steps(epoch=75, total=375) == steps
 
 
@@ -136,17 +136,17 @@ def test_a_length_is_steps_epochs_a_part_of_the_run_or_off(text, length, steps):
 ])
 def test_an_invalid_length_is_refused_with_the_allowed_forms(text, message):
     with pytest.raises(ValueError, match=re.escape(f"{text!r} {message}")):
-        Length.parse(text)
+        Duration.parse(text)
 
 
 @settings(deadline=None)
 @given(st.one_of(
-    st.integers(0, 10**12).map(lambda n: Length(float(n))),
-    st.floats(0, 1e6, allow_subnormal=False).map(lambda x: Length(x, "epochs")),
-    st.floats(0, 100).map(lambda x: Length(x, "percent")),
+    st.integers(0, 10**12).map(lambda n: Duration(float(n))),
+    st.floats(0, 1e6, allow_subnormal=False).map(lambda x: Duration(x, "epochs")),
+    st.floats(0, 100).map(lambda x: Duration(x, "percent")),
 ))
 def test_a_length_written_out_is_read_as_the_same(length):
-    again = Length.parse(str(length))
+    again = Duration.parse(str(length))
 
     assert again.value == length.value
     assert again == length or length.value == 0, "off has no unit"
@@ -433,7 +433,7 @@ def test_inconsistent_values_are_refused_with_a_remedy(argv, parts):
     (["--device", "gpu"], ["--device", "'gpu'", "'auto', 'cpu', 'cuda', 'mps'"]),
     (["--data.workers", "many"], ["--data.workers", "'many'", "auto"]),
     (["--steps"], ["--steps: expected a value"]),
-    (["--steps", "abc"], ["--steps 'abc': expected None or INT. Length of the run"]),
+    (["--steps", "abc"], ["--steps 'abc': expected None or INT. Duration of the run"]),
     (["--optim.betas", "a", "b"], ["--optim.betas 'a' 'b': expected FLOAT FLOAT."]),
     (["--seed=1.5"], ["--seed '1.5': expected INT."]),
     (["--init="], ["--init '': the value is empty"]),
@@ -467,7 +467,7 @@ def test_a_value_that_cannot_be_parsed_is_refused_with_its_flag(argv, parts):
     ("[optim]\nbetas = [0.9]", "{path}: optim.betas = [0.9]: expected 2 values."),
     ("[data]\nshuffle = 'of'", "{path}: data.shuffle = 'of': use one of on, off (did you mean"),
     ("[schedule]\nwarmup = '5x'", "{path}: schedule.warmup = '5x': '5x' is not a length"),
-    ("[schedule]\nwarmup = 0.5", "{path}: schedule.warmup = 0.5: expected a value of type Length"),
+    ("[schedule]\nwarmup = 0.5", "{path}: schedule.warmup = 0.5: expected a value of type Duration"),
     ("None = 3", "{path}: None: expected a value of type list"),
     ("None = ['sed']", "{path}: unknown key sed; did you mean seed?"),
     ("None = ['seed']", "{path}: seed = None: expected a value of type int."),
@@ -510,7 +510,7 @@ def documented(cls: type, prefix: str = "") -> dict[str, str]:
     for field in dataclasses.fields(cls):
         flag = prefix + field.metadata.get("flag", field.name).replace("_", "-")
         flag = {"run": "run-dir"}.get(flag, flag)
-        if dataclasses.is_dataclass(field.default) and not isinstance(field.default, Length):
+        if dataclasses.is_dataclass(field.default) and not isinstance(field.default, Duration):
             found |= documented(type(field.default), flag + ".")
         elif field.name != "task":
             message = re.search(rf'^    {field.name}: [^"]*?(?:"[^"]*"[^"]*?)*?\n    """(.*?)"""',
@@ -631,7 +631,7 @@ def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):
                                   "--schedule.options", "milestones=5"]).schedule
 
     assert (kept.min_ratio, kept.options) == (0.0, ("start_factor=0.5",))
-    assert (other.min_ratio, other.options, other.warmup) == (0.1, (), Length(3))
+    assert (other.min_ratio, other.options, other.warmup) == (0.1, (), Duration(3))
     assert another.options == ("milestones=5",)
 
 
@@ -647,9 +647,9 @@ def test_a_least_rate_that_the_schedule_does_not_use_is_refused():
     (lambda: Optim(lr="0.1"), "Optim(lr='0.1'): expected a number"),
     (lambda: Optim(betas=(0.9,)), "Optim(betas=(0.9,)): expected a tuple of 2 numbers"),
     (lambda: Batch(global_size=64.0), "Batch(global_size=64.0): expected a whole number"),
-    (lambda: Checkpoint(every=10), "Checkpoint(every=10): expected a trainer.config.fields.Length, "
+    (lambda: Checkpoint(every=10), "Checkpoint(every=10): expected a trainer.config.fields.Duration, "
                                    "such "
-                                   "as Length.parse('10')"),
+                                   "as Duration.parse('10')"),
     (lambda: Config(freeze="*"), "Config(freeze='*'): expected a tuple of strings, such as ('"),
     (lambda: Config(optim={"lr": 1}), "expected a trainer.config.schema.Optim(…)"),
 ])  # fmt: skip

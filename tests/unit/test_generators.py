@@ -63,7 +63,7 @@ def test_keys_determine_the_draws_of_a_generator(kind):
 
 def test_a_generator_of_an_object_does_not_repeat_the_process_wide_draws():
     own = random.Random()
-    rng.key_generators(1, 2)
+    rng.seed_all(1, 2)
     rng.key([own], 1, 2)
 
     assert own.random() != random.random()
@@ -87,7 +87,7 @@ def test_a_generator_of_an_object_does_not_repeat_the_process_wide_draws():
 def test_nested_generators_are_found(kind, nest):
     generator = GENERATORS[kind][0]()
 
-    assert [id(found) for found in rng.kept_by(nest(generator))] == [id(generator)]
+    assert [id(found) for found in rng.find_generators(nest(generator))] == [id(generator)]
 
 
 SHARED = random.Random()
@@ -110,13 +110,13 @@ class DrawingThroughAModule(Draws):
 @pytest.mark.parametrize("owner", [Drawing(None), Draws(SHARED.random), Draws(draw_shared),
                                    DrawingThroughAModule(None)])
 def test_a_global_generator_is_found_through_the_functions_that_use_it(owner):
-    assert rng.kept_by(owner) == [SHARED]
+    assert rng.find_generators(owner) == [SHARED]
 
 
 def test_generators_of_one_owner_have_different_keys():
     one, other = random.Random(), random.Random()
 
-    rng.key(rng.kept_by(Draws([one, other])), 1, 2)
+    rng.key(rng.find_generators(Draws([one, other])), 1, 2)
 
     assert one.random() != other.random()
 
@@ -125,8 +125,8 @@ def test_cycles_and_duplicates_are_visited_once():
     owner = Draws(random.Random())
     owner.again, owner.self = owner.generator, owner
 
-    assert rng.kept_by(owner) == [owner.generator]
+    assert rng.find_generators(owner) == [owner.generator]
 
 
 def test_a_data_set_without_generators_has_none():
-    assert rng.kept_by(Draws([1, "a", torch.ones(3), np.ones(3), {"x": None}])) == []
+    assert rng.find_generators(Draws([1, "a", torch.ones(3), np.ones(3), {"x": None}])) == []

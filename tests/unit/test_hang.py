@@ -12,7 +12,7 @@ from trainer.resilience.hang_detection import (
     HangReport,
     Pace,
     Peer,
-    Report,
+    RankReport,
     find_hang,
     learnt_limit,
     name_place,
@@ -23,15 +23,15 @@ from trainer.resilience.progress_marks import Place
 from trainer.telemetry.status import Phase
 
 
-def report(*, waits: bool = False, over: bool = False, idle_s: float = 5.0) -> Report:
-    return Report(phase="forward", step=7, idle_s=idle_s, waits=waits, over=over)
+def report(*, waits: bool = False, over: bool = False, idle_s: float = 5.0) -> RankReport:
+    return RankReport(phase="forward", step=7, idle_s=idle_s, waits=waits, over=over)
 
 
 WORKS, STUCK = report(), report(over=True)
 WAITS, WAITS_LONG = report(waits=True), report(waits=True, over=True)
 
 
-def peer(told: Report | None, silent_s: float = 0.0) -> Peer:
+def peer(told: RankReport | None, silent_s: float = 0.0) -> Peer:
     return Peer(report=told, silent_s=silent_s)
 
 

@@ -6,18 +6,18 @@ import json
 
 import pytest
 
-from trainer.checkpoint.progress import Progress
-from trainer.config.schema import Nonfinite
+from trainer.checkpoint.progress import TrainProgress
+from trainer.config.schema import BadStepConfig
 from trainer.errors import ConfigError
-from trainer.optim.bad_step_check import EMPTY, HISTORY, LEAST, NONFINITE, OVERFLOW, SPIKE, Health
+from trainer.optim.bad_step_check import EMPTY, HISTORY, MIN_HISTORY, NONFINITE, OVERFLOW, SPIKE, Health
 
 NAN, INF = float("nan"), float("inf")
 
 
 def check(health: Health | None = None, loss=8.0, count=8.0, norm=1.0, scale=None) -> str:
     """Reason to skip a step; a step without one is applied."""
-    health = health or Health(Nonfinite())
-    reason = health.judge(loss=loss, count=count, norm=norm, scale=scale)
+    health = health or Health(BadStepConfig())
+    reason = health.reason_to_skip(loss=loss, count=count, norm=norm, scale=scale)
     if not reason:
         health.remember(loss=loss, count=count)
     return reason
@@ -42,8 +42,8 @@ def test_reduced_values_decide_whether_a_step_is_skipped(values, reason):
 
 
 def test_a_loss_far_above_recent_ones_is_a_spike_if_enabled():
-    strict, off = Health(Nonfinite(spike_z=5)), Health(Nonfinite())
-    losses = [8.0 + 0.1 * (n % 7) for n in range(LEAST)]
+    strict, off = Health(BadStepConfig(spike_z=5)), Health(BadStepConfig())
+    losses = [8.0 + 0.1 * (n % 7) for n in range(MIN_HISTORY)]
 
     for loss in losses:
         assert check(strict, loss) == check(off, loss) == ""
@@ -55,8 +55,8 @@ def test_a_loss_far_above_recent_ones_is_a_spike_if_enabled():
 
 
 def test_a_spike_needs_a_history_and_is_not_added_to_it():
-    health = Health(Nonfinite(spike_z=5))
-    for n in range(LEAST - 1):
+    health = Health(BadStepConfig(spike_z=5))
+    for n in range(MIN_HISTORY - 1):
         check(health, 8.0 + 0.1 * (n % 7))
 
     assert check(health, 100.0) == ""
@@ -65,7 +65,7 @@ def test_a_spike_needs_a_history_and_is_not_added_to_it():
 
 
 def test_the_history_is_restored_exactly_and_has_a_limit():
-    health, other = Health(Nonfinite(spike_z=5)), Health(Nonfinite(spike_z=5))
+    health, other = Health(BadStepConfig(spike_z=5)), Health(BadStepConfig(spike_z=5))
     for n in range(2 * HISTORY):
         check(health, 8.0 + 0.1 * (n % 7))
 
@@ -76,13 +76,13 @@ def test_the_history_is_restored_exactly_and_has_a_limit():
 
 
 def test_consecutive_bad_steps_end_with_the_current_step():
-    progress = Progress()
+    progress = TrainProgress()
 
     def rows(bad: list[int], excluded: list[int] = (), upto: int = 9) -> list[list[int]]:
         progress.bad, progress.excluded_steps = bad, list(excluded)
         found = []
         for progress.step in range(upto + 1):
-            found.append(progress.bad_row)
+            found.append(progress.consecutive_bad_steps)
         return found
 
     assert rows([3, 4, 7])[3:9] == [[3], [3, 4], [], [], [7], []]
@@ -92,7 +92,7 @@ def test_consecutive_bad_steps_end_with_the_current_step():
 
 
 def test_a_repeated_bad_step_counts_once():
-    progress = Progress()
+    progress = TrainProgress()
 
     for step in (4, 5, 4):
         progress.note_skipped(step, bad=True)
@@ -104,4 +104,4 @@ def test_a_repeated_bad_step_counts_once():
 @pytest.mark.parametrize("field", ["max_in_row", "max_total", "spike_z"])
 def test_limits_below_zero_are_refused(field):
     with pytest.raises(ConfigError, match=f"--nonfinite.{field.replace('_', '-')} -1"):
-        Nonfinite(**{field: -1})
+        BadStepConfig(**{field: -1})

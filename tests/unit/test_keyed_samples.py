@@ -19,7 +19,7 @@ from torch.utils.data import (
 
 from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.sample_errors import SampleError
-from trainer.data.sampler import Slot
+from trainer.data.sampler import MicroBatchSpec
 
 
 class Plain(Dataset):
@@ -62,7 +62,7 @@ class Doubled(Subset):
 def read(dataset: Any, *places: int, epoch: int = 3, augment: bool = True) -> list[list[float]]:
     """[index, epoch, draw] of each sample of one micro-batch."""
     samples = KeyedSamples(dataset, seed=1, augment=augment)
-    columns = samples[Slot(1, epoch, 0, True, places)].batch
+    columns = samples[MicroBatchSpec(1, epoch, 0, True, places)].batch
     return torch.stack([c.double() for c in columns], 1).tolist()
 
 
@@ -121,7 +121,7 @@ def test_samples_that_are_left_out_by_getitems_are_an_error():
             return [index for index in indices if index != 4]
 
     with pytest.raises(SampleError, match=r"sample 4 .* called with 1 indices and returned 0"):
-        KeyedSamples(Fewer(), seed=1)[Slot(1, 0, 0, True, (3, 4, 5))]
+        KeyedSamples(Fewer(), seed=1)[MicroBatchSpec(1, 0, 0, True, (3, 4, 5))]
 
 
 @pytest.mark.parametrize("join", [
@@ -131,7 +131,7 @@ def test_samples_that_are_left_out_by_getitems_are_an_error():
 def test_combined_data_sets_get_set_epoch(join):
     one, other = Plain(), Plain()
 
-    KeyedSamples(join(one, other), seed=1)[Slot(9, 4, 0, True, (0,))]
+    KeyedSamples(join(one, other), seed=1)[MicroBatchSpec(9, 4, 0, True, (0,))]
 
     assert one.epoch == other.epoch == 4
 
@@ -140,7 +140,7 @@ def test_each_reader_of_a_shared_data_set_sets_its_epoch():
     whole = Plain()
     one, other = (KeyedSamples(part, seed=1) for part in random_split(whole, [6, 6]))
 
-    read = [reader[Slot(1, epoch, 0, True, (0,))].batch[1].item()
+    read = [reader[MicroBatchSpec(1, epoch, 0, True, (0,))].batch[1].item()
             for reader, epoch in [(one, 3), (other, 0), (one, 3), (one, 3), (other, 1), (other, 0)]]
 
     assert read == [3, 0, 3, 3, 1, 0]
@@ -173,16 +173,16 @@ class Reseeded(Plain):
 
 def test_a_generator_created_in_set_epoch_is_keyed_too():
     straight, later = (KeyedSamples(Reseeded(), seed=1) for _ in "12")
-    for slot in (Slot(1, 0, 0, True, (0, 1)), Slot(2, 1, 0, True, (2, 3))):
-        straight[slot]
-    slot = Slot(3, 1, 0, True, (4, 5))
+    for spec in (MicroBatchSpec(1, 0, 0, True, (0, 1)), MicroBatchSpec(2, 1, 0, True, (2, 3))):
+        straight[spec]
+    spec = MicroBatchSpec(3, 1, 0, True, (4, 5))
 
-    assert torch.equal(straight[slot].batch, later[slot].batch)
+    assert torch.equal(straight[spec].batch, later[spec].batch)
 
 
 def test_random_draws_in_set_epoch_are_keyed():
     whole = tuple(range(12))
-    orders = [KeyedSamples(Shuffling(), seed=seed)[Slot(1, epoch, 0, True, whole)].batch.tolist()
+    orders = [KeyedSamples(Shuffling(), seed=seed)[MicroBatchSpec(1, epoch, 0, True, whole)].batch.tolist()
               for seed, epoch in [(1, 2), (1, 2), (1, 3), (2, 2)]]
 
     assert orders[0] == orders[1]
@@ -204,8 +204,8 @@ class Refilling(TensorDataset):
         return buffer.numpy() if self.numpy else buffer
 
 
-def slots(count: int) -> list[Slot]:
-    return [Slot(1, 0, n, n == count - 1, (2 * n, 2 * n + 1)) for n in range(count)]
+def slots(count: int) -> list[MicroBatchSpec]:
+    return [MicroBatchSpec(1, 0, n, n == count - 1, (2 * n, 2 * n + 1)) for n in range(count)]
 
 
 @pytest.mark.parametrize(("buffers", "numpy"), [(1, False), (3, False), (1, True)])
@@ -213,7 +213,7 @@ def test_batches_in_reused_memory_are_copied(buffers, numpy):
     data = Refilling(buffers, numpy=numpy)
     samples = KeyedSamples(data, seed=1)
 
-    batches = [samples[slot].batch for slot in slots(6)]
+    batches = [samples[spec].batch for spec in slots(6)]
 
     assert np.array_equal(np.concatenate(batches), data.tensors[0])
 
@@ -231,8 +231,8 @@ def test_copied_batches_keep_their_strides():
     data = Slicing(torch.arange(36.0).view(12, 3))
     samples = KeyedSamples(data, seed=1)
 
-    for slot in slots(6):
-        given, batch = data.__getitems__(list(slot.indices)), samples[slot].batch
+    for spec in slots(6):
+        given, batch = data.__getitems__(list(spec.indices)), samples[spec].batch
         assert [t.stride() for t in batch] == [t.stride() for t in given]
         assert all(map(torch.equal, batch[:3], given[:3]))
     assert batch[0].data_ptr() == given[0].data_ptr(), "no copy, once it is known that none is due"
@@ -244,7 +244,7 @@ def test_other_attributes_of_a_batch_are_kept():
 
     samples = KeyedSamples(range(12), seed=1, collate=packed)
 
-    for slot in slots(6):
-        batch = samples[slot].batch
+    for spec in slots(6):
+        batch = samples[spec].batch
         assert type(batch) is PackedSequence
-        assert torch.equal(batch.data, packed(list(slot.indices)).data)
+        assert torch.equal(batch.data, packed(list(spec.indices)).data)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.distributed.device import choose_device, share_of_cores
-from trainer.distributed.world import Launch
+from trainer.distributed.world import LaunchInfo
 from trainer.errors import ConfigError
 
 TORCHRUN = {
@@ -19,24 +19,24 @@ TORCHRUN = {
 
 
 def test_without_a_launcher_a_process_is_the_only_rank() -> None:
-    assert Launch.from_environment({"HOME": "/root"}) == Launch(
+    assert LaunchInfo.from_environment({"HOME": "/root"}) == LaunchInfo(
         rank=0, size=1, local_rank=0, local_size=1)
 
 
 def test_torchruns_variables_are_read() -> None:
-    assert Launch.from_environment(TORCHRUN) == Launch(
+    assert LaunchInfo.from_environment(TORCHRUN) == LaunchInfo(
         rank=3, size=4, local_rank=1, local_size=2, master_address="node-0", master_port=29500,
         run_id="none", restart_count=1, max_restarts=3)
 
 
 def test_only_our_own_launcher_knows_the_exit_codes() -> None:
-    assert Launch.from_environment(TORCHRUN | {"TRAINER_LAUNCH": "1"}).knows_exit_codes
-    assert not Launch.from_environment(TORCHRUN).knows_exit_codes
+    assert LaunchInfo.from_environment(TORCHRUN | {"TRAINER_LAUNCH": "1"}).knows_exit_codes
+    assert not LaunchInfo.from_environment(TORCHRUN).knows_exit_codes
 
 
 def test_only_our_own_launcher_tells_who_it_is() -> None:
-    assert Launch.from_environment(TORCHRUN | {"TRAINER_LAUNCH_ID": "5c"}).launch_id == "5c"
-    assert Launch.from_environment(TORCHRUN).launch_id is None
+    assert LaunchInfo.from_environment(TORCHRUN | {"TRAINER_LAUNCH_ID": "5c"}).launch_id == "5c"
+    assert LaunchInfo.from_environment(TORCHRUN).launch_id is None
 
 
 @pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
@@ -44,7 +44,7 @@ def test_only_our_own_launcher_tells_who_it_is() -> None:
 def test_a_missing_variable_is_named(name: str) -> None:
     variables = {key: value for key, value in TORCHRUN.items() if key != name}
     with pytest.raises(ConfigError, match=f"{name} is not set.*torchrun"):
-        Launch.from_environment(variables)
+        LaunchInfo.from_environment(variables)
 
 
 @pytest.mark.parametrize(("name", "value"), [
@@ -53,7 +53,7 @@ def test_a_missing_variable_is_named(name: str) -> None:
 ])
 def test_a_garbled_variable_is_named_with_its_value(name: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"{name} is '{value}'"):
-        Launch.from_environment(TORCHRUN | {name: value})
+        LaunchInfo.from_environment(TORCHRUN | {name: value})
 
 
 def test_cpu_is_taken_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,12 +16,12 @@ import torch
 
 from launch.__main__ import main
 from trainer.config.schema import Config
-from trainer.distributed.world import Launch, World
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.resilience import launcher_channel
 from trainer.resilience.diagnosis import diagnose, remedy
 from trainer.resilience.preflight import allow_files, check_interface
-from trainer.run.run_dir import Identity, enter
+from trainer.run.run_dir import RunIdentity, enter
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, writable
 from trainer.telemetry.tensorboard import TensorBoard
@@ -171,7 +171,7 @@ def test_a_run_of_another_user_is_refused_before_it_starts(name: str) -> None:
         for other in path.iterdir():
             if other.name != name:
                 other.chmod(0o777)
-        world, mine = World(Launch(), torch.device("cpu"), 1), Identity(run="a", attempt=1)
+        world, mine = World(LaunchInfo(), torch.device("cpu"), 1), RunIdentity(run="a", attempt=1)
         user = os.geteuid()
         os.seteuid(user or 65534)  # root may write anywhere
         try:

@@ -15,7 +15,7 @@ from machine import left_in_shared_memory, shared_memory
 from torch.utils.data import DataLoader
 
 from trainer.data.batch import SMALL, collate
-from trainer.data.loader import loader_arguments, shut_down
+from trainer.data.loader import loader_arguments, shut_down_workers
 from trainer.resilience import processes
 
 FORK = multiprocessing.get_context("fork")
@@ -112,7 +112,7 @@ def test_a_batch_that_cannot_be_sent_raises_instead_of_hanging() -> None:
     with pytest.raises(Exception, match=r"in DataLoader worker process 0[\s\S]*[Pp]ickle"):
         next(batches)
     assert next(batches) == 3
-    shut_down(batches)
+    shut_down_workers(batches)
     assert left_in_shared_memory(before, pids) == set()
 
 
@@ -157,7 +157,7 @@ def test_a_loader_process_preserves_all_kinds_of_tensors() -> None:
     try:
         batches = list(source)
     finally:  # otherwise a raised exception would keep the workers alive
-        shut_down(source)
+        shut_down_workers(source)
 
     for index, found in enumerate(batches):
         wanted = Odd()[index]

@@ -16,7 +16,7 @@ import pytest
 
 from trainer.checkpoint.store import Store
 from trainer.errors import StaleAttempt
-from trainer.storage.locks import ByteLocks, RunLock, is_at_work, let_go
+from trainer.storage.locks import ByteLocks, RunLock, owner_is_alive, release_locks
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -337,19 +337,19 @@ def test_errors_of_the_disk_are_not_taken_for_missing_locks(
 
 def test_owner_is_seen_alive_without_taking_a_lock(processes):
     path = processes.path
-    assert not is_at_work(path)
+    assert not owner_is_alive(path)
     owner = processes.attempt("a")
     assert owner.ask("take") == "None"
 
-    assert is_at_work(path)
+    assert owner_is_alive(path)
     assert owner.ask("check") == "None"
     owner.kill()
 
-    assert not is_at_work(path)
+    assert not owner_is_alive(path)
 
 
 def test_releasing_a_lock_file_that_does_not_exist_does_nothing(tmp_path):
     (tmp_path / "file").touch()
 
-    let_go(tmp_path / "file" / "lock")
-    let_go(tmp_path / "nowhere" / "lock")
+    release_locks(tmp_path / "file" / "lock")
+    release_locks(tmp_path / "nowhere" / "lock")

@@ -95,7 +95,7 @@ def test_the_state_of_another_optimizer_is_known_after_an_update():
     optimizer.state.clear()
 
     assert memory.optimizer_mb(optimizer) is None
-    assert "optimizer" not in memory.Memory().summary_line(model, optimizer)
+    assert "optimizer" not in memory.MemoryUse().summary_line(model, optimizer)
 
 
 def test_the_peak_contains_memory_that_was_in_use():

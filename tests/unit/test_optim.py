@@ -246,7 +246,7 @@ def test_sparse_gradients_that_torch_would_refuse_are_found_before_the_update(na
     by_kind = [{p: n for n, p in model.named_parameters() if p.grad.is_sparse == sparse}
                for sparse in (True, False)]
 
-    why = optimizers.unfit_for_sparse(optimizer, Clip(), *by_kind)
+    why = optimizers.sparse_gradient_problem(optimizer, Clip(), *by_kind)
 
     assert re.search(message, why)
     if why:

@@ -21,7 +21,7 @@ class Group:
     """Records whether it is abandoned."""
 
     def __init__(self) -> None:
-        self.stale = False
+        self.superseded = False
         self.abandoned = threading.Event()
 
     def abandon(self) -> None:
@@ -38,7 +38,7 @@ def test_a_message_abandons_the_group_and_the_launchers_death_is_noticed(word, s
     ours.send(f"{word}\n".encode())
 
     assert group.abandoned.wait(100)
-    assert group.stale is stale
+    assert group.superseded is stale
     assert select.select([gone], [], [], 0)[0] == []
     ours.close()
     assert select.select([gone], [], [], 100)[0] == [gone]
@@ -68,16 +68,16 @@ def test_a_missing_rank_ends_only_ranks_that_wait_for_it():
 
 def test_a_superseded_attempt_writes_nothing(tmp_path: Path):
     group = Group()
-    lock = RunLock(tmp_path / "lock", "one", revoked=lambda: group.stale)
+    lock = RunLock(tmp_path / "lock", "one", revoked=lambda: group.superseded)
     lock.take()
-    lock.look()
+    lock.check_without_waiting()
 
-    group.stale = True
+    group.superseded = True
 
     with pytest.raises(StaleAttempt), lock.committing():
         raise AssertionError("it wrote")
     with pytest.raises(StaleAttempt, match="a newer attempt"):
-        lock.look()
+        lock.check_without_waiting()
     lock.close()
 
 

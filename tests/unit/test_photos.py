@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from trainer.data.map_dataset import KeyedSamples
-from trainer.data.sampler import Slot
+from trainer.data.sampler import MicroBatchSpec
 from trainer.errors import ConfigError
 from trainer.tasks import photos
 from trainer.tasks.losses import balanced
@@ -59,7 +59,7 @@ def small(root: Path, **fields: Any) -> Photos:
 
 def read(task: Photos, split: str, indices: tuple[int, ...], epoch: int = 0) -> Any:
     samples = KeyedSamples(task.dataset(split), seed=3)
-    return samples[Slot(1, epoch, 0, True, indices)].batch
+    return samples[MicroBatchSpec(1, epoch, 0, True, indices)].batch
 
 
 def test_a_task_on_photographs_passes_check_task(root):

@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 from torch import nn
 
-from trainer.run.pictures import FILM, Pictures
+from trainer.run.pictures import ANIMATION, Pictures
 from trainer.run.recorders import preview
 from trainer.telemetry.events import Log
 
@@ -66,7 +66,7 @@ def test_a_picture_that_fails_is_a_warning(tmp_path, capfd):
 
     taken = pictures(tmp_path, draw, [])
     taken.take(3)
-    taken.film(3)
+    taken.save_animation(3)
 
     assert "no picture of step 3: RuntimeError: no pen" in "".join(capfd.readouterr())
     assert not (tmp_path / "pictures").exists()
@@ -102,11 +102,11 @@ def test_the_animation_has_the_pictures_up_to_the_last_step_in_order(tmp_path):
     for step in (5, 10, 100, 200):
         taken.take(step)
 
-    taken.film(100)
+    taken.save_animation(100)
 
     frames = []
-    with Image.open(tmp_path / "pictures" / FILM) as film:
-        for number in range(film.n_frames):
-            film.seek(number)
-            frames.append(film.convert("RGB").getpixel((0, 0))[0])
+    with Image.open(tmp_path / "pictures" / ANIMATION) as save_animation:
+        for number in range(save_animation.n_frames):
+            save_animation.seek(number)
+            frames.append(save_animation.convert("RGB").getpixel((0, 0))[0])
     assert frames == [10, 90, 170]

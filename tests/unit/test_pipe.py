@@ -10,7 +10,7 @@ import pytest
 from unread import ended
 
 from launch.fork_server import fork
-from launch.worker import be_rank
+from launch.worker import run_worker
 from trainer.telemetry.events import Log
 from trainer.telemetry.std_streams import EXIT_PIPE, quiet_pipe, say
 
@@ -71,7 +71,7 @@ def test_a_rank_that_can_tell_nobody_of_its_end_ends_all_the_same():
     ours, theirs = os.pipe()
     if (pid := fork()) == 0:
         try:
-            be_rank(main, [], {"RANK": "0"}, launcher_fd=theirs, output_fds=(), close_fds=())
+            run_worker(main, [], {"RANK": "0"}, launcher_fd=theirs, output_fds=(), close_fds=())
         finally:
             os._exit(99)  # a copy of what had forked it
 

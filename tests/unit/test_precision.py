@@ -22,7 +22,7 @@ def test_tf32_is_set_for_matrix_products_and_convolutions():
 def test_eager_overrides_compilation():
     wanted = Precision(compile="on")
 
-    chosen = [precision.choose(wanted, nn.Linear(1, 1), torch.device("cpu"), eager=eager).compile
+    chosen = [precision.resolve(wanted, nn.Linear(1, 1), torch.device("cpu"), eager=eager).compile
               for eager in (False, True)]
 
     assert chosen == [True, False]
@@ -42,7 +42,7 @@ def test_wrappers_are_removed_and_the_model_stays_compiled():
 
     for wrapped in (nn.Sequential(part, twice, twice), nn.DataParallel(compiled(nn.Sequential(
             *(nn.Linear(1, 1) for _ in range(3)))))):
-        model = precision.plain(wrapped)
+        model = precision.unwrap(wrapped)
         graphs.clear()
         model(torch.ones(1, 1))
 

@@ -13,11 +13,11 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainer.config.schema import Batch, Config, Parallel
 from trainer.data.stream_reader import known_length
-from trainer.distributed.world import Launch, World
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.run import startup_summary
 from trainer.run.prepare import content, prepare
-from trainer.task import Given, Outcome, check_outcome, uncalled
+from trainer.task import ObjectTask, Outcome, check_outcome, uncalled_methods
 from trainer.testing import check_task
 
 
@@ -52,7 +52,7 @@ class Made:
 
 
 def prepared(task: Made, device: str = "cpu", **sections: Any) -> Any:
-    world = World(Launch(), torch.device(device), threads=torch.get_num_threads())
+    world = World(LaunchInfo(), torch.device(device), threads=torch.get_num_threads())
     config: Any = Config(task=task, batch=Batch(global_size=4, micro_size=2),  # type: ignore[type-var]
                          **sections)
     return prepare(config, world)
@@ -81,7 +81,7 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
         def loss(self, batch: Any) -> Any:  # type: ignore[override]
             raise AssertionError("nothing is trained here")
 
-    for task in (Forgetful(), Given.of(Forgetful())):
+    for task in (Forgetful(), ObjectTask.of(Forgetful())):
         with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
             prepared(task)
 
@@ -96,7 +96,7 @@ def test_a_tuple_of_tensors_is_named_where_it_is_too_short():
 
 
 def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
-    world = World(Launch(size=20), torch.device("cpu"), threads=torch.get_num_threads())
+    world = World(LaunchInfo(size=20), torch.device("cpu"), threads=torch.get_num_threads())
     config: Any = Config(task=Made(), batch=Batch(global_size=128, micro_size=32))
 
     with pytest.raises(ConfigError, match="use at most 4 ranks, or a micro-size of 4 or less"):
@@ -110,7 +110,7 @@ def test_a_module_in_place_of_the_method_that_makes_one_is_refused():
     with pytest.raises(ConfigError, match="--task: model of Ready is a Linear; make it a method"):
         prepared(Ready())
     with pytest.raises(ConfigError, match="--task: model of Ready is a Linear; make it a method"):
-        prepared(Given.of(Ready()))
+        prepared(ObjectTask.of(Ready()))
 
 
 @pytest.mark.parametrize(("figures", "told"), [
@@ -227,13 +227,13 @@ class Both(Made):
 
 
 def test_methods_that_other_trainers_call_are_named_with_what_is_called_here():
-    told = uncalled(Foreign())
+    told = uncalled_methods(Foreign())
 
     assert told.startswith("Foreign: collate_fn() isn't called; instead define collate(samples)")
     assert "training_step() isn't called; instead define loss(model, batch)" in told
     assert "configure_optimizers() isn't called; " in told
     assert "alternating optimizers, as in a GAN, aren't supported" in told
-    assert uncalled(Both()) == uncalled(Made()) == ""
+    assert uncalled_methods(Both()) == uncalled_methods(Made()) == ""
     with pytest.raises(AssertionError, match=r"collate_fn\(\) isn't called"):
         check_task(Foreign())
 

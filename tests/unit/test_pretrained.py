@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from trainer.checkpoint.pretrained import begin_with, read_weights
+from trainer.checkpoint.pretrained import load_initial_weights, read_weights
 from trainer.errors import ConfigError
 
 
@@ -32,7 +32,7 @@ def test_a_torch_checkpoint_is_read_whatever_it_is_wrapped_in(tmp_path, wrap):
     source, model = net(seed=1), net()
     torch.save(wrap(dict(source.state_dict())), tmp_path / "old.pt")
 
-    lines = begin_with(model, tmp_path / "old.pt", strict=True)
+    lines = load_initial_weights(model, tmp_path / "old.pt", strict=True)
 
     assert lines == []
     assert same(model, source)
@@ -44,7 +44,7 @@ def test_a_safetensors_file_or_its_folder_is_read(tmp_path, asked):
     addresses = [p.data_ptr() for p in model.parameters()]
     save_file(source.state_dict(), tmp_path / "model.safetensors")
 
-    begin_with(model, tmp_path / asked, strict=True)
+    load_initial_weights(model, tmp_path / asked, strict=True)
 
     assert same(model, source)
     assert [p.data_ptr() for p in model.parameters()] == addresses
@@ -55,7 +55,7 @@ def test_a_head_of_another_size_is_new_and_named(tmp_path):
     head = {n: t.clone() for n, t in model[2].state_dict().items()}
     save_file(source.state_dict(), tmp_path / "model.safetensors")
 
-    lines = begin_with(model, tmp_path, strict=True)
+    lines = load_initial_weights(model, tmp_path, strict=True)
 
     assert lines == [
         "new head, initialized by the model: 2.weight (3, 4), in the file (1000, 4)",
@@ -70,24 +70,24 @@ def test_names_and_sizes_that_do_not_fit_are_refused_unless_allowed(tmp_path):
     save_file(source, tmp_path / "model.safetensors")
 
     with pytest.raises(ConfigError) as error:
-        begin_with(net(), tmp_path, strict=True)
+        load_initial_weights(net(), tmp_path, strict=True)
     assert "missing from the file: 2.bias; unknown to the model: aux.weight" in str(error.value)
     assert "--init-strict off" in str(error.value)
-    assert begin_with(net(), tmp_path, strict=False) == [
+    assert load_initial_weights(net(), tmp_path, strict=False) == [
         "not loaded: missing from the file: 2.bias", "not loaded: unknown to the model: aux.weight"]
 
     # Another width is in a later layer's second dimension: no head.
     save_file(net(width=8, seed=1).state_dict(), tmp_path / "model.safetensors")
     with pytest.raises(
             ConfigError, match=r"shapes: 2\.weight \(3, 8\), in the model \(3, 4\)"):
-        begin_with(net(), tmp_path, strict=True)
+        load_initial_weights(net(), tmp_path, strict=True)
 
 
 def test_an_older_file_without_num_batches_tracked_is_complete(tmp_path):
     source = {n: t for n, t in net(seed=1).state_dict().items() if "num_batches" not in n}
     torch.save(source, tmp_path / "old.pth")
 
-    assert begin_with(net(), tmp_path / "old.pth", strict=True) == []
+    assert load_initial_weights(net(), tmp_path / "old.pth", strict=True) == []
 
 
 class Code:
@@ -99,7 +99,7 @@ def test_a_file_that_would_run_code_is_refused(tmp_path, capfd):
     torch.save({"model": net().state_dict(), "hook": Code()}, tmp_path / "bad.pt")
 
     with pytest.raises(ConfigError, match="can't be read without running code from it"):
-        begin_with(net(), tmp_path / "bad.pt", strict=False)
+        load_initial_weights(net(), tmp_path / "bad.pt", strict=False)
     assert "this must not run" not in capfd.readouterr().out
 
 
@@ -117,4 +117,4 @@ def test_a_file_without_a_state_dict_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="in this folder; give a weights file"):
         read_weights(tmp_path)
     with pytest.raises(ConfigError, match="no tensor fits the model; the file has other"):
-        begin_with(net(), tmp_path / "other.safetensors", strict=False)
+        load_initial_weights(net(), tmp_path / "other.safetensors", strict=False)

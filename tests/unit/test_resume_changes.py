@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from trainer.config import command_line, compatibility
-from trainer.config.compatibility import Verdict, judge, settings
-from trainer.config.fields import Length
+from trainer.config.compatibility import ResumeDecision, compare_settings, settings
+from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
@@ -54,7 +54,7 @@ def other_value(name: str, value: Any) -> str:
              "log.level": "debug", "eval.best": "val_loss:min"}  # fmt: skip
     if name in known:
         return known[name]
-    if isinstance(value, Length):
+    if isinstance(value, Duration):
         return "17"
     if value in ("on", "off", "auto"):
         return {"on": "off", "off": "on"}.get(value) or next(
@@ -83,15 +83,15 @@ def test_each_setting_may_change_as_declared(name, value, change):
 
     if change == "must_match":
         with pytest.raises(ConfigError) as caught:
-            judge(now, saved(), now=HERE, then=HERE)
+            compare_settings(now, saved(), now=HERE, then=HERE)
         message = str(caught.value)
         assert message.startswith(f"{flag} was {settings(parsed())[name]!r} and is "
                                f"{settings(now)[name]!r}: ")
         assert f"--accept {flag.removeprefix('--')}" in message
         return
-    verdict = judge(now, saved(), now=HERE, then=HERE)
+    verdict = compare_settings(now, saved(), now=HERE, then=HERE)
     if change == "ignored":
-        assert verdict == Verdict()
+        assert verdict == ResumeDecision()
     else:
         assert verdict.label == "equivalent"
         assert [line.split()[0] for line in verdict.changes] == [flag]
@@ -103,7 +103,7 @@ def test_a_change_of_a_setting_that_must_match_can_be_accepted_by_name(name):
     value = dict((n, v) for n, v, _ in SETTINGS)[name]
     flag = name.replace("_", "-")
 
-    verdict = judge(parsed(f"--{flag}", *other_value(name, value).split(), "--accept", flag),
+    verdict = compare_settings(parsed(f"--{flag}", *other_value(name, value).split(), "--accept", flag),
                     saved(), now=HERE, then=HERE)
 
     assert verdict.label == "equivalent"
@@ -112,16 +112,16 @@ def test_a_change_of_a_setting_that_must_match_can_be_accepted_by_name(name):
 
 def test_accepting_one_change_accepts_no_other():
     with pytest.raises(ConfigError, match=r"--seed was 0 and is 1: .* --accept seed\."):
-        judge(parsed("--seed=1", "--batch.micro-size=16", "--accept=batch.micro-size"), saved(),
+        compare_settings(parsed("--seed=1", "--batch.micro-size=16", "--accept=batch.micro-size"), saved(),
               now=HERE, then=HERE)
 
 
 def test_nothing_changed_is_exact():
-    assert judge(parsed(), saved(), now=HERE, then=HERE) == Verdict(changes=(), label="exact")
+    assert compare_settings(parsed(), saved(), now=HERE, then=HERE) == ResumeDecision(changes=(), label="exact")
 
 
 def test_each_reported_change_is_a_line():
-    verdict = judge(parsed("--optim.lr=1", "--clip.norm=2", "--log.every=3"), saved(), now=HERE,
+    verdict = compare_settings(parsed("--optim.lr=1", "--clip.norm=2", "--log.every=3"), saved(), now=HERE,
                     then=HERE)
 
     assert [line.split()[0] for line in verdict.changes] == ["--optim.lr", "--clip.norm"]
@@ -137,19 +137,19 @@ def test_each_reported_change_is_a_line():
     ("torch", "2.14.1", "torch was 2.11.0 and is 2.14.1"),
 ])
 def test_changed_circumstances_are_reported_and_not_exact(key, value, line):
-    verdict = judge(parsed(), saved(), now=HERE | {key: value}, then=HERE)
+    verdict = compare_settings(parsed(), saved(), now=HERE | {key: value}, then=HERE)
 
-    assert verdict == Verdict(changes=(line,), label="equivalent", reasons=(line,))
+    assert verdict == ResumeDecision(changes=(line,), label="equivalent", reasons=(line,))
 
 
 def test_another_number_of_ranks_is_exact_with_the_canonical_reduction():
     line = "world size was 2 and is 3: the same bits (--parallel.reduction canonical)"
     canonical = "--parallel.reduction=canonical"
 
-    verdict = judge(parsed(canonical), saved(canonical), now=HERE | {"world_size": 3}, then=HERE)
-    assert verdict == Verdict(changes=(line,), label="exact")
+    verdict = compare_settings(parsed(canonical), saved(canonical), now=HERE | {"world_size": 3}, then=HERE)
+    assert verdict == ResumeDecision(changes=(line,), label="exact")
 
-    changed = judge(parsed(canonical), saved(), now=HERE | {"world_size": 3}, then=HERE)
+    changed = compare_settings(parsed(canonical), saved(), now=HERE | {"world_size": 3}, then=HERE)
     assert changed.label == "equivalent"
 
 
@@ -158,11 +158,11 @@ def test_other_data_or_another_task_are_refused_unless_accepted(key, accept):
     now = HERE | {key: "another"}
 
     with pytest.raises(ConfigError) as caught:
-        judge(parsed(), saved(), now=now, then=HERE)
+        compare_settings(parsed(), saved(), now=now, then=HERE)
     assert f"was {HERE[key]!r} and is 'another'" in str(caught.value)
     assert f"--accept {accept}." in str(caught.value)
 
-    verdict = judge(parsed("--accept", accept), saved(), now=now, then=HERE)
+    verdict = compare_settings(parsed("--accept", accept), saved(), now=now, then=HERE)
     assert verdict.label == "equivalent"
     assert "and is 'another'" in verdict.why
 
@@ -173,15 +173,15 @@ def test_a_setting_missing_from_an_older_checkpoint_is_treated_by_its_class():
     then = saved()
     del then["log.every"], then["clip.value"]
 
-    verdict = judge(parsed(), then, now=HERE, then=HERE)
+    verdict = compare_settings(parsed(), then, now=HERE, then=HERE)
 
     assert verdict.changes == ("--clip.value was None and is 0.0",)
 
 
 def test_a_removed_setting_is_ignored_and_a_removed_field_of_the_task_is_not():
-    assert judge(parsed(), saved() | {"gone.setting": 1}, now=HERE, then=HERE) == Verdict()
+    assert compare_settings(parsed(), saved() | {"gone.setting": 1}, now=HERE, then=HERE) == ResumeDecision()
     with pytest.raises(ConfigError, match=r"--task\.gone was 1 and is None"):
-        judge(parsed(), saved() | {"task.gone": 1}, now=HERE, then=HERE)
+        compare_settings(parsed(), saved() | {"task.gone": 1}, now=HERE, then=HERE)
 
 
 def test_settings_are_json_values_of_all_settings():
@@ -196,6 +196,6 @@ def test_settings_are_json_values_of_all_settings():
 
 
 def test_a_resume_decision_is_immutable():
-    assert dataclasses.fields(Verdict)
+    assert dataclasses.fields(ResumeDecision)
     with pytest.raises(dataclasses.FrozenInstanceError):
-        compatibility.Verdict().label = "exact"  # type: ignore[misc]
+        compatibility.ResumeDecision().label = "exact"  # type: ignore[misc]

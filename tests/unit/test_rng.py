@@ -68,23 +68,23 @@ def test_neighbouring_keys_differ_in_about_half_of_their_bits():
 # --- the process-wide generators
 
 def test_the_same_key_gives_the_same_draws():
-    rng.key_generators(1, 2, 3)
+    rng.seed_all(1, 2, 3)
     first = draws()
     draws()
-    rng.key_generators(1, 2, 3)
+    rng.seed_all(1, 2, 3)
 
     assert draws() == first
-    rng.key_generators(1, 2, 4)
+    rng.seed_all(1, 2, 4)
     assert all(a != b for a, b in zip(draws(), first, strict=True))
 
 
 def test_a_snapshot_is_json_and_restores_all_generators():
-    rng.key_generators(5)
+    rng.seed_all(5)
     random.gauss()  # caches a second value, like numpy
     np.random.randn()
     state = json.loads(json.dumps(rng.snapshot()))
     expected = draws()
-    rng.key_generators(6)
+    rng.seed_all(6)
 
     rng.restore(state)
 
@@ -92,22 +92,22 @@ def test_a_snapshot_is_json_and_restores_all_generators():
 
 
 def test_only_equal_states_have_equal_digests():
-    rng.key_generators(5)
+    rng.seed_all(5)
     before, again = rng.digest(rng.snapshot()), rng.digest(rng.snapshot())
     assert before == again
     for draw in (random.random, np.random.rand, lambda: torch.rand(())):
-        rng.key_generators(5)
+        rng.seed_all(5)
         draw()
         assert rng.digest(rng.snapshot()) != before
 
 
 def test_preserved_restores_the_generators():
-    rng.key_generators(5)
+    rng.seed_all(5)
     expected = draws()
-    rng.key_generators(5)
+    rng.seed_all(5)
 
     with rng.preserved():
-        rng.key_generators(6)
+        rng.seed_all(6)
         draws()
 
     assert draws() == expected

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.checkpoint.progress import Horizon
-from trainer.config.fields import Length
+from trainer.checkpoint.progress import ScheduleLengths
+from trainer.config.fields import Duration
 from trainer.config.schema import Schedule
 from trainer.optim import schedules
 
@@ -22,21 +22,21 @@ def rates(total: int, *, epoch: int = 10, more: int = 0, **fields: object) -> li
 
 
 lengths = st.one_of(
-    st.integers(0, 300).map(lambda n: Length(n)),
-    st.floats(0, 30).map(lambda n: Length(n, "epochs")),
-    st.floats(0, 100).map(lambda n: Length(n, "percent")),
+    st.integers(0, 300).map(lambda n: Duration(n)),
+    st.floats(0, 30).map(lambda n: Duration(n, "epochs")),
+    st.floats(0, 100).map(lambda n: Duration(n, "percent")),
 )
 
 
 def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak():
-    found = rates(20, warmup=Length(5))
+    found = rates(20, warmup=Duration(5))
 
     assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
     assert max(found) == found[4] == 1.0
 
 
 def test_the_cosine_falls_from_the_peak_to_its_minimum_at_the_last_update():
-    found = rates(20, warmup=Length(5), min_ratio=0.1)
+    found = rates(20, warmup=Duration(5), min_ratio=0.1)
 
     assert found[4:] == sorted(found[4:], reverse=True)
     assert found[-1] == pytest.approx(0.1, abs=1e-12)
@@ -46,23 +46,23 @@ def test_the_cosine_falls_from_the_peak_to_its_minimum_at_the_last_update():
 
 
 def test_after_the_last_update_the_rate_is_constant():
-    assert rates(20, warmup=Length(5), more=10)[19:] == pytest.approx([0.1] * 11, abs=1e-12)
+    assert rates(20, warmup=Duration(5), more=10)[19:] == pytest.approx([0.1] * 11, abs=1e-12)
 
 
 def test_a_constant_rate_is_the_peak_after_the_warm_up():
-    assert rates(8, name="constant", warmup=Length(2), more=3) == [0.5] + [1.0] * 10
+    assert rates(8, name="constant", warmup=Duration(2), more=3) == [0.5] + [1.0] * 10
 
 
 def test_without_a_warm_up_the_first_update_is_on_the_curve():
-    found = rates(10, warmup=Length(0))
+    found = rates(10, warmup=Duration(0))
 
     assert 0.9 < found[0] < 1.0
-    assert rates(10, warmup=Length(0), name="constant")[0] == 1.0
+    assert rates(10, warmup=Duration(0), name="constant")[0] == 1.0
 
 
 @pytest.mark.parametrize(("warmup", "updates"), [
-    (Length(7), 7), (Length(0.5, "epochs"), 5), (Length(2, "epochs"), 20),
-    (Length(5, "percent"), 2), (Length(0.1, "percent"), 1),
+    (Duration(7), 7), (Duration(0.5, "epochs"), 5), (Duration(2, "epochs"), 20),
+    (Duration(5, "percent"), 2), (Duration(0.1, "percent"), 1),
 ])
 def test_the_warm_up_is_given_in_steps_epochs_or_percent(warmup, updates):
     found = rates(40, warmup=warmup)
@@ -72,7 +72,7 @@ def test_the_warm_up_is_given_in_steps_epochs_or_percent(warmup, updates):
 
 
 def test_a_warm_up_longer_than_the_run_reaches_the_peak_with_the_last_update():
-    assert rates(4, warmup=Length(100)) == [0.25, 0.5, 0.75, 1.0]
+    assert rates(4, warmup=Duration(100)) == [0.25, 0.5, 0.75, 1.0]
 
 
 @settings(deadline=None)
@@ -94,8 +94,8 @@ def test_all_rates_are_between_zero_and_the_peak(
 def test_the_scheduler_sets_the_rate_of_each_update_and_group():
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 2.0}, {"params": [second], "lr": 0.5}])
-    config = Schedule(warmup=Length(3))
-    schedule = schedules.build(config, optimizer, Horizon(epoch=5, total=10))
+    config = Schedule(warmup=Duration(3))
+    schedule = schedules.build(config, optimizer, ScheduleLengths(epoch=5, total=10))
 
     seen = []
     for _ in range(10):
@@ -109,13 +109,13 @@ def test_the_scheduler_sets_the_rate_of_each_update_and_group():
 
 
 def test_a_longer_run_continues_at_the_last_rate():
-    horizon = Horizon(epoch=5, total=10)
+    horizon = ScheduleLengths(epoch=5, total=10)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
     schedule = schedules.build(Schedule(), optimizer, horizon)
     for _ in range(10):
         optimizer.step()
         schedule.step()
-    longer = Horizon(epoch=5, total=20)
+    longer = ScheduleLengths(epoch=5, total=20)
 
     longer.load_state_dict(horizon.state_dict())
 

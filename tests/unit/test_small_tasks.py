@@ -100,7 +100,7 @@ def test_pieces_are_the_text_with_next_bytes_and_the_last_one_is_shorter(text):
 def test_bytes_are_the_weight(text):
     task = Text(file=str(text), context=16, validation_fraction=0.0)
     data = task.dataset("train")
-    rng.key_generators(0, rng.MODEL)
+    rng.seed_all(0, rng.MODEL)
     model = task.model()
 
     outcome = task.loss(model, collate([data[0], data[12]]))
@@ -159,7 +159,7 @@ def test_a_text_that_cannot_be_read_is_named(tmp_path, content, message):
 
 @pytest.fixture
 def teacher(tmp_path) -> Path:
-    rng.key_generators(7, rng.MODEL)
+    rng.seed_all(7, rng.MODEL)
     save_file(Images().model().state_dict(), tmp_path / "model.safetensors")
     return tmp_path
 
@@ -170,13 +170,13 @@ def test_a_task_with_a_teacher_passes_check_task(teacher):
 
 def test_the_distillation_loss_mixes_labels_and_teacher(teacher):
     task = Images(teacher=str(teacher), teacher_share=0.3, temperature=2.0)
-    rng.key_generators(0, rng.MODEL)
+    rng.seed_all(0, rng.MODEL)
     model = task.model()
     batch = collate([task.dataset("train")[i] for i in range(6)])
 
     ours = task.loss(model, batch)
 
-    rng.key_generators(7, rng.MODEL)
+    rng.seed_all(7, rng.MODEL)
     plain = Images().model().eval()
     model = model.train()
     logits, wanted = model(batch[0]), plain(batch[0])
@@ -194,7 +194,7 @@ def test_the_teacher_is_not_trained_and_its_weights_are_in_the_fingerprint(teach
     task = Images(teacher=str(teacher))
     before = task.fingerprint()
     assert task.model().state_dict().keys() == Images().model().state_dict().keys()
-    rng.key_generators(8, rng.MODEL)
+    rng.seed_all(8, rng.MODEL)
 
     save_file(Images().model().state_dict(), teacher / "model.safetensors")
 

@@ -81,11 +81,11 @@ def test_memory_is_reused_while_the_shape_is_the_same() -> None:
 
 
 def test_the_state_of_a_key_is_computed_without_touching_a_generator() -> None:
-    rng.key_generators(1, 2, 3)
+    rng.seed_all(1, 2, 3)
     there = rng.snapshot()
 
     state = rng.keyed(4, 5, 6)
 
     assert rng.snapshot() == there
-    rng.key_generators(4, 5, 6)
+    rng.seed_all(4, 5, 6)
     assert rng.digest(rng.snapshot()) == rng.digest(state)

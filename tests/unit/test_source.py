@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint.restore import STATE, Found, abandon_newer, find
+from trainer.checkpoint.restore import STATE, CheckpointRef, abandon_newer, find
 from trainer.checkpoint.store import Store
-from trainer.distributed.world import Launch, World
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.telemetry.events import Log
 
@@ -20,7 +20,7 @@ RUN = "a run"
 
 @pytest.fixture
 def world() -> World:
-    return World(Launch(), torch.device("cpu"), 1)
+    return World(LaunchInfo(), torch.device("cpu"), 1)
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def save(store: Store, step: int, generation: int = 0) -> Path:
         return stage.commit(kind="periodic", run=RUN).path
 
 
-def start(store: Store, world: World) -> tuple[Found, int]:
+def start(store: Store, world: World) -> tuple[CheckpointRef, int]:
     """The checkpoint that a start finds, and the generation it continues in."""
     found = find(store, world, RUN)
     assert found is not None

@@ -10,9 +10,9 @@ import pytest
 
 CODE = """\
 import os, signal
-from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.stop_signals import StopSignals
 signal.signal(signal.SIGHUP, signal.{before})
-stop = StopRequest()
+stop = StopSignals()
 stop.install()
 os.kill(os.getpid(), signal.{number})
 print(stop.requested, stop.reason)
@@ -32,10 +32,10 @@ def test_a_hangup_asks_for_a_stop_unless_nohup_has_it_ignored(before, number, to
 
 BUSY = """\
 import hashlib, os, resource, signal, sys, threading
-from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.stop_signals import StopSignals
 resource.setrlimit(resource.RLIMIT_NOFILE, (2048, 2048))
 files = [os.open(os.devnull, os.O_RDONLY) for _ in range(1025)]  # as a program may have opened
-stop = StopRequest()
+stop = StopSignals()
 stop.install()
 {before}
 threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
@@ -58,8 +58,8 @@ def test_a_request_counts_though_the_main_thread_is_in_c(before, code):
 
 SHIELDED = """\
 import os, signal, subprocess, sys
-from trainer.resilience.stop_signals import StopRequest
-stop = StopRequest()
+from trainer.resilience.stop_signals import StopSignals
+stop = StopSignals()
 stop.install()
 os.setpgid(0, 0)
 {before}

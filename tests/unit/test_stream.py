@@ -13,8 +13,8 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer.data.batch import collate
 from trainer.data.sample_errors import SampleError
-from trainer.data.stream import Stream
-from trainer.data.stream_reader import Cut, StreamSpec, first_samples
+from trainer.data.stream import StreamReader
+from trainer.data.stream_reader import LaneLayout, StreamSpec, first_samples
 from trainer.errors import ConfigError
 
 
@@ -125,8 +125,8 @@ class Rank:
         step: int = 0, gather=None,
     ) -> None:  # fmt: skip
         self.step = step
-        self.stream = Stream(
-            StreamSpec(dataset=dataset, layout=Cut.of(dataset, lanes=4, micro_size=2), seed=3,
+        self.stream = StreamReader(
+            StreamSpec(dataset=dataset, layout=LaneLayout.of(dataset, lanes=4, micro_size=2), seed=3,
                        collate=collate),
             rank=rank, num_ranks=size, workers=workers, prefetch=2, device=torch.device("cpu"),
             step=lambda: self.step, gather=gather or (lambda mine: [mine]),
@@ -137,9 +137,9 @@ class Rank:
         lanes = {}
         while True:
             micro = next(self.stream)
-            assert micro.slot.step == self.step + 1
-            lanes[micro.slot.number] = micro.batch.tolist()
-            if micro.slot.last:
+            assert micro.spec.step == self.step + 1
+            lanes[micro.spec.number] = micro.batch.tolist()
+            if micro.spec.last:
                 self.step += 1
                 return lanes
 

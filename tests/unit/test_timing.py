@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.distributed.comm_timer import Communication
-from trainer.resilience.hang_detection import Report
+from trainer.resilience.hang_detection import RankReport
 from trainer.resilience.heartbeats import Heartbeats, own_identity
 from trainer.telemetry.step_timing import (
     EVERY_S,
@@ -49,7 +49,7 @@ class World:
             for timing, own_s in zip(self.ranks, own, strict=True):
                 times = {"step": max(own), "data": data, "compute": own_s - data,
                          "communication": max(own) - own_s, "held": 0.0}
-                timing.add(self.step, times, samples=8, held_s=0.0)
+                timing.add(self.step, times, samples=8, save_stall_s=0.0)
             if beat and len(self.ranks) > 1 and self.ranks[0].due:
                 self.ranks[0].collect([timing.message() for timing in self.ranks])
 
@@ -158,7 +158,7 @@ def test_heartbeats_carry_the_messages_to_rank_0(tmp_path):
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     world = World(tmp_path / "timing.jsonl", size=3)
     world.train(100, [0.1, 0.1, 0.1], beat=False)
-    report = Report(phase="forward", step=100, idle_s=0.0, waits=False, over=False)
+    report = RankReport(phase="forward", step=100, idle_s=0.0, waits=False, over=False)
     beats = [Heartbeats(host.clone(), rank=rank, size=3, identity=own_identity(os.getpid()),
                         report=report, tick_s=0.02) for rank in range(3)]
     try:

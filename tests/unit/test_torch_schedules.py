@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from trainer.checkpoint.progress import Horizon
-from trainer.config.fields import Length
+from trainer.checkpoint.progress import ScheduleLengths
+from trainer.config.fields import Duration
 from trainer.config.schema import Schedule
 from trainer.errors import ConfigError
 from trainer.optim import schedules
@@ -45,7 +45,7 @@ def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int
         stop: save, and continue with new objects, at every step.
         after: the configuration from update `at` on.
     """
-    optimizer, horizon = optimizer_of(optim), Horizon(epoch=EPOCH, total=TOTAL)
+    optimizer, horizon = optimizer_of(optim), ScheduleLengths(epoch=EPOCH, total=TOTAL)
     schedule, rates = schedules.build(config, optimizer, horizon), []
     for update in range(steps):
         rates.append(seen(optimizer))
@@ -57,7 +57,7 @@ def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int
             saved = json.loads(json.dumps([schedule.state_dict(), [
                 {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]]))
             # The run may have become longer: its lengths are restored first.
-            optimizer, horizon = optimizer_of(optim), Horizon(epoch=EPOCH, total=2 * TOTAL)
+            optimizer, horizon = optimizer_of(optim), ScheduleLengths(epoch=EPOCH, total=2 * TOTAL)
             schedule = schedules.build(after or config, optimizer, horizon)
             horizon.load_state_dict({"epoch": EPOCH, "total": TOTAL})
             schedule.load_state_dict(*saved)
@@ -106,13 +106,13 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_without_a_warm_up_a_schedule_has_the_bits_of_torchs(case, optim):
     options, make = CASES[case]
-    config = Schedule(name=case.strip(), warmup=Length(0), options=options)
+    config = Schedule(name=case.strip(), warmup=Duration(0), options=options)
 
     assert ours(config, optim=optim) == torchs(make, optim=optim)
 
 
 def test_one_cycle_changes_the_momentum_too():
-    config = Schedule(name="one-cycle", warmup=Length(0))
+    config = Schedule(name="one-cycle", warmup=Duration(0))
 
     momenta = [rates[1] for rates in ours(config)]
     betas = [rates[1:3] for rates in ours(config, optim="adamw")]
@@ -135,7 +135,7 @@ def test_one_cycle_changes_the_momentum_too():
 ])  # fmt: skip
 def test_with_a_warm_up_a_schedule_equals_torchs_sequential(name, options, make):
     least = {"min_ratio": 0.0} if name in ("cosine", "linear") else {}
-    config = Schedule(name=name, warmup=Length(5), options=options, **least)
+    config = Schedule(name=name, warmup=Duration(5), options=options, **least)
 
     found, expected = ours(config), torchs(make, warmup=5)
 
@@ -151,7 +151,7 @@ def test_with_a_warm_up_a_schedule_equals_torchs_sequential(name, options, make)
 ])  # fmt: skip
 @pytest.mark.parametrize("warmup", [0, 6])
 def test_a_plateau_equals_torchs_with_and_without_a_warm_up(options, more, warmup):
-    config = Schedule(name="plateau", warmup=Length(warmup), options=options)
+    config = Schedule(name="plateau", warmup=Duration(warmup), options=options)
     optimizer, expected = optimizer_of(), []
     plateau = lr_scheduler.ReduceLROnPlateau(optimizer, **{"mode": "min", **more})
     for update in range(TOTAL):
@@ -182,7 +182,7 @@ ALL = [(case, options) for case, (options, _) in CASES.items()] + [
 @pytest.mark.parametrize(("case", "options"), ALL)
 @pytest.mark.parametrize("optim", ["sgd", "adamw"])
 def test_a_stop_at_every_step_changes_no_rate(case, options, optim, warmup):
-    config = Schedule(name=case.strip(), warmup=Length(warmup), options=options)
+    config = Schedule(name=case.strip(), warmup=Duration(warmup), options=options)
 
     straight = ours(config, optim=optim, steps=TOTAL + 5)
 
@@ -191,7 +191,7 @@ def test_a_stop_at_every_step_changes_no_rate(case, options, optim, warmup):
 
 @pytest.mark.parametrize("name", ["cosine", "cosine-annealing", "one-cycle", "linear"])
 def test_a_longer_run_continues_at_the_last_rate(name):
-    rates = ours(Schedule(name=name, warmup=Length(3)), steps=TOTAL + 10)
+    rates = ours(Schedule(name=name, warmup=Duration(3)), steps=TOTAL + 10)
 
     assert rates[TOTAL - 1:] == [rates[TOTAL - 1]] * 11
     assert rates[TOTAL - 1][0] < rates[TOTAL - 2][0]
@@ -199,7 +199,7 @@ def test_a_longer_run_continues_at_the_last_rate(name):
 
 @pytest.mark.parametrize("name", ["linear", "cosine"])
 def test_a_changed_schedule_takes_effect_from_there(name):
-    before, after = Schedule(), Schedule(name=name, warmup=Length(0), min_ratio=0.5)
+    before, after = Schedule(), Schedule(name=name, warmup=Duration(0), min_ratio=0.5)
 
     changed = ours(before, after=after, at=20)
 
@@ -208,8 +208,8 @@ def test_a_changed_schedule_takes_effect_from_there(name):
 
 
 def test_a_plateau_with_a_changed_factor_keeps_its_state_and_rate():
-    before = Schedule(name="plateau", warmup=Length(0), options=("patience=1", "factor=0.5"))
-    after = Schedule(name="plateau", warmup=Length(0), options=("patience=1", "factor=0.1"))
+    before = Schedule(name="plateau", warmup=Duration(0), options=("patience=1", "factor=0.5"))
+    after = Schedule(name="plateau", warmup=Duration(0), options=("patience=1", "factor=0.1"))
     straight = [lr for lr, *_ in ours(before)]
     at = straight.index(0.25) + 1
 
@@ -220,7 +220,7 @@ def test_a_plateau_with_a_changed_factor_keeps_its_state_and_rate():
 
 
 def test_a_function_maps_the_number_of_the_update_to_a_factor_of_the_peak():
-    config = Schedule(name=f"{__name__}:halving", warmup=Length(4))
+    config = Schedule(name=f"{__name__}:halving", warmup=Duration(4))
 
     rates = [lr for lr, *_ in ours(config)]
 
@@ -257,6 +257,6 @@ def noisy(update: int) -> float:
 ])  # fmt: skip
 def test_invalid_options_are_refused(name, options, message):
     with pytest.raises(ConfigError, match="--schedule") as error:
-        ours(Schedule(name=name, options=options, warmup=Length(0)))
+        ours(Schedule(name=name, options=options, warmup=Duration(0)))
 
     assert message in str(error.value)

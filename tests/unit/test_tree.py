@@ -16,11 +16,11 @@ from torch import nn
 from trainer.distributed.partition import block
 from trainer.distributed.rank_invariant_reduction import (
     ALIGN,
-    Fold,
-    Layout,
-    Plan,
-    Statistics,
-    cut,
+    TreeSum,
+    GradientLayout,
+    ReductionPlan,
+    BatchNormStatistics,
+    split_slices,
     subtrees,
 )
 from trainer.distributed.sync_batchnorm import guard_plain
@@ -36,9 +36,9 @@ def add(left: np.ndarray, right: np.ndarray) -> np.ndarray:
 def total(blocks: list[list[Any]], join: Any) -> Any:
     """Sum over blocks of adjacent leaves; each block is summed separately first."""
     leaves = sum(map(len, blocks))
-    end, whole = 0, Fold(leaves, join)
+    end, whole = 0, TreeSum(leaves, join)
     for mine in blocks:
-        own = Fold(leaves, join)
+        own = TreeSum(leaves, join)
         for value in mine:
             own.push((end, end + 1), value)
             end += 1
@@ -79,7 +79,7 @@ def test_each_rank_owns_a_few_whole_nodes(leaves, data):
         assert (mine[0][0], mine[-1][1]) == (share.start, share.stop)
         assert len(mine) <= 2 * math.log2(len(share)) + 1
         assert all(a < b for a, b in itertools.pairwise(mine))
-    plan = Plan.of(leaves, size)
+    plan = ReductionPlan.of(leaves, size)
     assert plan.spans == tuple(spans)
     assert len(set(plan.order)) == leaves
 
@@ -97,7 +97,7 @@ def test_the_tree_splits_after_the_largest_power_of_two_below_the_size(leaves):
 
 @given(st.integers(0, 10_000), st.integers(1, 20))
 def test_slices_cover_a_buffer(size, num_ranks):
-    slices = cut(size, num_ranks)
+    slices = split_slices(size, num_ranks)
 
     assert len(slices) == num_ranks
     assert (slices[0][0], slices[-1][1]) == (0, size)
@@ -109,7 +109,7 @@ def test_one_buffer_holds_gradients_of_any_dtype_and_layout():
     conv = torch.randn(4, 3, 2, 2).to(memory_format=torch.channels_last)
     tensors = [conv, torch.randn(5, dtype=torch.float64), torch.randn(3, 1), torch.randn(7).half(),
                torch.randn(2, 2).t()]
-    layout = Layout(tensors)
+    layout = GradientLayout(tensors)
     whole = (0, layout.size)
     flat = layout.buffer(whole)
     torch._foreach_copy_(layout.views(flat), tensors)
@@ -118,7 +118,7 @@ def test_one_buffer_holds_gradients_of_any_dtype_and_layout():
         assert torch.equal(view, tensor)
         assert view.stride() == tensor.stride()
     for num_ranks in (1, 2, 3, 7):
-        pieces = [layout.numbers(flat[a:b], (a, b)) for a, b in cut(layout.size, num_ranks)]
+        pieces = [layout.numbers(flat[a:b], (a, b)) for a, b in split_slices(layout.size, num_ranks)]
         for dtype in {t.dtype for t in tensors}:
             expected = sum(t.numel() for t in tensors if t.dtype == dtype)
             assert sum(p.numel() for found in pieces for p in found if p.dtype == dtype) == expected
@@ -127,7 +127,7 @@ def test_one_buffer_holds_gradients_of_any_dtype_and_layout():
 def folded(model: nn.Module, batches: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     """The buffers after batches that each start with those of the step boundary."""
     kept = {b: b.clone() for b in model.buffers()}
-    statistics = Statistics(model, kept)
+    statistics = BatchNormStatistics(model, kept)
     rows = torch.zeros(len(batches), statistics.width, dtype=torch.float64)
     for row, batch in zip(rows, batches, strict=True):
         for live, copy in kept.items():

@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.world import Launch, World
+from trainer.distributed.world import LaunchInfo, World
 from trainer.resilience import processes, progress_marks, stack_dumps
 from trainer.resilience.fault_injection import PHASES
-from trainer.resilience.hang_detection import Report
+from trainer.resilience.hang_detection import RankReport
 from trainer.resilience.heartbeats import Heartbeats, own_identity
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.watchdog import Watchdog
@@ -166,7 +166,7 @@ def test_a_rank_that_is_met_late_disturbs_nobody_who_looks_for_the_others(monkey
         return SimpleNamespace(seen=lambda: False)
 
     monkeypatch.setattr(processes, "Activity", looked_at)
-    watchdog = Watchdog(World(Launch(), torch.device("cpu"), 1), Log(), limit_s=None)
+    watchdog = Watchdog(World(LaunchInfo(), torch.device("cpu"), 1), Log(), limit_s=None)
 
     watchdog._listen(beats)
     watchdog._listen(beats)
@@ -176,7 +176,7 @@ def test_a_rank_that_is_met_late_disturbs_nobody_who_looks_for_the_others(monkey
 
 def test_ranks_hear_each_other_and_agree_on_one_alarm():
     host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = [Report(phase="forward", step=rank, idle_s=0.0, waits=False, over=False)
+    told = [RankReport(phase="forward", step=rank, idle_s=0.0, waits=False, over=False)
             for rank in range(3)]
     beats = [Heartbeats(host.clone(), rank=rank, size=3, identity=own_identity(os.getpid()),
                         report=told[rank], tick_s=0.05) for rank in range(3)]

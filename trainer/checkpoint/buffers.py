@@ -49,7 +49,7 @@ class Buffers:
             known[i] if i in known else b.detach().clone() for i, b in distinct.items()]
 
     @property
-    def strayed(self) -> bool:
+    def was_reassigned(self) -> bool:
         """Whether the forward assigns new tensors to buffers: within a step the originals may be
         out of date."""
         return self._was_reassigned or any(
@@ -70,7 +70,7 @@ class Buffers:
         if self._live:
             torch._foreach_copy_(self._live, self._kept)
 
-    def bring_home(self) -> None:
+    def restore_storage(self) -> None:
         """Copy tensors that the forward has assigned to buffers back to the original storage.
 
         Raises:
@@ -99,7 +99,7 @@ class Buffers:
                 self._allocate_copies()
 
     @contextlib.contextmanager
-    def untouched(self, moved: set[str]) -> Iterator[None]:
+    def preserved(self, moved: set[str]) -> Iterator[None]:
         """Restore buffers that change inside the context.
 
         Args:
@@ -121,7 +121,7 @@ class Buffers:
         return [(id(b), 0 if b is None or b.is_inference() else b._version) for b in current]
 
     def watch(self, moved: Container[Tensor]) -> None:
-        """Select the buffers that `spoilt` checks.
+        """Select the buffers that `nonfinite` checks.
 
         These are the buffers in `moved` that were finite at `keep`, so a mask of infinities is not
         among them.
@@ -137,7 +137,7 @@ class Buffers:
         originals = [original for *_, original in self._watched]
         self._vectors = originals if all(b.dim() == 1 for b in originals) else []
 
-    def spoilt(self, among: Container[Tensor] | None = None) -> Tensor | None:
+    def nonfinite(self, among: Container[Tensor] | None = None) -> Tensor | None:
         """NaN if a watched buffer is not finite, otherwise 0, on the buffers' device.
 
         The training loss does not show such a buffer.
@@ -157,7 +157,7 @@ class Buffers:
                      if among is None or original in among]
         return (torch.cat(found) * 0).sum() if found else None
 
-    def spoilt_names(self) -> list[str]:
+    def nonfinite_names(self) -> list[str]:
         """Names of the watched buffers that are not finite."""
         return [name for (name, *_), tensor in zip(self._watched, self._current(), strict=True)
                 if not bool(torch.isfinite(tensor).all())]

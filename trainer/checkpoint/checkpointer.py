@@ -14,8 +14,8 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.manifest import Stage
-from trainer.checkpoint.restore import STATE, Found, abandon_newer, restore, restore_model
+from trainer.checkpoint.manifest import StagedCheckpoint
+from trainer.checkpoint.restore import STATE, CheckpointRef, abandon_newer, restore, restore_model
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import MODEL, TrainState
@@ -52,7 +52,7 @@ class RunRecord:
 
 
 @dataclass
-class Job:
+class SaveJob:
     """A checkpoint to be written by the writer thread, and its progress."""
 
     step: int
@@ -74,7 +74,7 @@ class Job:
         return f"step {self.step} was not saved: {why}"
 
 
-def why_not(
+def reason_not_to_save(
     events: Path, store: Store, state: TrainState, *, generation: int, interval: int,
     left_s: float,
 ) -> str | None:  # fmt: skip
@@ -94,7 +94,7 @@ def why_not(
                 and info.generation == generation and info.step <= step), default=None)
     if kept is None or kept <= step - interval:
         return None
-    needed_s = seconds_needed(events, sum(tensorfile.size(t) for t in state.tensors().values()))
+    needed_s = seconds_needed(events, sum(tensorfile.data_size(t) for t in state.tensors().values()))
     if needed_s is None or needed_s <= left_s:
         return None
     return (f"step {step} is not saved: by the speed of the last save this would take "
@@ -134,7 +134,7 @@ class Checkpointer:
         self.generation = 0
         self.waits = 0
         """Number of saves that had to wait for the previous one."""
-        self.held_s = 0.0
+        self.save_stall_s = 0.0
         """Seconds for which `save` has blocked the training so far."""
         self.overlap = False
         """Whether only updates change parameters, so that they may be copied during the next
@@ -149,12 +149,12 @@ class Checkpointer:
         # One thread for all saves: waking it costs the training 10 µs, starting one 100-200 µs.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
-        self._job: Job | None = None
+        self._job: SaveJob | None = None
         self._saved, self._kind = (-1, -1), ""  # step, and the last validated step that it holds
         self._confirmed = self._saved  # the last save that all ranks know to be complete
         self._last_good_step = -1  # of the newest save without a bad step directly before it
         # The best weights, on every rank, until they are known to be on disk.
-        self._unconfirmed_best: Job | None = None
+        self._unconfirmed_best: SaveJob | None = None
         self._marks = marks or ProgressMarks()
 
     @property
@@ -164,7 +164,7 @@ class Checkpointer:
         return bool(every_s) and self._world.is_main and self._clock() - self._last_s >= every_s
 
     @property
-    def has_news(self) -> bool:
+    def has_unreported_save(self) -> bool:
         """Whether the last save is complete on disk and the other ranks don't know this yet."""
         if self._saved is self._confirmed or self.saved_step < 0 or not self._world.is_main:
             return False
@@ -205,7 +205,7 @@ class Checkpointer:
         self._last_s = self._clock()
         self._marks.mark(Phase.SAVE, self._state.progress.step)
         self._save(kind)
-        self.held_s += self._clock() - self._last_s
+        self.save_stall_s += self._clock() - self._last_s
 
     def _save(self, kind: str) -> None:
         progress = self._state.progress
@@ -220,7 +220,7 @@ class Checkpointer:
 
     def _begin(self, kind: str) -> None:
         """Copy the state and start writing it; first write best weights whose save has failed."""
-        best, keeps = kind == "best", self._world.keeps_folder
+        best, keeps = kind == "best", self._world.writes_run_dir
         if keeps and self._unconfirmed_best is not None and not best:
             # Their copy in memory would be overwritten by the next one.
             self._submit(self._unconfirmed_best)
@@ -229,7 +229,7 @@ class Checkpointer:
                 return
         if keeps or best:
             live = self._state.tensors()
-            later = self._state.still(live) if self.overlap and keeps else ()
+            later = self._state.constant_addresses(live) if self.overlap and keeps else ()
             job = self._make_job(kind, self._snapshot.take(live, later=later))
             if best:
                 self._unconfirmed_best = job  # a survivor must be able to save these best weights
@@ -253,12 +253,12 @@ class Checkpointer:
                 error = None
             except Exception as problem:
                 error = problem
-            if not (isinstance(error, OSError) and self._world.keeps_folder):
+            if not (isinstance(error, OSError) and self._world.writes_run_dir):
                 break
-        self._world.agree(error)
-        self.forget()
+        self._world.raise_on_all_ranks(error)
+        self.confirm()
 
-    def forget(self) -> None:
+    def confirm(self) -> None:
         """Mark the last save as durable (confirmed by rank 0)."""
         self._unconfirmed_best, self._confirmed = None, self._saved
 
@@ -332,34 +332,34 @@ class Checkpointer:
         self._write_alone(self._make_job("survivor", copy))
         return step
 
-    def _write_alone(self, job: Job) -> None:
+    def _write_alone(self, job: SaveJob) -> None:
         with self.store.stage(
             job.step, generation=self.generation, wait_s=SURVIVORS_WAIT * self._world.launch.grace_s
         ) as stage:
             if not self.store.holds(job.step, self.generation):
                 self._write_files(stage, job)
 
-    def _make_job(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> Job:
+    def _make_job(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> SaveJob:
         """The content of a checkpoint of this step boundary."""
         step = self._state.progress.step
         facts = {
             **self._state.facts(), **self._record.attempt,
             "lines": list(self._record.metric_lines), "step": step, "generation": self.generation,
         }
-        if not self._state.progress.bad_row:
+        if not self._state.progress.consecutive_bad_steps:
             self._last_good_step = step
-        return Job(step, kind, tensors, facts, {self._state.best.step, self._last_good_step})
+        return SaveJob(step, kind, tensors, facts, {self._state.best.step, self._last_good_step})
 
-    def _submit(self, job: Job) -> None:
+    def _submit(self, job: SaveJob) -> None:
         job.error, self._job = None, job
         self._writing = self._writer.submit(self._write, job)
         self._writing.add_done_callback(lambda _: self._marks.writer_is_idle())
 
-    def _write(self, job: Job) -> None:
+    def _write(self, job: SaveJob) -> None:
         began = time.perf_counter()
         try:
             self._finish_snapshot(job)
-            total = sum(tensorfile.size(t) for t in job.tensors.values())
+            total = sum(tensorfile.data_size(t) for t in job.tensors.values())
             with self.store.stage(
                 job.step, generation=self.generation, expected_bytes=total
             ) as stage:
@@ -377,7 +377,7 @@ class Checkpointer:
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
 
-    def _finish_snapshot(self, job: Job) -> None:
+    def _finish_snapshot(self, job: SaveJob) -> None:
         try:
             if not self._snapshot.finish():
                 self.overlap = False
@@ -388,32 +388,32 @@ class Checkpointer:
         finally:
             job.copied.set()
 
-    def _write_files(self, stage: Stage, job: Job) -> None:
-        if names := self._state.sick(job.tensors[MODEL]):
+    def _write_files(self, stage: StagedCheckpoint, job: SaveJob) -> None:
+        if names := self._state.nonfinite_parameters(job.tensors[MODEL]):
             raise NonFinite(f"step {job.step} has NaN or infinite weights ({', '.join(names)}); "
                             "such a checkpoint is never kept")
         for name, tensors in job.tensors.items():
-            stage.write(name, tensorfile.chunks(tensors))
+            stage.write(name, tensorfile.serialize(tensors))
         facts = {**job.facts, "rng": self._state.rng_digests(job.step)}
         stage.write(STATE, json.dumps(facts).encode())
         stage.commit(kind=job.kind, run=self._record.run_id)
 
-    def load(self, found: Found) -> None:
+    def load(self, found: CheckpointRef) -> None:
         """Collective. Load a checkpoint into the live tensors of all ranks."""
         restore(found, self.store, self._state, self._world, self._log)
         self.generation = abandon_newer(found, self.store, self._world, self._log)
         now = self._state.progress
         self._saved = self._confirmed = (-1, -1) if found.path else (now.step, now.validated)
-        self._last_good_step = -1 if now.bad_row else now.step
+        self._last_good_step = -1 if now.consecutive_bad_steps else now.step
 
-    def go_back(self, found: Found) -> None:
+    def go_back(self, found: CheckpointRef) -> None:
         """Collective. Roll back to an older checkpoint during the run.
 
         Newer checkpoints are abandoned, and the run continues in a new generation.
         """
         restore(found, self.store, self._state, self._world, self._log)
         self.generation = max(found.generation, self.generation) + 1
-        if self._world.keeps_folder:
+        if self._world.writes_run_dir:
             self.store.set_aside(after_step=found.step, generation=self.generation)
         self._world.barrier()  # no rank saves in the new generation before this
         self._saved = (-1, -1)

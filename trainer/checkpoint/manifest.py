@@ -46,7 +46,7 @@ class CheckpointInfo:
     why: str | None = None
 
 
-class Stage:
+class StagedCheckpoint:
     """A checkpoint that is being written to a temporary folder.
 
     Args:
@@ -127,7 +127,7 @@ def encode(fields: Mapping[str, Any]) -> bytes:
     return body + _tail(body)
 
 
-def look(path: Path, step: int) -> CheckpointInfo:
+def read_manifest(path: Path, step: int) -> CheckpointInfo:
     """Read the manifest of a checkpoint; a damaged one sets `why` and doesn't raise."""
     try:
         manifest = _parse((path / MANIFEST).read_bytes())
@@ -153,7 +153,7 @@ def verify(path: Path, step: int) -> CheckpointInfo:
     Raises:
         CheckpointDamaged: names the folder, the file and the difference.
     """
-    info = look(path, step)
+    info = read_manifest(path, step)
     why = info.why
     for name, entry in info.manifest.get("files", {}).items():
         why = why or _difference(path / name, entry)

@@ -16,7 +16,7 @@ PREFIXES = ("module.", "_orig_mod.")
 SHOWN = 8
 
 
-def begin_with(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
+def load_initial_weights(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
     """Copy a file's weights into the model's parameters and buffers.
 
     A head of another size keeps the model's initial values. A tensor counts as part of a head if
@@ -79,7 +79,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         raise ConfigError(f"{flag}: there is no such file; every rank must be able to read it.")
     try:
         if path.suffix == ".safetensors":
-            found: Any = tensorfile.load(path)
+            found: Any = tensorfile.load_tensors(path)
         else:
             found = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:

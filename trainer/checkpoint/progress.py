@@ -1,4 +1,4 @@
-"""Progress of a run: small parts of the training state, each stored as JSON."""
+"""TrainProgress of a run: small parts of the training state, each stored as JSON."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 @dataclass
-class Progress:
+class TrainProgress:
     """Position of the run, from which the epoch and the next samples follow."""
 
     step: int = 0
@@ -46,7 +46,7 @@ class Progress:
             self.bad.append(step)
 
     @property
-    def bad_row(self) -> list[int]:
+    def consecutive_bad_steps(self) -> list[int]:
         """The consecutive bad steps that end at this step; excluded batches don't count."""
         row, step = [], self.step
         while step in self.bad or step in self.excluded_steps:
@@ -57,7 +57,7 @@ class Progress:
 
 
 @dataclass
-class Best:
+class BestTracker:
     """The best validation so far, its step, and the count for early stopping."""
 
     metric: str = ""
@@ -69,7 +69,7 @@ class Best:
     waited: int = 0
     """Validations since the last one that counted."""
 
-    def judge_by(self, metric: str, direction: str) -> None:
+    def set_rule(self, metric: str, direction: str) -> None:
         """Set metric and direction; a change discards the best value so far."""
         if (metric, direction) != (self.metric, self.direction):
             self.metric, self.direction, self.value, self.step = metric, direction, None, 0
@@ -83,7 +83,7 @@ class Best:
             return True
         return value > self.value if self.direction == "max" else value < self.value
 
-    def has_waited(self, patience: int) -> bool:
+    def patience_is_exhausted(self, patience: int) -> bool:
         """Whether the last `patience` validations brought no improvement; 0 disables this."""
         return 0 < patience <= self.waited
 
@@ -140,7 +140,7 @@ class LossMeter:
 
 
 @dataclass
-class Horizon:
+class ScheduleLengths:
     """The lengths in steps that the learning rate schedule is based on: an epoch and the run.
 
     A run that is extended later keeps them and stays at the schedule's last rate, so that the

@@ -11,7 +11,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from trainer.checkpoint.restore import Found
+from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged
@@ -23,15 +23,15 @@ Lines = tuple[list[dict[str, Any]], list[dict[str, Any]]]
 """All metric lines so far, and those that earlier attempts may not have sent to the sinks."""
 
 
-def level(
-    found: Found | None, store: Store, metrics: Path, run_id: str, world: World, log: Log
+def copy_missing_checkpoints(
+    found: CheckpointRef | None, store: Store, metrics: Path, run_id: str, world: World, log: Log
 ) -> Lines:
     """Collective. Copy the resumed checkpoint and the best one to the run folders without them.
 
     Returns:
         The lines for metrics.jsonl; equal on all ranks that write a run folder.
     """
-    lines = record(found, metrics, world)
+    lines = merged_lines(found, metrics, world)
     if found is None or not world.has_nodes or found.path is not None:
         return lines
     for step in sorted({found.step, found.facts["best"]["step"]} - {0}):
@@ -39,7 +39,7 @@ def level(
     return lines
 
 
-def record(found: Found | None, metrics: Path, world: World) -> Lines:
+def merged_lines(found: CheckpointRef | None, metrics: Path, world: World) -> Lines:
     """Collective. The lines of metrics.jsonl up to a checkpoint.
 
     They are equal on all ranks that write a run folder.
@@ -48,7 +48,7 @@ def record(found: Found | None, metrics: Path, world: World) -> Lines:
     at: dict[str, int] = {"step": 0, "validated": 0}
     if found is not None:
         at = {"step": found.step, "validated": found.facts["progress"]["validated"]}
-    on_disk = read_metrics(metrics) if world.keeps_folder or world.has_nodes else []
+    on_disk = read_metrics(metrics) if world.writes_run_dir or world.has_nodes else []
     kept, missing = resumed_lines(on_disk, saved, **at)
     if not world.has_nodes or found is None:
         return kept, missing
@@ -71,10 +71,10 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
     Args:
         first: the rank whose checkpoint is preferred as the source.
     """
-    verifies = world.keeps_folder or world.rank == first
+    verifies = world.writes_run_dir or world.rank == first
     every = world.gather_json(_checksum(step, store) if verifies else "")
     holder = max(range(world.size), key=lambda r: (every[r] != "", r == first, -r))
-    needs_copy = world.keeps_folder and every[world.rank] != every[holder]
+    needs_copy = world.writes_run_dir and every[world.rank] != every[holder]
     if not any(world.gather_json(needs_copy)):
         return
     files: dict[str, Path] = {}
@@ -100,7 +100,7 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
             _exhaust(received)
     else:
         _exhaust(received)
-    world.agree(error)
+    world.raise_on_all_ranks(error)
 
 
 def _send(path: Path | None, size: int, world: World, holder: int) -> Iterator[memoryview]:

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from trainer import rng
-from trainer.checkpoint.manifest import look, verify
+from trainer.checkpoint.manifest import read_manifest, verify
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import EMA, MODEL, TrainState
 from trainer.distributed.world import World
@@ -23,7 +23,7 @@ STATE = "state.json"
 
 
 @dataclass(frozen=True)
-class Found:
+class CheckpointRef:
     """The checkpoint to resume from; equal on all ranks."""
 
     step: int
@@ -39,7 +39,7 @@ class Found:
 
 def find(
     store: Store, world: World, run_id: str, *, newest: int | None = None
-) -> Found | None:
+) -> CheckpointRef | None:
     """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
 
     The best weights are in a checkpoint of their own. If it is damaged, the newest checkpoint from
@@ -79,10 +79,10 @@ def find(
             report = _read_facts(store, latest[1])
         report = world.broadcast_json(report, holder)
         if "facts" in report:
-            found = Found(latest[1], latest[0], holder, report["facts"], tuple(skipped))
+            found = CheckpointRef(latest[1], latest[0], holder, report["facts"], tuple(skipped))
             if without_best is None:
                 best = found.facts["best"]["step"]
-                if best in (0, found.step) or holder_of(best, store, world) is not None:
+                if best in (0, found.step) or find_holder(best, store, world) is not None:
                     return found
                 without_best = found
             elif found.step < best:
@@ -93,7 +93,7 @@ def find(
         bad.add(latest)
 
 
-def holder_of(step: int, store: Store, world: World) -> int | None:
+def find_holder(step: int, store: Store, world: World) -> int | None:
     """Collective. A rank with a valid checkpoint of this step on its disk; None if there is none.
 
     Rank 0 verifies its disk first; the other ranks do so only if it finds none.
@@ -105,7 +105,7 @@ def holder_of(step: int, store: Store, world: World) -> int | None:
     return every.index(True) if any(every) else None
 
 
-def find_at(path: Path, world: World) -> Found:
+def find_at(path: Path, world: World) -> CheckpointRef:
     """Collective. The checkpoint at a path given by the user.
 
     Args:
@@ -121,7 +121,7 @@ def find_at(path: Path, world: World) -> Found:
     if "why" in report:
         raise ConfigError(f"--resume {path}: {report['why']}; give the folder of a "
                           "checkpoint, such as RUN/checkpoints/step-00000100, or of a run.")
-    return Found(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
+    return CheckpointRef(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
                  Path(report["path"]))
 
 
@@ -165,7 +165,7 @@ def _look_at_source(path: Path) -> dict[str, Any]:
 TENSORS = ".safetensors"
 
 
-def restore(found: Found, store: Store, state: TrainState, world: World, log: Log) -> None:
+def restore(found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log) -> None:
     """Collective. Load a checkpoint into the live tensors of all ranks.
 
     If every rank finds the same valid checkpoint on its disk, each rank reads it. Otherwise the
@@ -186,10 +186,10 @@ def restore(found: Found, store: Store, state: TrainState, world: World, log: Lo
         state.load(tensors, found.facts)
     except Exception as problem:
         error = problem
-    world.agree(error)
+    world.raise_on_all_ranks(error)
     store.in_use = None
     if found.path:  # the best weights are in another run's folder
-        state.best.judge_by("", "max")
+        state.best.set_rule("", "max")
     state.key_rng(world.rank)
     saved = found.facts.get("rng", [""] * world.size)
     if len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
@@ -199,17 +199,17 @@ def restore(found: Found, store: Store, state: TrainState, world: World, log: Lo
             "with the state derived from its seed.")
 
 
-def abandon_newer(found: Found, store: Store, world: World, log: Log) -> int:
+def abandon_newer(found: CheckpointRef, store: Store, world: World, log: Log) -> int:
     """Collective. Abandon checkpoints newer than the restored one. Returns the generation to use.
 
     Newer checkpoints are damaged ones. If there are any, the run continues in a new generation, so
     that no later start resumes from them. Their generation may be later than that of the restored
     checkpoint; the new one is later than both.
     """
-    latest = max(world.gather_json(store.generation if world.keeps_folder else 0))
+    latest = max(world.gather_json(store.generation if world.writes_run_dir else 0))
     following = 1 + max(latest, found.generation)
     mine: list[int] = []
-    if world.keeps_folder:
+    if world.writes_run_dir:
         mine = store.set_aside(after_step=found.step, generation=following)
     abandoned = sorted({step for steps in world.gather_json(mine) for step in steps})
     if abandoned:
@@ -223,27 +223,27 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
     Returns:
         False if there is no valid checkpoint of this step.
     """
-    holder = holder_of(step, store, world)
+    holder = find_holder(step, store, world)
     if holder is None:
         return False
     error = None
     try:
         if world.rank == holder:
             path = _path(store, step)
-            state.load_model(tensorfile.load(path / MODEL))
+            state.load_model(tensorfile.load_tensors(path / MODEL))
             if state.ema is not None:
                 held = (path / EMA).is_file()
-                state.ema.load(tensorfile.load(path / EMA) if held else None, {"updates": 1})
+                state.ema.load(tensorfile.load_tensors(path / EMA) if held else None, {"updates": 1})
     except Exception as problem:
         error = problem
-    world.agree(error)
+    world.raise_on_all_ranks(error)
     tensors = state.tensors()
     for name in (MODEL, EMA):
         world.broadcast(list(tensors.get(name, {}).values()), holder)
     return True
 
 
-def _look_at(found: Found, store: Store, *, read: bool) -> tuple[Path, dict[str, str]]:
+def _look_at(found: CheckpointRef, store: Store, *, read: bool) -> tuple[Path, dict[str, str]]:
     """The checkpoint's folder and the checksums of its tensor files, as this rank sees them.
 
     The checksums are empty if this rank can't read the checkpoint, or finds it damaged.
@@ -254,7 +254,7 @@ def _look_at(found: Found, store: Store, *, read: bool) -> tuple[Path, dict[str,
     steps = {info.step: info.path for info in store.checkpoints()}
     place = found.path or steps.get(found.step, Path())
     try:
-        info = verify(place, found.step) if read else look(place, found.step)
+        info = verify(place, found.step) if read else read_manifest(place, found.step)
     except CheckpointDamaged:
         return place, {}
     files = info.manifest.get("files", {})
@@ -262,7 +262,7 @@ def _look_at(found: Found, store: Store, *, read: bool) -> tuple[Path, dict[str,
 
 
 def _load(place: Path) -> dict[str, dict[str, Tensor]]:
-    return {path.name: tensorfile.load(path) for path in sorted(place.glob(f"*{TENSORS}"))}
+    return {path.name: tensorfile.load_tensors(path) for path in sorted(place.glob(f"*{TENSORS}"))}
 
 
 def _send(place: Path | None, holder: int, world: World) -> dict[str, dict[str, Tensor]]:
@@ -271,7 +271,7 @@ def _send(place: Path | None, holder: int, world: World) -> dict[str, dict[str, 
     described = {name: tensorfile.describe(t) for name, t in tensors.items()}
     described = world.broadcast_json(described, holder)
     if place is None:
-        tensors = {name: tensorfile.blank(d) for name, d in described.items()}
+        tensors = {name: tensorfile.empty_tensors(d) for name, d in described.items()}
     for name in described:
         world.broadcast(list(tensors[name].values()), holder)
     return tensors

@@ -23,14 +23,14 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 
-from trainer.checkpoint.manifest import CheckpointInfo, Stage, look, verify
+from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint, read_manifest, verify
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
 from trainer.storage.locks import ByteLocks
 from trainer.telemetry.status import Phase
 
 _NAME = re.compile(r"step-(\d{8,})(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
-FULL = (errno.ENOSPC, errno.EDQUOT)
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
 
 
@@ -73,7 +73,7 @@ class Store:
     @contextmanager
     def stage(
         self, step: int, *, generation: int, expected_bytes: int = 0, wait_s: float = 1.0
-    ) -> Iterator[Stage]:
+    ) -> Iterator[StagedCheckpoint]:
         """Context manager that writes the checkpoint of a step.
 
         Leaving the block without `StagedCheckpoint.commit` deletes what was written. A step has
@@ -90,7 +90,7 @@ class Store:
             CheckpointBusy: another process or thread is still writing this step.
             OSError: the disk is full; names the folder, the bytes needed and the bytes free.
         """
-        stage = Stage(
+        stage = StagedCheckpoint(
             self._temp_path(_name(step), f"tmp-{os.getpid()}"), step=step, generation=generation,
             midway=lambda: self._mark(Phase.SAVE_MID),
             publish=lambda: self._publish(step, stage.path),
@@ -105,7 +105,7 @@ class Store:
                 finally:
                     remove_folder(stage.path)
         except OSError as error:
-            if error.errno not in FULL:
+            if error.errno not in DISK_FULL:
                 raise
             needed = max(expected_bytes, stage.bytes_tried)
             raise OSError(
@@ -300,7 +300,7 @@ class Store:
         """All folders that may be checkpoints; step-N.old before step-N."""
         for _ in range(10):  # until no writer renamed anything meanwhile
             names = self._names()
-            found = [look(self.folder / n, step) for n, step, how in names if how in ("", "old")]
+            found = [read_manifest(self.folder / n, step) for n, step, how in names if how in ("", "old")]
             if names == self._names():
                 break
         return found

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
-from trainer.checkpoint.progress import Best, LossMeter, Progress
+from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.optim.ema import Ema
 
@@ -63,8 +63,8 @@ class TrainState:
     optimizer: torch.optim.Optimizer
     schedule: Any
     scaler: torch.amp.GradScaler
-    progress: Progress
-    best: Best
+    progress: TrainProgress
+    best: BestTracker
     meter: LossMeter
     seed: int
     num_ranks: int
@@ -87,15 +87,15 @@ class TrainState:
             ("PARAMETER|KEY") and the averaged weights.
 
         Raises:
-            ConfigError: see `check_form`.
+            ConfigError: see `check_structure`.
         """
-        self.check_form()
+        self.check_structure()
         model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
         if self.ema is None:
             return {MODEL: model, OPTIMIZER: optimizer}
         return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
 
-    def check_form(self) -> None:
+    def check_structure(self) -> None:
         """Check that the forward has not changed the model's structure.
 
         Raises:
@@ -110,7 +110,7 @@ class TrainState:
                 f"{', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)}; the optimizer and the "
                 "checkpoints need the model as model() returns it: do it there.")
 
-    def product(self) -> dict[str, Tensor]:
+    def export_weights(self) -> dict[str, Tensor]:
         """The weights for validation and export: the moving average if there is one."""
         model = dict(_model_tensors(self.model))
         return model if self.ema is None else model | self.ema.averages()
@@ -147,7 +147,7 @@ class TrainState:
 
     def key_rng(self, rank: int) -> None:
         """Seed this process's generators for the current step boundary."""
-        rng.key_generators(self.seed, rng.STEP, self.progress.step, rank)
+        rng.seed_all(self.seed, rng.STEP, self.progress.step, rank)
 
     def load(self, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
         """Restore everything, into the live tensors.
@@ -177,12 +177,12 @@ class TrainState:
         """
         _copy_into(dict(_model_tensors(self.model)), tensors, "model")
 
-    def sick(self, tensors: dict[str, Tensor]) -> list[str]:
+    def nonfinite_parameters(self, tensors: dict[str, Tensor]) -> list[str]:
         """Names of the trainable parameters with NaN or infinite values in a copy of the model."""
         trainable = {n for n, p in self.model.named_parameters() if p.requires_grad}
         return [n for n, t in tensors.items() if n in trainable and not _is_finite(t)]
 
-    def still(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
+    def constant_addresses(self, tensors: dict[str, dict[str, Tensor]]) -> set[int]:
         """Addresses of the tensors that only an update changes: all except buffers."""
         parameters = {p.data_ptr() for p in self.model.parameters()}
         others = [t for name in tensors if name != MODEL for t in tensors[name].values()]
@@ -208,7 +208,7 @@ class TrainState:
                 {
                     "names": [names[p] for p in group["params"]],
                     **{k: v for k, v in group.items()
-                       if k not in ("params", "param_names") and is_plain(v)},
+                       if k not in ("params", "param_names") and fits_json(v)},
                 }
                 for group in self.optimizer.param_groups
             ],
@@ -328,10 +328,10 @@ def _from_json(value: Any) -> Any:
     return tuple(value[_TUPLE]) if isinstance(value, dict) and _TUPLE in value else value
 
 
-def is_plain(value: Any) -> bool:
+def fits_json(value: Any) -> bool:
     """Whether a value can be stored as JSON; a nested tuple comes back as a list."""
     if isinstance(value, tuple | list):
-        return all(is_plain(v) for v in value)
+        return all(fits_json(v) for v in value)
     if type(value) is dict:
-        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
+        return all(isinstance(k, str) and fits_json(v) for k, v in value.items())
     return value is None or isinstance(value, bool | int | float | str)

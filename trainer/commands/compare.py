@@ -119,7 +119,7 @@ def _tensor_differences(name: str, infos: Sequence[CheckpointInfo]) -> Iterator[
     if any(name not in info.manifest["files"] for info in infos):
         yield f"{name} is in one checkpoint only"
         return
-    left, right = (tensorfile.load(info.path / name) for info in infos)
+    left, right = (tensorfile.load_tensors(info.path / name) for info in infos)
     yield from tensor_differences(name, left, right)
 
 
@@ -155,7 +155,7 @@ def _product_differences(run_a: Path, run_b: Path) -> Iterator[str]:
 
 def _product(path: Path) -> dict[str, torch.Tensor]:
     try:
-        return tensorfile.load(path)
+        return tensorfile.load_tensors(path)
     except (OSError, SafetensorError) as error:
         raise Unreadable(f"{path}: {error}") from error
 

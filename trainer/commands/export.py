@@ -111,15 +111,15 @@ def _example(reader: Reader) -> Call:
 
 def _write_safetensors(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
     weights = {name: value.cpu() for name, value in reader.model.state_dict().items()}
-    durable.replace_bytes(path, tensorfile.chunks(weights))
+    durable.replace_bytes(path, tensorfile.serialize(weights))
     model = reader.fresh_model()
-    load(model, tensorfile.load(path), str(path))
+    load(model, tensorfile.load_tensors(path), str(path))
     return _output(model, call), {}
 
 
 def _output(model: Callable[..., Any], call: Call) -> Any:
     """Return the output of a model. Each call uses the same random keys: the model may sample."""
-    rng.key_generators(0, rng.EVALUATE)
+    rng.seed_all(0, rng.EVALUATE)
     with torch.no_grad():
         return model(*call.args, **call.kwargs)
 

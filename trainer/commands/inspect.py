@@ -13,9 +13,9 @@ from trainer.checkpoint.store import Store
 from trainer.commands.report import history
 from trainer.config import command_line, compatibility
 from trainer.errors import CheckpointDamaged, ConfigError
-from trainer.resilience.attempts import repeated, sentence
+from trainer.resilience.attempts import failure_sentence, repeated_failures
 from trainer.storage import files, layout
-from trainer.storage.locks import is_at_work
+from trainer.storage.locks import owner_is_alive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -56,7 +56,7 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
         kind, why, then = *_label_of_step(run, step), "nothing to do: the run is complete"
     else:
         kind, why, then = _following(run, story, step, has_checkpoint=newest is not None)
-    at_work = is_at_work(run / layout.LOCK)
+    at_work = owner_is_alive(run / layout.LOCK)
     if at_work:
         then = f"is refused while the run is in progress; afterwards: {then}"
     return {
@@ -91,7 +91,7 @@ def _attempt(passage: history.Passage) -> dict[str, Any]:
     a = passage.attempt
     return {"attempt": a.number, "world_size": a.world_size, "start_step": a.start_step,
             "end_step": a.end_step, "end": a.end, "seconds": round(passage.over - passage.begun, 6),
-            "cause": None if a.cause is None else sentence(a.cause)}
+            "cause": None if a.cause is None else failure_sentence(a.cause)}
 
 
 def _following(
@@ -101,12 +101,12 @@ def _following(
     attempts = [p.attempt for p in story.passages]
     limit = story.config.get("restart.max_same_step", 3)
     version = next((a.version for a in reversed(attempts)), None) or ""
-    failures = repeated(attempts, version=version)
+    failures = repeated_failures(attempts, version=version)
     if len(failures) >= limit:
         first = next((a.cause for a in failures if a.cause is not None), None)
         why = f"step {failures[0].failed_step} has failed {len(failures)} times in a row"
         if first is not None:
-            why += f": {sentence(first)}"
+            why += f": {failure_sentence(first)}"
         return "refused", why, "gives up, unless the configuration or the task's file has changed"
     if not has_checkpoint:
         return "exact", "", "begins at step 0: there is no checkpoint"
@@ -132,7 +132,7 @@ def label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
     if not {"settings", "circumstances"} <= facts.keys():
         return last
     try:
-        verdict = compatibility.judge(
+        verdict = compatibility.compare_settings(
             command_line.load(run / layout.CONFIG), facts["settings"],
             before=facts.get("inexact", ()),
             now=_here(facts["circumstances"]), then=facts["circumstances"])

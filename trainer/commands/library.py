@@ -26,7 +26,7 @@ from trainer.config import command_line
 from trainer.config.schema import Config
 from trainer.distributed import allocator
 from trainer.distributed.device import choose_device
-from trainer.distributed.world import Launch, World
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import (
     EXIT_COMPLETE,
     EXIT_STOPPED,
@@ -37,11 +37,11 @@ from trainer.errors import (
 )
 from trainer.optim import compile_cache
 from trainer.resilience.diagnosis import Failure
-from trainer.resilience.stop_signals import SIGNALS, StopRequest, attend
+from trainer.resilience.stop_signals import SIGNALS, StopSignals, attend
 from trainer.run.prepare import bind_seed
 from trainer.storage import files, layout, tensorfile
-from trainer.storage.locks import let_go
-from trainer.task import Given, find_task
+from trainer.storage.locks import release_locks
+from trainer.task import ObjectTask, find_task
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import say
@@ -124,10 +124,10 @@ def _resolve(config: Config[Any]) -> Config[Any]:
                           "multiprocessing.Pool are, and can't have children; use 0, or a "
                           "concurrent.futures.ProcessPoolExecutor.")
     name = type(task).__name__.lower()
-    if not isinstance(task, Given) and not _is_reconstructible(config, task):
+    if not isinstance(task, ObjectTask) and not _is_reconstructible(config, task):
         if dataclasses.is_dataclass(task):
             task = bind_seed(task, config.seed)
-        task = Given.of(task)
+        task = ObjectTask.of(task)
     path = Path(config.run or f"runs/{name}").absolute()  # the task may change the current folder
     return dataclasses.replace(config, task=task, run=str(path))
 
@@ -162,13 +162,13 @@ def _train_as_rank(config: Config[Any]) -> None:
 
 def _train_in_process(config: Config[Any]) -> None:
     """Train in a process of the user: errors are raised, and the process is never ended."""
-    stop, log = StopRequest(), Log(level=config.log.level)
+    stop, log = StopSignals(), Log(level=config.log.level)
     failure, current = Failure(log), CurrentRun()
     threads = None if config.world.threads == "auto" else config.world.threads
     try:
         log.status.enter(Phase.JOIN)
         with _signals(stop, log), World.form(
-            device=config.device, timeout_s=config.world.timeout_s, threads=threads, launch=Launch()
+            device=config.device, timeout_s=config.world.timeout_s, threads=threads, launch=LaunchInfo()
         ) as world:
             train_attempt(config, world, log, stop, os.getppid(), failure, current, watched=False)
     except AlreadyFinished as done:
@@ -193,13 +193,13 @@ def _train_in_process(config: Config[Any]) -> None:
             parts.checkpoint.store.close()
             del parts
         for path in (layout.LOCK, f"{layout.CHECKPOINTS}/.lock"):
-            let_go(Path(str(config.run)) / path)
+            release_locks(Path(str(config.run)) / path)
         log.close()
         stop.close()
 
 
 @contextlib.contextmanager
-def _signals(stop: StopRequest, log: Log) -> Iterator[None]:
+def _signals(stop: StopSignals, log: Log) -> Iterator[None]:
     """Turn signals into stop requests in the main thread; do nothing in other threads."""
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -248,11 +248,11 @@ def _load_result(config: Config[Any]) -> Trained:
     path = Path(str(config.run))
     summary = files.read_json(path / layout.SUMMARY)
     assert summary is not None, "the summary is the last file of a complete run"
-    launch = Launch.from_environment()
+    launch = LaunchInfo.from_environment()
     device = choose_device(config.device, size=launch.size, local_rank=launch.local_rank,
                            local_size=launch.local_size)
     with rng.preserved():
-        rng.key_generators(config.seed, rng.MODEL)
+        rng.seed_all(config.seed, rng.MODEL)
         model = bind_seed(config.task, config.seed).model()
-    model.load_state_dict(tensorfile.load(path / layout.PRODUCT))
+    model.load_state_dict(tensorfile.load_tensors(path / layout.PRODUCT))
     return Trained(model.to(device).eval(), summary, path)

@@ -100,7 +100,7 @@ def _predict(reader: Reader, split: str | None) -> tuple[str, list[dict[str, Ten
         if not micro.samples:
             continue
         batch = to_device(micro.batch, reader.world.device)
-        with reader.evaluating(micro.slot.number):
+        with reader.evaluating(micro.spec.number):
             output = predict(reader.model, batch) if predict is not None else first_call(
                 reader.model, reader.task.loss, batch).output
         rows.append(_named(output, micro.samples))

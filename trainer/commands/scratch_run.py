@@ -10,14 +10,14 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from trainer.config import command_line
-from trainer.config.fields import Length
+from trainer.config.fields import Duration
 from trainer.config.schema import Schedule
-from trainer.distributed.world import Launch, World
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.resilience.progress_marks import ProgressMarks, Subscriber
-from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.stop_signals import StopSignals
 from trainer.run.build import build
-from trainer.run.run import Parts
+from trainer.run.run import Run
 from trainer.run.warmup import start
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
@@ -26,7 +26,7 @@ from trainer.telemetry.status import Phase
 @contextlib.contextmanager
 def scratch_run(
     argv: Sequence[str], *, steps: int, command: str, clock: Subscriber | None = None
-) -> Iterator[Parts]:
+) -> Iterator[Run]:
     """Build and warm up a new run of the task in this process, with newly initialized weights.
 
     The run folder of the configuration is not read. The schedule is constant, nothing is saved.
@@ -42,7 +42,7 @@ def scratch_run(
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(f"trainer {command} runs in one process; start it without a launcher.")
-    config, off, log = command_line.parse(argv), Length(0), Log(level="warning")
+    config, off, log = command_line.parse(argv), Duration(0), Log(level="warning")
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         scratch = dataclasses.replace(
             config, run=str(Path(folder) / "run"), steps=steps, epochs=None, resume="auto",
@@ -54,11 +54,11 @@ def scratch_run(
                 graph="off", wandb="off", hints_off=("all",)),
         )  # fmt: skip
         threads = None if config.world.threads == "auto" else config.world.threads
-        with World.form(device=config.device, threads=threads, launch=Launch()) as world:
+        with World.form(device=config.device, threads=threads, launch=LaunchInfo()) as world:
             marks = ProgressMarks(log.status)
             if clock is not None:
                 marks.subscribe(clock)
-            parts = build(scratch, world, log, StopRequest(), marks)
+            parts = build(scratch, world, log, StopSignals(), marks)
             try:
                 start(parts)
                 parts.status.enter(Phase.TRAIN)

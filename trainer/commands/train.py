@@ -27,7 +27,7 @@ from trainer.errors import (
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.launcher_channel import Orders
 from trainer.resilience.preflight import allow_files, check_environment
-from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.stop_signals import StopSignals
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import outlive_console, say
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # signal handlers are installed before torch is imported
     from trainer.config.schema import Config
     from trainer.distributed.world import World
     from trainer.resilience.diagnosis import Failure
-    from trainer.run.run import Parts
+    from trainer.run.run import Run
     from trainer.telemetry.events import Log
 
 THREADS_AFTER_S = 5.0
@@ -46,7 +46,7 @@ THREADS_AFTER_S = 5.0
 class CurrentRun:
     """The run that an attempt has built, for those who end the process in its place."""
 
-    parts: Parts | None = None
+    parts: Run | None = None
 
 
 class RankProcess:
@@ -57,13 +57,13 @@ class RankProcess:
         commands: names of the other commands, for an error about an unknown one.
     """
 
-    def __init__(self, stop: StopRequest, commands: Sequence[str] = ()) -> None:
-        from trainer.distributed.world import Launch
+    def __init__(self, stop: StopSignals, commands: Sequence[str] = ()) -> None:
+        from trainer.distributed.world import LaunchInfo
         from trainer.resilience.diagnosis import Failure
         from trainer.telemetry.events import Log
 
         self._stop, self._commands = stop, ", ".join(commands)
-        self._log, self._launch, self._agent = Log(), Launch(), os.getppid()
+        self._log, self._launch, self._agent = Log(), LaunchInfo(), os.getppid()
         self._failure, self._current = Failure(self._log), CurrentRun()
         self._grace_s = math.inf
         self._complete = False
@@ -109,12 +109,12 @@ class RankProcess:
 
     def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
         from trainer.config import command_line
-        from trainer.distributed.world import Launch, World
+        from trainer.distributed.world import LaunchInfo, World
         from trainer.resilience.diagnosis import Failure
         from trainer.resilience.launcher_channel import tell
         from trainer.telemetry.events import Log
 
-        self._launch = launch = Launch.from_environment()
+        self._launch = launch = LaunchInfo.from_environment()
         allow_files(launch.local_size, launch.size - launch.local_size)
         check_environment()
         self._log = log = Log(launch.rank)
@@ -144,7 +144,7 @@ class RankProcess:
         self._log.event("refused", why=str(error))
         # Rank 0 reports what is wrong on all ranks; in training each rank speaks for itself.
         alone = (self._log.status.phase not in (Phase.START, Phase.BUILD)
-                 and error.teller is None)
+                 and error.origin_rank is None)
         if self._launch.rank != 0 and not alone:
             return ""
         show_cause(error)
@@ -179,7 +179,7 @@ class RankProcess:
         parts, log, status = self._current.parts, self._log, self._log.status
         # In the last phase the last step is saved, and the test of the best weights runs.
         saved = parts is not None and status.phase is Phase.FINISH
-        if saved or (parts and parts.survive_beside(lost=False) and parts.kept_beside):
+        if saved or (parts and parts.emergency_save_from_watchdog(lost=False) and parts.saved_from_watchdog):
             what = "the test of the best weights" if saved else "the next step"
             why = (f"stopped on request after step {status.step}: {what} didn't end within "
                    f"--stop.grace-s {self._grace_s:g}; run the same command to continue")
@@ -193,7 +193,7 @@ class RankProcess:
 
 
 def train_attempt(
-    config: Config[Any], world: World, log: Log, stop: StopRequest, agent: int, failure: Failure,
+    config: Config[Any], world: World, log: Log, stop: StopSignals, agent: int, failure: Failure,
     current: CurrentRun, *, watched: bool = True,
 ) -> int:
     """Collective. Build the run and train to its end; after a failure, save what can be saved.
@@ -217,7 +217,7 @@ def train_attempt(
     with Watchdog(world, log, limit_s=limit_s, start_s=start_s,
                   tell=partial(tell, "failure")) as watchdog:
         parts = current.parts = build(config, world, log, stop, watchdog.marks)
-        watchdog.rescue_with(parts.survive_beside)
+        watchdog.rescue_with(parts.emergency_save_from_watchdog)
         watchdog.gather(parts.timing)
         watchdog.in_flight = lambda: parts.checkpoint.in_flight
         try:
@@ -245,7 +245,7 @@ def train_attempt(
 
 
 def _survive(
-    parts: Parts, error: BaseException, stop: StopRequest, agent: int, failure: Failure
+    parts: Run, error: BaseException, stop: StopSignals, agent: int, failure: Failure
 ) -> None:
     """Save what can be saved after an error.
 
@@ -260,7 +260,7 @@ def _survive(
         asked = False  # torchrun's reaction to the death of that peer
     if not asked:
         failure.note(error, step=parts.current_step)
-    kept = parts.survive(own=not secondary)
+    kept = parts.emergency_save(own=not secondary)
     parts.abandon()
     if not (asked and kept):
         return

@@ -23,10 +23,10 @@ from typing import Any, Literal
 import tomli_w
 import tyro
 
-from trainer.config.fields import Length
+from trainer.config.fields import Duration
 from trainer.config.schema import Config, Schedule
 from trainer.errors import ConfigError
-from trainer.task import BUILT_IN, find_task, take_task
+from trainer.task import BUILT_IN, find_task, split_task_argument
 from trainer.telemetry.std_streams import EXIT_PIPE, quiet_pipe
 
 _UNREADABLE = re.compile(
@@ -302,7 +302,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     """
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
-    task_name, arguments = take_task(without_aliases(arguments))
+    task_name, arguments = split_task_argument(without_aliases(arguments))
     check_not_empty(arguments)
     path = find_recipe(recipe, commands.split(", "))
     has_task_flags = any(argument.startswith(("--task.", "--task_")) for argument in arguments)
@@ -438,13 +438,13 @@ def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
 
 
 def _length_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    if info.type is not Length:
+    if info.type is not Duration:
         return None
     return tyro.constructors.PrimitiveConstructorSpec(
         nargs=1,
         metavar="LENGTH",
-        instance_from_str=lambda words: Length.parse(words[0]),
-        is_instance=lambda value: isinstance(value, Length),
+        instance_from_str=lambda words: Duration.parse(words[0]),
+        is_instance=lambda value: isinstance(value, Duration),
         str_from_instance=lambda value: [str(value)],
     )
 
@@ -505,7 +505,7 @@ def _fields_from_table(
             raise ConfigError(f"{source}: {prefix}{key}: the key is given twice, as "
                               f"{name} and {name.replace('_', '-')}; remove one.")
         hint = hints[field.name]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Length:
+        if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Duration:
             if not isinstance(value, dict):
                 raise ConfigError(f"{source}: {prefix}{key} = {value!r}: write a table "
                                   f"[{prefix}{key}].")
@@ -541,9 +541,9 @@ def _value(hint: Any, value: Any, where: str) -> Any:
             raise ConfigError(f"{where}: expected {len(of)} values.")
         kinds = of if origin is tuple and of and of[-1] is not Ellipsis else [of[0]] * len(value)
         return origin(_value(kind, v, where) for kind, v in zip(kinds, value, strict=True))
-    elif hint is Length and isinstance(value, int | str) and not isinstance(value, bool):
+    elif hint is Duration and isinstance(value, int | str) and not isinstance(value, bool):
         try:
-            return Length.parse(str(value))
+            return Duration.parse(str(value))
         except ValueError as error:
             raise ConfigError(f"{where}: {error}.") from error
     elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
@@ -580,7 +580,7 @@ def _to_value(value: Any, name: str) -> Any:
         return value.name
     if isinstance(value, bool | int | float | str):
         return value
-    if isinstance(value, Length | Path):
+    if isinstance(value, Duration | Path):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return _to_table(value, name + ".")

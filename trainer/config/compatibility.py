@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import Length
+from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
@@ -15,7 +15,7 @@ DATA = "data"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Verdict:
+class ResumeDecision:
     """How a run may be resumed from a checkpoint.
 
     Attributes:
@@ -41,14 +41,14 @@ def settings(config: Config[Any]) -> dict[str, Any]:
         if isinstance(value, tuple):
             value = list(value)
         keep = value is None or isinstance(value, bool | int | float | str | list)
-        plain[name] = value if keep and not isinstance(value, Length) else str(value)
+        plain[name] = value if keep and not isinstance(value, Duration) else str(value)
     return plain
 
 
-def judge(
+def compare_settings(
     config: Config[Any], saved: Mapping[str, Any], *, now: Mapping[str, Any],
     then: Mapping[str, Any], before: Sequence[str] = (),
-) -> Verdict:  # fmt: skip
+) -> ResumeDecision:  # fmt: skip
     """Compare configuration and circumstances of this attempt with those of a checkpoint.
 
     Args:
@@ -96,7 +96,7 @@ def judge(
             lines.append(text)
             reasons.append(text)
     label = "equivalent" if reasons else "exact"
-    return Verdict(changes=tuple(lines), label=label, reasons=tuple(reasons))
+    return ResumeDecision(changes=tuple(lines), label=label, reasons=tuple(reasons))
 
 
 def _differing(current: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[str]:

@@ -19,14 +19,14 @@ Unit = Literal["steps", "epochs", "percent"]
 
 
 @dataclass(frozen=True)
-class Length:
+class Duration:
     """A duration of training: `200` steps, `1ep` epochs, `5%` of the run, or `off`."""
 
     value: float
     unit: Unit = "steps"
 
     @classmethod
-    def parse(cls, text: str) -> Length:
+    def parse(cls, text: str) -> Duration:
         """Parse `200`, `1ep`, `0.5ep`, `5%` or `off`.
 
         Raises:
@@ -86,7 +86,7 @@ def check(condition: bool, flag: str, value: object, remedy: str) -> None:
         raise ConfigError(f"--{flag} {value if str(value).strip() else repr(value)}: {remedy}")
 
 
-class Typed:
+class CheckedSection:
     """Base class of configuration sections; checks the types of all values before `__post_init__`.
 
     Without this check, `True` given from Python for an on/off setting would count as "off".
@@ -99,7 +99,7 @@ class Typed:
         def __post_init__(self: Any) -> None:
             hints = typing.get_type_hints(type(self))
             for field in dataclasses.fields(self):
-                if wanted := unfit(getattr(self, field.name), hints[field.name]):
+                if wanted := expected_type(getattr(self, field.name), hints[field.name]):
                     raise ConfigError(f"{type(self).__name__}({field.name}="
                                       f"{getattr(self, field.name)!r}): expected {wanted}.")
             if own is not None:
@@ -108,7 +108,7 @@ class Typed:
         cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
 
 
-def unfit(value: Any, hint: Any) -> str:
+def expected_type(value: Any, hint: Any) -> str:
     """The expected type in words if a value doesn't have it; "" if it does."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is Literal:
@@ -116,16 +116,16 @@ def unfit(value: Any, hint: Any) -> str:
     if origin is tuple:
         many = inner[-1] is Ellipsis
         fits = isinstance(value, tuple | list) and (many or len(value) == len(inner)) and not any(
-            unfit(v, inner[0]) for v in value)
+            expected_type(v, inner[0]) for v in value)
         strings = "a tuple of strings, such as ('body.*',)" if inner[0] is str else ""
         return "" if fits else strings or f"a tuple of {len(inner)} numbers"
     if inner:
-        problems = [unfit(value, kind) for kind in inner if kind is not type(None)]
+        problems = [expected_type(value, kind) for kind in inner if kind is not type(None)]
         may_be_none = value is None and type(None) in inner
         return "" if may_be_none or not all(problems) else " or ".join(problems)
-    if hint is Length:
-        return "" if isinstance(value, Length) else (
-            f"a trainer.config.fields.Length, such as Length.parse({str(value)!r})")
+    if hint is Duration:
+        return "" if isinstance(value, Duration) else (
+            f"a trainer.config.fields.Duration, such as Duration.parse({str(value)!r})")
     kinds: dict[Any, tuple[Any, str]] = {
         int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number"),
         str: (str | os.PathLike, "a string")}

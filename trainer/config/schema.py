@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from trainer.config.fields import Change, Length, OnOff, RunDir, Texts, Typed, check, setting
+from trainer.config.fields import Change, Duration, OnOff, RunDir, Texts, CheckedSection, check, setting
 from trainer.resilience import fault_injection
 from trainer.resilience.preflight import LONGEST_S
 
@@ -36,7 +36,7 @@ MOST_WORKERS = 512
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(Typed):
+class Batch(CheckedSection):
     """Batch sizes; gradient accumulation follows from them and the number of ranks."""
 
     global_size: int = setting(128, "must_match")
@@ -63,7 +63,7 @@ class Batch(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data(Typed):
+class Data(CheckedSection):
     """Reading samples."""
 
     workers: int | Literal["auto"] = setting("auto", "ignored")
@@ -85,7 +85,7 @@ class Data(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Optim(Typed):
+class Optim(CheckedSection):
     """Optimizer."""
 
     name: str = setting("adamw", "must_match")
@@ -133,14 +133,14 @@ class Optim(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(Typed):
+class Schedule(CheckedSection):
     """Learning rate schedule over the optimizer steps."""
 
     name: str = setting("cosine", "may_change")
     """After the warm-up: cosine (down to min-ratio), constant, one of torch's (cosine-annealing,
     one-cycle, warm-restarts, linear, multi-step, plateau), or your own module:function that maps
     the number of the update (from 0) to a factor of the peak."""
-    warmup: Length = setting(Length(5, "percent"), "may_change")
+    warmup: Duration = setting(Duration(5, "percent"), "may_change")
     """Linear warm-up to the peak; the first update's rate is peak / warm-up steps, never zero."""
     min_ratio: float = setting(MIN_RATIO, "may_change")
     """cosine, linear: the rate of the last update as a fraction of the peak."""
@@ -174,7 +174,7 @@ class Schedule(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip(Typed):
+class Clip(CheckedSection):
     """Gradient clipping, once per optimizer step, of the mean gradient of the global batch."""
 
     norm: float = setting(1.0, "may_change")
@@ -188,7 +188,7 @@ class Clip(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision(Typed):
+class Precision(CheckedSection):
     """Number formats, compilation and memory."""
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "may_change")
@@ -211,7 +211,7 @@ class Precision(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parallel(Typed):
+class Parallel(CheckedSection):
     """Data-parallel training."""
 
     reduction: Literal["ddp", "canonical"] = setting("ddp", "may_change")
@@ -224,7 +224,7 @@ class Parallel(Typed):
     """Allow trainable parameters that are unused in some batches (DDP's find_unused_parameters)."""
     bucket_mb: float = setting(25.0, "may_change")
     """Size in MiB of the buckets for the gradient all-reduce."""
-    verify_every: Length = setting(Length(100), "ignored")
+    verify_every: Duration = setting(Duration(100), "ignored")
     """Interval at which ranks compare checksums of weights and optimizer state; they also compare
     them before each save. off: never."""
 
@@ -237,10 +237,10 @@ class Parallel(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(Typed):
+class Eval(CheckedSection):
     """Validation."""
 
-    every: Length = setting(Length(1, "epochs"), "may_change")
+    every: Duration = setting(Duration(1, "epochs"), "may_change")
     """Validation interval; the last step is always validated."""
     batch_size: int | Literal["auto"] = setting("auto", "may_change")
     """Samples in one forward; auto: twice the micro-batch. It influences the last bits of the
@@ -282,7 +282,7 @@ MOST_THREADS = 1024
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ranks(Typed):
+class WorldConfig(CheckedSection):
     """Process group."""
 
     timeout_s: float = setting(60.0, "ignored")
@@ -299,17 +299,17 @@ class Ranks(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(Typed):
+class Checkpoint(CheckedSection):
     """Checkpoints."""
 
-    every: Length = setting(Length(100), "ignored")
+    every: Duration = setting(Duration(100), "ignored")
     """Checkpoint interval in steps, epochs or percent of the run, or off (the last step is always
     saved)."""
     every_s: float = setting(0.0, "ignored")
     """Also save when this many seconds have passed since the last save; 0 is off."""
     keep: int = setting(3, "ignored")
     """Number of newest checkpoints to keep, besides the best one."""
-    keep_every: Length = setting(Length(0), "ignored")
+    keep_every: Duration = setting(Duration(0), "ignored")
     """Also keep one checkpoint per such interval for good; off: none."""
     on_error: Literal["continue", "stop"] = setting("continue", "ignored")
     """If a save fails: continue with the older checkpoint, or stop the run."""
@@ -321,7 +321,7 @@ class Checkpoint(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stop(Typed):
+class Stop(CheckedSection):
     """Stop on request (SIGTERM, SIGINT, SIGHUP, SIGUSR1)."""
 
     grace_s: float = setting(30.0, "ignored")
@@ -333,7 +333,7 @@ class Stop(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Nonfinite(Typed):
+class BadStepConfig(CheckedSection):
     """Steps with a NaN or infinite loss or gradient: all ranks skip the update."""
 
     max_in_row: int = setting(3, "may_change")
@@ -353,7 +353,7 @@ class Nonfinite(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Restart(Typed):
+class Restart(CheckedSection):
     """Restarts by a launcher after failures."""
 
     max_same_step: int = setting(3, "ignored")
@@ -365,7 +365,7 @@ class Restart(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Watch(Typed):
+class WatchdogConfig(CheckedSection):
     """Watchdog: ends a hanging run so that the launcher restarts it."""
 
     limit_s: float | Literal["auto"] = setting("auto", "ignored")
@@ -383,7 +383,7 @@ class Watch(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics(Typed):
+class Numerics(CheckedSection):
     """Numerical reproducibility and debugging."""
 
     deterministic: OnOff = setting("on", "may_change")
@@ -396,18 +396,18 @@ class Numerics(Typed):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging(Typed):
+class Logging(CheckedSection):
     """Logging."""
 
-    every: Length = setting(Length(50), "ignored")
+    every: Duration = setting(Duration(50), "ignored")
     """Interval of console lines; metrics.jsonl contains every step."""
     level: Literal["debug", "info", "warning", "error"] = setting("info", "ignored")
     """Minimum level of console lines."""
     sinks: Texts = setting((), "ignored")
     """Your own sinks for steps and validations, as module:Class (called with the run folder)."""
-    tensorboard_every: Length = setting(Length(50), "ignored")
+    tensorboard_every: Duration = setting(Duration(50), "ignored")
     """Interval of TensorBoard scalars of training steps."""
-    histograms: Length = setting(Length(0), "ignored")
+    histograms: Duration = setting(Duration(0), "ignored")
     """Interval of TensorBoard histograms of each parameter and each gradient (as applied); off:
     none."""
     graph: OnOff = setting("off", "ignored")
@@ -429,15 +429,15 @@ class Logging(Typed):
 
 
 __all__ = [
-    "Batch", "Checkpoint", "Clip", "Config", "Data", "Eval", "Logging", "Nonfinite", "Numerics",
-    "Optim", "Parallel", "Precision", "Ranks", "Restart", "Schedule", "Stop", "Watch",
+    "Batch", "Checkpoint", "Clip", "Config", "Data", "Eval", "Logging", "BadStepConfig", "Numerics",
+    "Optim", "Parallel", "Precision", "WorldConfig", "Restart", "Schedule", "Stop", "WatchdogConfig",
 ]  # fmt: skip
 
 TaskT = TypeVar("TaskT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(Typed, Generic[TaskT]):
+class Config(CheckedSection, Generic[TaskT]):
     """The complete configuration; `config.toml` in the run folder stores it."""
 
     task: TaskT = setting(None, "must_match")
@@ -447,9 +447,9 @@ class Config(Typed, Generic[TaskT]):
     seed: int = setting(0, "must_match")
     """Seed of all random numbers."""
     steps: int | None = setting(None, "may_change")
-    """Length of the run in optimizer steps (global batches)."""
+    """Duration of the run in optimizer steps (global batches)."""
     epochs: int | None = setting(None, "may_change")
-    """Length of the run in epochs, if --steps is not given; 5 if neither is given."""
+    """Duration of the run in epochs, if --steps is not given; 5 if neither is given."""
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "may_change")
     """auto: cuda if available, else mps for a single process, else cpu."""
     resume: str = setting("auto", "ignored")
@@ -475,13 +475,13 @@ class Config(Typed, Generic[TaskT]):
     clip: Clip = Clip()
     precision: Precision = Precision()
     parallel: Parallel = Parallel()
-    world: Ranks = Ranks()
+    world: WorldConfig = WorldConfig()
     checkpoint: Checkpoint = Checkpoint()
     eval: Eval = Eval()
     stop: Stop = Stop()
-    nonfinite: Nonfinite = Nonfinite()
+    nonfinite: BadStepConfig = BadStepConfig()
     restart: Restart = Restart()
-    watchdog: Watch = Watch()
+    watchdog: WatchdogConfig = WatchdogConfig()
     numerics: Numerics = Numerics()
     log: Logging = Logging()
 
@@ -509,7 +509,7 @@ class Config(Typed, Generic[TaskT]):
         yield from _leaves(self, "", "ignored")
 
     def total_steps(self, epoch: int) -> int:
-        """Length of the run in optimizer steps.
+        """Duration of the run in optimizer steps.
 
         Args:
             epoch: steps of an epoch.
@@ -521,7 +521,7 @@ def _leaves(part: Any, prefix: str, change: Change) -> Iterator[tuple[str, Any, 
     for field in dataclasses.fields(part):
         value, name = getattr(part, field.name), prefix + field.metadata.get("flag", field.name)
         own: Change = field.metadata.get("change", change)
-        if dataclasses.is_dataclass(value) and not isinstance(value, Length | type):
+        if dataclasses.is_dataclass(value) and not isinstance(value, Duration | type):
             yield from _leaves(value, name + ".", own)
         else:
             yield name, value, own

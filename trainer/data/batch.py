@@ -31,7 +31,7 @@ def copy_of(batch: Any) -> Any:
     return map_tensors(Tensor.clone, batch)
 
 
-class OwnMemory:
+class BatchCopier:
     """Copies batches if the data set reuses one buffer for all of them.
 
     Several batches are in use at once, so a reused buffer would overwrite earlier ones. The first

@@ -23,8 +23,8 @@ from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader
 
 from trainer.data import batch as batches
-from trainer.data.map_dataset import KeyedSamples, Micro
-from trainer.data.sample_errors import received
+from trainer.data.map_dataset import KeyedSamples, MicroBatch
+from trainer.data.sample_errors import raise_if_error
 from trainer.data.sampler import MicroBatchSampler
 from trainer.resilience import processes, stack_dumps
 from trainer.resilience.progress_marks import ProgressMarks
@@ -32,10 +32,10 @@ from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 
 
-class Source(Protocol):
+class MicroBatchSource(Protocol):
     """Iterator over the micro-batches of a rank."""
 
-    def __next__(self) -> Micro:
+    def __next__(self) -> MicroBatch:
         """The next micro-batch."""
         ...
 
@@ -60,23 +60,23 @@ class SampledSource:
         self, samples: KeyedSamples, sampler: MicroBatchSampler, *, workers: int, prefetch: int,
         device: torch.device,
     ) -> None:  # fmt: skip
-        self._iterator: Iterator[Micro]
+        self._iterator: Iterator[MicroBatch]
         if workers:
             self._iterator = iter(
                 DataLoader(samples, sampler=sampler, **loader_arguments(workers, prefetch, device)))
         else:  # a DataLoader's own overhead would be as large as the time for reading
             self._iterator = map(samples.__getitem__, sampler)
             if device.type == "cuda":
-                self._iterator = map(Micro.pin_memory, self._iterator)
+                self._iterator = map(MicroBatch.pin_memory, self._iterator)
 
-    def __next__(self) -> Micro:
-        return received(next(self._iterator))
+    def __next__(self) -> MicroBatch:
+        return raise_if_error(next(self._iterator))
 
     def next_epoch(self) -> None:
         raise AssertionError("a sampler yields whole epochs only, so each window is used")
 
     def close(self) -> None:
-        shut_down(self._iterator)
+        shut_down_workers(self._iterator)
 
 
 class Loader:
@@ -89,7 +89,7 @@ class Loader:
             faster: a forward pass evicts the data of reading from the CPU caches.
     """
 
-    def __init__(self, source: Source, *, device: torch.device, marks: ProgressMarks, log: Log,
+    def __init__(self, source: MicroBatchSource, *, device: torch.device, marks: ProgressMarks, log: Log,
                  at_once: bool = False) -> None:
         self.waited_s = 0.0
         """Total seconds spent waiting for data."""
@@ -100,32 +100,32 @@ class Loader:
         self._log = log
         self._reported: set[Any] = set()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._ahead: Micro | None = None
-        self.read: list[Micro] = []
+        self._ahead: MicroBatch | None = None
+        self.read: list[MicroBatch] = []
         """The micro-batches of the last window, on the host, for the diagnosis of a bad step."""
         self._next_step: int | None = None
 
-    def window(self) -> Iterator[Micro]:
-        """Yield the micro-batches of the next step; the last one has `slot.last` set."""
+    def window(self) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the next step; the last one has `spec.last` set."""
         del self.read[: len(self.read) - (self._ahead is not None)]
         if self._at_once:
-            micros = [self.peek()]
-            while not micros[-1].slot.last:
-                micros.append(self._read())
+            micro_batches = [self.peek()]
+            while not micro_batches[-1].spec.last:
+                micro_batches.append(self._read())
             self._ahead = None
-            yield from micros
+            yield from micro_batches
             return
         while True:
             micro, self._ahead = self._ahead or self._read(), None
             if self._stream is not None:
                 self._arrive(micro)
-                if not micro.slot.last:
+                if not micro.spec.last:
                     self._ahead = self._read()  # its copy overlaps with this one's computation
             yield micro
-            if micro.slot.last:
+            if micro.spec.last:
                 return
 
-    def peek(self) -> Micro:
+    def peek(self) -> MicroBatch:
         """Return the next micro-batch without consuming it."""
         if self._ahead is None:
             self._ahead = self._read()
@@ -142,7 +142,7 @@ class Loader:
         assert self._ahead is None, "prefetching never goes beyond the current window"
         self._source.next_epoch()
 
-    def reopen(self, make: Callable[[], Source]) -> None:
+    def reopen(self, make: Callable[[], MicroBatchSource]) -> None:
         """End the loader processes and read from a new source, at another position of the run."""
         self.close()
         self._ahead = self._next_step = None
@@ -153,14 +153,14 @@ class Loader:
         """End the loader processes."""
         self._source.close()
 
-    def _read(self) -> Micro:
+    def _read(self) -> MicroBatch:
         start = time.perf_counter()
         self._marks.mark(Phase.READING, self._next_step)
         micro = next(self._source)
-        self._next_step = micro.slot.step + micro.slot.last
+        self._next_step = micro.spec.step + micro.spec.last
         if micro.replaced:
             self._report_replaced(micro)
-        self._marks.mark(Phase.DATA, micro.slot.step, micro.slot.epoch)
+        self._marks.mark(Phase.DATA, micro.spec.step, micro.spec.epoch)
         self.waited_s += time.perf_counter() - start
         self.read.append(micro)
         if self._on_host:
@@ -170,7 +170,7 @@ class Loader:
         with torch.cuda.stream(self._stream):
             return dataclasses.replace(micro, batch=batches.to_device(micro.batch, self._device))
 
-    def _report_replaced(self, micro: Micro) -> None:
+    def _report_replaced(self, micro: MicroBatch) -> None:
         for bad in micro.replaced:
             if bad.index in self._reported:
                 continue
@@ -179,9 +179,9 @@ class Loader:
             self._log.warning(f"bad sample {bad.index} (epoch {bad.epoch}, rank {self._log.rank}"
                               f"{worker}): {bad.why}; sample {bad.by} takes its place")
             self._log.event("bad-sample", index=bad.index, epoch=bad.epoch, worker=bad.worker,
-                            exception=bad.why, replaced_by=bad.by, at_step=micro.slot.step)
+                            exception=bad.why, replaced_by=bad.by, at_step=micro.spec.step)
 
-    def _arrive(self, micro: Micro) -> None:
+    def _arrive(self, micro: MicroBatch) -> None:
         """Make the current stream wait for the copy, and record the use with the allocator."""
         assert self._stream is not None
         current = torch.cuda.current_stream()
@@ -206,7 +206,7 @@ def loader_arguments(workers: int, prefetch: int, device: torch.device) -> dict[
     }
 
 
-def shut_down(iterator: object) -> None:
+def shut_down_workers(iterator: object) -> None:
     """End the worker processes of a DataLoader's iterator, if it has any."""
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is not None:

@@ -21,8 +21,8 @@ from torch.utils.data import (
 
 from trainer import rng
 from trainer.data import batch as batches
-from trainer.data.sample_errors import Replaced, SampleError, brief, hand_over, named, this_worker
-from trainer.data.sampler import Slot
+from trainer.data.sample_errors import ReplacedSample, SampleError, summarize_exception, raise_or_return, as_sample_error, this_worker
+from trainer.data.sampler import MicroBatchSpec
 from trainer.resilience.diagnosis import is_shortage
 
 T = TypeVar("T")
@@ -32,20 +32,20 @@ TRIES = 10
 
 
 @dataclass(frozen=True)
-class Micro:
+class MicroBatch:
     """A micro-batch: its specification, the collated batch, and its replaced samples."""
 
-    slot: Slot
+    spec: MicroBatchSpec
     batch: Any
-    replaced: tuple[Replaced, ...] = ()
+    replaced: tuple[ReplacedSample, ...] = ()
     """The bad samples that were replaced."""
 
     @property
     def samples(self) -> int:
         """Number of samples; 0 for an empty micro-batch."""
-        return len(self.slot.indices)
+        return len(self.spec.indices)
 
-    def pin_memory(self) -> Micro:
+    def pin_memory(self) -> MicroBatch:
         """Called by the DataLoader."""
         pinned = batches.map_tensors(lambda t: t.pin_memory(), self.batch)
         return dataclasses.replace(self, batch=pinned)
@@ -67,7 +67,7 @@ class SampleIndices(list[int]):
         return rng.mix_array(base, np.asarray(self._samples, dtype=np.int64))
 
 
-class KeyedSamples(Dataset[Micro]):
+class KeyedSamples(Dataset[MicroBatch]):
     """Reads a map-style data set by micro-batch, with every random draw keyed by its sample.
 
     The data set inside a `Subset` is read directly, because the subset would call its
@@ -80,7 +80,7 @@ class KeyedSamples(Dataset[Micro]):
     Args:
         augment: whether `__getitems__` receives keys; without keys it does not augment.
         skip: replace bad samples; otherwise they raise a `SampleError` (in a loader worker the
-            error is returned, see `received`).
+            error is returned, see `raise_if_error`).
         rank: used in error messages.
         advice: appended to the error message of a single bad sample.
     """
@@ -96,7 +96,7 @@ class KeyedSamples(Dataset[Micro]):
         self._collate = collate
         self._augment = augment
         self._skip, self._rank, self._advice = skip, rank, advice
-        self._own_memory = batches.OwnMemory()
+        self._copy_if_reused = batches.BatchCopier()
         self._epoch: int | None = None
         self._listeners: list[int] = []
         self._generators: list[Any] | None = None
@@ -104,24 +104,24 @@ class KeyedSamples(Dataset[Micro]):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def __getitem__(self, slot: Slot) -> Micro:
-        self._begin(slot.epoch)
+    def __getitem__(self, spec: MicroBatchSpec) -> MicroBatch:
+        self._begin(spec.epoch)
         why: dict[int, str] = {}
         worker = this_worker()
         try:
-            batch, chosen = self._read(slot.indices or (0,), slot.epoch, why)
-            batch = self._own_memory(batch)
+            batch, chosen = self._read(spec.indices or (0,), spec.epoch, why)
+            batch = self._copy_if_reused(batch)
         except SampleError as error:
-            return hand_over(error, rank=self._rank, worker=worker,  # type: ignore[return-value]
+            return raise_or_return(error, rank=self._rank, worker=worker,  # type: ignore[return-value]
                              advice=self._advice)
-        if not slot.indices:
-            return Micro(slot, batches.empty(batch))
+        if not spec.indices:
+            return MicroBatch(spec, batches.empty(batch))
         if not why:
-            return Micro(slot, batch)
-        return Micro(slot, batch, tuple(
-            Replaced(index=self._place(index), by=self._place(by), epoch=slot.epoch,
+            return MicroBatch(spec, batch)
+        return MicroBatch(spec, batch, tuple(
+            ReplacedSample(index=self._place(index), by=self._place(by), epoch=spec.epoch,
                      why=why[index], worker=worker)
-            for index, by in zip(slot.indices, chosen, strict=True) if index != by))
+            for index, by in zip(spec.indices, chosen, strict=True) if index != by))
 
     def sample(self, index: int) -> Any:
         """One sample of epoch 0, as returned by the data set."""
@@ -129,7 +129,7 @@ class KeyedSamples(Dataset[Micro]):
         try:
             return self._choose(index, 0, lambda i: self._one(i, 0), {})[1]
         except SampleError as error:
-            return hand_over(error, rank=self._rank, worker=None, advice=self._advice)
+            return raise_or_return(error, rank=self._rank, worker=None, advice=self._advice)
 
     def _begin(self, epoch: int) -> None:
         if epoch != self._epoch or any(_EPOCHS[i] != epoch for i in self._listeners):
@@ -196,7 +196,7 @@ class KeyedSamples(Dataset[Micro]):
                     raise  # not the sample's fault
                 if first is None:
                     first = error
-                    why[index] = brief(error.__cause__)
+                    why[index] = summarize_exception(error.__cause__)
         assert first is not None
         if self._skip:
             raise SampleError(f"{first}, and so did the {TRIES} samples that were tried in its "
@@ -238,12 +238,12 @@ class KeyedSamples(Dataset[Micro]):
 
     def _key(self, epoch: int, index: int) -> None:
         if self._generators is None:
-            self._generators = rng.kept_by(self._dataset, self._collate)
-        rng.key_generators(self._seed, rng.SAMPLE, epoch, index, devices=False)
+            self._generators = rng.find_generators(self._dataset, self._collate)
+        rng.seed_all(self._seed, rng.SAMPLE, epoch, index, devices=False)
         if self._generators:
             rng.key(self._generators, self._seed, rng.SAMPLE, epoch, index)
 
-    def _named(self, indices: tuple[int, ...], epoch: int, doing: str = "reading") -> named:
+    def _named(self, indices: tuple[int, ...], epoch: int, doing: str = "reading") -> as_sample_error:
         def what() -> str:
             places = [self._place(index) for index in indices]
             which = f"sample {places[0]}" if len(places) == 1 else f"samples {places}"
@@ -252,7 +252,7 @@ class KeyedSamples(Dataset[Micro]):
                 which += f" (in the subset: {own})"
             return f"{doing} {which} of epoch {epoch}"
 
-        return named(what)
+        return as_sample_error(what)
 
 
 _EPOCHS: dict[int, int] = {}
@@ -280,8 +280,8 @@ def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
         elif isinstance(one, StackDataset):
             queue += one.datasets.values() if isinstance(one.datasets, dict) else one.datasets
     if listeners:
-        rng.key_generators(seed, rng.DATA, epoch, devices=False)
-        rng.key(rng.kept_by(dataset), seed, rng.DATA, epoch)
+        rng.seed_all(seed, rng.DATA, epoch, devices=False)
+        rng.key(rng.find_generators(dataset), seed, rng.DATA, epoch)
     for one in listeners:
         one.set_epoch(epoch)
         _EPOCHS[id(one)] = epoch

@@ -20,7 +20,7 @@ BAD_COUNT, BAD_SHARE = 100, 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Replaced:
+class ReplacedSample:
     """A bad sample and its replacement, as indices into the user's data set."""
 
     index: Any
@@ -41,7 +41,7 @@ class SampleError(RuntimeError):
     """Traceback of the original exception, if it was raised in a loader worker."""
 
 
-class named:
+class as_sample_error:
     """Context manager that turns an exception into a `SampleError` naming the current operation."""
 
     def __init__(self, doing: str | Callable[[], str]) -> None:
@@ -57,23 +57,23 @@ class named:
                 this_worker() is not None and error is not None
                 and not isinstance(error, GeneratorExit)):
             doing = self._doing if isinstance(self._doing, str) else self._doing()
-            raise SampleError(f"{doing} raised {brief(error)}") from error
+            raise SampleError(f"{doing} raised {summarize_exception(error)}") from error
 
 
-def handing_over(items: Iterator[T], *, rank: int, worker: int | None) -> Iterator[Any]:
-    """Yield the items, and a final `SampleError` in the form that `hand_over` returns."""
+def yield_items_and_error(items: Iterator[T], *, rank: int, worker: int | None) -> Iterator[Any]:
+    """Yield the items, and a final `SampleError` in the form that `raise_or_return` returns."""
     try:
         yield from items
     except SampleError as error:
-        yield hand_over(error, rank=rank, worker=worker)
+        yield raise_or_return(error, rank=rank, worker=worker)
 
 
-def hand_over(
+def raise_or_return(
     error: SampleError, *, rank: int, worker: int | None, advice: str = ""
 ) -> SampleError:
     """Add the process to an error's message and raise it.
 
-    In a loader worker the error is returned instead, for `received` to raise in the rank's process:
+    In a loader worker the error is returned instead, for `raise_if_error` to raise in the rank's process:
     an exception that leaves a worker loses its cause and attributes.
     """
     place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")
@@ -91,14 +91,14 @@ class WorkerTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def received(item: T | SampleError) -> T:
+def raise_if_error(item: T | SampleError) -> T:
     """Return an item from a loader worker, or raise it if it is a `SampleError`."""
     if isinstance(item, SampleError):
         raise item from WorkerTraceback(item.trace)
     return item
 
 
-def refuse_copies(replaced: int, consumed: int) -> None:
+def check_replaced_share(replaced: int, consumed: int) -> None:
     """Raise `TooManyBadSamples` if the replaced samples exceed `BAD_COUNT` and `BAD_SHARE`.
 
     The decision is equal on all ranks because the arguments are.
@@ -111,7 +111,7 @@ def refuse_copies(replaced: int, consumed: int) -> None:
             "them (bad-sample).")
 
 
-def brief(error: BaseException | None) -> str:
+def summarize_exception(error: BaseException | None) -> str:
     """An exception's type and the first line of its message."""
     lines = [] if error is None else text_of(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

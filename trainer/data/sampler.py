@@ -18,7 +18,7 @@ from trainer.distributed.partition import block, micro_batches_per_rank
 
 
 @dataclass(frozen=True, kw_only=True)
-class Plan:
+class BatchPlan:
     """How an epoch of `samples` samples is split into windows (global batches) and micro-batches.
 
     Steps count from 1, epochs from 0.
@@ -56,7 +56,7 @@ class Plan:
 
 
 @dataclass(frozen=True, slots=True)
-class Slot:
+class MicroBatchSpec:
     """Specification of one micro-batch: its sample indices and its position in the run."""
 
     step: int
@@ -69,7 +69,7 @@ class Slot:
     indices: tuple[int, ...]
 
 
-class MicroBatchSampler(DistributedSampler[Slot]):
+class MicroBatchSampler(DistributedSampler[MicroBatchSpec]):
     """Yields the micro-batches of one rank, from `position` to the end of the run.
 
     One iteration covers all remaining epochs, so loader workers are started only once.
@@ -81,7 +81,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
     """
 
     def __init__(
-        self, plan: Plan, *, rank: int, num_ranks: int, seed: int, shuffle: bool,
+        self, plan: BatchPlan, *, rank: int, num_ranks: int, seed: int, shuffle: bool,
         position: int, total_steps: int,
     ) -> None:
         super().__init__(
@@ -107,7 +107,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
             for step in range(self.position + 1, self.total_steps + 1)
         )
 
-    def __iter__(self) -> Iterator[Slot]:
+    def __iter__(self) -> Iterator[MicroBatchSpec]:
         order = np.empty(0, dtype=np.int64)
         for step in range(self.position + 1, self.total_steps + 1):
             epoch = self.plan.epoch_of(step)
@@ -116,7 +116,7 @@ class MicroBatchSampler(DistributedSampler[Slot]):
                 order = self.order(epoch).numpy()
             yield from self._slots_of(step, epoch, order)
 
-    def _slots_of(self, step: int, epoch: int, order: np.ndarray) -> Iterator[Slot]:
+    def _slots_of(self, step: int, epoch: int, order: np.ndarray) -> Iterator[MicroBatchSpec]:
         first, end = self.plan.window(step)
         micro_batches = self.plan.micro_batches(step)
         mine = block(micro_batches, self.rank, self.num_replicas)
@@ -126,6 +126,6 @@ class MicroBatchSampler(DistributedSampler[Slot]):
             if place < len(mine):
                 start = first + mine[place] * self.plan.micro_size
                 stop = min(start + self.plan.micro_size, end)
-                yield Slot(step, epoch, mine[place], last, tuple(order[start:stop].tolist()))
+                yield MicroBatchSpec(step, epoch, mine[place], last, tuple(order[start:stop].tolist()))
             else:
-                yield Slot(step, epoch, -1, last, ())
+                yield MicroBatchSpec(step, epoch, -1, last, ())

@@ -15,7 +15,7 @@ from torch.utils.data import IterableDataset, Subset
 from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, in_memory
-from trainer.data.sampler import Slot
+from trainer.data.sampler import MicroBatchSpec
 
 BUDGET_S = 0.3
 """Time limit of the search, in seconds."""
@@ -79,7 +79,7 @@ def _hashes(dataset: Any, seed: int, may_continue: Callable[[], bool]) -> Iterat
         if not may_continue():
             return
         indices = tuple(range(first, min(first + _CHUNK, len(dataset))))
-        batch = samples[Slot(0, 0, 0, True, indices)].batch
+        batch = samples[MicroBatchSpec(0, 0, 0, True, indices)].batch
         tensors = [t for t in batches.tensors(batch) if t.dim() and len(t) == len(indices)]
         if not tensors:
             return

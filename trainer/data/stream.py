@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from trainer.data.loader import loader_arguments, shut_down
-from trainer.data.map_dataset import Micro
-from trainer.data.sample_errors import received
-from trainer.data.stream_reader import LaneReader, Mark, Part, StreamSpec
+from trainer.data.loader import loader_arguments, shut_down_workers
+from trainer.data.map_dataset import MicroBatch
+from trainer.data.sample_errors import raise_if_error
+from trainer.data.stream_reader import LaneReader, LanePosition, WindowPart, StreamSpec
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.errors import ConfigError
 
 
-class Stream:
+class StreamReader:
     """The micro-batches of one rank of a stream; a resumable part of the run's state.
 
     Whether a window is used for a step is known only after its sample count has been summed over
@@ -57,23 +57,23 @@ class Stream:
         self._epoch = 0
         self._start = 0
         """The step before the first one of the epoch."""
-        self._marks: dict[int, Mark] = {}
+        self._marks: dict[int, LanePosition] = {}
         """Iterator → its last known position; missing: the start of the epoch."""
-        self._taken: dict[int, dict[int, Mark]] = {}
+        self._taken: dict[int, dict[int, LanePosition]] = {}
         """Step → positions of this rank's iterators after it; from the last completed step on."""
-        self._loader: DataLoader[Part] | None = None
-        self._iterator: Iterator[Part] | None = None
+        self._loader: DataLoader[WindowPart] | None = None
+        self._iterator: Iterator[WindowPart] | None = None
         self._begun: dict[str, Any] = {}
         self._first = 0
         """The step of the iterator's first window."""
         self._count = 0
-        """Micro-batches taken from the iterator."""
-        self._ready: deque[Micro] = deque()
+        """MicroBatch-batches taken from the iterator."""
+        self._ready: deque[MicroBatch] = deque()
 
-    def __iter__(self) -> Iterator[Micro]:
+    def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
-    def __next__(self) -> Micro:
+    def __next__(self) -> MicroBatch:
         if self._iterator is None:
             self._begin()
         while not self._ready:
@@ -105,10 +105,10 @@ class Stream:
         in between.
         """
         own = self._marks | self._taken.get(self._step(), {})
-        mine = {number: dataclasses.asdict(own.get(number, Mark()))
+        mine = {number: dataclasses.asdict(own.get(number, LanePosition()))
                 for number in self._layout.iterators_of(self._lanes)}
         for theirs in self._gather(mine):
-            self._marks |= {int(number): Mark(**mark) for number, mark in theirs.items()}
+            self._marks |= {int(number): LanePosition(**mark) for number, mark in theirs.items()}
 
     def state_dict(self) -> dict[str, Any]:
         """The position of all lanes after the last completed step."""
@@ -116,7 +116,7 @@ class Stream:
         return {
             "epoch": self._epoch, "start": self._start, "lanes": self._layout.lanes,
             "micro_size": self._layout.micro_size,
-            "feeds": [dataclasses.asdict(marks.get(n, Mark()))
+            "feeds": [dataclasses.asdict(marks.get(n, LanePosition()))
                       for n in range(self._layout.iterators)],
         }
 
@@ -139,11 +139,11 @@ class Stream:
                 f"{now[0]} lanes of {now[1]} samples read by {now[2]}; keep --batch.global-size "
                 "and --batch.micro-size (and the data set's lane()), or start a new --run-dir.")
         self._epoch, self._start = state["epoch"], state["start"]
-        self._marks = {number: Mark(**mark) for number, mark in enumerate(state["feeds"])}
+        self._marks = {number: LanePosition(**mark) for number, mark in enumerate(state["feeds"])}
 
     def close(self) -> None:
         """End the loader's processes."""
-        shut_down(self._iterator)
+        shut_down_workers(self._iterator)
 
     def _begin(self) -> None:
         self._begun = self.state_dict()
@@ -165,13 +165,13 @@ class Stream:
     def _fill(self) -> None:
         """Receive the next worker's part of a window."""
         assert self._iterator is not None
-        part = received(next(self._iterator))
+        part = raise_if_error(next(self._iterator))
         window = self._count // self._slots
-        for micro in part.micros:
+        for micro in part.micro_batches:
             self._count += 1
-            slot = dataclasses.replace(micro.slot, step=self._first + window,
+            spec = dataclasses.replace(micro.spec, step=self._first + window,
                                        last=self._count % self._slots == 0)
-            self._ready.append(dataclasses.replace(micro, slot=slot))
+            self._ready.append(dataclasses.replace(micro, spec=spec))
         for past in [step for step in self._taken if step < self._step()]:
             del self._taken[past]
         self._taken.setdefault(self._first + window, {}).update(part.marks)

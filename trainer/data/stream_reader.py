@@ -13,9 +13,9 @@ from torch.utils.data import IterableDataset, get_worker_info
 
 from trainer import rng
 from trainer.data import batch as batches
-from trainer.data.map_dataset import Micro, begin_epoch
-from trainer.data.sample_errors import handing_over, named, this_worker
-from trainer.data.sampler import Slot
+from trainer.data.map_dataset import MicroBatch, begin_epoch
+from trainer.data.sample_errors import yield_items_and_error, as_sample_error, this_worker
+from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.partition import block
 from trainer.errors import ConfigError
 
@@ -23,7 +23,7 @@ _OPEN = -1
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cut:
+class LaneLayout:
     """How a stream is split into numbered micro-batches.
 
     The stream is read by independent iterators: one per lane if the data set has `lane()`,
@@ -37,7 +37,7 @@ class Cut:
     """Whether the data set has `lane()`."""
 
     @classmethod
-    def of(cls, dataset: Any, *, lanes: int, micro_size: int) -> Cut:
+    def of(cls, dataset: Any, *, lanes: int, micro_size: int) -> LaneLayout:
         """The layout for a data set."""
         return cls(lanes=lanes, micro_size=micro_size, per_lane=hasattr(dataset, "lane"))
 
@@ -61,7 +61,7 @@ class Cut:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mark:
+class LanePosition:
     """Position of a lane iterator: after `windows` windows of its epoch."""
 
     windows: int = 0
@@ -70,7 +70,7 @@ class Mark:
     ended: bool = False
 
 
-class Feed:
+class LaneIterator:
     """Reads an iterator of a data set window by window, with keyed random draws.
 
     Args:
@@ -82,7 +82,7 @@ class Feed:
     """
 
     def __init__(
-        self, dataset: Any, layout: Cut, *, number: int, seed: int, epoch: int, mark: Mark = Mark(),
+        self, dataset: Any, layout: LaneLayout, *, number: int, seed: int, epoch: int, mark: LanePosition = LanePosition(),
         windows: int = 0,
     ) -> None:  # fmt: skip
         self.number = number
@@ -96,10 +96,10 @@ class Feed:
         if mark.ended:
             return
         with self._named("opening"):
-            self._generators = rng.kept_by(dataset)
+            self._generators = rng.find_generators(dataset)
             self._key(_OPEN)
             source = dataset.lane(number, layout.lanes) if layout.per_lane else dataset
-            self._generators = rng.kept_by(dataset, source)
+            self._generators = rng.find_generators(dataset, source)
             self._iterator = iter(source)
             holders = (h for h in (self._iterator, source) if _is_stateful(h))
             self._holder = next(holders, None)
@@ -130,7 +130,7 @@ class Feed:
             self.first = taken[0][1]
         return taken
 
-    def mark(self, windows: int) -> Mark:
+    def mark(self, windows: int) -> LanePosition:
         """The current position, after `windows` windows of the epoch."""
         state = None
         if self._holder is not None and not self._ended:
@@ -142,16 +142,16 @@ class Feed:
                     raise TypeError(f"it has the key {key!r}, which is not a string; the state is "
                                     "saved as JSON, which would restore the key as a string")
                 state = json.loads(json.dumps(live))
-        return Mark(windows=windows, state=state, ended=self._ended)
+        return LanePosition(windows=windows, state=state, ended=self._ended)
 
     def _key(self, *place: int) -> None:
-        rng.key_generators(*self._keys, *place, devices=False)
+        rng.seed_all(*self._keys, *place, devices=False)
         if self._generators:
             rng.key(self._generators, *self._keys, *place)
 
-    def _named(self, doing: str) -> named:
+    def _named(self, doing: str) -> as_sample_error:
         lane = f" of lane {self.number}" if self._layout.per_lane else ""
-        return named(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the stream")
+        return as_sample_error(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the stream")
 
 
 def known_length(dataset: Any) -> int | None:
@@ -181,8 +181,8 @@ def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[An
     """Up to `count` samples from the start of lane 0 of a new data set, in epoch 0."""
     begin_epoch(dataset, 0, seed=seed)
     per_lane = hasattr(dataset, "lane")
-    layout = Cut(lanes=lanes if per_lane else 1, micro_size=count, per_lane=per_lane)
-    return [s for _, s in Feed(dataset, layout, number=0, seed=seed, epoch=0).take()]
+    layout = LaneLayout(lanes=lanes if per_lane else 1, micro_size=count, per_lane=per_lane)
+    return [s for _, s in LaneIterator(dataset, layout, number=0, seed=seed, epoch=0).take()]
 
 
 def _is_stateful(thing: Any) -> bool:
@@ -208,26 +208,26 @@ class StreamSpec:
     """A stream data set and how it is read."""
 
     dataset: Any
-    layout: Cut
+    layout: LaneLayout
     seed: int
     collate: Collate
 
 
 @dataclass(frozen=True)
-class Part:
+class WindowPart:
     """What one process has read for a window: its micro-batches, and its iterators' positions
     after the window."""
 
-    micros: list[Micro]
-    marks: dict[int, Mark]
+    micro_batches: list[MicroBatch]
+    marks: dict[int, LanePosition]
 
-    def pin_memory(self) -> Part:
+    def pin_memory(self) -> WindowPart:
         """Called by the DataLoader."""
-        return Part([micro.pin_memory() for micro in self.micros], self.marks)
+        return WindowPart([micro.pin_memory() for micro in self.micro_batches], self.marks)
 
 
-class LaneReader(IterableDataset[Part]):
-    """Yields the micro-batches of some lanes, one `Part` per window.
+class LaneReader(IterableDataset[WindowPart]):
+    """Yields the micro-batches of some lanes, one `WindowPart` per window.
 
     In a loader worker it yields only the worker's share of the lanes. Each iteration is the next
     epoch and never ends: only the ranks together know whether an epoch is over, so a lane that has
@@ -242,7 +242,7 @@ class LaneReader(IterableDataset[Part]):
 
     def __init__(
         self, spec: StreamSpec, *, lanes: Sequence[int], empty_slots: int, epoch: int,
-        windows: int, marks: Mapping[int, Mark], rank: int = 0,
+        windows: int, marks: Mapping[int, LanePosition], rank: int = 0,
     ) -> None:  # fmt: skip
         self._dataset, self._layout = spec.dataset, spec.layout
         self._seed, self._collate = spec.seed, spec.collate
@@ -252,9 +252,9 @@ class LaneReader(IterableDataset[Part]):
         self._rank = rank
         self._worker: int | None = None
         self._example: Any = None
-        self._own_memory = batches.OwnMemory()
+        self._copy_if_reused = batches.BatchCopier()
 
-    def __iter__(self) -> Iterator[Part]:
+    def __iter__(self) -> Iterator[WindowPart]:
         info = get_worker_info()
         if info is not None:
             count, self._worker = len(self._lanes), info.id
@@ -269,13 +269,13 @@ class LaneReader(IterableDataset[Part]):
             epoch, windows, marks = epoch + self._iterations, 0, {}
         self._iterations += 1
         parts = self._parts(epoch, windows, marks)
-        return handing_over(parts, rank=self._rank, worker=self._worker)
+        return yield_items_and_error(parts, rank=self._rank, worker=self._worker)
 
-    def _parts(self, epoch: int, windows: int, marks: dict[int, Mark]) -> Iterator[Part]:
+    def _parts(self, epoch: int, windows: int, marks: dict[int, LanePosition]) -> Iterator[WindowPart]:
         begin_epoch(self._dataset, epoch, seed=self._seed)
         iterators = [
-            Feed(self._dataset, self._layout, number=number, seed=self._seed, epoch=epoch,
-                 mark=marks.get(number, Mark()), windows=windows)
+            LaneIterator(self._dataset, self._layout, number=number, seed=self._seed, epoch=epoch,
+                 mark=marks.get(number, LanePosition()), windows=windows)
             for number in self._layout.iterators_of(self._lanes)
         ]  # fmt: skip
         while True:
@@ -288,20 +288,20 @@ class LaneReader(IterableDataset[Part]):
                         taken[lane].append((place, sample))
                 if self._example is None:
                     self._example = iterator.first
-            micros = [self._micro(epoch, lane, samples) for lane, samples in taken.items()]
-            micros += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]
-            yield Part(micros, {iterator.number: iterator.mark(windows) for iterator in iterators})
+            micro_batches = [self._micro(epoch, lane, samples) for lane, samples in taken.items()]
+            micro_batches += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]
+            yield WindowPart(micro_batches, {iterator.number: iterator.mark(windows) for iterator in iterators})
 
-    def _micro(self, epoch: int, lane: int, taken: list[tuple[int, Any]]) -> Micro:
+    def _micro(self, epoch: int, lane: int, taken: list[tuple[int, Any]]) -> MicroBatch:
         """A micro-batch with step 0; the rank's own process sets the real step."""
-        slot = Slot(0, epoch, lane, False, tuple(place for place, _ in taken))
+        spec = MicroBatchSpec(0, epoch, lane, False, tuple(place for place, _ in taken))
         if not taken:
-            return Micro(slot, batches.empty(self._collate([self._some_sample(epoch)])))
-        rng.key_generators(
-            self._seed, rng.SAMPLE, epoch, lane, slot.indices[0], _COLLATE, devices=False
+            return MicroBatch(spec, batches.empty(self._collate([self._some_sample(epoch)])))
+        rng.seed_all(
+            self._seed, rng.SAMPLE, epoch, lane, spec.indices[0], _COLLATE, devices=False
         )
-        with named(f"collating samples {list(slot.indices)} of lane {lane} of epoch {epoch}"):
-            return Micro(slot, self._own_memory(self._collate([sample for _, sample in taken])))
+        with as_sample_error(f"collating samples {list(spec.indices)} of lane {lane} of epoch {epoch}"):
+            return MicroBatch(spec, self._copy_if_reused(self._collate([sample for _, sample in taken])))
 
     def _some_sample(self, epoch: int) -> Any:
         """Any sample, as the template of an empty micro-batch; read from another lane if needed."""
@@ -309,7 +309,7 @@ class LaneReader(IterableDataset[Part]):
         for number in range(layout.iterators):
             if self._example is not None:
                 break
-            iterator = Feed(self._dataset, layout, number=number, seed=self._seed, epoch=epoch)
+            iterator = LaneIterator(self._dataset, layout, number=number, seed=self._seed, epoch=epoch)
             iterator.take()
             self._example = iterator.first
         if self._example is None:
@@ -317,7 +317,7 @@ class LaneReader(IterableDataset[Part]):
         return self._example
 
 
-class StreamBatches(IterableDataset[Micro]):
+class StreamBatches(IterableDataset[MicroBatch]):
     """Yields one rank's share of a stream's batches: batch n belongs to rank n mod W.
 
     Each rank reads the whole stream, so every rank knows the number of batches. It is the number of
@@ -329,24 +329,24 @@ class StreamBatches(IterableDataset[Micro]):
         num_ranks: int,
     ) -> None:  # fmt: skip
         self._dataset, self._seed, self._collate = dataset, seed, collate
-        self._layout = Cut(lanes=1, micro_size=batch_size, per_lane=False)
+        self._layout = LaneLayout(lanes=1, micro_size=batch_size, per_lane=False)
         self._rank, self._num_ranks = rank, num_ranks
 
-    def __iter__(self) -> Iterator[Micro]:
-        return handing_over(self._share(), rank=self._rank, worker=this_worker())
+    def __iter__(self) -> Iterator[MicroBatch]:
+        return yield_items_and_error(self._share(), rank=self._rank, worker=this_worker())
 
-    def _share(self) -> Iterator[Micro]:
+    def _share(self) -> Iterator[MicroBatch]:
         torch.utils.data._utils.worker._worker_info = None  # as in LaneReader
         begin_epoch(self._dataset, 0, seed=self._seed)
-        iterator = Feed(self._dataset, self._layout, number=0, seed=self._seed, epoch=0)
+        iterator = LaneIterator(self._dataset, self._layout, number=0, seed=self._seed, epoch=0)
         number = 0
         while taken := iterator.take():
             if number % self._num_ranks == self._rank:
-                slot = Slot(0, 0, number, True, tuple(place for place, _ in taken))
-                with named(f"collating batch {number} of the stream"):
+                spec = MicroBatchSpec(0, 0, number, True, tuple(place for place, _ in taken))
+                with as_sample_error(f"collating batch {number} of the stream"):
                     batch = self._collate([sample for _, sample in taken])
-                yield Micro(slot, batch)
+                yield MicroBatch(spec, batch)
             number += 1
         if number:
-            slot = Slot(0, 0, number, True, ())
-            yield Micro(slot, batches.empty(self._collate([iterator.first])))
+            spec = MicroBatchSpec(0, 0, number, True, ())
+            yield MicroBatch(spec, batches.empty(self._collate([iterator.first])))

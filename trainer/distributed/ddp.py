@@ -22,10 +22,10 @@ from trainer.errors import ConfigError
 from trainer.task import EMPTY, Outcome, check_outcome
 
 if TYPE_CHECKING:
-    from trainer.data.sampler import Slot
+    from trainer.data.sampler import MicroBatchSpec
 
 
-def check_reduced(wrapped: nn.Module, slot: Slot, trained: Sequence[str]) -> None:
+def check_reduced(wrapped: nn.Module, spec: MicroBatchSpec, trained: Sequence[str]) -> None:
     """Check, after a backward that all-reduces, that DDP has reduced every gradient.
 
     Raises:
@@ -40,7 +40,7 @@ def check_reduced(wrapped: nn.Module, slot: Slot, trained: Sequence[str]) -> Non
         unused = [trained[int(i)].removeprefix("module.model.")
                   for i in match[1].split()] if match else ["some parameters"]
         raise ConfigError(
-            f"--parallel.find-unused off: the loss of step {slot.step}, micro-batch {slot.number}, "
+            f"--parallel.find-unused off: the loss of step {spec.step}, micro-batch {spec.number}, "
             f"does not depend on {', '.join(unused[:5])}{', …' * (len(unused) > 5)}, so DDP cannot "
             "finish the step. Continue with --parallel.find-unused on.") from None
 
@@ -48,20 +48,20 @@ def check_reduced(wrapped: nn.Module, slot: Slot, trained: Sequence[str]) -> Non
 CAPACITY = 64
 """Maximal number of values that one gradient all-reduce carries besides the gradients."""
 
-WISHES = ("stop", "save", "fail", "saved")
+REQUESTS = ("stop", "save", "fail", "saved")
 """What one rank may request of all ranks: stop after this step; save this step; exit as failed;
 drop the metric lines that the last save holds, since it is complete."""
 
 Vector = Tensor | list[float]
 
-_FIXED = ("loss", "count", "samples", "replaced", *WISHES)
+_FIXED = ("loss", "count", "samples", "replaced", *REQUESTS)
 COUNT = _FIXED.index("count")
-WISHED = slice(_FIXED.index(WISHES[0]), len(_FIXED))
-_NO_REQUESTS = (False,) * len(WISHES)
+REQUESTED = slice(_FIXED.index(REQUESTS[0]), len(_FIXED))
+_NO_REQUESTS = (False,) * len(REQUESTS)
 
 
 @dataclass(slots=True)
-class Sums:
+class StepSums:
     """The sums of one step over all ranks and micro-batches; equal on all ranks."""
 
     loss: float
@@ -69,18 +69,18 @@ class Sums:
     samples: int
     replaced: int
     """Number of samples that replaced bad ones."""
-    wishes: frozenset[str]
-    """Members of `WISHES` that at least one rank has requested."""
+    requests: frozenset[str]
+    """Members of `REQUESTS` that at least one rank has requested."""
     metrics: dict[str, tuple[float, float]]
     """Name → (sum, count), named losses included."""
 
     @classmethod
-    def nothing(cls) -> Sums:
+    def empty(cls) -> StepSums:
         """The sums of a step without any computation."""
-        return cls(0.0, 0.0, samples=0, replaced=0, wishes=frozenset(), metrics={})
+        return cls(0.0, 0.0, samples=0, replaced=0, requests=frozenset(), metrics={})
 
 
-class Tally:
+class MetricAccumulator:
     """Accumulates loss, counts and metrics of this rank's micro-batches in a step.
 
     Separate from `Objective`, since setting an attribute of a module takes microseconds.
@@ -127,12 +127,12 @@ class Tally:
         self._totals.append(row[0])
         return total
 
-    def wish(self, wishes: tuple[bool, ...], spoilt: Tensor | None = None) -> None:
-        """Set this rank's requests of the step, and add `spoilt` (0 or NaN) to its loss."""
-        self._requests = wishes or _NO_REQUESTS
-        if spoilt is not None:
+    def set_requests(self, requests: tuple[bool, ...], nonfinite: Tensor | None = None) -> None:
+        """Set this rank's requests of the step, and add `nonfinite` (0 or NaN) to its loss."""
+        self._requests = requests or _NO_REQUESTS
+        if nonfinite is not None:
             row = self._rows[-1]  # not in place: on a device the loss is backward's own tensor
-            row[0] = row[0] + (spoilt.item() if self._on_host else spoilt)
+            row[0] = row[0] + (nonfinite.item() if self._on_host else nonfinite)
 
     def take(self) -> Vector:
         """Return the sums, those of `_FIXED` first, each on the host or the device, and reset."""
@@ -184,7 +184,7 @@ class Tally:
 class Objective(nn.Module):
     """Model and task loss as one module, whose forward returns the loss.
 
-    With several ranks, `ride` is a parameter whose gradient is, by construction, the vector of
+    With several ranks, `stats_carrier` is a parameter whose gradient is, by construction, the vector of
     this rank's sums. DDP all-reduces it with the gradients, so sums and stop requests need no
     separate collective.
 
@@ -202,27 +202,27 @@ class Objective(nn.Module):
         self.loss = loss
         self._factor = num_ranks / nominal_count  # DDP computes the mean over ranks
         self._device, self._on_host = device, device.type == "cpu"
-        self.tally = Tally(on_host=device.type == "cpu")
-        self.poisoned = False
+        self.accumulator = MetricAccumulator(on_host=device.type == "cpu")
+        self.inject_nan = False
         """Makes the next loss a NaN (fault injection)."""
-        self.spoilt: Callable[[], Tensor | None] = lambda: None
+        self.nonfinite: Callable[[], Tensor | None] = lambda: None
         """Returns NaN if the forwards left a buffer that is not finite, which the training loss
         does not show; called after the last forward of a step."""
-        self.ride = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
+        self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                      else None)
         dtypes = (torch.float32, *([torch.float64] if device.type != "mps" else []))
-        self.grad_outputs = {} if self.ride is not None else {
+        self.grad_outputs = {} if self.stats_carrier is not None else {
             dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
         """Initial gradient of backward, by the loss's dtype, in place of 1: gradients of a sum
-        become those of a mean, without a division. Empty with `ride`, whose sums are no mean."""
+        become those of a mean, without a division. Empty with `stats_carrier`, whose sums are no mean."""
 
     def forward(
-        self, batch: Any, samples: int, wishes: tuple[bool, ...] | None = None, replaced: int = 0
+        self, batch: Any, samples: int, requests: tuple[bool, ...] | None = None, replaced: int = 0
     ) -> Tensor:
         """Compute the scalar loss of a micro-batch.
 
         Args:
-            wishes: this rank's requests, given with its last micro-batch of a step, whose backward
+            requests: this rank's requests, given with its last micro-batch of a step, whose backward
                 reduces gradients and sums; None otherwise.
             replaced: number of samples that replaced bad ones.
 
@@ -235,20 +235,20 @@ class Objective(nn.Module):
             if not samples and not lost_peer(error):
                 error.add_note(EMPTY)
             raise
-        if self.poisoned:
-            self.poisoned = False
+        if self.inject_nan:
+            self.inject_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
-        loss = self.tally.add(outcome, samples, replaced)
+        loss = self.accumulator.add(outcome, samples, replaced)
         if loss.dtype is not torch.float32 and loss.dtype is not torch.float64:
             loss = loss.float()
-        if self.ride is not None:
+        if self.stats_carrier is not None:
             loss = loss * self._factor
-        if wishes is not None:
-            self.tally.wish(wishes, self.spoilt())
-            if self.ride is not None:
-                sums = list(self.tally.take())
+        if requests is not None:
+            self.accumulator.set_requests(requests, self.nonfinite())
+            if self.stats_carrier is not None:
+                sums = list(self.accumulator.take())
                 sums += [0.0] * (CAPACITY - len(sums))
-                loss = loss + torch.dot(self.ride, _stack(sums, self._device))
+                loss = loss + torch.dot(self.stats_carrier, _stack(sums, self._device))
         return loss
 
     __call__ = forward  # hooks and compilation are the model's
@@ -261,20 +261,20 @@ class Objective(nn.Module):
         Args:
             scale: factor of the loss in backward (fp16), which the reduced sums contain too.
         """
-        if self.ride is None:
-            return self._on_device(self.tally.take())
+        if self.stats_carrier is None:
+            return self._on_device(self.accumulator.take())
         factor = num_ranks / scale
-        reduced, self.ride.grad = self.ride.grad, None
+        reduced, self.stats_carrier.grad = self.stats_carrier.grad, None
         assert reduced is not None, "no synchronised backward has run"
-        reduced = reduced[: self.tally.width]
+        reduced = reduced[: self.accumulator.width]
         return [_snap(n * factor) for n in reduced.tolist()] if self._on_host else reduced * factor
 
     def swap_sums(self, sums: Vector | None) -> Vector:
         """Return the sums of the forwards since the last call, and replace them by `sums`.
 
-        Only without `ride`.
+        Only without `stats_carrier`.
         """
-        return self._on_device(self.tally.swap(sums))
+        return self._on_device(self.accumulator.swap(sums))
 
     def _on_device(self, sums: Vector) -> Vector:
         if self._on_host or isinstance(sums, Tensor):
@@ -283,11 +283,11 @@ class Objective(nn.Module):
 
     def forget(self) -> None:
         """Reset, after forwards that belong to no step."""
-        self.tally.forget()
-        if self.ride is not None:
-            self.ride.grad = None
+        self.accumulator.forget()
+        if self.stats_carrier is not None:
+            self.stats_carrier.grad = None
 
-    def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[Sums, float]:
+    def read_sums(self, vector: Vector, grad_norm: Tensor) -> tuple[StepSums, float]:
         """Copy the sums and the gradient norm to the host, in one transfer."""
         if isinstance(vector, list):
             values, norm = vector, float(grad_norm)
@@ -296,12 +296,12 @@ class Objective(nn.Module):
                 *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
             values = [_snap(v) for v in numbers]
         loss, count, samples, replaced = values[:4]
-        wishes = ([w for w, v in zip(WISHES, values[WISHED], strict=True) if v > 0]
-                  if any(values[WISHED]) else ())
+        requests = ([w for w, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0]
+                  if any(values[REQUESTED]) else ())
         at = len(_FIXED)
         metrics = {name: (values[at + 2 * i], values[at + 2 * i + 1])
-                   for i, name in enumerate(self.tally.names or ())}
-        return Sums(loss, count, round(samples), round(replaced), frozenset(wishes), metrics), norm
+                   for i, name in enumerate(self.accumulator.names or ())}
+        return StepSums(loss, count, round(samples), round(replaced), frozenset(requests), metrics), norm
 
 
 def wrap(

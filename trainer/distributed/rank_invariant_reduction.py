@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.data.sampler import Slot
-from trainer.distributed.ddp import WISHED
+from trainer.data.sampler import MicroBatchSpec
+from trainer.distributed.ddp import REQUESTED
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 
 if TYPE_CHECKING:
     from trainer.config.fields import OnOff
-    from trainer.data.map_dataset import Micro
-    from trainer.data.sampler import Plan as BatchPlan
+    from trainer.data.map_dataset import MicroBatch
+    from trainer.data.sampler import BatchPlan as BatchPlan
     from trainer.step import Step
 
 
@@ -38,15 +38,15 @@ ALIGN = 16
 """Alignment in bytes of sections and slices in a flat buffer."""
 
 
-def joins(left: Span, right: Span, leaves: int) -> bool:
+def are_siblings(left: Span, right: Span, leaves: int) -> bool:
     """Whether two adjacent nodes are the halves of a node."""
     size = left[1] - left[0]
     whole = size & (size - 1) == 0 and left[0] % (2 * size) == 0
     return whole and right == (left[1], min(left[1] + size, leaves))
 
 
-class Fold(Generic[T]):
-    """Sums values of adjacent nodes in their order; joins the halves of a node at once.
+class TreeSum(Generic[T]):
+    """Sums values of adjacent nodes in their order; are_siblings the halves of a node at once.
 
     Args:
         join: (left, right) → value of their parent node.
@@ -60,7 +60,7 @@ class Fold(Generic[T]):
     def push(self, span: Span, value: T) -> None:
         """Add the next node to the right."""
         self.parts.append((span, value))
-        while len(self.parts) > 1 and joins(self.parts[-2][0], self.parts[-1][0], self._leaves):
+        while len(self.parts) > 1 and are_siblings(self.parts[-2][0], self.parts[-1][0], self._leaves):
             right, right_value = self.parts.pop()
             left, left_value = self.parts.pop()
             self.parts.append(((left[0], right[1]), self._join(left_value, right_value)))
@@ -68,13 +68,13 @@ class Fold(Generic[T]):
 
 def subtrees(leaves: int, rank: int, num_ranks: int) -> tuple[Span, ...]:
     """Largest nodes whose leaves all belong to a rank, from left to right."""
-    fold: Fold[None] = Fold(leaves, lambda left, right: None)
+    fold: TreeSum[None] = TreeSum(leaves, lambda left, right: None)
     for number in block(leaves, rank, num_ranks):
         fold.push((number, number + 1), None)
     return tuple(span for span, _ in fold.parts)
 
 
-def cut(size: int, num_ranks: int) -> list[Span]:
+def split_slices(size: int, num_ranks: int) -> list[Span]:
     """Split `size` bytes into one slice for each rank, about equal in size."""
     units = -(-size // ALIGN)
     ends = [min(size, units * rank // num_ranks * ALIGN) for rank in range(num_ranks)] + [size]
@@ -82,17 +82,17 @@ def cut(size: int, num_ranks: int) -> list[Span]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ReductionPlan:
     """Which partial sums the ranks exchange in a step of M micro-batches."""
 
     leaves: int
     spans: tuple[tuple[Span, ...], ...]
     """Subtrees of each rank. Round n exchanges the n-th subtree of every rank."""
     order: list[int]
-    """Index of each micro-batch's row among the rows of all ranks, slot by slot."""
+    """Index of each micro-batch's row among the rows of all ranks, spec by spec."""
 
     @classmethod
-    def of(cls, leaves: int, num_ranks: int) -> Plan:
+    def of(cls, leaves: int, num_ranks: int) -> ReductionPlan:
         """The plan for `leaves` micro-batches on `num_ranks` ranks."""
         each = micro_batches_per_rank(leaves, num_ranks)
         return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in range(num_ranks)),
@@ -108,8 +108,8 @@ SMALL = 1 << 18
 """Up to this many bytes, every rank receives all partial sums whole: one exchange, not two."""
 
 
-class Layout:
-    """Layout of gradients in a flat byte buffer.
+class GradientLayout:
+    """GradientLayout of gradients in a flat byte buffer.
 
     Gradients of one dtype are adjacent. Each has the strides that autograd gives it.
     """
@@ -150,7 +150,7 @@ class Layout:
                 for dtype, first, end in parts if first < end]
 
 
-class Statistics:
+class BatchNormStatistics:
     """Running statistics of batch norms, combined in the order of micro-batches.
 
     Each micro-batch starts with the statistics of the step boundary; the statistics after it are a
@@ -209,7 +209,7 @@ class Statistics:
         torch._foreach_copy_(self.live, self._views)
 
 
-class Reduction:
+class RankInvariantReduction:
     """Wraps the micro-batches of a step: collects each one's gradients and leaves their sums.
 
     Args:
@@ -223,12 +223,12 @@ class Reduction:
             step.objective, step.parameters, step.buffers)
         self._rank, self._size, self._group = world.rank, world.size, world.group
         self._batch_plan, self._optional = batch_plan, optional
-        self.statistics = Statistics(step.model, dict(step.buffers.pairs()))
+        self.statistics = BatchNormStatistics(step.model, dict(step.buffers.pairs()))
         self.shared = frozenset(self.statistics.live)
         """Buffers that are equal on all ranks after the last micro-batch."""
-        self._layout = Layout(self._parameters)
+        self._layout = GradientLayout(self._parameters)
         self._make_plan = functools.cache(
-            functools.partial(Plan.of, num_ranks=world.size))
+            functools.partial(ReductionPlan.of, num_ranks=world.size))
         self._flats: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
         """Partial sums: whole buffers, their views as gradients, and their views as vectors."""
         self._open: int | None = None
@@ -240,29 +240,29 @@ class Reduction:
         self._rows: Tensor | None = None
         self._records: list[list[Tensor]] = []
 
-    def __call__(self, micro_batches: Iterable[Micro]) -> Iterator[Micro]:
+    def __call__(self, micro_batches: Iterable[MicroBatch]) -> Iterator[MicroBatch]:
         """Collective. Yield the micro-batches; gradients and sums are complete after the last."""
         for index, micro in enumerate(micro_batches):
             if index:
                 self._buffers.put_back()
             else:
-                self._begin(micro.slot.step)
-            if self._open is None and micro.slot.number >= 0:
+                self._begin(micro.spec.step)
+            if self._open is None and micro.spec.number >= 0:
                 self._accumulate()
             yield micro
-            self._take(micro.slot, index)
+            self._take(micro.spec, index)
         self._finish()
 
     def _begin(self, step: int) -> None:
         self._plan = plan = self._make_plan(self._batch_plan.micro_batches(step))
         self._mine = block(plan.leaves, self._rank, self._size)
-        self._fold: Fold[int] = Fold(plan.leaves, self._join)
+        self._fold: TreeSum[int] = TreeSum(plan.leaves, self._join)
         self._free, self._open = list(range(len(self._flats))), None
         self._sent, self._round, self._works = list[int](), 0, list[Any]()
         num = sum(map(len, plan.spans))
         self._whole = self._size == num == 2 or num * self._layout.size <= SMALL
         self._slices = ([(0, self._layout.size)] * self._size if self._whole
-                        else cut(self._layout.size, self._size))
+                        else split_slices(self._layout.size, self._size))
 
     def _accumulate(self) -> None:
         """Let the next backward add to memory of -0.0: x + -0.0 has the bits of x."""
@@ -288,7 +288,7 @@ class Reduction:
         self._free.append(right)
         return left
 
-    def _take(self, slot: Slot, index: int) -> None:
+    def _take(self, spec: MicroBatchSpec, index: int) -> None:
         """Store the results of the micro-batch at `index`; begin to send a complete subtree."""
         own = self._objective.swap_sums(None)
         self._on_host = isinstance(own, list)
@@ -298,11 +298,11 @@ class Reduction:
         row[: len(own)] = torch.tensor(own, dtype=row.dtype) if isinstance(own, list) else own
         if self._optional:
             used = torch.tensor([float(i in self._used) for i in range(len(self._parameters))])
-            row[len(own) : len(own) + len(used)] = used * (slot.number >= 0)
+            row[len(own) : len(own) + len(used)] = used * (spec.number >= 0)
             self._used.clear()
         if self.statistics.live:
             torch._foreach_copy_(self._records[index], self.statistics.live)
-        number = slot.number
+        number = spec.number
         if number % 2 == 0 and number + 1 in self._mine:
             return  # the backward of its sibling adds to the same buffer, which gives their parent
         for parameter in self._parameters:
@@ -391,9 +391,9 @@ class Reduction:
         for i, (parameter, gradient) in enumerate(zip(self._parameters, views, strict=True)):
             parameter.grad = gradient if used is None or used[i] else None
         sums = numbered[:, : self._sums].sum(0)
-        sums[WISHED] = all_rows[:, WISHED].sum(0)  # includes rows of empty micro-batches
+        sums[REQUESTED] = all_rows[:, REQUESTED].sum(0)  # includes rows of empty micro-batches
         self.statistics.fold(numbered[:, self._width :])
-        if (nonfinite := self._buffers.spoilt(self.shared)) is not None:  # equal on all ranks
+        if (nonfinite := self._buffers.nonfinite(self.shared)) is not None:  # equal on all ranks
             sums[0] += nonfinite  # detects micro-batches before the last one too
         self._objective.swap_sums(sums.tolist() if self._on_host else sums)
 
@@ -415,7 +415,7 @@ class Reduction:
                 torch.add(a, b, out=c)
             return out
 
-        fold = Fold(self._plan.leaves, join)
+        fold = TreeSum(self._plan.leaves, join)
         for rank, spans in enumerate(self._plan.spans):
             for number, span in enumerate(spans):
                 fold.push(span, self._received(rank, number) if rank != self._rank else
@@ -437,8 +437,8 @@ class Reduction:
         return self._pieces[key]
 
 
-def reduce(step: Step, world: World, batch_plan: BatchPlan, find_unused: OnOff) -> None:
+def use_rank_invariant_reduction(step: Step, world: World, batch_plan: BatchPlan, find_unused: OnOff) -> None:
     """Collective. Use the rank-invariant reduction in a step; broadcast the weights of rank 0."""
     world.broadcast([*step.model.parameters(), *step.model.buffers()])
-    reduction = Reduction(step, world, batch_plan, optional=find_unused == "on")
+    reduction = RankInvariantReduction(step, world, batch_plan, optional=find_unused == "on")
     step.reduction, step.shared = reduction, reduction.shared

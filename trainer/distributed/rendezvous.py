@@ -26,7 +26,7 @@ from torch.distributed.rendezvous import rendezvous
 RESULT_GRACE_S = 5.0  # extra time of a peer, so that rank 0's list of missing ranks comes first
 
 
-def meet(rank: int, size: int, timeout_s: float) -> tuple[str, Store]:
+def join_attempt(rank: int, size: int, timeout_s: float) -> tuple[str, Store]:
     """Collective. Return (nonce, store) of this attempt; no other attempt uses the store's keys.
 
     The launcher's variables decide who hosts the store: torchrun's agent or rank 0.

@@ -40,7 +40,7 @@ def _integers(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Disagreement:
+class ReplicaMismatch:
     """Result of a failed replica check.
 
     Attributes:
@@ -56,7 +56,7 @@ class Disagreement:
 
 
 @dataclass
-class Agreement:
+class ReplicaCheck:
     """Compares checksums over the ranks and remembers the last step at which they were equal.
 
     Args:
@@ -67,12 +67,12 @@ class Agreement:
     world: World
     step: int = 0
     """Last step at which all ranks were equal."""
-    rounds: int = 0
+    consecutive_mismatches: int = 0
     """Consecutive mismatches without progress beyond the step of the previous mismatch."""
     _differed: int = -1
     _evidence: dict[str, Any] = field(default_factory=dict)
 
-    def check(self, step: int) -> Disagreement | None:
+    def check(self, step: int) -> ReplicaMismatch | None:
         """Collective. Compare at the boundary of `step`; None if all ranks are equal."""
         tensors = self.tensors()
         own = checksums(tensors.values()).cpu()
@@ -82,9 +82,9 @@ class Agreement:
         self.world.all_sum(totals)
         if bool((totals == totals[0]).all()):
             self.step = step
-            self.rounds = 0 if step > self._differed else self.rounds
+            self.consecutive_mismatches = 0 if step > self._differed else self.consecutive_mismatches
             return None
-        self.rounds, self._differed = self.rounds + 1, max(step, self._differed)
+        self.consecutive_mismatches, self._differed = self.consecutive_mismatches + 1, max(step, self._differed)
         rows = self.world.gather_json(own.tolist())
         names = [name for i, name in enumerate(tensors) if len({row[i] for row in rows}) > 1]
         common, votes = Counter(totals.tolist()).most_common(1)[0]
@@ -92,13 +92,13 @@ class Agreement:
         ranks = [r for r, total in enumerate(totals.tolist()) if not majority or total != common]
         if not majority and self.world.size == 2:
             self._keep_evidence(step, {name: tensors[name] for name in names})
-        return Disagreement(step=step, ranks=ranks, tensors=names)
+        return ReplicaMismatch(step=step, ranks=ranks, tensors=names)
 
-    def is_wanted(self, step: int) -> bool:
+    def has_recomputed(self, step: int) -> bool:
         """Whether the run has recomputed the step at which two ranks differed."""
         return self._evidence.get("step") == step
 
-    def culprit(self) -> int | None:
+    def faulty_rank(self) -> int | None:
         """Collective. Find which of two ranks was wrong, after the step has been recomputed.
 
         Compares the recorded elements in which the ranks differed with the recomputed values. The

@@ -60,7 +60,7 @@ def duplicates(inodes: Collection[int]) -> list[int]:
             if found.inode in inodes]
 
 
-def let_go(inodes: Collection[int]) -> None:
+def release_inherited(inodes: Collection[int]) -> None:
     """Release inherited copies of connections in a forked child.
 
     A copy keeps a connection open after the process that uses it has died, so its peer would
@@ -107,7 +107,7 @@ def interface_towards(host: str, port: int) -> str | None:
     if sys.platform != "linux":
         return None
     try:
-        routes = ways_to(host, port)
+        routes = routes_to(host, port)
     except OSError:
         return None
     names = _interface_names()
@@ -119,7 +119,7 @@ def interface_towards(host: str, port: int) -> str | None:
     return None
 
 
-def ways_to(host: str, port: int) -> list[tuple[str, str]]:
+def routes_to(host: str, port: int) -> list[tuple[str, str]]:
     """(local address, remote address) of the route to each reachable address of `host`.
 
     The two are equal if `host` is this host.

@@ -19,7 +19,7 @@ from torch import Tensor
 from trainer import errors
 from trainer.distributed import allocator, serialization, sockets
 from trainer.distributed.device import choose_device, share_of_cores
-from trainer.distributed.rendezvous import meet
+from trainer.distributed.rendezvous import join_attempt
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import ConfigError, StopRequested, TrainerError
 
@@ -29,9 +29,9 @@ class Groups:
 
     Attributes:
         gradients: torch's default group: nccl on CUDA, gloo on CPU.
-        figures: gloo, for metrics and other tensors on the CPU. A separate group, so that a sum of
+        metrics: gloo, for metrics and other tensors on the CPU. A separate group, so that a sum of
             metrics cannot pair with a sum of gradients if ranks are not at the same place.
-        patient: gloo, for JSON and barriers, with the long timeout.
+        control: gloo, for JSON and barriers, with the long timeout.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class Groups:
         """Collective. Connect every rank with every other rank.
 
         Args:
-            timeout_s: timeout of `gradients` and `figures`.
-            long_timeout_s: timeout of `patient`.
-            store_port: port of the store; `cut` keeps connections from and to it.
+            timeout_s: timeout of `gradients` and `metrics`.
+            long_timeout_s: timeout of `control`.
+            store_port: port of the store; `disconnect` keeps connections from and to it.
         """
         before = sockets.connections()
         on_cuda = device.type == "cuda"
@@ -57,8 +57,8 @@ class Groups:
         )
         assert dist.group.WORLD is not None
         self.gradients = dist.group.WORLD
-        self.figures = _gloo(timeout_s)
-        self.patient = _gloo(long_timeout_s)
+        self.metrics = _gloo(timeout_s)
+        self.control = _gloo(long_timeout_s)
         self._inodes = frozenset(
             inode
             for inode, found in sockets.connections().items()
@@ -66,13 +66,13 @@ class Groups:
         )
         # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
         # copies of the connections would hide the death of the rank from the peers.
-        os.register_at_fork(after_in_child=partial(sockets.let_go, self._inodes))
+        os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
 
     def connections(self) -> list[int]:
         """Duplicated file descriptors of the groups' connections, to detect the end of a peer."""
         return sockets.duplicates(self._inodes)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Shut down all connections of the groups at once; they cannot send any more.
 
         Destroying a group would leave them open. Connections of the store stay open: a survivor
@@ -97,7 +97,7 @@ _REMEDY = "start with torchrun or `python -m launch`, or set all of its variable
 
 
 @dataclass(frozen=True, kw_only=True)
-class Launch:
+class LaunchInfo:
     """Variables that the launcher set for this process; the defaults are a world of one rank."""
 
     rank: int = 0
@@ -120,7 +120,7 @@ class Launch:
     """Id of one run of `python -m launch`, equal in all its attempts."""
 
     @classmethod
-    def from_environment(cls, environ: Mapping[str, str] | None = None) -> Launch:
+    def from_environment(cls, environ: Mapping[str, str] | None = None) -> LaunchInfo:
         """Read torchrun's variables from `environ` (default: `os.environ`).
 
         Raises:
@@ -174,13 +174,13 @@ class World:
         group: process group for gradients (gloo on CPU, nccl on CUDA); None in a world of one.
         threads: intra-op threads of this rank. They affect the bits, so a resumed run keeps them.
         has_nodes: whether there are ranks on other nodes.
-        keeps_folder: whether this rank writes a run folder (see `run_dir.enter`).
-        stale: a newer attempt has started without this node; this one must not write any more.
+        writes_run_dir: whether this rank writes a run folder (see `run_dir.enter`).
+        superseded: a newer attempt has started without this node; this one must not write any more.
         interface: name of the network interface that connects the ranks; None if torch or the
             user chooses it.
     """
 
-    def __init__(self, launch: Launch, device: torch.device, threads: int) -> None:
+    def __init__(self, launch: LaunchInfo, device: torch.device, threads: int) -> None:
         """Use `form` instead: it also connects the ranks."""
         self.launch = launch
         self.rank, self.size = launch.rank, launch.size
@@ -192,7 +192,7 @@ class World:
         self.group: dist.ProcessGroup | None = None
         self.interface: str | None = None
         self.has_nodes = launch.local_size < launch.size
-        self.keeps_folder, self.stale = launch.rank == 0, False
+        self.writes_run_dir, self.superseded = launch.rank == 0, False
         self._groups: Groups | None = None
         self._timeout_s = self._current_timeout_s = self._long_timeout_s = 0.0
         self._ended: str | None = None
@@ -200,14 +200,14 @@ class World:
     @classmethod
     def form(
         cls, *, device: str = "auto", timeout_s: float = 60.0, join_timeout_s: float = 120.0,
-        long_timeout_s: float = 1800.0, threads: int | None = None, launch: Launch | None = None,
+        long_timeout_s: float = 1800.0, threads: int | None = None, launch: LaunchInfo | None = None,
     ) -> World:
         """Collective. Connect to the other ranks and create the process groups.
 
         Args:
             timeout_s: timeout of each collective on tensors (`--world.timeout-s`).
             join_timeout_s: how long to wait for ranks that start later.
-            long_timeout_s: timeout of JSON collectives, `barrier` and `agree`, and of all
+            long_timeout_s: timeout of JSON collectives, `barrier` and `raise_on_all_ranks`, and of all
                 collectives inside `patient()`.
             threads: default: the cores available to this process / ranks on this host.
 
@@ -216,7 +216,7 @@ class World:
             TimeoutError: ranks are missing; the message names them.
             RuntimeError: no store answers at MASTER_ADDR:MASTER_PORT.
         """
-        launch = launch or Launch.from_environment()
+        launch = launch or LaunchInfo.from_environment()
         chosen = choose_device(device, size=launch.size, local_rank=launch.local_rank,
                                local_size=launch.local_size)
         world = cls(launch, chosen, threads or share_of_cores(launch.local_size))
@@ -237,7 +237,7 @@ class World:
         # torchrun sets this to 1. Then a thread of torch aborts NCCL after an error, and queued
         # kernels run on garbage before this process can save the state on the device.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
-        self.nonce, self.store = meet(self.rank, self.size, join_timeout_s)
+        self.nonce, self.store = join_attempt(self.rank, self.size, join_timeout_s)
         self._groups = Groups(
             self.store, self.rank, self.size, self.device, timeout_s=self._timeout_s,
             long_timeout_s=self._long_timeout_s, store_port=self.launch.master_port,
@@ -264,7 +264,7 @@ class World:
             if groups is not None:
                 own = tensor.detach()
                 on_host = own.cpu().contiguous()  # gloo ignores strides
-                dist.all_reduce(on_host, group=groups.figures)
+                dist.all_reduce(on_host, group=groups.metrics)
                 if on_host.data_ptr() != own.data_ptr():
                     own.copy_(on_host)
         return tensor
@@ -284,7 +284,7 @@ class World:
             for bucket in serialization.buckets(tensors):
                 flat = serialization.pack(bucket)
                 on_cpu = flat.device.type == "cpu"
-                dist.broadcast(flat, source, group=groups.figures if on_cpu else groups.gradients)
+                dist.broadcast(flat, source, group=groups.metrics if on_cpu else groups.gradients)
                 if self.rank != source:
                     serialization.unpack(flat, bucket)
 
@@ -298,9 +298,9 @@ class World:
                 return serialization.decode(serialization.encode(value))
             data = serialization.encode(value) if self.rank == source else b""
             length = torch.tensor([len(data)])
-            dist.broadcast(length, source, group=groups.patient)
+            dist.broadcast(length, source, group=groups.control)
             row = serialization.padded(data, int(length))
-            dist.broadcast(row, source, group=groups.patient)
+            dist.broadcast(row, source, group=groups.control)
         return serialization.decode(row.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any]:
@@ -310,10 +310,10 @@ class World:
             if groups is None:
                 return [serialization.decode(data)]
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(data)]), group=groups.patient)
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=groups.control)
             own = serialization.padded(data, max(int(length) for length in lengths))
             rows = [torch.empty_like(own) for _ in lengths]
-            dist.all_gather(rows, own, group=groups.patient)
+            dist.all_gather(rows, own, group=groups.control)
         return [serialization.decode(row.numpy().tobytes()[:int(length)])
                 for row, length in zip(rows, lengths, strict=True)]
 
@@ -321,9 +321,9 @@ class World:
         """Collective. Wait until all ranks have called it."""
         with self._collective("barrier") as groups:
             if groups is not None:
-                dist.barrier(group=groups.patient)
+                dist.barrier(group=groups.control)
 
-    def agree(self, error: BaseException | None) -> None:
+    def raise_on_all_ranks(self, error: BaseException | None) -> None:
         """Collective. Raise on all ranks if any rank has an error; otherwise return.
 
         A rank with an error raises it. The others raise an error with the message of the first
@@ -344,11 +344,11 @@ class World:
                 name, message = found
                 kind = getattr(errors, name, None)
                 if isinstance(kind, type) and issubclass(kind, TrainerError):
-                    raise errors.told_by(rank, kind(f"{message} (rank {rank})"))
+                    raise errors.from_rank(rank, kind(f"{message} (rank {rank})"))
                 raise errors.PeerFailed(f"rank {rank} failed: {name}: {message}")
 
     @contextlib.contextmanager
-    def patient(self) -> Iterator[None]:
+    def long_timeout(self) -> Iterator[None]:
         """Use `long_timeout_s` for all collectives inside: ranks compile, evaluate or save."""
         before = self._current_timeout_s
         self._set_timeout(self._long_timeout_s)
@@ -370,7 +370,7 @@ class World:
             return False
         if self._groups is not None:
             if timeout_s is not None:
-                set_timeout(self._groups.patient, timeout_s)
+                set_timeout(self._groups.control, timeout_s)
             try:
                 self.barrier()
             except RuntimeError:
@@ -389,7 +389,7 @@ class World:
         if not self._ended:
             self._ended = "abandoned"
             if self._groups is not None:
-                self._groups.cut()
+                self._groups.disconnect()
 
     def connections(self) -> list[int]:
         """Duplicated file descriptors of the connections to other ranks, to detect their end."""
@@ -426,4 +426,4 @@ class World:
         self._current_timeout_s = timeout_s
         if self._groups is not None and not self._ended:
             set_timeout(self._groups.gradients, timeout_s)
-            set_timeout(self._groups.figures, timeout_s)
+            set_timeout(self._groups.metrics, timeout_s)

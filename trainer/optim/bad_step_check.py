@@ -7,27 +7,27 @@ import statistics
 from collections import deque
 from typing import Any
 
-from trainer.config.schema import Nonfinite
+from trainer.config.schema import BadStepConfig
 
-OVERFLOW, EMPTY, NONFINITE, SPIKE, LEFT_OUT = "overflow", "empty", "nonfinite", "spike", "left out"
+OVERFLOW, EMPTY, NONFINITE, SPIKE, EXCLUDED = "overflow", "empty", "nonfinite", "spike", "left out"
 """Reasons to skip an update: the fp16 scale was too high; the count was 0; loss or gradient was not
 finite; the loss was far above recent ones; the batch is excluded after a roll-back."""
 
-BAD = (NONFINITE, SPIKE)
+BAD_REASONS = (NONFINITE, SPIKE)
 """Reasons that indicate a bad batch or bad weights."""
 
-HISTORY, LEAST = 64, 16
+HISTORY, MIN_HISTORY = 64, 16
 """Number of recent losses for the detection of spikes, and the minimum that it needs."""
 
 
 class Health:
     """Checks each step. Its history of losses is part of the training state."""
 
-    def __init__(self, config: Nonfinite) -> None:
+    def __init__(self, config: BadStepConfig) -> None:
         self._threshold = config.spike_z
         self._losses: deque[float] = deque(maxlen=HISTORY)
 
-    def judge(self, *, loss: float, count: float, norm: float, scale: float | None) -> str:
+    def reason_to_skip(self, *, loss: float, count: float, norm: float, scale: float | None) -> str:
         """Reason to skip the update; "" if it may be applied.
 
         Args:
@@ -53,7 +53,7 @@ class Health:
 
         Iglewicz and Hoaglin, "How to detect and handle outliers" (1993).
         """
-        if len(self._losses) < LEAST:
+        if len(self._losses) < MIN_HISTORY:
             return False
         median = statistics.median(self._losses)
         spread = statistics.median(abs(x - median) for x in self._losses)

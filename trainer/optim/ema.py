@@ -37,7 +37,7 @@ class Ema:
         self._average = {n: p.detach().clone() for n, p in self._live.items()}
         self._mix, self._before = get_ema_multi_avg_fn(decay), before
         self.updates = 0
-        self.in_place = False
+        self.holds_average = False
         """Whether the model currently holds the average."""
         self.exchanging = False
         """Whether an exchange is in progress: both sets of tensors are incomplete."""
@@ -68,11 +68,11 @@ class Ema:
         self.exchanging = True
         _copy(self._live, self._average)
         _copy(self._average, kept)
-        self.in_place, self.exchanging = not self.in_place, False
+        self.holds_average, self.exchanging = not self.holds_average, False
 
     def tensors(self) -> dict[str, Tensor]:
         """The average by parameter name. Tied parameters appear once, under their first name."""
-        average = self._live if self.in_place else self._average
+        average = self._live if self.holds_average else self._average
         return {n: t.detach() for n, t in average.items()}
 
     def averages(self) -> dict[str, Tensor]:
@@ -82,7 +82,7 @@ class Ema:
 
     def weights(self) -> dict[str, Tensor]:
         """The trained weights by parameter name. Tied parameters appear under each name."""
-        trained = self._average if self.in_place else self._live
+        trained = self._average if self.holds_average else self._live
         return {n: trained[first].detach() for n, first in self._named.items()}
 
     def state_dict(self) -> dict[str, Any]:

@@ -243,7 +243,7 @@ def _checked(made: Any, model: nn.Module) -> list[dict[str, Any]]:
     return kept
 
 
-def unfit_for_sparse(
+def sparse_gradient_problem(
     optimizer: torch.optim.Optimizer, clipping: Clip, sparse: Mapping[Tensor, str],
     dense: Mapping[Tensor, str],
 ) -> str:  # fmt: skip

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
-class Choice:
+class PrecisionPolicy:
     """Precision settings with `auto` resolved for the device and the model."""
 
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Choice:
         ])  # fmt: skip
 
 
-def plain(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Remove wrappers of torch.compile and DataParallel from a model and its submodules.
 
     Otherwise their prefixes would appear in the names of a checkpoint. Compiled modules stay
@@ -62,9 +62,9 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return _unwrapped(inner)
 
 
-def choose(
+def resolve(
     config: Precision, model: nn.Module, device: torch.device, *, eager: bool = False
-) -> Choice:
+) -> PrecisionPolicy:
     """Resolve `auto`: bf16 and compilation on CUDA with bf16 units; fp32 and eager on CPU.
 
     (Without bf16 units, autocast and compilation are slower on CPU.)
@@ -85,7 +85,7 @@ def choose(
         raise ConfigError("--precision.dtype fp16: torch has no gradient scaler for mps; use bf16 "
                           "or fp32.")
     convolutional = any(isinstance(m, nn.Conv2d) for m in model.modules())
-    return Choice(
+    return PrecisionPolicy(
         dtype=dtype,
         compile=not eager and (
             device.type == "cuda" if config.compile == "auto" else config.compile == "on"),
@@ -96,7 +96,7 @@ def choose(
 
 
 def autocast(
-    choice: Choice, device: torch.device
+    choice: PrecisionPolicy, device: torch.device
 ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a factory of contexts for the forward: autocast, or no operation in fp32."""
     if choice.dtype is torch.float32:
@@ -105,7 +105,7 @@ def autocast(
     return partial(torch.autocast, device.type, dtype=choice.dtype)
 
 
-def scaler(choice: Choice, device: torch.device, initial: float) -> torch.amp.GradScaler:
+def scaler(choice: PrecisionPolicy, device: torch.device, initial: float) -> torch.amp.GradScaler:
     """Gradient scaler: enabled for fp16 only."""
     return torch.amp.GradScaler(
         device.type, enabled=choice.dtype is torch.float16, init_scale=initial

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch.optim import lr_scheduler
 
-from trainer.config.fields import Length
+from trainer.config.fields import Duration
 from trainer.config.schema import Schedule
 from trainer.errors import ConfigError
 from trainer.task import load_object
@@ -178,7 +178,7 @@ class Scheduler:
                                  f"{', '.join(known)}."))
         try:
             if key in LENGTHS:
-                lengths = [Length.parse(part).steps(epoch=self._lengths.epoch,
+                lengths = [Duration.parse(part).steps(epoch=self._lengths.epoch,
                                                     total=self._lengths.total)
                            for part in text.split(",")]
                 return lengths if key == "milestones" else lengths[0]

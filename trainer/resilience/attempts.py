@@ -105,7 +105,7 @@ def _end(event: Event) -> str | None:
     return None
 
 
-def repeated(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
+def repeated_failures(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
     """The most recent consecutive attempts that failed at the same step, oldest first.
 
     Preempted attempts are ignored. The sequence is ended by a failure at another or an unknown
@@ -133,7 +133,7 @@ def failed_step(event: Event) -> int:
     return event["step"] if step is None else step
 
 
-def sentence(event: Event) -> str:
+def failure_sentence(event: Event) -> str:
     """A failure in one line: rank, step, phase, attempt and reason."""
     place = (f"step {failed_step(event)} ({event.get('failed_phase') or event['phase']}), "
              f"attempt {event['attempt']}")

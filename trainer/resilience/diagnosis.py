@@ -13,7 +13,7 @@ from typing import Any
 
 from trainer.distributed.peer_errors import TRAINER_FOLDER, foreignness, lost_peer, text_of
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
-from trainer.resilience.attempts import sentence
+from trainer.resilience.attempts import failure_sentence
 from trainer.resilience.launcher_channel import record_failure, tell
 from trainer.storage.files import display_path
 from trainer.task import EMPTY
@@ -62,17 +62,17 @@ class Failure:
             failed_phase=self._log.status.place, memory=found.memory,
         )  # fmt: skip
         tell("failure", self._event)
-        record_failure(sentence(self._event), _stack(error), secondary=self._secondary)
+        record_failure(failure_sentence(self._event), _stack(error), secondary=self._secondary)
 
     def end(self, error: TrainerError) -> None:
         """Record an end of the run that the message explains. If it may be started again, it is a
         failure for the launcher too."""
         code = error.exit_code
         event = self._log.event("stop", why=str(error), exit_code=code, error=type(error).__name__,
-                                echo=error.teller not in (None, self._log.rank))
+                                echo=error.origin_rank not in (None, self._log.rank))
         if code == EXIT_FAILURE:
             tell("failure", event)
-            record_failure(sentence(event), _stack(error), secondary=event["echo"])
+            record_failure(failure_sentence(event), _stack(error), secondary=event["echo"])
 
     def explain(self) -> tuple[int, str]:
         """Explain it on the console; returns the exit code and the last line."""
@@ -91,7 +91,7 @@ class Failure:
             log.error("\n".join(self._memory_lines(found.memory)))
         if found.is_import:
             log.error("a failed import would fail again: the run is not restarted")
-        log.error(last := sentence(self._event))
+        log.error(last := failure_sentence(self._event))
         return EXIT_CONFIG if found.is_import else EXIT_FAILURE, last
 
     def _memory_lines(self, memory: str) -> list[str]:

@@ -179,7 +179,7 @@ def name_place(phase: Phase, point: Phase | None) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Report:
+class RankReport:
     """What a rank reports with each heartbeat."""
 
     phase: str
@@ -202,7 +202,7 @@ class Report:
 class Peer:
     """What is known of another rank: its last report, and for how long it has sent none."""
 
-    report: Report | None
+    report: RankReport | None
     silent_s: float
 
 
@@ -217,7 +217,7 @@ class HangReport:
 
 
 def find_hang(
-    rank: int, own: Report, peers: Mapping[int, Peer], *, limit_s: float,
+    rank: int, own: RankReport, peers: Mapping[int, Peer], *, limit_s: float,
     store_silent_s: float = 0.0, store_host: int | None = None,
 ) -> HangReport | None:  # fmt: skip
     """Decide whether the run hangs, and which ranks cause it; None: it does not hang.

@@ -14,8 +14,8 @@ from typing import Any
 from trainer.distributed.world import World
 from trainer.errors import EXIT_FAILURE
 from trainer.resilience import processes, stack_dumps
-from trainer.resilience.hang_detection import HangReport, Report, name_place
-from trainer.resilience.heartbeats import Heartbeats, Identity
+from trainer.resilience.hang_detection import HangReport, RankReport, name_place
+from trainer.resilience.heartbeats import Heartbeats, ProcessIdentity
 from trainer.resilience.progress_marks import Place, ProgressMarks, read
 from trainer.storage.files import display_path
 from trainer.telemetry.events import Log
@@ -45,7 +45,7 @@ class Alarm:
     """
 
     def __init__(
-        self, world: World, log: Log, marks: ProgressMarks, *, identity: Identity, tick_s: float,
+        self, world: World, log: Log, marks: ProgressMarks, *, identity: ProcessIdentity, tick_s: float,
         clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
         self._tell_launcher = tell
@@ -72,7 +72,7 @@ class Alarm:
         """Whether to wait on: for an alarm, or for the effect of one."""
         return not self._given_up and now <= self.at_s + self._tick_s + DUMP_S
 
-    def sound(self, hang: HangReport, own: Report, limit_s: float) -> None:
+    def sound(self, hang: HangReport, own: RankReport, limit_s: float) -> None:
         """Raise the alarm, unless another rank was first."""
         rank, why = self._world.rank, hang.why
         causes = self._dump(own)
@@ -98,11 +98,11 @@ class Alarm:
         return who is not None and who.host == self._identity.host and (
             processes.is_stopped(who.pid))
 
-    def _place_of(self, culprit: int) -> Report:
+    def _place_of(self, culprit: int) -> RankReport:
         """Place of a rank that does not run: from its shared memory, else its last heartbeat."""
         assert self.beats is not None
         last = self.beats.peers()[culprit].report
-        last = last or Report(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
+        last = last or RankReport(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
         who = self.beats.identities.get(culprit)
         if who is None or who.host != self._identity.host:
             return last
@@ -138,7 +138,7 @@ class Alarm:
         event = self._log.event("hang", culprit=culprit, why=why, echo=False, **fields)
         self._tell_launcher(event)
 
-    def follow(self, alarm: dict[str, Any], own: Report) -> None:
+    def follow(self, alarm: dict[str, Any], own: RankReport) -> None:
         """Follow an alarm: write the stacks, then do this rank's part."""
         self.at_s, rank = self._clock(), self._world.rank
         self._dump(own)
@@ -187,7 +187,7 @@ class Alarm:
             processes.kill(who.pid, who.started)
         return bool(beside)
 
-    def _dump(self, own: Report) -> list[str]:
+    def _dump(self, own: RankReport) -> list[str]:
         """Write the stacks of this rank, once; returns what its loader workers do wrong."""
         if self._dumped:
             return []

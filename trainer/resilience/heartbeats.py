@@ -12,11 +12,11 @@ from typing import Any, Protocol
 from torch.distributed import Store
 
 from trainer.resilience import processes
-from trainer.resilience.hang_detection import Peer, Report
+from trainer.resilience.hang_detection import Peer, RankReport
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Identity:
+class ProcessIdentity:
     """The process behind a rank."""
 
     pid: int
@@ -61,19 +61,19 @@ class Heartbeats:
     """
 
     def __init__(
-        self, store: Store, *, rank: int, size: int, identity: Identity, report: Report,
+        self, store: Store, *, rank: int, size: int, identity: ProcessIdentity, report: RankReport,
         tick_s: float, clock: Callable[[], float] = time.monotonic,
     ) -> None:  # fmt: skip
         self.report = report
         self.listening = False
         self.alarm: dict[str, Any] | None = None
-        self.identities: dict[int, Identity] = {}
+        self.identities: dict[int, ProcessIdentity] = {}
         self.times: Times | None = None
         self._store, self._rank, self._tick_s, self._clock = store, rank, tick_s, clock
         self._peers = [peer for peer in range(size) if peer != rank]
         self._identity = identity
         self._own_alarm: dict[str, Any] | None = None
-        self._seen: dict[int, tuple[int, float, Report]] = {}  # tick, since when, report
+        self._seen: dict[int, tuple[int, float, RankReport]] = {}  # tick, since when, report
         self._since: dict[int, float] = {}  # when this rank began to listen to one
         self._count = 0
         self._round_s = clock()
@@ -146,7 +146,7 @@ class Heartbeats:
         self._store.set(f"beat/{self._rank}", json.dumps(message))
         for peer in self._peers:
             if peer not in self.identities and self._store.check([f"who/{peer}"]):
-                self.identities[peer] = Identity(**json.loads(self._store.get(f"who/{peer}")))
+                self.identities[peer] = ProcessIdentity(**json.loads(self._store.get(f"who/{peer}")))
         if self._own_alarm is not None and self.alarm is None:
             own = json.dumps(self._own_alarm)
             self.alarm = json.loads(self._store.compare_set("alarm", "", own))
@@ -179,9 +179,9 @@ class Heartbeats:
             fields = json.loads(self._store.get(f"beat/{peer}"))
             tick = fields.pop("tick")
             if peer not in self._seen or self._seen[peer][0] != tick:
-                self._seen[peer] = (tick, self._clock(), Report(**fields))
+                self._seen[peer] = (tick, self._clock(), RankReport(**fields))
 
 
-def own_identity(pid: int) -> Identity:
-    """Identity of a process of this host."""
-    return Identity(pid=pid, started=processes.start_time(pid), host=processes.host())
+def own_identity(pid: int) -> ProcessIdentity:
+    """ProcessIdentity of a process of this host."""
+    return ProcessIdentity(pid=pid, started=processes.start_time(pid), host=processes.host())

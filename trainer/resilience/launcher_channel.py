@@ -15,14 +15,14 @@ from collections.abc import Callable
 from pathlib import PurePath
 from typing import Any, Protocol
 
-from trainer.distributed.world import Launch
+from trainer.distributed.world import LaunchInfo
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED, FINAL_EXIT_CODES
 
 
 class Group(Protocol):
     """The ranks of this attempt, as orders need them."""
 
-    stale: bool
+    superseded: bool
 
     def abandon(self) -> None: ...
 
@@ -64,7 +64,7 @@ class Orders:
             os._exit(EXIT_FAILURE)
         if word == "absent":
             return
-        self._group.stale = word == "stale"
+        self._group.superseded = word == "stale"
         self._group.abandon()
 
 
@@ -81,7 +81,7 @@ _AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
-    exit_code: int, launch: Launch, count_signals: Callable[[], int], *, last_words: str = "",
+    exit_code: int, launch: LaunchInfo, count_signals: Callable[[], int], *, last_words: str = "",
     timeout_s: float = LEAVE_TIMEOUT_S,
 ) -> None:  # fmt: skip
     """Return when this rank may exit with `exit_code` without being restarted by torchrun.
@@ -122,7 +122,7 @@ def leave_launcher(
         _wait(signalled, agent, 1.0)
 
 
-def has_lost_rank(launch: Launch) -> bool:
+def has_lost_rank(launch: LaunchInfo) -> bool:
     """Whether torchrun, the parent, has fewer children than this host has ranks. Linux."""
     agent = os.getppid()
     try:
@@ -182,7 +182,7 @@ def _say_after(agent: int, text: str) -> None:
     os.close(descriptor)
 
 
-def _restarts_us(parent: int, launch: Launch) -> bool:
+def _restarts_us(parent: int, launch: LaunchInfo) -> bool:
     """Whether the parent is torch's elastic agent in its own process and ignores our exit codes.
 
     The command line is checked too, since environment variables are inherited: SIGTERM to a shell

@@ -23,7 +23,7 @@ ORPHAN_LIMIT_S = 4.0
 """Seconds that a rank has to save after its launcher is gone."""
 
 
-class StopRequest:
+class StopSignals:
     """A flag that signals set. Any number of signals is one request; a second SIGINT exits at
     once.
 
@@ -207,13 +207,13 @@ class StopRequest:
             os._exit(codes[0] if codes else 1)
 
 
-def attend() -> StopRequest:
+def attend() -> StopSignals:
     """Install a rank's stop request: signals set it, and under torchrun the end of torchrun.
 
     Call it before heavy imports: they take seconds, in which torchrun may be killed, and an orphan
     that does not notice would join the store of the next start.
     """
-    stop = StopRequest()
+    stop = StopSignals()
     stop.install()
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
         stop.shield()  # torchrun signals whole process groups, not only to stop

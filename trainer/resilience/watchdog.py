@@ -28,7 +28,7 @@ from trainer.resilience.hang_detection import (
     Pace,
     Patience,
     Peer,
-    Report,
+    RankReport,
     WriterActivity,
     find_hang,
     name_place,
@@ -175,8 +175,8 @@ class Watchdog:
         if hang is not None:
             self._alarm.sound(hang, own, limit_s)
 
-    def _look(self, now: float) -> Report:
-        """Report what this rank does."""
+    def _look(self, now: float) -> RankReport:
+        """RankReport what this rank does."""
         phase, main = self._log.status.phase, self.marks.main
         limit_s = self._pace.see(main, phase, now)
         step = self.in_flight()
@@ -184,14 +184,14 @@ class Watchdog:
             place, quiet_s = self._writing.look(self.marks.writer, step, limit_s)
             idle_s = now - max(place.at_s, self._resumed_s)
             if _is_over(saving_patience(limit_s), idle_s, min(idle_s, quiet_s)):
-                return Report(phase=str(place.point), step=step, idle_s=round(idle_s, 1),
+                return RankReport(phase=str(place.point), step=step, idle_s=round(idle_s, 1),
                               waits=False, over=True)
         idle_s = now - max(main.at_s, self._resumed_s)
         whom, busy_s = self._doing.look(main, idle_s > limit_s / 4)
         allowed = patience(phase, main.point, limit_s, self._start_s)
         over = whom not in (WaitsFor.WRITER, WaitsFor.PERSON) and _is_over(
             allowed, idle_s, min(idle_s, now - busy_s))
-        return Report(
+        return RankReport(
             phase=name_place(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
             waits=whom is WaitsFor.PEERS and self._world.size > 1, flag=allowed.flag,
         )  # fmt: skip

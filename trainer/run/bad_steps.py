@@ -11,11 +11,11 @@ import torch
 
 from trainer.checkpoint.restore import find
 from trainer.data import batch as batches
-from trainer.data.map_dataset import Micro
+from trainer.data.map_dataset import MicroBatch
 from trainer.distributed.world import World
 from trainer.errors import NonFinite, RanksDiffer
-from trainer.optim.bad_step_check import BAD, NONFINITE
-from trainer.run.run import Parts
+from trainer.optim.bad_step_check import BAD_REASONS, NONFINITE
+from trainer.run.run import Run
 from trainer.step import Step, StepResult
 from trainer.telemetry.status import Phase
 
@@ -25,7 +25,7 @@ SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 """Largest value with a finite square."""
 
 
-def find_causes(step: Step, window: Sequence[Micro], world: World) -> list[dict[str, Any]]:
+def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[dict[str, Any]]:
     """Collective. Find the micro-batches that made the last step bad.
 
     These are the micro-batches whose loss was not finite. If all losses were finite, each
@@ -41,14 +41,14 @@ def find_causes(step: Step, window: Sequence[Micro], world: World) -> list[dict[
         samples with values that have no finite square). Empty if the computation is finite now:
         then the hardware or an injected fault was the cause.
     """
-    losses = [float(total) for total in step.objective.tally.totals]
+    losses = [float(total) for total in step.objective.accumulator.totals]
     bad: dict[int, list[str]] = {
         i: [] for i, loss in enumerate(losses) if not math.isfinite(loss)}
     if not any(world.gather_json(bool(bad))):
         bad = _recompute(step, window, keeps_buffers=world.rank == world.size - 1)
     mine = [
-        {"rank": world.rank, "micro_batch": window[i].slot.number,
-         "samples": list(window[i].slot.indices), "loss": str(losses[i]),
+        {"rank": world.rank, "micro_batch": window[i].spec.number,
+         "samples": list(window[i].spec.indices), "loss": str(losses[i]),
          "input": _beyond(window[i], SQUARED if buffers else math.inf), "buffers": buffers}
         for i, buffers in bad.items()
     ]  # fmt: skip
@@ -64,7 +64,7 @@ def bad_parameters(step: Step) -> list[str]:
             and not bool(torch.isfinite(parameter.grad.to_dense()).all())]
 
 
-def told(reason: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
+def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
          trainable: int, *, count: float = 1.0) -> str:
     """Describe the cause of a bad step and a remedy.
 
@@ -110,7 +110,7 @@ def told(reason: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str
 
 
 def _recompute(
-    step: Step, window: Sequence[Micro], *, keeps_buffers: bool
+    step: Step, window: Sequence[MicroBatch], *, keeps_buffers: bool
 ) -> dict[int, list[str]]:
     """Compute micro-batches again; index → non-finite buffers of those that are bad.
 
@@ -127,10 +127,10 @@ def _recompute(
         for i, micro in enumerate(window):
             step.optimizer.zero_grad(set_to_none=True)  # avoid memory for a second set of gradients
             batch = batches.to_device(micro.batch, parameters[0].device)
-            slot = dataclasses.replace(micro.slot, last=False)
-            step.forward_backward(Micro(slot, batch), rehearsal=True)
+            spec = dataclasses.replace(micro.spec, last=False)
+            step.forward_backward(MicroBatch(spec, batch), rehearsal=True)
             gradients = [p.grad for p in parameters if p.grad is not None]
-            buffers = step.buffers.spoilt_names() if micro.samples or keeps_buffers else []
+            buffers = step.buffers.nonfinite_names() if micro.samples or keeps_buffers else []
             if buffers or not all(bool(torch.isfinite(g.to_dense()).all()) for g in gradients):
                 bad[i] = buffers
             step.buffers.put_back()
@@ -140,9 +140,9 @@ def _recompute(
     return bad
 
 
-def _beyond(micro: Micro, limit: float) -> list[int]:
+def _beyond(micro: MicroBatch, limit: float) -> list[int]:
     """Indices of the samples with a value in the batch that is not below the limit."""
-    indices = micro.slot.indices
+    indices = micro.spec.indices
     found = set()
     for tensor in batches.tensors(micro.batch):
         per_sample = tensor.dim() > 0 and len(tensor) == len(indices) > 0
@@ -156,35 +156,35 @@ def _listed(names: Sequence[Any]) -> str:
     return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")
 
 
-MOST_ROUNDS = 4
+MAX_MISMATCHES = 4
 """Number of consecutive mismatches in the same steps that are no longer a transient fault."""
 
 
-def face_skipped(run: Parts, result: StepResult) -> None:
+def report_skipped_step(run: Run, result: StepResult) -> None:
     """Collective. Report a step without an update, and roll back after too many consecutive ones.
 
     Raises:
         NonFinite: more than --nonfinite.max-total bad steps.
     """
-    if result.fault not in BAD:
+    if result.skip_reason not in BAD_REASONS:
         return
     nonfinite, progress = run.config.nonfinite, run.progress
     parameters = bad_parameters(run.step)
     causes = (find_causes(run.step, run.loader.read, run.world)
-              if result.fault == NONFINITE else [])
+              if result.skip_reason == NONFINITE else [])
     run.state.key_rng(run.world.rank)
-    why = told(result.fault, causes, parameters, len(run.step.parameters),
+    why = describe_bad_step(result.skip_reason, causes, parameters, len(run.step.parameters),
                count=result.sums.count)
-    run.log.event("skipped", at_step=result.step, why=result.fault, causes=causes,
+    run.log.event("skipped", at_step=result.step, why=result.skip_reason, causes=causes,
                   parameters=parameters, loss=str(result.sums.loss))
     run.log.announce(f"skipped step {result.step}: {why} (consecutive bad steps: "
-                     f"{len(progress.bad_row)} of --nonfinite.max-in-row {nonfinite.max_in_row}; "
+                     f"{len(progress.consecutive_bad_steps)} of --nonfinite.max-in-row {nonfinite.max_in_row}; "
                      f"in total: {len(progress.bad)} of --nonfinite.max-total "
                      f"{nonfinite.max_total})")
-    face_row(run, why)
+    handle_bad_streak(run, why)
 
 
-def face_row(run: Parts, why: str = "reported by an earlier attempt") -> None:
+def handle_bad_streak(run: Run, why: str = "reported by an earlier attempt") -> None:
     """Collective. Roll back after too many consecutive bad steps.
 
     Also called at a start: a rank may have died after the last of them, before the roll-back.
@@ -193,17 +193,17 @@ def face_row(run: Parts, why: str = "reported by an earlier attempt") -> None:
         NonFinite: more than --nonfinite.max-total bad steps.
     """
     progress, most = run.progress, run.config.nonfinite.max_total
-    row, total = progress.bad_row, len(progress.bad)
+    row, total = progress.consecutive_bad_steps, len(progress.bad)
     if row and total > most:
         raise NonFinite(
             f"step {progress.step}: {total} steps had an unusable loss or gradient, and "
             f"--nonfinite.max-total is {most}; the last one: {why}. The newest checkpoint is from "
             "before; correct the cause, or raise the limit, and run the command again.")
-    if run.row_is_full:
+    if run.must_roll_back:
         _exclude(run, row)
 
 
-def ranks_agree(run: Parts) -> bool:
+def replicas_match(run: Run) -> bool:
     """Collective. Compare weights and optimizer state of all ranks, and roll back if they differ.
 
     Returns:
@@ -212,13 +212,13 @@ def ranks_agree(run: Parts) -> bool:
     Raises:
         RanksDiffer: no such checkpoint is left, or ranks differed too often.
     """
-    agreement, step = run.agreement, run.progress.step
-    if run.world.size == 1 or agreement.step == step or not run.intervals.verify:
+    replica_check, step = run.replica_check, run.progress.step
+    if run.world.size == 1 or replica_check.step == step or not run.intervals.verify:
         return True
-    found = agreement.check(step)
+    found = replica_check.check(step)
     if found is None:
-        if agreement.is_wanted(step):
-            rank = agreement.culprit()
+        if replica_check.has_recomputed(step):
+            rank = replica_check.faulty_rank()
             run.log.event("divergence-explained", at_step=step, culprit=rank)
             run.log.announce(f"step {step} was recomputed from a state equal on all ranks: "
                              + ("which rank was wrong is unknown" if rank is None else
@@ -227,24 +227,24 @@ def ranks_agree(run: Parts) -> bool:
     ranks = ", ".join(map(str, found.ranks))
     names = ", ".join(found.tensors[:3]) + (", …" if len(found.tensors) > 3 else "")
     run.log.event("divergence", at_step=step, ranks=found.ranks, tensors=found.tensors,
-                  agreed_step=agreement.step)
+                  agreed_step=replica_check.step)
     who = (f"rank {ranks} differs from the others" if len(found.ranks) == 1
            else f"ranks {ranks} differ")
     run.log.announce(f"step {step}: silent divergence: {who} in {names}; they were last equal at "
-                     f"step {agreement.step}")
-    if agreement.rounds >= MOST_ROUNDS:
+                     f"step {replica_check.step}")
+    if replica_check.consecutive_mismatches >= MAX_MISMATCHES:
         raise RanksDiffer(
-            f"step {step}: {who}, for the {agreement.rounds}th consecutive time, although the "
+            f"step {step}: {who}, for the {replica_check.consecutive_mismatches}th consecutive time, although the "
             "steps were recomputed each time: look for what differs between ranks (memory, a "
             "device, a model or an optimizer with an unseeded random generator)")
-    if not _roll_back(run, newest=agreement.step):
+    if not _roll_back(run, newest=replica_check.step):
         raise RanksDiffer(
-            f"step {step}: {who} and there is no checkpoint of step {agreement.step} or before to "
+            f"step {step}: {who} and there is no checkpoint of step {replica_check.step} or before to "
             "roll back to; the next start computes the run from the beginning")
     return False
 
 
-def _exclude(run: Parts, row: Sequence[int]) -> None:
+def _exclude(run: Run, row: Sequence[int]) -> None:
     """Collective. Roll back, and exclude the batches of these steps from now on."""
     progress, at = run.progress, run.progress.step
     # Prefer a checkpoint from before these steps: later ones hold the same weights, which may be
@@ -260,7 +260,7 @@ def _exclude(run: Parts, row: Sequence[int]) -> None:
            "before them"))
 
 
-def _roll_back(run: Parts, *, exclude: Sequence[int] = (), newest: int | None = None) -> bool:
+def _roll_back(run: Run, *, exclude: Sequence[int] = (), newest: int | None = None) -> bool:
     """Collective. Restore the newest checkpoint in a new generation, and save it at once.
 
     The save makes sure that no later restart continues from the abandoned steps.
@@ -276,8 +276,8 @@ def _roll_back(run: Parts, *, exclude: Sequence[int] = (), newest: int | None = 
     if not exclude:  # ranks differ: the state of a survivor must not be saved
         run.status.enter(Phase.ROLL_BACK)
     run.checkpoint.finish_pending()
-    run.checkpoint.forget()
-    with run.world.patient():
+    run.checkpoint.confirm()
+    with run.world.long_timeout():
         found = find(run.checkpoint.store, run.world, run.identity.run, newest=newest)
         if found is None:
             return False
@@ -289,7 +289,7 @@ def _roll_back(run: Parts, *, exclude: Sequence[int] = (), newest: int | None = 
         progress.bad, progress.excluded_steps = bad, excluded
         run.checkpoint.save("periodic")
         run.checkpoint.finish_pending()
-    run.agreement.step = found.step
+    run.replica_check.step = found.step
     run.status.move_to(found.step)
     run.log.event("rollback", at_step=at, to_step=found.step, left_out=excluded,
                   generation=run.checkpoint.generation)

@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset
 from trainer import task
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
-from trainer.checkpoint.progress import Best, Horizon, LossMeter, Progress
-from trainer.checkpoint.replication import Lines, level, record
-from trainer.checkpoint.restore import Found, find, find_at
+from trainer.checkpoint.progress import BestTracker, ScheduleLengths, LossMeter, TrainProgress
+from trainer.checkpoint.replication import Lines, copy_missing_checkpoints, merged_lines
+from trainer.checkpoint.restore import CheckpointRef, find, find_at
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import EMA, MODEL, OPTIMIZER, TrainState
 from trainer.config import command_line, compatibility
@@ -28,10 +28,10 @@ from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.loader import Loader
 from trainer.data.map_dataset import in_memory
-from trainer.data.sampler import Slot
+from trainer.data.sampler import MicroBatchSpec
 from trainer.data.shared_samples import shared_samples
 from trainer.distributed import ddp, rank_invariant_reduction
-from trainer.distributed.replica_check import Agreement
+from trainer.distributed.replica_check import ReplicaCheck
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import compile_cache, nan_detection, precision, schedules
@@ -39,14 +39,14 @@ from trainer.optim.bad_step_check import Health
 from trainer.optim.ema import Ema
 from trainer.resilience import fault_injection
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.stop_signals import StopSignals
 from trainer.run import run_dir, startup_checks
 from trainer.run.context import Claim, Context
 from trainer.run.evaluate import Evaluator
 from trainer.run.pictures import FOLDER, Pictures
-from trainer.run.prepare import Work, prepare, refuse_unreachable
+from trainer.run.prepare import Setup, prepare, refuse_unreachable
 from trainer.run.recorders import RecordedRun, open_metrics, open_source, open_timing
-from trainer.run.run import Parts
+from trainer.run.run import Run
 from trainer.run.startup_summary import announce, card_lines, doubts
 from trainer.step import Step
 from trainer.storage import files, layout
@@ -74,15 +74,15 @@ class Saving:
 class Resumption:
     """Where the run continues."""
 
-    found: Found | None
-    verdict: compatibility.Verdict
+    found: CheckpointRef | None
+    verdict: compatibility.ResumeDecision
     position: int
     """Completed steps."""
 
 
 def build(
-    config: Config[Any], world: World, log: Log, stop: StopRequest, marks: ProgressMarks
-) -> Parts:
+    config: Config[Any], world: World, log: Log, stop: StopSignals, marks: ProgressMarks
+) -> Run:
     """Collective. Construct the run, in the same way on every rank.
 
     Raises:
@@ -104,11 +104,11 @@ def build(
     return _open(context, work, claim, saving, resumption, step, lines)
 
 
-def _claim(context: Context, work: Work) -> Claim:
+def _claim(context: Context, work: Setup) -> Claim:
     """Collective. Find out which run the folder holds, and arm the injected faults."""
     config, world, log, path = context.config, context.world, context.log, context.path
-    identity = run_dir.look(path, world, log, resume=config.resume)
-    lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.stale)
+    identity = run_dir.identify_run(path, world, log, resume=config.resume)
+    lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
     drills = [fault_injection.parse(text) for text in config.inject]
     refuse_unreachable(drills, config, work, world, first=identity.attempt == 0)
     injector = fault_injection.FaultInjector(
@@ -119,16 +119,16 @@ def _claim(context: Context, work: Work) -> Claim:
     return Claim(identity=identity, lock=lock, injector=injector)
 
 
-def _make_state(context: Context, work: Work, claim: Claim) -> Saving:
+def _make_state(context: Context, work: Setup, claim: Claim) -> Saving:
     """Make the state of a new run, its checkpointer and its metrics."""
     config, world, marks = context.config, context.world, context.marks
-    horizon = Horizon(epoch=work.plan.steps_per_epoch, total=work.intervals.total)
+    horizon = ScheduleLengths(epoch=work.plan.steps_per_epoch, total=work.intervals.total)
     health = Health(config.nonfinite)
     state = TrainState(
         model=work.model, optimizer=work.optimizer,
         schedule=schedules.build(config.schedule, work.optimizer, horizon),
         scaler=precision.scaler(work.choice, world.device, config.precision.loss_scale),
-        progress=Progress(), best=Best(), meter=LossMeter(), seed=config.seed,
+        progress=TrainProgress(), best=BestTracker(), meter=LossMeter(), seed=config.seed,
         num_ranks=world.size, parts={"horizon": horizon, "health": health},
     )
     if state.schedule.metric and work.data["validation"] is None:
@@ -162,7 +162,7 @@ def _make_state(context: Context, work: Work, claim: Claim) -> Saving:
 
 
 def _find_position(
-    context: Context, work: Work, claim: Claim, saving: Saving, named: Path, init: Path
+    context: Context, work: Setup, claim: Claim, saving: Saving, named: Path, init: Path
 ) -> Resumption:
     """Collective. Find the checkpoint to continue from, or begin with initial weights.
 
@@ -172,23 +172,23 @@ def _find_position(
     """
     config, world, log, state = context.config, context.world, context.log, saving.state
     found = _find(config, named, saving.checkpoint.store, claim.identity.run, world, log)
-    verdict = compatibility.Verdict()
+    verdict = compatibility.ResumeDecision()
     if found is not None:
         then = found.facts["circumstances"]
         by_number = config.parallel.reduction == "canonical"
         if config.world.threads == "auto" and (by_number or then["world_size"] == world.size):
             world.use_threads(then["threads"])  # their number decides bits
             saving.circumstances["threads"] = world.threads
-        verdict = compatibility.judge(config, found.facts["settings"], now=saving.circumstances,
+        verdict = compatibility.compare_settings(config, found.facts["settings"], now=saving.circumstances,
                                       then=then, before=found.facts.get("inexact", ()))
         saving.inexact.extend(verdict.reasons)
         state.progress.load_state_dict(found.facts["progress"])
     elif config.init is not None:
         work.card["init"] = _agreed(world, partial(
-            pretrained.begin_with, work.model, init, strict=config.init_strict == "on"))
+            pretrained.load_initial_weights, work.model, init, strict=config.init_strict == "on"))
     if found is None:
         startup_checks.check_weights(work, world, log)
-        startup_checks.check_reading(work, log, config.seed)
+        startup_checks.check_sample_reproducibility(work, log, config.seed)
     position = state.progress.step
     log.status.move_to(position)
     _arm(claim.injector, saving.checkpoint, state)
@@ -199,14 +199,14 @@ def _find_position(
 
 
 def _enter_folder(
-    context: Context, work: Work, claim: Claim, saving: Saving, resumption: Resumption
+    context: Context, work: Setup, claim: Claim, saving: Saving, resumption: Resumption
 ) -> Lines:
     """Collective. Take the run folder, begin the attempt, and bring each node up to date."""
     config, world, log, path = context.config, context.world, context.log, context.path
     run_dir.enter(path, claim.identity, claim.lock, world, log)
     run_dir.begin(path, claim.identity, world, log, position=resumption.position,
                   version=_version(config), max_same_step=config.restart.max_same_step)
-    lines = level(resumption.found, saving.checkpoint.store, path / layout.METRICS,
+    lines = copy_missing_checkpoints(resumption.found, saving.checkpoint.store, path / layout.METRICS,
                   claim.identity.run, world, log)
     context.marks.mark(Phase.START, resumption.position)
     if work.choice.compile:
@@ -215,14 +215,14 @@ def _enter_folder(
     return lines
 
 
-def _make_step(context: Context, work: Work, claim: Claim, saving: Saving) -> Step:
+def _make_step(context: Context, work: Setup, claim: Claim, saving: Saving) -> Step:
     """Collective. Wrap the model, and make the optimizer step of this run."""
     config, world, log = context.config, context.world, context.log
     state, checkpoint, health = saving.state, saving.checkpoint, saving.health
     wrapped, objective = _wrap(config, work, world)
     if config.optim.ema:
         state.ema = Ema(work.model, config.optim.ema, before=checkpoint.finish_copy)
-    claim.injector.actions["nan"] = partial(setattr, objective, "poisoned", True)
+    claim.injector.actions["nan"] = partial(setattr, objective, "inject_nan", True)
     step = Step(
         objective=objective, wrapped=wrapped, model=work.model, optimizer=work.optimizer,
         schedule=state.schedule, scaler=state.scaler,
@@ -233,21 +233,21 @@ def _make_step(context: Context, work: Work, claim: Claim, saving: Saving) -> St
         all_sum=world.all_sum, before_update=checkpoint.finish_copy,
     )  # fmt: skip
     if config.parallel.reduction == "canonical":
-        rank_invariant_reduction.reduce(step, world, work.plan, config.parallel.find_unused)
+        rank_invariant_reduction.use_rank_invariant_reduction(step, world, work.plan, config.parallel.find_unused)
     if config.numerics.anomaly == "on":
-        step.hunt = lambda slot: nan_detection.hunt(wrapped, work.model,
-                                                    partial(_tell_origin, log, slot))
+        step.nan_detector = lambda spec: nan_detection.nan_detector(wrapped, work.model,
+                                                    partial(_tell_origin, log, spec))
     if isinstance(work.data["train"], IterableDataset):
         # The length of an epoch is unknown: the first incomplete window ends it.
         whole = config.data.drop_last == "on"
-        step.least_samples = config.batch.global_size if whole else 1
+        step.min_samples = config.batch.global_size if whole else 1
     return step
 
 
 def _open(
-    context: Context, work: Work, claim: Claim, saving: Saving, resumption: Resumption, step: Step,
+    context: Context, work: Setup, claim: Claim, saving: Saving, resumption: Resumption, step: Step,
     lines: Lines,
-) -> Parts:
+) -> Run:
     """Open the data and the record at the place of the run; returns the run."""
     config, world, log, path = context.config, context.world, context.log, context.path
     state, metrics, found = saving.state, saving.metrics, resumption.found
@@ -263,38 +263,38 @@ def _open(
         config=config, work=work, world=world, path=path, log=log,
         run_id=claim.identity.run, guard=claim.lock.committing))
 
-    def reopen(found: Found) -> None:
+    def reopen(found: CheckpointRef) -> None:
         state.progress.load_state_dict(found.facts["progress"])
         loader.reopen(partial(at_place, found))
         metrics.rewind()
-        lines = record(found, path / layout.METRICS, world)
-        if world.keeps_folder:
+        lines = merged_lines(found, path / layout.METRICS, world)
+        if world.writes_run_dir:
             open_record(lines, found.step)
 
     evaluators = _make_evaluators(context, work, state, step, workers)
     card = work.card | {
         "workers": workers, "precision": str(work.choice), "fingerprint": work.fingerprint,
     }  # fmt: skip
-    if world.keeps_folder:
+    if world.writes_run_dir:
         about = _describe(context, work, card, resumption, saving.checkpoint.store)
         open_record(lines, position=resumption.position, summary=about, leak=leak)
     pictures = None
     if world.is_main and hasattr(work.task, "picture"):
         pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,
                             show=metrics.picture, log=log)
-    return Parts(
+    return Run(
         config=config, path=path, identity=claim.identity, world=world, log=log,
         stop=context.stop, faults=claim.injector, marks=context.marks, lock=claim.lock,
         state=state, step=step, loader=loader, validate=evaluators["validation"],
         test=evaluators["test"], checkpoint=saving.checkpoint, metrics=metrics,
         intervals=work.intervals, found=found, card=card, reopen=reopen, pictures=pictures,
-        agreement=Agreement(partial(_shared, state, step), world, resumption.position),
+        replica_check=ReplicaCheck(partial(_shared, state, step), world, resumption.position),
         timing=open_timing(path, claim.identity, world, log, workers),
     )  # fmt: skip
 
 
 def _make_evaluators(
-    context: Context, work: Work, state: TrainState, step: Step, workers: int
+    context: Context, work: Setup, state: TrainState, step: Step, workers: int
 ) -> dict[str, Evaluator | None]:
     """The evaluations of the validation and the test set; None for a split without data."""
     config, world, log, stop = context.config, context.world, context.log, context.stop
@@ -314,7 +314,7 @@ def _make_evaluators(
 
 
 def _describe(
-    context: Context, work: Work, card: dict[str, Any], resumption: Resumption, store: Store
+    context: Context, work: Setup, card: dict[str, Any], resumption: Resumption, store: Store
 ) -> list[str]:
     """Write configuration and environment into the run folder; returns the start-up summary."""
     config, world, path = context.config, context.world, context.path
@@ -334,7 +334,7 @@ def _version(config: Config[Any]) -> str:
     """Changes with the configuration and with the file that the task is written in: whether a
     failure can be the one of the attempt before."""
     hasher = xxhash.xxh3_64(command_line.to_toml(config).encode())
-    hasher.update(task.code(config.task))
+    hasher.update(task.source_code(config.task))
     return hasher.hexdigest()
 
 
@@ -345,11 +345,11 @@ def _agreed(world: World, make: Callable[[], Any]) -> Any:
         made = make()
     except Exception as problem:
         error = problem
-    world.agree(error)
+    world.raise_on_all_ranks(error)
     return made
 
 
-def _wrap(config: Config[Any], work: Work, world: World) -> tuple[nn.Module, ddp.Objective]:
+def _wrap(config: Config[Any], work: Setup, world: World) -> tuple[nn.Module, ddp.Objective]:
     if work.choice.compile:
         # For each size by itself: code for any size, which torch would make once it has met a
         # second one, rounds otherwise, and a restart hasn't met it. In place: the names in the
@@ -370,19 +370,19 @@ def _shared(state: TrainState, step: Step) -> dict[str, torch.Tensor]:
     """What has to be equal on all ranks: parameters, their average, optimizer, and the buffers
     that the step keeps equal."""
     parameters, tensors = dict(state.model.named_parameters()), state.tensors()
-    buffers = {name: b for name, b in state.model.named_buffers() if b in step.kept_equal}
+    buffers = {name: b for name, b in state.model.named_buffers() if b in step.replicated_buffers}
     average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
     return parameters | buffers | tensors[OPTIMIZER] | average
 
 
-def _tell_origin(log: Log, slot: Slot, origin: nan_detection.Origin) -> None:
-    log.event("anomaly", at_step=slot.step, micro_batch=slot.number, **vars(origin))
-    log.warning(f"step {slot.step}, micro-batch {slot.number}: a NaN is made by {origin}")
+def _tell_origin(log: Log, spec: MicroBatchSpec, origin: nan_detection.Origin) -> None:
+    log.event("anomaly", at_step=spec.step, micro_batch=spec.number, **vars(origin))
+    log.warning(f"step {spec.step}, micro-batch {spec.number}: a NaN is made by {origin}")
 
 
 def _find(
     config: Config[Any], named: Path, store: Store, run: str, world: World, log: Log
-) -> Found | None:
+) -> CheckpointRef | None:
     # After a restart the newest of this run wins over the PATH on the command line.
     found = find(store, world, run)
     if config.resume not in ("auto", "never"):
@@ -440,7 +440,7 @@ def evaluation_batch(config: Config[Any]) -> int:
 
 
 def _determinism(
-    config: Config[Any], world: World, verdict: compatibility.Verdict
+    config: Config[Any], world: World, verdict: compatibility.ResumeDecision
 ) -> tuple[str, str]:
     if config.numerics.deterministic == "off" and world.device.type != "cpu":
         return "equivalent", "--numerics.deterministic is off"

@@ -10,8 +10,8 @@ from trainer.config.schema import Config
 from trainer.distributed.world import World
 from trainer.resilience.fault_injection import FaultInjector
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.resilience.stop_signals import StopRequest
-from trainer.run.run_dir import Identity
+from trainer.resilience.stop_signals import StopSignals
+from trainer.run.run_dir import RunIdentity
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log
 
@@ -23,7 +23,7 @@ class Context:
     config: Config[Any]
     world: World
     log: Log
-    stop: StopRequest
+    stop: StopSignals
     marks: ProgressMarks
     path: Path
     """The run folder."""
@@ -33,6 +33,6 @@ class Context:
 class Claim:
     """The identity of the run, and what guards its folder."""
 
-    identity: Identity
+    identity: RunIdentity
     lock: RunLock
     injector: FaultInjector

@@ -16,9 +16,9 @@ from trainer import rng
 from trainer.checkpoint.buffers import Buffers
 from trainer.data.batch import to_device
 from trainer.data.loader import loader_arguments
-from trainer.data.map_dataset import KeyedSamples, Micro
-from trainer.data.sample_errors import received
-from trainer.data.sampler import Slot
+from trainer.data.map_dataset import KeyedSamples, MicroBatch
+from trainer.data.sample_errors import raise_if_error
+from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import StreamBatches
 from trainer.distributed.partition import block
 from trainer.errors import ConfigError
@@ -141,18 +141,18 @@ class Evaluator:
         names: list[str] = []
         table: Tensor | None = None
         buffers, moved = Buffers(self.model), set[str]()
-        own = rng.kept_by(*self.model.modules(), self.loss)
+        own = rng.find_generators(*self.model.modules(), self.loss)
         # A rank without a batch evaluates the first one, to know the shape of the table.
         for micro in self.batches(mine or range(1)):
             if self.stopped():
                 return None
-            number = micro.slot.number
+            number = micro.spec.number
             self.marks.mark(Phase.EVALUATE, self.step(), self.epoch())
-            rng.key_generators(self.seed, rng.EVALUATE, number)
+            rng.seed_all(self.seed, rng.EVALUATE, number)
             rng.key(own, self.seed, rng.EVALUATE, number)
             # Buffers must not carry over: a restart evaluates again, and another number of ranks
             # evaluates in another order.
-            with buffers.untouched(moved), torch.no_grad(), self.autocast():
+            with buffers.preserved(moved), torch.no_grad(), self.autocast():
                 outcome = self.loss(self.model, to_device(micro.batch, self.device))
             total, metrics = check_outcome(outcome)
             if names and names != ["loss", *metrics]:
@@ -183,32 +183,32 @@ class Evaluator:
             every[number] = torch.tensor(rows[number], dtype=torch.float64)
         return names, every, table
 
-    def every_batch(self) -> Iterator[Micro]:
+    def every_batch(self) -> Iterator[MicroBatch]:
         """Yield all batches of the data set, in order."""
         stream = isinstance(self.dataset, IterableDataset)
         return self.batches(() if stream else range(-(-len(self.dataset) // self.batch_size)))
 
-    def batches(self, numbers: Sequence[int]) -> Iterator[Micro]:
+    def batches(self, numbers: Sequence[int]) -> Iterator[MicroBatch]:
         """Yield the batches with these numbers; for a stream, this rank's share."""
         if isinstance(self.dataset, IterableDataset):
             share = StreamBatches(self.dataset, batch_size=self.batch_size, seed=self.seed,
                                   collate=self.collate, rank=self.rank, num_ranks=self.num_ranks)
             # At most one worker: each would read the whole stream.
-            alone: DataLoader[Micro] = DataLoader(
+            alone: DataLoader[MicroBatch] = DataLoader(
                 share, **loader_arguments(min(1, self.workers), 2, self.device))
-            yield from map(received, alone)
+            yield from map(raise_if_error, alone)
             return
         slots = [
-            Slot(0, 0, n, True, tuple(range(n * self.batch_size,
+            MicroBatchSpec(0, 0, n, True, tuple(range(n * self.batch_size,
                                             min((n + 1) * self.batch_size, len(self.dataset)))))
             for n in numbers
         ]  # fmt: skip
         samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False,
                                rank=self.rank, advice=REMEDY)
-        loader: DataLoader[Micro] = DataLoader(
+        loader: DataLoader[MicroBatch] = DataLoader(
             samples, sampler=slots, **loader_arguments(self.workers, 2, self.device)
         )
-        yield from map(received, loader)
+        yield from map(raise_if_error, loader)
 
 
 def _pairs(table: Tensor) -> list[tuple[float, float]]:

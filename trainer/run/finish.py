@@ -8,12 +8,12 @@ from typing import Any
 
 from torch import Tensor
 
-from trainer.checkpoint.progress import Best
+from trainer.checkpoint.progress import BestTracker
 from trainer.checkpoint.train_state import MODEL
 from trainer.config.compatibility import settings
 from trainer.errors import ConfigError, NonFinite, StopRequested
 from trainer.run import run_dir
-from trainer.run.run import Parts
+from trainer.run.run import Run
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.files import display_path
 from trainer.telemetry.classification import per_class
@@ -40,8 +40,8 @@ def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
     return name, direction
 
 
-def choose_best(
-    rule: str, best: Best, line: dict[str, Any], step: int, min_delta: float = 0.0
+def update_best(
+    rule: str, best: BestTracker, line: dict[str, Any], step: int, min_delta: float = 0.0
 ) -> bool:
     """Update the best value with a validation; return whether it improved.
 
@@ -51,7 +51,7 @@ def choose_best(
     """
     name, direction = best_rule(
         rule, [key for key in line if key.startswith("val_") and key != "val_table"])
-    best.judge_by(name, direction)
+    best.set_rule(name, direction)
     value = line[name]
     best.wait(math.nan if value is None else value, min_delta)
     if value is None or not best.improves(value):
@@ -60,7 +60,7 @@ def choose_best(
     return True
 
 
-def finish(run: Parts) -> dict[str, Any]:
+def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
     run.checkpoint.settle()  # in a phase in which survivors still save this step
     run.status.enter(Phase.FINISH)
@@ -77,7 +77,7 @@ def finish(run: Parts) -> dict[str, Any]:
         chosen, is_best = last, False
     scores = None
     if run.test is not None:
-        with run.world.patient():
+        with run.world.long_timeout():
             scores = run.test()
         if scores is None:
             raise StopRequested("stopped on request during the test of the best weights; all "
@@ -107,13 +107,13 @@ def finish(run: Parts) -> dict[str, Any]:
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
     run.metrics.finish(settings(run.config), figures, last)
     if run.pictures is not None:
-        run.pictures.film(last)
+        run.pictures.save_animation(last)
     error = None
     try:
         _write(run, summary)
     except OSError as problem:
         error = problem
-    run.world.agree(error)
+    run.world.raise_on_all_ranks(error)
     run.log.event("end", attempts=summary["attempts"])
     for text in run.faults.unfired():
         run.log.warning(f"--inject {text}: the injected fault was never reached")
@@ -131,11 +131,11 @@ def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, f
             for c in range(len(table))}
 
 
-def _write(run: Parts, summary: dict[str, Any]) -> None:
+def _write(run: Run, summary: dict[str, Any]) -> None:
     """Write model and summary. The summary marks the run as complete, so it is written last."""
     run.metrics.sync()
-    if run.world.keeps_folder:
-        weights = run.state.product()
+    if run.world.writes_run_dir:
+        weights = run.state.export_weights()
         files.replace_bytes(run.path / layout.PRODUCT,
-                             tensorfile.chunks({n: t.cpu() for n, t in weights.items()}))
+                             tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
         files.replace_json(run.path / layout.SUMMARY, summary)

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainer.checkpoint.train_state import CONFIGURED, is_plain
+from trainer.checkpoint.train_state import CONFIGURED, fits_json
 from trainer.distributed.comm_timer import Communication
 from trainer.errors import ConfigError
 from trainer.step import Step
@@ -115,20 +115,20 @@ MOST_VALUES = 10_000
 
 
 @dataclass(frozen=True)
-class Seen:
+class ForwardObservation:
     """Observation after a forward: the micro-batch's loss, and attributes of the modules."""
 
     loss: float
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, step: Step) -> Seen:
+    def of(cls, step: Step) -> ForwardObservation:
         """Observe after a forward whose sums have been taken."""
-        loss = step.objective.tally.totals[-1]
+        loss = step.objective.accumulator.totals[-1]
         return cls(float(loss), values(step.model, of=_summary, state=False, most=MOST_VALUES))
 
 
-def told(one: Seen, other: Seen) -> str:
+def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:
     """Compare two computations of a micro-batch with equal keys, parameters and buffers.
 
     Returns:
@@ -162,7 +162,7 @@ def _summary(tensor: Tensor) -> Any:
     return [str(tensor.shape), numbers.sum().item(), numbers.square().sum().item()]
 
 
-def watch(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log) -> None:
+def watch_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log) -> None:
     """Check an optimizer class of the user after its first two updates, by a step hook.
 
     The first update raises ConfigError if the optimizer keeps state that a checkpoint cannot hold.
@@ -172,7 +172,7 @@ def watch(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Lo
 
     def check(*_: Any) -> None:
         if not observed:
-            refuse_unkept(optimizer, names)
+            check_optimizer_state(optimizer, names)
         public = {n: v for n, v in vars(optimizer).items() if not n.startswith("_")}
         found = values(public, of=_summary, most=MOST_VALUES)
         observed.append({n: v for n, v in found.items()
@@ -203,7 +203,7 @@ def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.O
             yield from _held(value, f"{path}[{index}]", depth - 1)
 
 
-def refuse_unkept(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
+def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
     """Check that a checkpoint can hold the optimizer's state.
 
     Raises:
@@ -223,10 +223,10 @@ def refuse_unkept(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str])
             refuse(f"it has a state under {str(owner)[:40]!r}, which is not a parameter of the "
                    "model")
         for key, value in entries.items():
-            if not isinstance(value, Tensor) and not is_plain(value):
+            if not isinstance(value, Tensor) and not fits_json(value):
                 refuse(f"its state has {key!r}, a {type(value).__name__}, for {names[owner]}")
     for group in optimizer.param_groups:
         for key, value in group.items():
             if key not in ("params", "param_names", *CONFIGURED) and not (
-                    is_plain(value) or callable(value)):
+                    fits_json(value) or callable(value)):
                 refuse(f"its groups have {key!r}, a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Memory use of a rank in MiB: parameters, optimizer state, activations, peak."""
+"""MemoryUse use of a rank in MiB: parameters, optimizer state, activations, peak."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ MIB = 2**20
 
 
 @dataclass
-class Memory:
-    """Memory use of this rank, as far as it is known.
+class MemoryUse:
+    """MemoryUse use of this rank, as far as it is known.
 
     Attributes:
         activations_mb: memory saved for the backward of one micro-batch.

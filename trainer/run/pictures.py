@@ -17,7 +17,7 @@ from trainer.checkpoint.buffers import Buffers
 from trainer.storage.files import replace_bytes
 from trainer.telemetry.events import Log
 
-FOLDER, FILM = "pictures", "training.gif"
+FOLDER, ANIMATION = "pictures", "training.gif"
 
 _FRAME_MS = 250
 
@@ -53,7 +53,7 @@ class Pictures:
         training = self.model.training
         self.model.eval()
         try:
-            with rng.preserved(), Buffers(self.model).untouched(set()), torch.no_grad():
+            with rng.preserved(), Buffers(self.model).preserved(set()), torch.no_grad():
                 image = np.asarray(self.draw(self.model), dtype=np.uint8)
             if image.shape[2:] != (3,):
                 raise ValueError(f"picture(model) returned shape {image.shape}; return H×W×3")
@@ -66,7 +66,7 @@ class Pictures:
             self.model.train(training)
         self.show(image, step)
 
-    def film(self, last: int) -> None:
+    def save_animation(self, last: int) -> None:
         """Save the pictures up to a step as an animated GIF."""
         paths = [p for p in sorted(self.folder.glob("step-*.png")) if p <= self._path(last)]
         if not paths:
@@ -81,7 +81,7 @@ class Pictures:
             first, *others = frames
             data = _encoded(first, "GIF", save_all=True, append_images=others, loop=0,
                             duration=[_FRAME_MS] * len(others) + [8 * _FRAME_MS])
-            replace_bytes(self.folder / FILM, [data])
+            replace_bytes(self.folder / ANIMATION, [data])
         except Exception as error:
             self.log.warning(f"no animation of the pictures: {type(error).__name__}: {error}")
 

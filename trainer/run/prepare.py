@@ -18,10 +18,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
-from trainer.config.fields import Length
+from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.data.map_dataset import KeyedSamples
-from trainer.data.sampler import Plan
+from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
 from trainer.distributed import sync_batchnorm
 from trainer.distributed.world import World
@@ -29,7 +29,7 @@ from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision
 from trainer.resilience import fault_injection
 from trainer.run import state_dict_checks
-from trainer.task import SPLITS, figures_of, load_object, refuse_calls
+from trainer.task import SPLITS, task_figures, load_object, check_signatures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
@@ -48,15 +48,15 @@ class Intervals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Work:
+class Setup:
     """Result of `prepare`."""
 
     task: Any
     model: nn.Module
-    choice: precision.Choice
+    choice: precision.PrecisionPolicy
     optimizer: torch.optim.Optimizer
     data: dict[str, Any]
-    plan: Plan
+    plan: BatchPlan
     intervals: Intervals
     fingerprint: str
     sinks: dict[str, Any]
@@ -67,7 +67,7 @@ class Work:
     """Facts about the run for the startup summary."""
 
 
-def prepare(config: Config[Any], world: World) -> Work:
+def prepare(config: Config[Any], world: World) -> Setup:
     """Build and check everything that does not need the run folder.
 
     Raises:
@@ -81,8 +81,8 @@ def prepare(config: Config[Any], world: World) -> Work:
         raise ConfigError("--parallel.reduction canonical: it needs float64, which mps does not "
                           "support; use --parallel.reduction ddp, or --device cpu.")
     task = bind_seed(config.task, config.seed)
-    refuse_calls(task)
-    figures = figures_of(task)
+    check_signatures(task)
+    figures = task_figures(task)
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
         raise ConfigError("--data.on-error skip: the training data are a stream, and an iterator "
@@ -117,13 +117,13 @@ def prepare(config: Config[Any], world: World) -> Work:
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
     }
-    return Work(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
+    return Setup(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
                  intervals=intervals, card=card, sinks=sinks, figures=figures,
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 
 def refuse_unreachable(
-    drills: list[fault_injection.Fault], config: Config[Any], work: Work, world: World, *,
+    drills: list[fault_injection.Fault], config: Config[Any], work: Setup, world: World, *,
     first: bool
 ) -> None:
     """Check that the run can reach all faults to be injected.
@@ -155,7 +155,7 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
     Raises:
         ConfigError: the task returns something else than a data set.
     """
-    rng.key_generators(config.seed, rng.DATA)
+    rng.seed_all(config.seed, rng.DATA)
     data = task.dataset(split)
     if isinstance(data, DataLoader):
         raise ConfigError(f'--task: dataset("{split}") returned a DataLoader; return the data set '
@@ -170,20 +170,20 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
 
 def make_model(
     task: Any, config: Config[Any], device: torch.device
-) -> tuple[nn.Module, precision.Choice]:
+) -> tuple[nn.Module, precision.PrecisionPolicy]:
     """Build the model in training mode, on its device, in its memory format.
 
     Raises:
         ConfigError: model() returns no module, or a checkpoint cannot hold it.
     """
-    rng.key_generators(config.seed, rng.MODEL)
+    rng.seed_all(config.seed, rng.MODEL)
     model = task.model()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
-    model = precision.plain(model)
+    model = precision.unwrap(model)
     state_dict_checks.check(model)
     model.train()
-    choice = precision.choose(config.precision, model, device,
+    choice = precision.resolve(config.precision, model, device,
                               eager=config.numerics.anomaly == "on")
     layout = torch.channels_last if choice.channels_last else torch.preserve_format
     return model.to(device, memory_format=layout), choice  # type: ignore[call-overload]
@@ -191,7 +191,7 @@ def make_model(
 
 def _plan(
     config: Config[Any], data: dict[str, Any], world: World
-) -> tuple[Plan, Intervals]:
+) -> tuple[BatchPlan, Intervals]:
     if data["train"] is None:
         raise ConfigError('--task: dataset("train") returned None; a run needs training data.')
     batch, samples = config.batch, known_length(data["train"])
@@ -206,7 +206,7 @@ def _plan(
     if samples is None:
         # The end of an epoch is unknown until it is reached: plan one epoch for the whole run.
         samples = _steps_of_unknown(config, data) * batch.global_size
-    plan = Plan(samples=samples, global_size=batch.global_size, micro_size=batch.micro_size,
+    plan = BatchPlan(samples=samples, global_size=batch.global_size, micro_size=batch.micro_size,
                 drop_last=config.data.drop_last == "on",
                 in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
@@ -238,7 +238,7 @@ def _steps_of_unknown(config: Config[Any], data: dict[str, Any]) -> int:
                           "of steps with --steps N.")
     for name, value, _ in config.leaves():
         unused = name == "eval.every" and data["validation"] is None
-        if isinstance(value, Length) and value.unit == "epochs" and not unused:
+        if isinstance(value, Duration) and value.unit == "epochs" and not unused:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(f"{flag} {value}: {what}, so nothing can be measured in epochs; "
                               f"use steps or a fraction of the run, such as {flag} 10%.")
@@ -252,7 +252,7 @@ def _fingerprint(task: Any, dataset: Any, config: Config[Any], rank: int) -> str
         return str(task.fingerprint())
     count = known_length(dataset)
     if isinstance(dataset, IterableDataset):
-        rng.key_generators(config.seed, rng.DATA)
+        rng.seed_all(config.seed, rng.DATA)
         fresh = task.dataset("train")  # reading may advance the stream used for training
         contents = [content(sample) for sample in first_samples(
             fresh, lanes=config.batch.micro_batches, count=16, seed=config.seed)]

@@ -17,22 +17,22 @@ from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.replication import Lines
-from trainer.checkpoint.restore import Found
+from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import compatibility
 from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
-from trainer.data.loader import SampledSource, Source
+from trainer.data.loader import SampledSource, MicroBatchSource
 from trainer.data.map_dataset import KeyedSamples
-from trainer.data.sampler import MicroBatchSampler, Slot
-from trainer.data.stream import Stream
-from trainer.data.stream_reader import Cut, StreamSpec
+from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
+from trainer.data.stream import StreamReader
+from trainer.data.stream_reader import LaneLayout, StreamSpec
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
-from trainer.run.prepare import REMEDY, Work
-from trainer.run.run_dir import Identity
+from trainer.run.prepare import REMEDY, Setup
+from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
 from trainer.storage.files import display_path
 from trainer.storage.layout import TIMING
@@ -47,9 +47,9 @@ from trainer.telemetry.wandb import WandB
 
 
 def open_source(
-    config: Config[Any], work: Work, world: World, state: TrainState, workers: int,
-    found: Found | None,
-) -> Source:
+    config: Config[Any], work: Setup, world: World, state: TrainState, workers: int,
+    found: CheckpointRef | None,
+) -> MicroBatchSource:
     """Open the source of the micro-batches at the position of `state.progress`.
 
     It reads a map-style data set or a stream. The stream becomes a part of the state, and begins at
@@ -64,9 +64,9 @@ def open_source(
     collate = getattr(work.task, "collate", batches.collate)
     if isinstance(data, IterableDataset):
         batch = config.batch
-        stream = Stream(
+        stream = StreamReader(
             StreamSpec(dataset=data, seed=config.seed, collate=collate,
-                       layout=Cut.of(data, lanes=batch.micro_batches, micro_size=batch.micro_size)),
+                       layout=LaneLayout.of(data, lanes=batch.micro_batches, micro_size=batch.micro_size)),
             rank=world.rank, num_ranks=world.size,
             workers=workers, prefetch=config.data.prefetch, device=world.device,
             step=lambda: progress.step, gather=world.gather_json,
@@ -93,7 +93,7 @@ class RecordedRun:
     """The run that is recorded, the same at the start and after a rollback."""
 
     config: Config[Any]
-    work: Work
+    work: Setup
     world: World
     path: Path
     """The run folder."""
@@ -152,7 +152,7 @@ def open_metrics(
                  warn=log.warning)
 
 
-def open_timing(path: Path, identity: Identity, world: World, log: Log, workers: int) -> Timing:
+def open_timing(path: Path, identity: RunIdentity, world: World, log: Log, workers: int) -> Timing:
     """Create the timing of the steps. Rank 0 writes the file."""
     on_cuda = world.device.type == "cuda"
     timing = Timing(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
@@ -261,8 +261,8 @@ def _show_graph(board: TensorBoard, run: RecordedRun) -> None:
         collate = getattr(work.task, "collate", batches.collate)
         samples = KeyedSamples(data, seed=config.seed, collate=collate, augment=False)
         with rng.preserved():
-            batch = samples[Slot(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
-        board.graph(tensorboard.trace(work.model, work.task.loss,
+            batch = samples[MicroBatchSpec(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
+        board.graph(tensorboard.trace_graph(work.model, work.task.loss,
                                       to_device(batch, run.world.device)))
     except Exception as error:
         run.log.warning(f"no graph of the model: {type(error).__name__}: {error}")

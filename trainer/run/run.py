@@ -16,22 +16,22 @@ from torch import Tensor
 
 from trainer.checkpoint import checkpointer
 from trainer.checkpoint.checkpointer import Checkpointer
-from trainer.checkpoint.progress import Progress
-from trainer.checkpoint.restore import Found
+from trainer.checkpoint.progress import TrainProgress
+from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Config
 from trainer.data.loader import Loader
-from trainer.distributed.replica_check import Agreement
+from trainer.distributed.replica_check import ReplicaCheck
 from trainer.distributed.world import World
 from trainer.errors import SaveFailed, TrainerError
 from trainer.resilience.fault_injection import FaultInjector
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.resilience.stop_signals import StopRequest
+from trainer.resilience.stop_signals import StopSignals
 from trainer.run.evaluate import Evaluator
-from trainer.run.memory import Memory
+from trainer.run.memory import MemoryUse
 from trainer.run.pictures import Pictures
 from trainer.run.prepare import Intervals
-from trainer.run.run_dir import Identity
+from trainer.run.run_dir import RunIdentity
 from trainer.step import Step
 from trainer.storage.layout import EVENTS
 from trainer.storage.locks import RunLock
@@ -42,15 +42,15 @@ from trainer.telemetry.step_timing import Timing
 
 
 @dataclass(kw_only=True)
-class Parts:
+class Run:
     """What the loop works with."""
 
     config: Config[Any]
     path: Path
-    identity: Identity
+    identity: RunIdentity
     world: World
     log: Log
-    stop: StopRequest
+    stop: StopSignals
     faults: FaultInjector
     marks: ProgressMarks
     lock: RunLock
@@ -62,21 +62,21 @@ class Parts:
     checkpoint: Checkpointer
     metrics: Metrics
     intervals: Intervals
-    agreement: Agreement
+    replica_check: ReplicaCheck
     timing: Timing
-    reopen: Callable[[Found], None]
+    reopen: Callable[[CheckpointRef], None]
     """Reopens the data and the record at the position of a checkpoint."""
-    found: Found | None
-    kept_beside: bool = False
-    """Whether the state is on disk after `survive_beside`."""
+    found: CheckpointRef | None
+    saved_from_watchdog: bool = False
+    """Whether the state is on disk after `emergency_save_from_watchdog`."""
     pictures: Pictures | None = None
     """Set on rank 0 if the task draws pictures."""
-    memory: Memory = field(default_factory=Memory)
+    memory: MemoryUse = field(default_factory=MemoryUse)
     card: dict[str, Any] = field(default_factory=dict)
     """Facts about the run for the start-up summary."""
 
     @property
-    def progress(self) -> Progress:
+    def progress(self) -> TrainProgress:
         """Position of the run."""
         return self.state.progress
 
@@ -91,31 +91,31 @@ class Parts:
         return self.progress.step + (self.status.in_step or self.status.phase is Phase.WARM_UP)
 
     @property
-    def row_is_full(self) -> bool:
+    def must_roll_back(self) -> bool:
         """Whether there were so many consecutive bad steps that the run has to roll back."""
-        return 0 < self.config.nonfinite.max_in_row <= len(self.progress.bad_row)
+        return 0 < self.config.nonfinite.max_in_row <= len(self.progress.consecutive_bad_steps)
 
-    def wishes(self) -> tuple[bool, ...]:
-        """Requests of this rank for after the step, one for each of `ddp.WISHES`.
+    def requests(self) -> tuple[bool, ...]:
+        """Requests of this rank for after the step, one for each of `ddp.REQUESTS`.
 
         Raises:
             StaleAttempt: a newer attempt has taken over the run.
         """
-        if self.world.has_nodes or self.world.stale:  # on one node no rank survives the launcher
-            self.lock.look()
-        saved = self.checkpoint.has_news and self.metrics.durable
+        if self.world.has_nodes or self.world.superseded:  # on one node no rank survives the launcher
+            self.lock.check_without_waiting()
+        saved = self.checkpoint.has_unreported_save and self.metrics.durable
         return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
 
-    def heed_saves(self, wishes: Collection[str]) -> None:
+    def acknowledge_save(self, requests: Collection[str]) -> None:
         """React to rank 0's report on the last save: drop the saved metric lines, or fail.
 
         Raises:
             SaveFailed: the save failed, and --checkpoint.on-error is stop.
         """
-        if "saved" in wishes:
+        if "saved" in requests:
             self.metrics.forget(self.checkpoint.saved_step)
-            self.checkpoint.forget()
-        if "fail" in wishes:
+            self.checkpoint.confirm()
+        if "fail" in requests:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
 
     def draw(self, *, again: bool = True) -> None:
@@ -123,7 +123,7 @@ class Parts:
         if self.pictures is not None and self.progress.step:
             self.pictures.take(self.progress.step, again=again)
 
-    def spare_updates(self) -> None:
+    def defer_worker_death_signals(self) -> None:
         """Defer torch's SIGCHLD handler while an exception would leave state that cannot be saved:
         in an update, between two steps, and after a validation. The next wait for data notices
         the dead worker too, within 5 s. To be called after the loader has started.
@@ -148,7 +148,7 @@ class Parts:
         self.checkpoint.close()
         self.metrics.close()
 
-    def survive(self, *, own: bool = False) -> bool:
+    def emergency_save(self, *, own: bool = False) -> bool:
         """After a failure, break the connections to the other ranks, then save the last step
         boundary if `decide_rescue` allows it.
 
@@ -165,23 +165,23 @@ class Parts:
         rescue = self._rescue(own_error=own)
         if rescue is Rescue.NOTHING_LOST:
             return True
-        if rescue is Rescue.LOST or self.world.stale:
+        if rescue is Rescue.LOST or self.world.superseded:
             return False
-        if self.row_is_full and self.progress.step >= self.intervals.total:
+        if self.must_roll_back and self.progress.step >= self.intervals.total:
             return False  # a restart at the last step could not warm up
         if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
             if self.step.moves_parameters:
                 self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
                                  "changes parameters, and a forward had begun")
                 return False
-            if not self.step.shut and not self.step.gate.acquire(
+            if not self.step.holds_boundary_lock and not self.step.boundary_lock.acquire(
                     timeout=self.world.launch.grace_s):
                 return False  # another thread saves, and ends the process
             self.step.buffers.put_back()
         return self._save_alone(noticed_s)
 
-    def survive_beside(self, *, lost: bool = True) -> bool:
-        """As `survive`, from another thread, while the main thread computes or is blocked.
+    def emergency_save_from_watchdog(self, *, lost: bool = True) -> bool:
+        """As `emergency_save`, from another thread, while the main thread computes or is blocked.
 
         Possible only inside a step before its update: only buffers have changed, and there are
         copies of them. Afterwards the main thread cannot update. On a GPU it copies on a separate
@@ -191,17 +191,17 @@ class Parts:
             lost: a peer is gone; otherwise the time to stop is used up.
 
         Returns:
-            Whether a save could be tried; `kept_beside` says whether it succeeded.
+            Whether a save could be tried; `saved_from_watchdog` says whether it succeeded.
         """
         noticed_s = time.perf_counter()
-        if (not self.checkpoint.overlap or self.step.buffers.strayed
-                or not self.step.gate.acquire(blocking=False)):
+        if (not self.checkpoint.overlap or self.step.buffers.was_reassigned
+                or not self.step.boundary_lock.acquire(blocking=False)):
             return False
         if lost and self.world.size > 1:
             self.log.event("lost-peer", failed_step=self.current_step)
-        with self.step.beside():
+        with self.step.side_stream():
             kept = {live.data_ptr(): copy for live, copy in self.step.buffers.pairs()}
-            self.kept_beside = self._save_alone(noticed_s, kept)
+            self.saved_from_watchdog = self._save_alone(noticed_s, kept)
         return True
 
     def _save_alone(
@@ -210,7 +210,7 @@ class Parts:
         self.checkpoint.abandon()
         step, began_s = self.progress.step, time.perf_counter()
         try:
-            if why := checkpointer.why_not(
+            if why := checkpointer.reason_not_to_save(
                 self.path / EVENTS, self.checkpoint.store, self.state,
                 left_s=self.world.launch.grace_s - (began_s - noticed_s),
                 generation=self.checkpoint.generation, interval=self.intervals.checkpoint,

@@ -16,12 +16,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.store import FULL, Store
+from trainer.checkpoint.store import DISK_FULL, Store
 from trainer.distributed.world import World
-from trainer.errors import UNFIT, AlreadyFinished, ConfigError, GaveUp
-from trainer.resilience.attempts import read_attempts, repeated, sentence
+from trainer.errors import PATH_ERRNOS, AlreadyFinished, ConfigError, GaveUp
+from trainer.resilience.attempts import failure_sentence, read_attempts, repeated_failures
 from trainer.storage.files import display_path, make_folder, read_json, replace_json
-from trainer.storage.jsonl import Mark, newest_step
+from trainer.storage.jsonl import MappedCounter, newest_step
 from trainer.storage.layout import (
     CHECKPOINTS,
     CONFIG,
@@ -38,19 +38,19 @@ from trainer.storage.layout import (
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, read_events
 
-FULL_S = 15.0
+DISK_FULL_WAIT_S = 15.0
 """Seconds that a restart waits for space on a full disk before the attempt fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Identity:
+class RunIdentity:
     """Id of the run in a folder, and the number of this attempt (0 is the first)."""
 
     run: str
     attempt: int
 
 
-def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
+def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdentity:
     """Collective. Determine the run's id, a new one for an empty folder, and the attempt's number.
 
     Raises:
@@ -69,18 +69,18 @@ def look(path: Path, world: World, log: Log, *, resume: str) -> Identity:
             steps = [info.step for info in Store(path / CHECKPOINTS).checkpoints()
                      if info.run == old["run"]]
             mine = {"run": old["run"], "attempt": old["attempt"], "step": max(steps, default=0)}
-    world.agree(error)
+    world.raise_on_all_ranks(error)
     # A node with its own disk may rejoin with an empty folder, or with a short run that it started
     # without the others. The run with the most steps is continued.
     seen = [record for record in world.gather_json(mine) if record is not None]
     if not seen:
-        return Identity(run=world.broadcast_json(secrets.token_hex(8)), attempt=0)
+        return RunIdentity(run=world.broadcast_json(secrets.token_hex(8)), attempt=0)
     run = max(seen, key=lambda record: record["step"])["run"]
     attempt = 1 + max(record["attempt"] for record in seen if record["run"] == run)
     if mine is not None and mine["run"] != run:
         log.warning(f"{display_path(path)} holds another run ({mine['run']}, step {mine['step']}) "
                     f"than the one being continued ({run}); its checkpoints are kept, but not used")
-    return Identity(run=run, attempt=attempt)
+    return RunIdentity(run=run, attempt=attempt)
 
 
 def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
@@ -88,7 +88,7 @@ def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]
     try:
         return read_json(path / IDENTITY) or _recovered_identity(path), None
     except OSError as problem:
-        if problem.errno not in UNFIT:
+        if problem.errno not in PATH_ERRNOS:
             raise
         return None, ConfigError(f"--run-dir {display_path(path)}: {problem}; choose a folder that "
                                  "can be read and written.")
@@ -136,12 +136,12 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     return lines
 
 
-def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log) -> None:
+def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> None:
     """Collective. Take the run folder's lock for this attempt, and open the event log.
 
     Rank 0 takes it first, then the first rank of each other node. On a shared folder that rank
     finds rank 0's lock. On a disk of its own it takes the lock there, and writes a full copy of the
-    run to it (`world.keeps_folder`).
+    run to it (`world.writes_run_dir`).
 
     Raises:
         ConfigError: the folder can't be written, or another run is active in it.
@@ -156,28 +156,28 @@ def enter(path: Path, identity: Identity, lock: RunLock, world: World, log: Log)
                 warning = _take(path, identity, lock, world, log)
             except (ConfigError, OSError) as problem:
                 error = problem
-        world.agree(error)
+        world.raise_on_all_ranks(error)
     log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if warning:
         log.warning(warning)
 
 
 def _take(
-    path: Path, identity: Identity, lock: RunLock, world: World, log: Log
+    path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log
 ) -> str | None:
     launch_id = _launch_id(world)
     elastic = world.launch.run_id is not None
     try:
         make_folder(path)
         warning = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
-        world.keeps_folder = lock.holds
+        world.writes_run_dir = lock.holds
         if lock.holds:
             _check_writable(path)
             mine = {**dataclasses.asdict(identity), "launch": launch_id}
             _when_not_full(lambda: replace_json(path / IDENTITY, mine),
-                           FULL_S if identity.attempt else 0.0, log)
+                           DISK_FULL_WAIT_S if identity.attempt else 0.0, log)
     except OSError as problem:
-        if identity.attempt and problem.errno not in UNFIT:
+        if identity.attempt and problem.errno not in PATH_ERRNOS:
             raise  # no configuration error, since earlier attempts could write; may be temporary
         raise ConfigError(
             f"--run-dir {display_path(path)}: {problem}; choose a folder that can be "
@@ -208,7 +208,7 @@ def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> No
         try:
             return write()
         except OSError as problem:
-            if problem.errno not in FULL or time.monotonic() - began_s >= patience_s:
+            if problem.errno not in DISK_FULL or time.monotonic() - began_s >= patience_s:
                 raise
             if not warned:
                 log.warning(f"{problem}; waiting up to {patience_s:g} s for free space")
@@ -216,7 +216,7 @@ def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> No
         time.sleep(0.2)
 
 
-def begin(path: Path, identity: Identity, world: World, log: Log, *, position: int, version: str,
+def begin(path: Path, identity: RunIdentity, world: World, log: Log, *, position: int, version: str,
           max_same_step: int) -> None:
     """Collective. Record the start of this attempt in the event log.
 
@@ -229,21 +229,21 @@ def begin(path: Path, identity: Identity, world: World, log: Log, *, position: i
         GaveUp: the previous attempts have failed that often at the same step.
     """
     error = None
-    reached = max(Mark.read(path / LAST_STEP), newest_step(path / METRICS)) if world.is_main else 0
+    reached = max(MappedCounter.read(path / LAST_STEP), newest_step(path / METRICS)) if world.is_main else 0
     if world.is_main and identity.attempt:
         before = read_attempts(read_events(path / EVENTS))
-        row = repeated(before, version=version)
+        row = repeated_failures(before, version=version)
         if len(row) >= max_same_step:
             first = next((a.cause for a in row if a.cause is not None), None)
             times = "1 time" if len(row) == 1 else f"{len(row)} times"
-            cause = "unknown; the process was killed" if first is None else sentence(first)
+            cause = "unknown; the process was killed" if first is None else failure_sentence(first)
             error = GaveUp(
                 f"gave up: step {row[0].failed_step} has failed {times} in a row "
                 f"(--restart.max-same-step {max_same_step}). Fix the cause; the same command then "
                 f"continues from step {position}. First cause: {cause}")
     log.event("start", world_size=world.size, pid=os.getpid(), launch=_launch_id(world),
               version=version, reached=reached)
-    world.agree(error)
+    world.raise_on_all_ranks(error)
 
 
 def _launch_id(world: World) -> str | None:

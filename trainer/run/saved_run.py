@@ -21,7 +21,7 @@ from trainer.checkpoint.train_state import EMA, MODEL
 from trainer.config import command_line
 from trainer.config.schema import Config
 from trainer.data import batch as batches
-from trainer.distributed.world import Launch, World
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.optim import precision
 from trainer.resilience.progress_marks import ProgressMarks
@@ -29,7 +29,7 @@ from trainer.run.build import evaluation_batch, loader_workers
 from trainer.run.evaluate import Evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
 from trainer.storage import files, layout, tensorfile
-from trainer.task import figures_of
+from trainer.task import task_figures
 
 TRIES = 5
 """Number of attempts to read a checkpoint: the run may prune it meanwhile."""
@@ -55,7 +55,7 @@ class Reader:
     task: Any
     world: World
     model: nn.Module
-    choice: precision.Choice
+    choice: precision.PrecisionPolicy
     weights: Weights
 
     def evaluator(self, split: str) -> Evaluator | None:
@@ -71,7 +71,7 @@ class Reader:
             rank=0, num_ranks=1, device=self.world.device,
             autocast=precision.autocast(self.choice, self.world.device),
             all_sum=self.world.all_sum, marks=ProgressMarks(), step=lambda: self.weights.step,
-            figures=figures_of(self.task),
+            figures=task_figures(self.task),
         )  # fmt: skip
 
     def fresh_model(self) -> nn.Module:
@@ -81,7 +81,7 @@ class Reader:
     @contextlib.contextmanager
     def evaluating(self, number: int) -> Iterator[None]:
         """Context in which batch `number` of an evaluation is computed."""
-        rng.key_generators(self.config.seed, rng.EVALUATE, number)
+        rng.seed_all(self.config.seed, rng.EVALUATE, number)
         with torch.no_grad(), precision.autocast(self.choice, self.world.device)():
             yield
 
@@ -102,7 +102,7 @@ def read(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> Reader
     threads = config.world.threads
     if threads == "auto":  # the number of threads changes bits
         threads = weights.facts.get("circumstances", {}).get("threads")
-    world = World.form(device=config.device, threads=threads, launch=Launch())
+    world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
     task = bind_seed(config.task, config.seed)
@@ -146,7 +146,7 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
             if checkpoint == "best" and not seen and product.is_file():
                 summary = files.read_json(run / layout.SUMMARY) or {}
                 step = summary.get("best", {}).get("step", 0)
-                return Weights(step, tensorfile.load(product), {}, {})
+                return Weights(step, tensorfile.load_tensors(product), {}, {})
             return _weights(store, checkpoint, averaged=averaged)
         except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
             tries -= 1
@@ -201,8 +201,8 @@ def _weights(store: Store, checkpoint: str, *, averaged: bool) -> Weights:
     info = store.verify(step)
     facts = json.loads((info.path / STATE).read_bytes())
     has_average = averaged and (info.path / EMA).is_file()
-    average = tensorfile.load(info.path / EMA) if has_average else {}
-    return Weights(info.step, tensorfile.load(info.path / MODEL), average, facts)
+    average = tensorfile.load_tensors(info.path / EMA) if has_average else {}
+    return Weights(info.step, tensorfile.load_tensors(info.path / MODEL), average, facts)
 
 
 @dataclass(frozen=True)

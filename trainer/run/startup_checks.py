@@ -8,17 +8,17 @@ from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sample_errors import SampleError
-from trainer.data.sampler import Slot
+from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import first_samples
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.world import World
-from trainer.errors import ConfigError, told_by
-from trainer.run.prepare import Work, content
-from trainer.task import uncalled
+from trainer.errors import ConfigError, from_rank
+from trainer.run.prepare import Setup, content
+from trainer.task import uncalled_methods
 from trainer.telemetry.events import Log
 
 
-def check_data(work: Work, world: World) -> None:
+def check_data(work: Setup, world: World) -> None:
     """Collective. Check that all ranks have the same data sets: the trainer shards them itself.
 
     Raises:
@@ -28,18 +28,18 @@ def check_data(work: Work, world: World) -> None:
     for rank, found in enumerate(everywhere):
         for split, what in found.items():
             if what != everywhere[0][split]:
-                raise told_by(0, ConfigError(
+                raise from_rank(0, ConfigError(
                     f'--task: dataset("{split}") on rank {rank} ({what}) differs from that on '
                     f"rank 0 ({everywhere[0][split]}); return the same data on each rank: the "
                     "trainer shards the samples itself, so do not split them by RANK, take random "
                     "choices from the seed, and sort what comes from a set or a folder listing."))
 
 
-def check_weights(work: Work, world: World, log: Log) -> None:
+def check_weights(work: Setup, world: World, log: Log) -> None:
     """Collective. Warn of unused methods of the task, of trainable parameters outside of all
     groups, and of initial weights that differ between ranks (which then use those of rank 0)."""
     model = work.model
-    if unused := uncalled(work.task):
+    if unused := uncalled_methods(work.task):
         log.announce(unused)
     taken = {p for group in work.optimizer.param_groups for p in group["params"]}
     omitted = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
@@ -58,11 +58,11 @@ def check_weights(work: Work, world: World, log: Log) -> None:
             "weights; draw from torch's default generators")
 
 
-def check_reading(work: Work, log: Log, seed: int) -> None:
+def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> None:
     """Warn if training samples differ when they are read again under the same key."""
     dataset = work.data["train"]
     if isinstance(dataset, IterableDataset):
-        rng.key_generators(seed, rng.DATA)
+        rng.seed_all(seed, rng.DATA)
         fresh = work.task.dataset("train")  # reading may advance the stream used for training
         one, other = ([content(sample) for sample in first_samples(
             fresh, lanes=work.plan.global_size // work.plan.micro_size, count=2, seed=seed)]
@@ -76,7 +76,7 @@ def check_reading(work: Work, log: Log, seed: int) -> None:
         names, read, drawn = ", ".join(map(str, indices)), [], []
         try:
             for epoch in (0, 1, 0):
-                read.append([content(reader[Slot(1, epoch, 0, True, indices)].batch)])
+                read.append([content(reader[MicroBatchSpec(1, epoch, 0, True, indices)].batch)])
                 drawn.append(rng.digest(rng.snapshot()))
         except SampleError:
             return  # reported when training reads them

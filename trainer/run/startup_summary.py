@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.restore import Found
+from trainer.checkpoint.restore import CheckpointRef
 from trainer.config import compatibility
 from trainer.config.schema import Config
 from trainer.distributed.world import World
@@ -21,7 +21,7 @@ def card_lines(
     """Return the lines of the summary.
 
     Args:
-        card: `Work.card` with the precision.
+        card: `Setup.card` with the precision.
         path: the run folder.
     """
     trained = card["parameters"] - card["frozen_weights"]
@@ -83,8 +83,8 @@ def doubts(
 
 
 def announce(
-    log: Log, lines: Sequence[str], warnings: Sequence[str], found: Found | None,
-    verdict: compatibility.Verdict, path: Path,
+    log: Log, lines: Sequence[str], warnings: Sequence[str], found: CheckpointRef | None,
+    verdict: compatibility.ResumeDecision, path: Path,
 ) -> None:  # fmt: skip
     """Log the summary, the warnings, and whether the run is new or continues.
 

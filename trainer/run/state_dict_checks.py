@@ -47,7 +47,7 @@ def check(model: nn.Module) -> None:
                 "states may rename and omit tensors, but not convert them: make it a buffer "
                 "(register_buffer with a tensor).")
         try:
-            next(tensorfile.chunks({name: value}))
+            next(tensorfile.serialize({name: value}))
         except TypeError as error:
             raise ConfigError(f"--task: the model's {error}, so a checkpoint cannot hold it; use "
                               "another dtype (two real parts for a complex one).") from None

@@ -5,19 +5,19 @@ from __future__ import annotations
 from typing import NoReturn
 
 from trainer.errors import StopRequested
-from trainer.run.bad_steps import ranks_agree
-from trainer.run.finish import choose_best
-from trainer.run.run import Parts
+from trainer.run.bad_steps import replicas_match
+from trainer.run.finish import update_best
+from trainer.run.run import Run
 from trainer.telemetry.metrics import validation_line
 from trainer.telemetry.status import Phase
 
 
-def validate(run: Parts) -> None:
+def validate(run: Run) -> None:
     """Collective. Validate, and save the weights if they are the best so far."""
     if run.validate is None:
         return
     run.status.enter(Phase.EVALUATE)
-    with run.world.patient():
+    with run.world.long_timeout():
         scores = run.validate()
     if scores is None:
         stop(run)  # a resumed run starts with this validation
@@ -27,14 +27,14 @@ def validate(run: Parts) -> None:
     run.metrics.validation(line)
     run.progress.validated = step
     run.state.schedule.validated(line)
-    if choose_best(run.config.eval.best, run.state.best, line, step, run.config.eval.min_delta):
+    if update_best(run.config.eval.best, run.state.best, line, step, run.config.eval.min_delta):
         run.checkpoint.save("best")
     run.draw()
 
 
-def stop(run: Parts) -> NoReturn:
+def stop(run: Run) -> NoReturn:
     """Collective. Save this step boundary, and raise StopRequested."""
-    ranks_agree(run)
+    replicas_match(run)
     run.status.enter(Phase.STOP)
     run.checkpoint.save("stop")
     run.checkpoint.settle()

@@ -12,32 +12,32 @@ from torch import Tensor, nn
 
 from trainer.data import batch as batches
 from trainer.data.loader import Loader
-from trainer.data.map_dataset import Micro
+from trainer.data.map_dataset import MicroBatch
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm
 from trainer.distributed.world import World
-from trainer.errors import ConfigError, told_by
-from trainer.optim.optimizers import unfit_for_sparse
+from trainer.errors import ConfigError, from_rank
+from trainer.optim.optimizers import sparse_gradient_problem
 from trainer.run import hidden_state, memory
 from trainer.run.finish import best_rule
-from trainer.run.run import Parts
+from trainer.run.run import Run
 from trainer.step import Step
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 
 
-def start(run: Parts) -> None:
+def start(run: Run) -> None:
     """Collective. Warm up, then restore the checkpoint from which the run continues."""
     if run.progress.step < run.intervals.total:
         run.status.enter(Phase.WARM_UP)
-        with run.world.patient():
+        with run.world.long_timeout():
             run.memory.activations_mb = warm_up(
-                run.step, run.loader, run.world, run.log, run.state.check_form,
+                run.step, run.loader, run.world, run.log, run.state.check_structure,
                 first=run.found is None,
                 find_unused=run.config.parallel.find_unused == "on")
         run.checkpoint.overlap = not run.step.moves_parameters
         figures = [] if run.validate is None else run.validate.figures
-        metrics = [f"val_{name}" for name in (*(run.step.objective.tally.names or ()), *figures)]
+        metrics = [f"val_{name}" for name in (*(run.step.objective.accumulator.names or ()), *figures)]
         best_rule(run.config.eval.best, ["val_loss", *metrics])  # fails now, not an epoch later
         run.state.schedule.check_metric(["val_loss", *metrics])
     if run.found is not None:
@@ -48,13 +48,13 @@ def start(run: Parts) -> None:
             run.draw(again=False)  # it may have been lost with rank 0
     run.log.info(run.memory.summary_line(run.state.model, run.state.optimizer))
     if run.step.own_update:
-        hidden_state.watch(run.step.optimizer, run.state.names(), run.log)
+        hidden_state.watch_optimizer(run.step.optimizer, run.state.names(), run.log)
     run.state.key_rng(run.world.rank)
-    run.spare_updates()
+    run.defer_worker_death_signals()
 
 
 def warm_up(
-    step: Step, loader: Loader, world: World, log: Log, check_form: Callable[[], None], *,
+    step: Step, loader: Loader, world: World, log: Log, check_structure: Callable[[], None], *,
     find_unused: bool = False, first: bool = False,
 ) -> float | None:
     """Collective. Compute one synchronised forward and backward of the first real micro-batch.
@@ -65,11 +65,11 @@ def warm_up(
     Buffers and gradients are restored afterwards.
 
     The warm-up also finds facts about the model: whether the loss changes its batch
-    (`step.in_place`), which buffers the forward changes, and whether it changes parameters
+    (`step.mutates_batch`), which buffers the forward changes, and whether it changes parameters
     (`step.moves_parameters`).
 
     Args:
-        check_form: raises if the forward has changed the names or shapes of the model's state.
+        check_structure: raises if the forward has changed the names or shapes of the model's state.
         find_unused: parameters may have no gradient.
         first: nothing has been trained yet: each rank computes the micro-batch once more before,
             without synchronisation (see `rehearse`).
@@ -79,23 +79,23 @@ def warm_up(
 
     Raises:
         ConfigError: the reduction or the optimizer does not support the model, or see
-            `check_form`.
+            `check_structure`.
     """
     step.buffers.keep()
     before = checksums(step.model.parameters())
     versions = [p._version for p in step.model.parameters()]
     micro = _copied(loader.peek())
-    slot = dataclasses.replace(micro.slot, last=True)
+    spec = dataclasses.replace(micro.spec, last=True)
     canonical = step.reduction is not iter
-    seen = rehearse(step, world, _copied(micro), check_form,
+    seen = rehearse(step, world, _copied(micro), check_structure,
                     allow_unused=find_unused or canonical) if first else None
-    with counted(step.parameters if canonical else ()) as times:
+    with count_accumulations(step.parameters if canonical else ()) as times:
         activations = memory.activations(
             step.model, lambda: step.forward_backward(
-                dataclasses.replace(micro, slot=slot), rehearsal=True), step.buffers.put_back)
-    step.in_place = any(t._version for t in batches.tensors(micro.batch))
-    step.buffers.bring_home()
-    check_form()
+                dataclasses.replace(micro, spec=spec), rehearsal=True), step.buffers.put_back)
+    step.mutates_batch = any(t._version for t in batches.tensors(micro.batch))
+    step.buffers.restore_storage()
+    check_structure()
     _check_gradients(step, world, micro, times, find_unused=find_unused)
     step.objective.take_sums(world.size)
     step.communication.forget()
@@ -106,13 +106,13 @@ def warm_up(
     _find_changed_parameters(step, world, before, versions)
     if not step.moves_parameters and seen is not None and (
             torch.are_deterministic_algorithms_enabled()) and (
-            why := hidden_state.told(seen, hidden_state.Seen.of(step))):
+            why := hidden_state.describe_hidden_state(seen, hidden_state.ForwardObservation.of(step))):
         log.announce(why)
     return activations
 
 
 def _check_gradients(
-    step: Step, world: World, micro: Micro, times: Mapping[Tensor, int], *, find_unused: bool
+    step: Step, world: World, micro: MicroBatch, times: Mapping[Tensor, int], *, find_unused: bool
 ) -> None:
     """Collective. Check that reduction and optimizer support the gradients of the warm-up.
 
@@ -121,21 +121,21 @@ def _check_gradients(
     """
     canonical = step.reduction is not iter
     if canonical:
-        refuse_parts(step, world, times)
+        refuse_partial_gradients(step, world, times)
     refuse_sparse(step, world)
     if (world.size > 1 or canonical) and not find_unused:
         # The canonical reduction ignores an empty micro-batch: its gradients may be missing.
-        refuse_unused(step, world, looked=not (canonical and micro.slot.number < 0))
+        refuse_unused(step, world, looked=not (canonical and micro.spec.number < 0))
 
 
 def _find_changed_buffers(step: Step, world: World, log: Log) -> None:
     """Collective. Set in `step` which buffers the forward changes; warn of non-persistent ones."""
-    step.kept_equal = changed = buffers_moved(step, world)
-    step.moving = moving_buffers(step, world, changed)
+    step.replicated_buffers = changed = find_changed_buffers(step, world)
+    step.local_buffers = find_local_buffers(step, world, changed)
     step.buffers.watch(changed)
     if world.rank == world.size - 1:  # unshared buffers are taken from this rank
-        step.objective.spoilt = step.buffers.spoilt
-    if lost := forgotten_buffers(step):
+        step.objective.nonfinite = step.buffers.nonfinite
+    if lost := find_changed_nonpersistent_buffers(step):
         log.announce(f"the model's forward changes {_listed(lost)}, registered with "
                      "persistent=False, so no checkpoint holds it: unless it is only a cache, a "
                      "restart gives other bits")
@@ -157,34 +157,34 @@ def _find_changed_parameters(
     moved = world.all_sum(((after != before).cpu() | written).double())
     step.moves_parameters = bool(moved.any())
     if step.reduction is not iter:
-        refuse_moved(step, moved.tolist())
+        refuse_changed_parameters(step, moved.tolist())
     if step.moves_parameters:
-        refuse_parting(step, world, after.tolist())
+        refuse_diverging_parameters(step, world, after.tolist())
 
 
 def rehearse(
-    step: Step, world: World, micro: Micro, check_form: Callable[[], None], *, allow_unused: bool
-) -> hidden_state.Seen:
+    step: Step, world: World, micro: MicroBatch, check_structure: Callable[[], None], *, allow_unused: bool
+) -> hidden_state.ForwardObservation:
     """Collective. Compute a forward and backward without synchronisation.
 
     It finds parameters that only some ranks use: DDP would wait forever for their gradients.
 
     Raises:
-        ConfigError: see `refuse_unused`, or `check_form` of `warm_up`.
+        ConfigError: see `refuse_unused`, or `check_structure` of `warm_up`.
     """
-    slot = dataclasses.replace(micro.slot, last=False)
-    step.forward_backward(dataclasses.replace(micro, slot=slot), rehearsal=True)
-    step.buffers.bring_home()
-    check_form()
+    spec = dataclasses.replace(micro.spec, last=False)
+    step.forward_backward(dataclasses.replace(micro, spec=spec), rehearsal=True)
+    step.buffers.restore_storage()
+    check_structure()
     if world.size > 1 and not allow_unused:
         refuse_unused(step, world)
-    step.objective.tally.take()
+    step.objective.accumulator.take()
     step.buffers.put_back()
     step.optimizer.zero_grad(set_to_none=True)
-    return hidden_state.Seen.of(step)
+    return hidden_state.ForwardObservation.of(step)
 
 
-def _copied(micro: Micro) -> Micro:
+def _copied(micro: MicroBatch) -> MicroBatch:
     """Copy the batch: a loss may change it in place, and training uses it again."""
     return dataclasses.replace(micro, batch=batches.copy_of(micro.batch))
 
@@ -205,14 +205,14 @@ def refuse_unused(step: Step, world: World, *, looked: bool = True) -> None:
             if looked and p.requires_grad and p.grad is None]
     unused = sorted({name for names in world.gather_json(mine) for name in names})
     if unused:
-        raise told_by(0, ConfigError(
+        raise from_rank(0, ConfigError(
             f"--task: the loss of the first batch does not depend on the trainable parameters "
             f"{_listed(unused)}; freeze them (requires_grad_(False)), use them, or set "
             "--parallel.find-unused on."))
 
 
 @contextlib.contextmanager
-def counted(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
+def count_accumulations(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
     """Count how often a backward inside adds to each parameter's gradient."""
     times = Counter[Tensor]()
 
@@ -227,7 +227,7 @@ def counted(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor]]:
             hook.remove()
 
 
-def refuse_parts(step: Step, world: World, times: Mapping[Tensor, int]) -> None:
+def refuse_partial_gradients(step: Step, world: World, times: Mapping[Tensor, int]) -> None:
     """Collective. Refuse gradients that backward accumulates in several parts.
 
     The canonical reduction needs each micro-batch's gradient as one sum: parts of it would be
@@ -240,7 +240,7 @@ def refuse_parts(step: Step, world: World, times: Mapping[Tensor, int]) -> None:
             if times.get(p, 0) > 1 or (p.grad is not None and p.grad.layout != torch.strided)]
     parts = sorted({name for names in world.gather_json(mine) for name in names})
     if parts:
-        raise told_by(0, ConfigError(
+        raise from_rank(0, ConfigError(
             f"--parallel.reduction canonical: the gradients of {_listed(parts)} come in parts, so "
             "their sum would depend on the number of ranks: they are sparse (use sparse=False), or "
             "a nested backward adds to them too (use use_reentrant=False in checkpoint()). "
@@ -257,12 +257,12 @@ def refuse_sparse(step: Step, world: World) -> None:
     for name, parameter in step.model.named_parameters():
         if parameter.grad is not None:
             (dense if parameter.grad.layout == torch.strided else sparse)[parameter] = name
-    problem = unfit_for_sparse(step.optimizer, step.clip, sparse, dense)
+    problem = sparse_gradient_problem(step.optimizer, step.clip, sparse, dense)
     if why := next(filter(None, world.gather_json(problem)), ""):
-        raise told_by(0, ConfigError(f"{why}."))
+        raise from_rank(0, ConfigError(f"{why}."))
 
 
-def refuse_moved(step: Step, moved: list[float]) -> None:
+def refuse_changed_parameters(step: Step, moved: list[float]) -> None:
     """Refuse a forward that changes parameters, for the canonical reduction.
 
     The forward would change them once per micro-batch of its rank, so they would depend on the
@@ -276,13 +276,13 @@ def refuse_moved(step: Step, moved: list[float]) -> None:
     """
     names = [n for (n, _), m in zip(step.model.named_parameters(), moved, strict=True) if m]
     if names:
-        raise told_by(0, ConfigError(
+        raise from_rank(0, ConfigError(
             "--parallel.reduction canonical: the model's forward changes the parameters "
             f"{_listed(names)}, so they would depend on the number of ranks; make them buffers "
             "(register_buffer), or use --parallel.reduction ddp."))
 
 
-def refuse_parting(step: Step, world: World, sums: list[int]) -> None:
+def refuse_diverging_parameters(step: Step, world: World, sums: list[int]) -> None:
     """Collective. Refuse a forward that changes parameters differently on each rank.
 
     Args:
@@ -295,14 +295,14 @@ def refuse_parting(step: Step, world: World, sums: list[int]) -> None:
     names = [n for (n, _), *values in zip(step.model.named_parameters(), *everywhere, strict=True)
              if len(set(values)) > 1]
     if names:
-        raise told_by(0, ConfigError(
+        raise from_rank(0, ConfigError(
             f"--task: the model's forward changes the parameters {_listed(names)} differently on "
             "each rank, because it depends on the samples (as max_norm of an Embedding does, and "
             "an initialisation by the first batch); do not change parameters in the forward, make "
             "them buffers, or train with one rank."))
 
 
-def buffers_moved(step: Step, world: World) -> frozenset[Tensor]:
+def find_changed_buffers(step: Step, world: World) -> frozenset[Tensor]:
     """Collective. Buffers that the forward has just changed on some rank."""
     moved = torch.tensor([float(torch.any(a != b)) for a, b in step.buffers.pairs()])
     world.all_sum(moved)
@@ -310,7 +310,7 @@ def buffers_moved(step: Step, world: World) -> frozenset[Tensor]:
     return frozenset(b for b, m in zip(live, moved.tolist(), strict=True) if m)
 
 
-def moving_buffers(step: Step, world: World, moved: Container[Tensor]) -> list[Tensor]:
+def find_local_buffers(step: Step, world: World, moved: Container[Tensor]) -> list[Tensor]:
     """Changed buffers that neither a synchronised batch norm nor the reduction keeps equal on all
     ranks."""
     if world.size == 1:
@@ -322,7 +322,7 @@ def moving_buffers(step: Step, world: World, moved: Container[Tensor]) -> list[T
             if b in moved and id(b) not in shared and b not in step.shared]
 
 
-def forgotten_buffers(step: Step) -> list[str]:
+def find_changed_nonpersistent_buffers(step: Step) -> list[str]:
     """Names of the buffers that the forward has just changed and that the state dict omits."""
     moved = {id(live) for live, kept in step.buffers.pairs() if bool(torch.any(live != kept))}
     held = {id(tensor) for tensor in step.model.state_dict(keep_vars=True).values()}

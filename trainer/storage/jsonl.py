@@ -19,7 +19,7 @@ TAIL_BYTES = 1 << 16
 """Bytes read from the end of a file to find its last records: far more than one record."""
 
 
-class Mark:
+class MappedCounter:
     """A memory-mapped counter file that survives the death of the process.
 
     An update costs one store to memory and no system call. The file's block is allocated before
@@ -184,7 +184,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
     Truncated lines, and lines that aren't JSON objects, are skipped.
     """
-    return _parse_records(path.read_bytes()) if path.exists() else []
+    return parse_records(path.read_bytes()) if path.exists() else []
 
 
 def newest_step(path: Path) -> int:
@@ -192,13 +192,13 @@ def newest_step(path: Path) -> int:
     try:
         with path.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            found = _parse_records(file.read())
+            found = parse_records(file.read())
     except OSError:
         return 0
     return max((s for r in found if isinstance(s := r.get("step"), int)), default=0)
 
 
-def _parse_records(data: bytes) -> list[dict[str, Any]]:
+def parse_records(data: bytes) -> list[dict[str, Any]]:
     found = []
     for line in data.splitlines():
         with contextlib.suppress(ValueError):

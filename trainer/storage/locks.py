@@ -96,7 +96,7 @@ class ByteLocks:
                 self._fd = None
 
 
-def let_go(path: Path) -> None:
+def release_locks(path: Path) -> None:
     """Release all locks of this process on a file, of all instances.
 
     Closing any descriptor of the file does that. A file that can't be opened holds no locks of
@@ -206,10 +206,10 @@ class RunLock:
             StaleAttempt: see `check`.
         """
         with self._brief_lock():
-            self.look()
+            self.check_without_waiting()
             yield
 
-    def look(self) -> None:
+    def check_without_waiting(self) -> None:
         """As `check`, but without taking a lock: never waits, costs 10 µs.
 
         Raises:
@@ -261,7 +261,7 @@ class RunLock:
         return False
 
 
-def is_at_work(path: Path) -> bool:
+def owner_is_alive(path: Path) -> bool:
     """Whether the owner of a lock file is alive; takes no lock. Linux only, False elsewhere.
 
     Don't call it in a process that has a `RunLock` of the same file: the process would lose its

@@ -24,7 +24,7 @@ _NAMES = {
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
+def serialize(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
     """Yield the bytes of a safetensors file, header first.
 
     numpy makes non-contiguous tensors contiguous. Called from the writer thread, torch would start
@@ -55,12 +55,12 @@ def chunks(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
             yield memoryview(np.ascontiguousarray(bits))  # type: ignore[arg-type]
 
 
-def size(tensors: Mapping[str, Tensor]) -> int:
+def data_size(tensors: Mapping[str, Tensor]) -> int:
     """Bytes of the tensors' data, without the header."""
     return sum(t.numel() * t.element_size() for t in tensors.values())
 
 
-def load(path: Path) -> dict[str, Tensor]:
+def load_tensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors file into memory (not memory-mapped)."""
     from safetensors.torch import load_file
 
@@ -72,7 +72,7 @@ def describe(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
     return {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
 
 
-def blank(description: Mapping[str, list[object]]) -> dict[str, Tensor]:
+def empty_tensors(description: Mapping[str, list[object]]) -> dict[str, Tensor]:
     """Uninitialized tensors of the dtypes and shapes that `describe` returned."""
     return {
         name: torch.empty(shape, dtype=getattr(torch, str(dtype)))  # type: ignore[call-overload]

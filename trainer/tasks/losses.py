@@ -31,7 +31,7 @@ _ENOUGH = 32
 """Number of values from which "all between 0 and 1" is taken as a sigmoid: by chance 1 in 2^32."""
 
 
-def look_classes(
+def check_class_targets(
     output: Tensor, target: Tensor, weight: Sequence[float] | None, ignore_index: int | None
 ) -> None:
     """Raise ConfigError unless these are logits NxCx… with class numbers Nx… or probabilities."""
@@ -71,10 +71,10 @@ def look_classes(
                           "number by ignore_index.")
 
 
-def look_binary(name: str, output: Tensor, target: Tensor) -> None:
+def check_binary_targets(name: str, output: Tensor, target: Tensor) -> None:
     """Raise ConfigError unless these are logits with targets from 0 to 1 of the same shape."""
     refuse_activated(name, output, ("Sigmoid", "Softmax", "LogSoftmax", "LogSigmoid"))
-    same_shape(name, output, target)
+    check_same_shape(name, output, target)
     if not target.is_floating_point():
         raise ConfigError(f"{name}: the target is {target.dtype}; torch needs floats from 0 to 1: "
                           "target.float().")
@@ -84,7 +84,7 @@ def look_binary(name: str, output: Tensor, target: Tensor) -> None:
                           "numbers use cross-entropy; convert -1 and 1 by (target + 1) / 2.")
 
 
-def same_shape(name: str, output: Tensor, target: Tensor) -> None:
+def check_same_shape(name: str, output: Tensor, target: Tensor) -> None:
     """Raise ConfigError if the shapes differ: torch would broadcast them."""
     if output.shape != target.shape:
         one, other = tuple(output.shape), tuple(target.shape)
@@ -132,7 +132,7 @@ def _compiled(output: Tensor) -> bool:
     return output.grad_fn is None or _made_by(output).startswith("CompiledFunction")
 
 
-Pair = tuple[Tensor, Tensor | float]
+SumAndCount = tuple[Tensor, Tensor | float]
 
 
 @dataclass(frozen=True)
@@ -169,9 +169,9 @@ class CrossEntropy(Loss):
         if not 0 <= self.label_smoothing <= 1:
             raise ConfigError(f"label_smoothing is {self.label_smoothing}; use 0 to 1.")
 
-    def __call__(self, output: Tensor, target: Tensor) -> Pair:
+    def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
-            look_classes(output, target, self.weight, self.ignore_index)
+            check_class_targets(output, target, self.weight, self.ignore_index)
         weight = _constant(self.weight, output)
         ignored = -100 if self.ignore_index is None else self.ignore_index
         total = nn.CrossEntropyLoss(weight, reduction="sum", ignore_index=ignored,
@@ -197,9 +197,9 @@ class BCE(Loss):
 
     pos_weight: tuple[float, ...] | None = None
 
-    def __call__(self, output: Tensor, target: Tensor) -> Pair:
+    def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
-            look_binary("bce", output, target)
+            check_binary_targets("bce", output, target)
         weight = _constant(self.pos_weight, output)
         if weight is not None and output.dim() > 2:
             weight = weight.reshape(-1, *[1] * (output.dim() - 2))  # along the channels
@@ -211,9 +211,9 @@ class BCE(Loss):
 class MSE(Loss):
     """`nn.MSELoss`: output and target of the same shape."""
 
-    def __call__(self, output: Tensor, target: Tensor) -> Pair:
+    def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
-            same_shape("mse", output, target)
+            check_same_shape("mse", output, target)
         return nn.MSELoss(reduction="sum")(output, target.to(output.dtype)), output.numel()
 
 
@@ -231,9 +231,9 @@ class Huber(Loss):
         if not self.delta > 0:
             raise ConfigError(f"delta is {self.delta}; use more than 0.")
 
-    def __call__(self, output: Tensor, target: Tensor) -> Pair:
+    def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
-            same_shape("huber", output, target)
+            check_same_shape("huber", output, target)
         loss = nn.HuberLoss(reduction="sum", delta=self.delta)
         return loss(output, target.to(output.dtype)), output.numel()
 
@@ -249,10 +249,10 @@ class MarginRanking(Loss):
 
     margin: float = 0.0
 
-    def __call__(self, first: Tensor, second: Tensor, order: Tensor) -> Pair:
+    def __call__(self, first: Tensor, second: Tensor, order: Tensor) -> SumAndCount:
         if self._first(first):
             for other in (second, order):
-                same_shape("margin-ranking", first, other)
+                check_same_shape("margin-ranking", first, other)
             if not bool((order.abs() == 1).all()):
                 raise ConfigError("margin-ranking: the order has values other than 1 (the first "
                                   "should be higher) and -1; convert 0 and 1 by 2 * order - 1.")
@@ -277,9 +277,9 @@ class KL(Loss):
         if not self.temperature > 0:
             raise ConfigError(f"temperature is {self.temperature}; use more than 0.")
 
-    def __call__(self, output: Tensor, teacher: Tensor) -> Pair:
+    def __call__(self, output: Tensor, teacher: Tensor) -> SumAndCount:
         if self._first(output):
-            same_shape("kl", output, teacher)
+            check_same_shape("kl", output, teacher)
             for logits in (output, teacher):
                 refuse_activated("kl", logits, ("Softmax", "Sigmoid"), softmax_dim=1)
             if teacher.requires_grad:
@@ -311,9 +311,9 @@ class DiceBCE(Loss):
         if not 0 <= self.dice <= 1:
             raise ConfigError(f"dice is {self.dice}; use 0 to 1.")
 
-    def __call__(self, output: Tensor, target: Tensor) -> Pair:
+    def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
-            look_binary("dice+bce", output, target)
+            check_binary_targets("dice+bce", output, target)
         pixels = tuple(range(2, output.dim()))
         predicted = output.sigmoid()
         intersection = (predicted * target).sum(pixels)

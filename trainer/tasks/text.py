@@ -67,12 +67,12 @@ class PieceStream(IterableDataset):
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return self.lane(0, 1)
 
-    def lane(self, number: int, lanes: int) -> Reader:
+    def lane(self, number: int, lanes: int) -> PieceReader:
         """The pieces of lane `number`."""
-        return Reader(self.pieces, block(len(self.pieces), number, lanes))
+        return PieceReader(self.pieces, block(len(self.pieces), number, lanes))
 
 
-class Reader(Iterator[tuple[Tensor, Tensor]]):
+class PieceReader(Iterator[tuple[Tensor, Tensor]]):
     """Iterator over pieces, with a position that can be saved and restored."""
 
     def __init__(self, pieces: Pieces, numbers: range) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from trainer.storage.files import replace_text
-from trainer.storage.jsonl import AppendFile, Mark, read_records
+from trainer.storage.jsonl import AppendFile, MappedCounter, read_records
 from trainer.storage.layout import LAST_STEP
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ class Metrics:
         self.recent: list[dict[str, Any]] = []
         """Lines since the last checkpoint, oldest first."""
         self._file: AppendFile | None = None
-        self._mark: Mark | None = None
+        self._mark: MappedCounter | None = None
         self._lock = threading.Lock()  # the thread that writes a save calls `sync`
         self._unwritten: list[dict[str, Any]] = []
         self._written_s = -math.inf
@@ -146,7 +146,7 @@ class Metrics:
         replace_text(path, "".join(encode(line) + "\n" for line in kept))
         self._file, self._sinks = AppendFile(path), list(sinks)
         last = max((line["step"] for line in kept), default=0)
-        self._mark = Mark(path.with_name(LAST_STEP), last)
+        self._mark = MappedCounter(path.with_name(LAST_STEP), last)
         for line in unshown:
             self._show(line, {})
 
@@ -186,10 +186,10 @@ class Metrics:
         """
         data, self._waited_s = waited_s - self._waited_s, waited_s
         waits = result.communication_s
-        compute = (result.seconds - data - result.held_s if result.device_s is None
+        compute = (result.seconds - data - result.save_stall_s if result.device_s is None
                    else result.device_s) - waits
         times = {"step": result.seconds, "data": data, "compute": max(0.0, compute),
-                 "communication": waits, "held": result.held_s}
+                 "communication": waits, "held": result.save_stall_s}
         self._record(step_line(result), dict(times))  # a copy: a sink of the user may change it
         return times
 

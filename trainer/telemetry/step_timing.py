@@ -103,19 +103,19 @@ class Timing:
         self._began_s, self._last = self._clock(), self._now()
         self._next_s = self._began_s + EVERY_S
 
-    def add(self, step: int, times: Mapping[str, float], *, samples: int, held_s: float) -> None:
+    def add(self, step: int, times: Mapping[str, float], *, samples: int, save_stall_s: float) -> None:
         """Add the times of a step.
 
         Args:
             times: seconds, from `Metrics.step`.
-            held_s: seconds for which saves have held up this rank between steps so far.
+            save_stall_s: seconds for which saves have held up this rank between steps so far.
         """
         sums = self._sums
         for part, seconds in times.items():
             sums[part] += seconds
         self._count += 1
         self._samples += samples
-        self._step, self._held_s = step, held_s
+        self._step, self._held_s = step, save_stall_s
         if self._count % self._stride:
             return
         mark, marks = self._mark(), self._marks

@@ -25,7 +25,7 @@ from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
 
 
-def trace(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+def trace_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
     """Trace a model with the inputs that the task's loss passes to it for this batch.
 
     The model, its mode and the random generators are not changed.

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.commands.report.charts import DARK, LIGHT, Plot, span, style
 from trainer.commands.report.figures import happenings, whose
 from trainer.commands.report.history import History, flat
-from trainer.resilience.attempts import sentence
+from trainer.resilience.attempts import failure_sentence
 
 MOST = 100
 """Largest number of events, and of attempts, on the page."""
@@ -190,7 +190,7 @@ def _attempts(run: History, *, several: bool) -> str:
         body += _row([str(a.number), str(a.world_size), f"{a.start_step:,} – {a.end_step:,}",
                       span(passage.over - passage.begun), a.end])
         if a.cause is not None:
-            body += f"<tr class=more><td></td><td colspan=4>{_text(sentence(a.cause))}</td></tr>"
+            body += f"<tr class=more><td></td><td colspan=4>{_text(failure_sentence(a.cause))}</td></tr>"
     head = _row(["attempt", "ranks", "steps", "took", "ended"], "th")
     return _table(f"Attempts{_of(run, several)}", head, body, wide=True)
 
