@@ -140,7 +140,7 @@ def test_a_hung_rank_is_named_and_killed_in_each_phase(
         assert (hang["at_phase"] or hang["saving"]) == fault["at_phase"]
         assert hang["at_step"] == fault["at_step"]
         stacks = run.stacks(fault["attempt"], fault["rank"])
-        assert "faults.py" in stacks
+        assert "fault_injection.py" in stacks
         assert "Thread MainThread" in stacks
         assert "waits for other ranks" in run.stacks(fault["attempt"], 1 - fault["rank"])
     runs["straight"].end()
