@@ -168,11 +168,11 @@ class Chaos:
 
 def _unlike(reference: Path, run: Path) -> list[str]:
     """The first differences."""
-    from trainer.commands.compare import Unreadable, differences
+    from trainer.commands.compare import RunUnreadable, differences
 
     try:
         return list(itertools.islice(differences(reference, run), MOST_SHOWN))
-    except Unreadable as problem:
+    except RunUnreadable as problem:
         return [str(problem)]
 
 

@@ -52,7 +52,7 @@ def ours(workers: int) -> Contestant:
 
     from trainer.data.loader import Loader, SampledSource
     from trainer.data.map_dataset import KeyedSamples
-    from trainer.data.sampler import MicroBatchSampler, BatchPlan
+    from trainer.data.sampler import BatchPlan, MicroBatchSampler
     from trainer.resilience.progress_marks import ProgressMarks
     from trainer.tasks.images import Images
     from trainer.telemetry.events import Log
@@ -60,7 +60,7 @@ def ours(workers: int) -> Contestant:
     data = Images().dataset("train")
     assert data is not None
     plan = BatchPlan(samples=len(data), global_size=MICRO * MICRO_BATCHES, micro_size=MICRO,
-                drop_last=True)
+                     drop_last=True)
     sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=0, shuffle=True, position=0,
                                 total_steps=ENDLESS)
     cpu = torch.device("cpu")

@@ -13,13 +13,13 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
 
-from trainer.telemetry.std_streams import quiet_pipe
+from trainer.telemetry.std_streams import quiet_broken_pipe
 
 
 def finish(main: Callable[[], int | None]) -> NoReturn:
     """Run a benchmark's command, and leave with its exit code; with no word where nobody reads what
     it prints any more (`| head`)."""
-    with quiet_pipe():
+    with quiet_broken_pipe():
         code = main()
     sys.exit(code)
 

@@ -38,7 +38,7 @@ def make_subject(megabytes: float) -> Subject:
     import torch
     from torch import nn
 
-    from trainer.checkpoint.progress import BestTracker, ScheduleLengths, LossMeter, TrainProgress
+    from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
     from trainer.checkpoint.train_state import TrainState
     from trainer.config.schema import Optim, Schedule
     from trainer.optim import optimizers, schedules
@@ -55,7 +55,8 @@ def make_subject(megabytes: float) -> Subject:
     horizon = ScheduleLengths(epoch=100, total=1000)
     state = TrainState(
         model=model, optimizer=optimizer, schedule=schedules.build(Schedule(), optimizer, horizon),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(), best=BestTracker(),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
+        best=BestTracker(),
         meter=LossMeter(), seed=0, num_ranks=1, parts={"horizon": horizon},
     )  # fmt: skip
     return Subject(model, optimizer, state, width)

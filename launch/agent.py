@@ -18,7 +18,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
-from launch.exit_policy import Exit, ExitDecision, first_failure, decide
+from launch.exit_policy import Exit, ExitDecision, decide, first_failure
 from launch.output import Output
 from launch.progress import RunFollower, append_event
 from launch.signals import LauncherStop

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from trainer.storage.jsonl import MappedCounter, parse_records, newest_step
+from trainer.storage.jsonl import MappedCounter, newest_step, parse_records
 
 STEP_FINISHED = ("save", "restore", "rollback", "skipped")
 """Events whose `at_step` is finished. For others (a fault, a sample) it is the current step."""
@@ -49,7 +49,7 @@ class RunFollower:
                 self.saved_step = max(self.saved_step, step)
             self.reached_step = max(self.reached_step, step)
         self.reached_step = max(self.reached_step, newest_step(Path(run_folder, "metrics.jsonl")),
-                           MappedCounter.read(Path(run_folder, "last-step")))
+                                MappedCounter.read(Path(run_folder, "last-step")))
 
     def has_advanced(self) -> bool:
         """Whether a later step has been saved since the last call."""

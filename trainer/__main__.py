@@ -14,7 +14,7 @@ from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.preflight import check_current_folder
 from trainer.resilience.stop_signals import attend
-from trainer.telemetry.std_streams import fill_descriptors, quiet_pipe, say
+from trainer.telemetry.std_streams import fill_descriptors, quiet_broken_pipe, say
 
 COMMANDS = {
     "inspect": "what is in a run folder",
@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = arguments[0].replace("-", "_")
             if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may not have all letters
                 sys.stdout.reconfigure(errors="backslashreplace")
-            with quiet_pipe():
+            with quiet_broken_pipe():
                 module = import_module(f"trainer.commands.{MODULES.get(name, name)}")
                 return int(module.main(arguments[1:]))
     except ConfigError as error:

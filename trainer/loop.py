@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.data.sample_errors import check_replaced_share
-from trainer.run.bad_steps import handle_bad_streak, report_skipped_step, replicas_match
+from trainer.run.bad_steps import handle_bad_streak, replicas_match, report_skipped_step
 from trainer.run.finish import finish
 from trainer.run.run import Run
 from trainer.run.validation import is_due, stop, validate

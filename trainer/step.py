@@ -21,7 +21,7 @@ from trainer.config.schema import Clip
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
-from trainer.distributed.comm_timer import Communication, Marks
+from trainer.distributed.comm_timer import CommunicationTimer, DeviceInterval
 from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
@@ -147,9 +147,9 @@ class Step:
         self.on_device = self.parameters[0].device.type != "cpu"
         self.buffers = Buffers(self.model)
         self.waiting = waiting_for(WaitsFor.PEERS)
-        self.device_span = Marks(on_cuda=self.parameters[0].is_cuda)
-        self.communication = Communication(ranks=self.num_ranks,
-                                           on_cuda=self.parameters[0].is_cuda)
+        self.device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
+        self.communication = CommunicationTimer(ranks=self.num_ranks,
+                                                on_cuda=self.parameters[0].is_cuda)
         for module in self.model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.communication = self.communication
@@ -225,9 +225,10 @@ class Step:
         self.marks.mark(Phase.STEP_END, step, epoch)
         seconds = self.clock() - start
         return StepResult(
-            step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale, skip_reason=skip_reason,
+            step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
+            skip_reason=skip_reason,
             seconds=seconds, device_s=self.device_span.between_s(), save_stall_s=save_stall_s,
-            communication_s=self.communication.take(seconds))
+            communication_s=self.communication.take_wait_s(seconds))
 
     def _begin(self) -> None:
         """Copy the buffers of the step boundary, and let other threads save the boundary."""
@@ -287,12 +288,12 @@ class Step:
             mark(Phase.BACKWARD, spec.step, spec.epoch)
             reduced = spec.last and self.num_ranks > 1
             if reduced:
-                self.communication.watch(loss)
+                self.communication.time_backward(loss)
             with self.waiting if reduced else NOTHING:
                 self.scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
         if spec.last and self.num_ranks > 1:
             check_reduced(self.wrapped, spec, self.trained)
-            self.communication.reduced()
+            self.communication.end_backward()
 
     def skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
         """Consume an excluded global batch without any computation. Collective for a stream.
@@ -315,7 +316,8 @@ class Step:
         )  # fmt: skip
 
     def side_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which another thread that holds `boundary_lock` reads the state of the last boundary.
+        """Context in which another thread that holds `boundary_lock` reads the state of the last
+        boundary.
 
         On a GPU this is a side stream that waits only for the work before that boundary.
         """

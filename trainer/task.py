@@ -30,13 +30,6 @@ RESERVED_METRICS = (
 )  # fmt: skip
 """Names that a task's metric can't have: the metrics file uses them, as it does each `val_NAME`."""
 
-EMPTY = ("this was a micro-batch of 0 samples: a rank computes one if the number of ranks doesn't "
-         "divide the micro-batches; if your model can't, let loss() return Outcome(sum(p.sum() for "
-         "p in model.parameters()) * 0, 0) for it, or choose --batch.micro-size so that the ranks "
-         "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)")
-"""Note that is added to an exception in the loss of an empty micro-batch."""
-
-
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     """Check an `Outcome`.
 
@@ -159,9 +152,15 @@ BUILT_IN = {
 }
 """Name of a built-in task → its import path."""
 
-METHOD_ARGUMENTS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"), "collate": ("samples",),
-         "predict": ("model", "batch"), "parameter_groups": ("model",), "picture": ("model",),
-         "fingerprint": (), "figures": (), "first_loss": ()}
+RECORDED = {"trainer.task:ObjectTask": "trainer.given:Given"}
+"""Class → its name in run folders, which stays when the class moves."""
+_BY_RECORD = {record: path for path, record in RECORDED.items()}
+
+METHOD_ARGUMENTS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"),
+                    "collate": ("samples",),
+                    "predict": ("model", "batch"), "parameter_groups": ("model",),
+                    "picture": ("model",),
+                    "fingerprint": (), "figures": (), "first_loss": ()}
 """Method of a task → names of its arguments."""
 REQUIRED_METHODS = ("model", "dataset", "loss")
 FOREIGN_METHODS = {
@@ -279,7 +278,7 @@ def find_task(name: str) -> type:
         ConfigError: the name is unknown, or the module or class can't be found. An exception
             inside the user's module is chained, so that its traceback is shown.
     """
-    path = BUILT_IN.get(name, name)
+    path = BUILT_IN.get(name, _BY_RECORD.get(name, name))
     if ":" not in path:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
         hint = f"did you mean {near[0]!r}?" if near else "write your own task as module:Class."
@@ -303,9 +302,11 @@ def find_task(name: str) -> type:
 
 def uncalled_methods(task: Any) -> str:
     """A warning about methods with names of other trainers, which are never called; empty: none."""
-    found = [f"{name}() isn't called; instead define {here}" for name, here in FOREIGN_METHODS.items()
+    found = [f"{name}() isn't called; instead define "
+             f"{here}" for name, here in FOREIGN_METHODS.items()
              if callable(getattr(task, name, None))
-             and (here.partition("(")[0] in REQUIRED_METHODS or not hasattr(task, here.partition("(")[0]))]
+             and (here.partition("(")[0] in REQUIRED_METHODS
+                  or not hasattr(task, here.partition("(")[0]))]
     return f"{type(task).__name__}: {'; '.join(found)}" if found else ""
 
 

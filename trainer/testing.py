@@ -18,20 +18,27 @@ from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.progress import TrainProgress
-from trainer.config.schema import Clip, BadStepConfig, Optim
+from trainer.config.schema import BadStepConfig, Clip, Optim
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
-from trainer.errors import ConfigError
+from trainer.errors import EMPTY_BATCH_NOTE, ConfigError
 from trainer.optim import optimizers
 from trainer.optim.bad_step_check import Health
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run import state_dict_checks
 from trainer.run.hidden_state import differing, same, values
 from trainer.step import Step
-from trainer.task import EMPTY, SPLITS, Outcome, check_outcome, task_figures, check_signatures, uncalled_methods
+from trainer.task import (
+    SPLITS,
+    Outcome,
+    check_outcome,
+    check_signatures,
+    task_figures,
+    uncalled_methods,
+)
 
 SEED = 0
 
@@ -266,7 +273,7 @@ def _check_empty(case: _Case) -> Iterator[str]:
             total.backward()
     except Exception as error:
         yield (raised("loss of a micro-batch of 0 samples", error)
-               + f"; {EMPTY}.")
+               + f"; {EMPTY_BATCH_NOTE}.")
         return
     if not total.requires_grad:
         yield "the loss of 0 samples has no graph: an empty micro-batch needs a backward pass too."
@@ -336,7 +343,8 @@ def _check_step(case: _Case) -> Iterator[str]:
         schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
         clip=Clip(), progress=TrainProgress(), seed=SEED, num_ranks=1, nominal_count=case.size,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None, health=Health(BadStepConfig()),
+        marks=ProgressMarks(), broadcast=lambda tensors, source: None,
+        health=Health(BadStepConfig()),
     )  # fmt: skip
     full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
     empty = MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), batches.empty(case.whole))

@@ -147,7 +147,7 @@ class NodeAgent(HotAgent):
                 self._ranks.send_keyword("lost")
                 kill_at = now_s + self._grace_s
         self.decision = decide([dataclasses.replace(end, forced=False) for end in self._exits],
-                             stop_at_s=self._stop_at_s)
+                               stop_at_s=self._stop_at_s)
         code = self.decision.code
         if not self.decision.restart and (code != EXIT_STOPPED or self._stop.signal is not None):
             self._end(code)

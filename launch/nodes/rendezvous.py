@@ -38,7 +38,13 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from launch.nodes.endpoint import STORE_TIMEOUT_S, STORE_ERRORS, GuardedBackend, Endpoint, host_store
+from launch.nodes.endpoint import (
+    STORE_ERRORS,
+    STORE_TIMEOUT_S,
+    Endpoint,
+    GuardedBackend,
+    host_store,
+)
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
 
 KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5

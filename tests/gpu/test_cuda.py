@@ -14,7 +14,7 @@ import torch
 from trainer.commands.compare import differences
 from trainer.config import command_line
 from trainer.data.map_dataset import MicroBatch
-from trainer.distributed.comm_timer import Marks
+from trainer.distributed.comm_timer import DeviceInterval
 from trainer.distributed.partition import block
 from trainer.distributed.rank_invariant_reduction import TreeSum
 from trainer.distributed.world import LaunchInfo, World
@@ -42,20 +42,20 @@ def train(run: Path, *arguments: str) -> int:
 
 
 def test_what_a_warm_up_waited_is_forgotten_while_the_device_is_still_at_it():
-    from trainer.distributed.comm_timer import Communication
+    from trainer.distributed.comm_timer import CommunicationTimer
 
-    communication = Communication(ranks=2, on_cuda=True)
+    communication = CommunicationTimer(ranks=2, on_cuda=True)
     matrix = torch.randn(4096, 4096, device="cuda", requires_grad=True)
     product = matrix
     for _ in range(50):
         product = product @ matrix
 
-    communication.watch(loss := product.sum())
+    communication.time_backward(loss := product.sum())
     loss.backward()
-    communication.reduced()
-    communication.forget()
+    communication.end_backward()
+    communication.reset()
 
-    assert communication.take(1.0) == 0.0
+    assert communication.take_wait_s(1.0) == 0.0
 
 
 @pytest.mark.parametrize("arguments", [
@@ -73,7 +73,7 @@ def test_a_stopped_run_ends_with_the_same_bits(tmp_path, arguments):
 
 
 def test_the_time_between_two_marks_is_the_devices_own():
-    marks = Marks(on_cuda=True)
+    marks = DeviceInterval(on_cuda=True)
     matrix = torch.randn(4096, 4096, device="cuda")
 
     marks.first()

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from launch.exit_policy import Exit, first_failure, decide
+from launch.exit_policy import Exit, decide, first_failure
 
 KILL, TERM = -9, -15
 

@@ -87,7 +87,7 @@ def test_tensors_in_memory_train_and_the_same_call_returns_the_finished_run(rank
                for n, v in again[3].items())
     assert not list(differences(tmp_path / "a", tmp_path / "b"))
     table = tomllib.loads((tmp_path / "a/config.toml").read_text())["task"]
-    assert table["class"] == "trainer.task:ObjectTask"
+    assert table["class"] == "trainer.given:Given"
     assert table["path"] == "small_task:Held"
     assert table["holds"] == []
 

@@ -79,7 +79,7 @@ def both(run, tmp_path_factory) -> Path:
     config = other / "config.toml"
     config.write_text(config.read_text().replace("seed = 0", "seed = 7"))
     # The attempts may have been too short for a message of rank 1.
-    line = history.read(other).timing[0]
+    line = history.read_history(other).timing[0]
     line |= {key: [values[0]] * 2 for key, values in line.items() if isinstance(values, list)}
     with (other / "timing.jsonl").open("a") as file:
         file.write(json.dumps(line) + "\n")
@@ -87,13 +87,13 @@ def both(run, tmp_path_factory) -> Path:
 
 
 def test_the_goodput_of_a_real_run_sums_to_its_wall_time(run):
-    story = history.read(run)
+    story = history.read_history(run)
 
     events = read_events(run / "events.jsonl")
     first = min(e["entered"]["start"] for e in events if e["event"] == "first-step")
     assert sum(story.goodput.values()) == pytest.approx(story.wall_s)
     assert story.wall_s == pytest.approx(events[-1]["time"] - first, rel=0.01)
-    assert [p.attempt.start_step for p in story.passages] == [0, 11, 25]
+    assert [p.attempt.start_step for p in story.attempt_times] == [0, 11, 25]
     assert story.goodput["useful"] > 0
     assert story.goodput["waiting"] > 0  # no launcher has joined these attempts
     assert story.lost_steps == 0
@@ -120,7 +120,7 @@ def test_the_page_shows_the_run_and_is_self_contained(out):
 def test_clipped_steps_are_counted_from_the_norms(run):
     norms = [line["grad_norm"] for line in steps(run) if line["grad_norm"] is not None]
 
-    found = figures(history.read(run))
+    found = figures(history.read_history(run))
 
     assert found["clipped"] == sum(norm > 0.5 for norm in norms) / len(norms)
     assert found["skipped"] == 1
@@ -262,9 +262,9 @@ def test_a_start_with_another_library_is_equivalent(copy):
     facts = json.loads(state.read_text())
     facts["circumstances"]["numpy"] = "1.2.3"
 
-    label, why = inspect.label(copy, facts)
+    resume_label, why = inspect.resume_label(copy, facts)
 
-    assert label == "equivalent"
+    assert resume_label == "equivalent"
     assert why.startswith("numpy was 1.2.3 and is ")
 
 

@@ -22,7 +22,7 @@ TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=1", "--batch.gl
 def struck(place: str, *arguments: str) -> int:
     """Like `train`, but kill a loader process when the rank first reaches a place."""
     from trainer.checkpoint.progress import LossMeter
-    from trainer.distributed.comm_timer import Marks
+    from trainer.distributed.comm_timer import DeviceInterval
     from trainer.optim import ema
 
     def then_strike(function: Callable[..., Any], times: int = 1) -> Callable[..., Any]:
@@ -45,7 +45,7 @@ def struck(place: str, *arguments: str) -> int:
     elif place == "average":  # the first call is that of the first update
         ema._copy = then_strike(ema._copy, 2)
     else:  # in the fifth step, before its copy of the buffers is made
-        Marks.first = then_strike(Marks.first, 5)  # type: ignore[method-assign]
+        DeviceInterval.first = then_strike(DeviceInterval.first, 5)  # type: ignore[method-assign]
     return train(*arguments)
 
 

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from trainer import Outcome
 from trainer.checkpoint.progress import TrainProgress
-from trainer.config.schema import Clip, BadStepConfig
+from trainer.config.schema import BadStepConfig, Clip
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective, wrap
@@ -117,7 +117,8 @@ def step_of(model: nn.Module, loss: Any, group: dist.ProcessGroup | None = None)
         model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
         scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
         clip=Clip(norm=0), progress=TrainProgress(), seed=0, num_ranks=ranks, nominal_count=8,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None, health=Health(BadStepConfig()),
+        marks=ProgressMarks(), broadcast=lambda tensors, source: None,
+        health=Health(BadStepConfig()),
     )  # fmt: skip
 
 
@@ -134,7 +135,7 @@ def one_step(
     own = block(len(rows), dist.get_rank(group) if group is not None else 0, step.num_ranks)
     result = step([
         MicroBatch(MicroBatchSpec(1, 0, n, n == own[-1], tuple(rows[n].tolist())),
-              (rows[n], *(o[rows[n]] for o in others)))
+                   (rows[n], *(o[rows[n]] for o in others)))
         for n in own
     ])  # fmt: skip
     assert result is not None

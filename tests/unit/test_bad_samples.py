@@ -18,7 +18,7 @@ from trainer.data import batch as batches
 from trainer.data.loader import SampledSource
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
 from trainer.data.sample_errors import SampleError, check_replaced_share
-from trainer.data.sampler import MicroBatchSampler, BatchPlan, MicroBatchSpec
+from trainer.data.sampler import BatchPlan, MicroBatchSampler, MicroBatchSpec
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError, TooManyBadSamples
 from trainer.run.prepare import prepare

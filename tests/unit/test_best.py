@@ -1,4 +1,5 @@
-"""BestTracker validation: any gain selects the weights, a gain above min_delta resets the patience."""
+"""BestTracker validation: any gain selects the weights, a gain above min_delta resets the
+patience."""
 
 from __future__ import annotations
 

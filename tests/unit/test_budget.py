@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint.checkpointer import seconds_needed, reason_not_to_save
+from trainer.checkpoint.checkpointer import reason_not_to_save, seconds_needed
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -54,8 +54,9 @@ def test_a_save_is_not_started_if_it_would_be_killed_and_little_is_lost(
 ):
     store = saved(tmp_path, step, seconds=seconds)
 
-    why = reason_not_to_save(tmp_path / "events.jsonl", store, state, generation=0, interval=interval,
-                  left_s=30 - spent_s)
+    why = reason_not_to_save(tmp_path / "events.jsonl", store, state, generation=0,
+                             interval=interval,
+                             left_s=30 - spent_s)
 
     assert (why is None) == begun
     if why is not None:

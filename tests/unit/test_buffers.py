@@ -61,7 +61,8 @@ def test_a_persistent_buffer_that_changes_its_shape_is_refused(model: nn.Module)
 def test_a_nan_added_to_the_sums_does_not_change_the_loss_of_backward(on_host: bool) -> None:
     accumulator, x = MetricAccumulator(on_host=on_host), torch.tensor(1.0, requires_grad=True)
 
-    loss = accumulator.add(Outcome(x.exp(), 3), samples=3, replaced=0)  # exp: backward uses its result
+    # exp: backward uses its result
+    loss = accumulator.add(Outcome(x.exp(), 3), samples=3, replaced=0)
     accumulator.set_requests((), torch.tensor(torch.nan))
     loss.backward()
     first, *_ = accumulator.take()

@@ -162,7 +162,8 @@ def _change(subject: Subject) -> None:
 
 
 def _saved(checkpoint: Checkpointer, step: int) -> dict[str, Any]:
-    return {name: tensorfile.load_tensors(path) for name, path in checkpoint.store.open(step).items()
+    return {name: tensorfile.load_tensors(path) for name,
+            path in checkpoint.store.open(step).items()
             if name.endswith(".safetensors")}
 
 

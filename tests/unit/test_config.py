@@ -21,7 +21,7 @@ from trainer.config.compatibility import settings as plain
 from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Config, Data, Optim
 from trainer.errors import ConfigError
-from trainer.run.startup_summary import doubts
+from trainer.run.startup_summary import startup_warnings
 from trainer.tasks.images import Images
 
 
@@ -467,7 +467,8 @@ def test_a_value_that_cannot_be_parsed_is_refused_with_its_flag(argv, parts):
     ("[optim]\nbetas = [0.9]", "{path}: optim.betas = [0.9]: expected 2 values."),
     ("[data]\nshuffle = 'of'", "{path}: data.shuffle = 'of': use one of on, off (did you mean"),
     ("[schedule]\nwarmup = '5x'", "{path}: schedule.warmup = '5x': '5x' is not a length"),
-    ("[schedule]\nwarmup = 0.5", "{path}: schedule.warmup = 0.5: expected a value of type Duration"),
+    ("[schedule]\nwarmup = 0.5", "{path}: schedule.warmup = 0.5: expected a value of type "
+                                 "Duration"),
     ("None = 3", "{path}: None: expected a value of type list"),
     ("None = ['sed']", "{path}: unknown key sed; did you mean seed?"),
     ("None = ['seed']", "{path}: seed = None: expected a value of type int."),
@@ -647,8 +648,8 @@ def test_a_least_rate_that_the_schedule_does_not_use_is_refused():
     (lambda: Optim(lr="0.1"), "Optim(lr='0.1'): expected a number"),
     (lambda: Optim(betas=(0.9,)), "Optim(betas=(0.9,)): expected a tuple of 2 numbers"),
     (lambda: Batch(global_size=64.0), "Batch(global_size=64.0): expected a whole number"),
-    (lambda: Checkpoint(every=10), "Checkpoint(every=10): expected a trainer.config.fields.Duration, "
-                                   "such "
+    (lambda: Checkpoint(every=10), "Checkpoint(every=10): expected a "
+                                   "trainer.config.fields.Duration, such "
                                    "as Duration.parse('10')"),
     (lambda: Config(freeze="*"), "Config(freeze='*'): expected a tuple of strings, such as ('"),
     (lambda: Config(optim={"lr": 1}), "expected a trainer.config.schema.Optim(…)"),
@@ -667,6 +668,6 @@ def test_suitable_numbers_paths_and_lists_are_accepted():
 def test_a_warm_up_longer_than_the_run_is_reported():
     config = command_line.parse(["--schedule.warmup", "3ep"])
 
-    assert doubts(config, {}, epoch=4, total=12) == []
-    (line,) = doubts(config, {}, epoch=4, total=6)
+    assert startup_warnings(config, {}, epoch=4, total=12) == []
+    (line,) = startup_warnings(config, {}, epoch=4, total=6)
     assert "the run has 6 steps and the warm-up 12, so the rate ends at 50% of --optim.lr" in line

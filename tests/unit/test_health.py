@@ -9,7 +9,15 @@ import pytest
 from trainer.checkpoint.progress import TrainProgress
 from trainer.config.schema import BadStepConfig
 from trainer.errors import ConfigError
-from trainer.optim.bad_step_check import EMPTY, HISTORY, MIN_HISTORY, NONFINITE, OVERFLOW, SPIKE, Health
+from trainer.optim.bad_step_check import (
+    EMPTY,
+    HISTORY,
+    MIN_HISTORY,
+    NONFINITE,
+    OVERFLOW,
+    SPIKE,
+    Health,
+)
 
 NAN, INF = float("nan"), float("inf")
 

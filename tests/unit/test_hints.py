@@ -14,7 +14,7 @@ from trainer.config.schema import HINTS
 from trainer.run.recorders import _zero_gradients
 from trainer.telemetry import hints
 from trainer.telemetry.events import Log
-from trainer.telemetry.hints import Facts, Hints
+from trainer.telemetry.hints import HintFacts, Hints
 
 FALLING = [2.3 * 0.99**i + 0.01 * (i % 3) for i in range(200)]
 FLAT = [2.3 + 0.01 * (i % 3) for i in range(200)]
@@ -22,47 +22,47 @@ STEADY, GROWING = [1.0 + 0.1 * (i % 5) for i in range(200)], [1.02**i for i in r
 
 
 @pytest.mark.parametrize(("why", "expected"), [
-    (hints.judge_first_loss(230.3, math.log(10)), "the first loss is 230.3"),
-    (hints.judge_first_loss(0.02, math.log(10)), "2.303 (the logarithm of 10 classes)"),
-    (hints.judge_first_loss(2.5, math.log(10)), ""),
-    (hints.judge_flat_loss(FLAT), "2.31 at the beginning and is 2.31"),
-    (hints.judge_flat_loss([9.0] * 20 + FLAT, 2.3), "was 2.3 at the beginning"),
-    (hints.judge_flat_loss(FALLING, 2.3), ""),
-    (hints.judge_flat_loss(FLAT[:90]), ""),
-    (hints.judge_rising_norm(GROWING, FLAT), "the gradient norm rises, from"),
-    (hints.judge_rising_norm(GROWING, FALLING), ""),
-    (hints.judge_rising_norm(STEADY, FLAT), ""),
-    (hints.judge_rising_norm(GROWING[:80], FLAT[:80]), ""),
-    (hints.judge_clipped([8.0, 9.0, 10.0] * 20, 1.0), "9.0 times --clip.norm 1"),
-    (hints.judge_clipped([2.0, 3.0, 9.0] * 20, 1.0), ""),
-    (hints.judge_clipped([8.0, 9.0, 10.0] * 20, 0.0), ""),
-    (hints.judge_batchnorm(8), "over 8 samples, fewer than 16"),
-    (hints.judge_batchnorm(16), ""),
-    (hints.judge_batchnorm(None), ""),
-    (hints.judge_sizes([("head", 50257), ("fc", 10), ("body", 64)], 32), "head 50257"),
-    (hints.judge_sizes([("body", 64)], 30), "--batch.micro-size 30"),
-    (hints.judge_sizes([("fc", 10), ("body", 64)], 4), ""),
-    (hints.judge_memory(2 << 30, 80 << 30, 8, 64), "2.0 of 80 GiB"),
-    (hints.judge_memory(2 << 30, 80 << 30, 64, 64), ""),
-    (hints.judge_memory(60 << 30, 80 << 30, 8, 64), ""),
-    (hints.judge_dead([["a"], ["a", "b"], ["a"]]), "the gradient of a was exactly zero"),
-    (hints.judge_dead([["a"], ["b"], ["a"]]), ""),
-    (hints.judge_dead([["a"], ["a"]]), ""),
-    (hints.judge_easy_validation({"val_loss": 0.1, "val_accuracy": 0.97}, [1.0] * 9, [0.6] * 9),
+    (hints.check_first_loss(230.3, math.log(10)), "the first loss is 230.3"),
+    (hints.check_first_loss(0.02, math.log(10)), "2.303 (the logarithm of 10 classes)"),
+    (hints.check_first_loss(2.5, math.log(10)), ""),
+    (hints.check_flat_loss(FLAT), "2.31 at the beginning and is 2.31"),
+    (hints.check_flat_loss([9.0] * 20 + FLAT, 2.3), "was 2.3 at the beginning"),
+    (hints.check_flat_loss(FALLING, 2.3), ""),
+    (hints.check_flat_loss(FLAT[:90]), ""),
+    (hints.check_rising_norm(GROWING, FLAT), "the gradient norm rises, from"),
+    (hints.check_rising_norm(GROWING, FALLING), ""),
+    (hints.check_rising_norm(STEADY, FLAT), ""),
+    (hints.check_rising_norm(GROWING[:80], FLAT[:80]), ""),
+    (hints.check_clipped([8.0, 9.0, 10.0] * 20, 1.0), "9.0 times --clip.norm 1"),
+    (hints.check_clipped([2.0, 3.0, 9.0] * 20, 1.0), ""),
+    (hints.check_clipped([8.0, 9.0, 10.0] * 20, 0.0), ""),
+    (hints.check_batchnorm(8), "over 8 samples, fewer than 16"),
+    (hints.check_batchnorm(16), ""),
+    (hints.check_batchnorm(None), ""),
+    (hints.check_sizes([("head", 50257), ("fc", 10), ("body", 64)], 32), "head 50257"),
+    (hints.check_sizes([("body", 64)], 30), "--batch.micro-size 30"),
+    (hints.check_sizes([("fc", 10), ("body", 64)], 4), ""),
+    (hints.check_idle_memory(2 << 30, 80 << 30, 8, 64), "2.0 of 80 GiB"),
+    (hints.check_idle_memory(2 << 30, 80 << 30, 64, 64), ""),
+    (hints.check_idle_memory(60 << 30, 80 << 30, 8, 64), ""),
+    (hints.check_dead_gradients([["a"], ["a", "b"], ["a"]]), "the gradient of a was exactly zero"),
+    (hints.check_dead_gradients([["a"], ["b"], ["a"]]), ""),
+    (hints.check_dead_gradients([["a"], ["a"]]), ""),
+    (hints.check_easy_validation({"val_loss": 0.1, "val_accuracy": 0.97}, [1.0] * 9, [0.6] * 9),
      "an accuracy of 0.970"),
-    (hints.judge_easy_validation({"val_loss": 0.4, "val_accuracy": 0.86}, [1.0] * 9, [0.8] * 9),
+    (hints.check_easy_validation({"val_loss": 0.4, "val_accuracy": 0.86}, [1.0] * 9, [0.8] * 9),
      ""),
-    (hints.judge_easy_validation({"val_loss": 0.4}, [1.0] * 9, []), "a loss of 0.4"),
-    (hints.judge_easy_validation({"val_loss": 0.8}, [1.0] * 9, []), ""),
-    (hints.judge_easy_validation({"val_loss": None}, [1.0] * 9, []), ""),
-    (hints.judge_overfitting([(1, 1, 1), (2, 0.6, 0.8), (3, 0.5, 0.9), (4, 0.3, 0.95),
+    (hints.check_easy_validation({"val_loss": 0.4}, [1.0] * 9, []), "a loss of 0.4"),
+    (hints.check_easy_validation({"val_loss": 0.8}, [1.0] * 9, []), ""),
+    (hints.check_easy_validation({"val_loss": None}, [1.0] * 9, []), ""),
+    (hints.check_overfitting([(1, 1, 1), (2, 0.6, 0.8), (3, 0.5, 0.9), (4, 0.3, 0.95),
                               (5, 0.1, 1.0)]), "best at step 2"),
-    (hints.judge_overfitting([(1, 1, 1), (2, 0.1, 0.1), (3, 0.09, 0.12), (4, 0.08, 0.12),
+    (hints.check_overfitting([(1, 1, 1), (2, 0.1, 0.1), (3, 0.09, 0.12), (4, 0.08, 0.12),
                               (5, 0.07, 0.13)]), ""),
-    (hints.judge_overfitting([(1, 1, 1), (2, 0.9, 0.8), (3, 0.8, 0.7), (4, 0.7, 0.6)]), ""),
-    (hints.judge_overfitting([(1, 1, 0.5), (2, 1, 0.8), (3, 1, 0.9), (4, 1.2, 0.9)]), ""),
-    (hints.judge_rate([1e-3] * 60), "has been 0.001 at each step"),
-    (hints.judge_rate([1e-3] * 60 + [9e-4]), ""),
+    (hints.check_overfitting([(1, 1, 1), (2, 0.9, 0.8), (3, 0.8, 0.7), (4, 0.7, 0.6)]), ""),
+    (hints.check_overfitting([(1, 1, 0.5), (2, 1, 0.8), (3, 1, 0.9), (4, 1.2, 0.9)]), ""),
+    (hints.check_constant_rate([1e-3] * 60), "has been 0.001 at each step"),
+    (hints.check_constant_rate([1e-3] * 60 + [9e-4]), ""),
 ])  # fmt: skip
 def test_a_check_returns_the_evidence_or_nothing(why, expected):
     assert expected in why if expected else why == ""
@@ -74,9 +74,9 @@ def step(number: int, loss: float | None = 1.0, norm: float = 1.0, lr: float = 1
 
 def made(stream: Any = None, **options: Any) -> Hints:
     facts = {"total": 400, "epoch": 100, "clip_norm": 0.0, "micro_size": 8, "per_rank": 8}
-    given = {name: options.pop(name) for name in list(options) if name in Facts.__annotations__}
+    given = {name: options.pop(name) for name in list(options) if name in HintFacts.__annotations__}
     log = Log(stream=stream or io.StringIO())
-    return Hints(log, Facts(**{**facts, **given}), **options)
+    return Hints(log, HintFacts(**{**facts, **given}), **options)
 
 
 def lines(hints: Hints) -> list[str]:

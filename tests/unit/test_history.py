@@ -10,8 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.commands.report.figures import figures
-from trainer.commands.report.history import PARTS, History, goodput, passages, read, straighten
-from trainer.commands.report.plots import without_waiting
+from trainer.commands.report.history import (
+    PARTS,
+    History,
+    attempt_times,
+    correct_clock_setbacks,
+    goodput,
+    read_history,
+)
+from trainer.commands.report.plots import shorten_waiting
 
 Event = dict[str, Any]
 
@@ -44,7 +51,7 @@ def line(time: float, attempt: int, step: int, steps: int, *, step_s: float, sav
 
 def parts(events: list[Event], timing: list[dict[str, Any]] | None = None) -> dict[str, float]:
     events = sorted(events, key=lambda e: e["time"])
-    found = passages(events, timing or [])
+    found = attempt_times(events, timing or [])
     spent = goodput(found, events, timing or [])
     assert sum(spent.values()) == pytest.approx(found[-1].over - found[0].begun)
     return {part: round(seconds, 6) for part, seconds in spent.items() if seconds > 1e-9}
@@ -160,7 +167,7 @@ def test_the_parts_sum_to_the_wall_time(attempts):
 def test_a_folder_with_little_content_can_be_read(tmp_path):
     (tmp_path / "run.json").write_text('{"run": "x", "attempt": 0}')
 
-    story = read(tmp_path)
+    story = read_history(tmp_path)
 
     assert story.wall_s == 0
     assert figures(story)["goodput"] is None
@@ -172,10 +179,10 @@ def test_an_event_before_the_start_by_another_clock_has_a_position():
               *begun(90.0, 1, step=9, launch="b", reached=9), event(101.0, 1, "end", step=19)]
     ordered = sorted(events, key=lambda e: e["time"])
     run = History(name="run", path=Path("run"), events=ordered, steps=[], validations=[], timing=[],
-                  config={}, environment={}, summary=None, passages=passages(ordered, []))
-    run.goodput = goodput(run.passages, ordered, [])
+                  config={}, environment={}, summary=None, attempt_times=attempt_times(ordered, []))
+    run.goodput = goodput(run.attempt_times, ordered, [])
 
-    at, _ = without_waiting(run)
+    at, _ = shorten_waiting(run)
 
     assert at(run.begun) == 0.0
     assert at(run.begun - 2.0) <= 0.0
@@ -187,10 +194,10 @@ def test_an_attempt_whose_clock_was_set_back_follows_the_previous_one():
     timing = [line(9010.0, 0, 9, 9, step_s=1.0), line(120.0, 1, 29, 20, step_s=1.0)]
     events = sorted([*first, *second], key=lambda e: e["time"])
 
-    straighten(events, timing)
+    correct_clock_setbacks(events, timing)
 
     assert [e["attempt"] for e in events] == [0] * len(first) + [1] * len(second)
-    found = [(p.begun, p.over) for p in passages(events, timing)]
+    found = [(p.begun, p.over) for p in attempt_times(events, timing)]
     assert found == [(9000.0, 9011.0), (pytest.approx(9011.3), pytest.approx(9032.3))]
     assert parts(events, timing)["useful"] == pytest.approx(10.0 + 20.0)
 
@@ -199,6 +206,6 @@ def test_small_clock_differences_between_nodes_shift_nothing():
     events = [*begun(0.0, 0), event(9.0, 0, "lost-peer", rank=1, step=8), *begun(8.0, 1, step=8)]
     before = [dict(e) for e in events]
 
-    straighten(events, [])
+    correct_clock_setbacks(events, [])
 
     assert sorted(events, key=str) == sorted(before, key=str)

@@ -182,7 +182,8 @@ def test_a_generator_created_in_set_epoch_is_keyed_too():
 
 def test_random_draws_in_set_epoch_are_keyed():
     whole = tuple(range(12))
-    orders = [KeyedSamples(Shuffling(), seed=seed)[MicroBatchSpec(1, epoch, 0, True, whole)].batch.tolist()
+    orders = [KeyedSamples(Shuffling(),
+                           seed=seed)[MicroBatchSpec(1, epoch, 0, True, whole)].batch.tolist()
               for seed, epoch in [(1, 2), (1, 2), (1, 3), (2, 2)]]
 
     assert orders[0] == orders[1]

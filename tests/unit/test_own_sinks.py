@@ -11,7 +11,7 @@ import pytest
 from trainer.config.schema import Logging
 from trainer.errors import ConfigError
 from trainer.telemetry.events import Log
-from trainer.telemetry.tensorboard import Own
+from trainer.telemetry.tensorboard import UserSink
 
 
 class Notes:
@@ -41,7 +41,7 @@ def shown(fails: str = "") -> tuple[list[Any], str, dict[str, Any]]:
         made.append(Notes(folder, fails))
         return made[0]
 
-    sink = Own("notes:Notes", make, Path("run"), Log(stream=output))
+    sink = UserSink("notes:Notes", make, Path("run"), Log(stream=output))
     sink.step(line, {})
     sink.validation(line)
     sink.finish({}, {}, 1)
@@ -69,7 +69,7 @@ def test_a_sink_that_raises_is_reported_once_with_its_line_of_code_and_disabled(
 def test_a_sink_whose_constructor_raises_is_disabled():
     output = io.StringIO()
 
-    Own("notes:Notes", lambda folder: 1 / 0, Path("run"), Log(stream=output)).step({}, {})
+    UserSink("notes:Notes", lambda folder: 1 / 0, Path("run"), Log(stream=output)).step({}, {})
 
     assert "ZeroDivisionError" in output.getvalue()
 

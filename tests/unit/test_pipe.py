@@ -12,7 +12,7 @@ from unread import ended
 from launch.fork_server import fork
 from launch.worker import run_worker
 from trainer.telemetry.events import Log
-from trainer.telemetry.std_streams import EXIT_PIPE, quiet_pipe, say
+from trainer.telemetry.std_streams import EXIT_PIPE, quiet_broken_pipe, say
 
 
 @pytest.mark.parametrize(("arguments", "unbuffered", "code"), [
@@ -32,19 +32,22 @@ def test_what_is_cut_off_amid_it_ends_as_a_program_that_sigpipe_has_ended():
 
     text = "print('x' * 100_000, flush=True)"
 
-    quiet = f"from trainer.telemetry.std_streams import quiet_pipe\nwith quiet_pipe(): {text}"
+    quiet = (
+        f"from trainer.telemetry.std_streams import quiet_broken_pipe\nwith "
+        f"quiet_broken_pipe(): {text}"
+    )
 
     assert ended("-c", quiet) == (EXIT_PIPE, "")
 
 
 def test_another_broken_pipe_is_a_failure_like_any_other():
-    with pytest.raises(BrokenPipeError), quiet_pipe():
+    with pytest.raises(BrokenPipeError), quiet_broken_pipe():
         raise BrokenPipeError
 
 
 def test_a_task_that_closes_stdout_closes_nothing():
-    text = ("import os, sys; from trainer.telemetry.std_streams import outlive_console; "
-            "outlive_console(); "
+    text = ("import os, sys; from trainer.telemetry.std_streams import ignore_output_errors; "
+            "ignore_output_errors(); "
             "sys.stdout.close(); sys.stderr.close(); print('there', file=sys.stderr); print('too')")
 
     assert ended("-c", text) == (0, "there\n")

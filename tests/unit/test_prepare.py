@@ -136,8 +136,8 @@ def test_parameters_that_no_group_of_the_task_has_are_told():
 
     names = [name for name, _ in work.model.named_parameters()][1:]
     assert work.card["untrained"] == names
-    assert names[0] in startup_summary.doubts(Config(task=Grouped()), work.card, epoch=9,
-                                              total=99)[0]
+    assert names[0] in startup_summary.startup_warnings(Config(task=Grouped()), work.card, epoch=9,
+                                                        total=99)[0]
 
 
 SAMPLES: dict[str, tuple[Any, Any]] = {

@@ -103,8 +103,9 @@ def test_a_change_of_a_setting_that_must_match_can_be_accepted_by_name(name):
     value = dict((n, v) for n, v, _ in SETTINGS)[name]
     flag = name.replace("_", "-")
 
-    verdict = compare_settings(parsed(f"--{flag}", *other_value(name, value).split(), "--accept", flag),
-                    saved(), now=HERE, then=HERE)
+    verdict = compare_settings(parsed(f"--{flag}", *other_value(name, value).split(), "--accept",
+                                      flag),
+                               saved(), now=HERE, then=HERE)
 
     assert verdict.label == "equivalent"
     assert verdict.changes[0].startswith(f"--{flag} was ")
@@ -112,17 +113,20 @@ def test_a_change_of_a_setting_that_must_match_can_be_accepted_by_name(name):
 
 def test_accepting_one_change_accepts_no_other():
     with pytest.raises(ConfigError, match=r"--seed was 0 and is 1: .* --accept seed\."):
-        compare_settings(parsed("--seed=1", "--batch.micro-size=16", "--accept=batch.micro-size"), saved(),
-              now=HERE, then=HERE)
+        compare_settings(parsed("--seed=1", "--batch.micro-size=16", "--accept=batch.micro-size"),
+                         saved(),
+                         now=HERE, then=HERE)
 
 
 def test_nothing_changed_is_exact():
-    assert compare_settings(parsed(), saved(), now=HERE, then=HERE) == ResumeDecision(changes=(), label="exact")
+    assert compare_settings(parsed(), saved(), now=HERE, then=HERE) == ResumeDecision(changes=(),
+                                                                                      label="exact")
 
 
 def test_each_reported_change_is_a_line():
-    verdict = compare_settings(parsed("--optim.lr=1", "--clip.norm=2", "--log.every=3"), saved(), now=HERE,
-                    then=HERE)
+    verdict = compare_settings(parsed("--optim.lr=1", "--clip.norm=2", "--log.every=3"), saved(),
+                               now=HERE,
+                               then=HERE)
 
     assert [line.split()[0] for line in verdict.changes] == ["--optim.lr", "--clip.norm"]
     assert verdict.why == "; ".join(verdict.changes)
@@ -146,7 +150,8 @@ def test_another_number_of_ranks_is_exact_with_the_canonical_reduction():
     line = "world size was 2 and is 3: the same bits (--parallel.reduction canonical)"
     canonical = "--parallel.reduction=canonical"
 
-    verdict = compare_settings(parsed(canonical), saved(canonical), now=HERE | {"world_size": 3}, then=HERE)
+    verdict = compare_settings(parsed(canonical), saved(canonical), now=HERE | {"world_size": 3},
+                               then=HERE)
     assert verdict == ResumeDecision(changes=(line,), label="exact")
 
     changed = compare_settings(parsed(canonical), saved(), now=HERE | {"world_size": 3}, then=HERE)
@@ -179,7 +184,8 @@ def test_a_setting_missing_from_an_older_checkpoint_is_treated_by_its_class():
 
 
 def test_a_removed_setting_is_ignored_and_a_removed_field_of_the_task_is_not():
-    assert compare_settings(parsed(), saved() | {"gone.setting": 1}, now=HERE, then=HERE) == ResumeDecision()
+    assert compare_settings(parsed(), saved() | {"gone.setting": 1}, now=HERE,
+                            then=HERE) == ResumeDecision()
     with pytest.raises(ConfigError, match=r"--task\.gone was 1 and is None"):
         compare_settings(parsed(), saved() | {"task.gone": 1}, now=HERE, then=HERE)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainer.checkpoint.progress import BestTracker, ScheduleLengths, LossMeter, TrainProgress
+from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
 from trainer.checkpoint.train_state import EMA, MODEL, OPTIMIZER, TrainState
 from trainer.config.schema import Schedule
 from trainer.errors import CheckpointDamaged
@@ -30,7 +30,8 @@ def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.f
     horizon = ScheduleLengths(epoch=5, total=20)
     return TrainState(
         model=model, optimizer=optimizer, schedule=schedules.build(Schedule(), optimizer, horizon),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(), best=BestTracker(),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
+        best=BestTracker(),
         meter=LossMeter(), seed=3, num_ranks=2, parts={"horizon": horizon},
     )  # fmt: skip
 
@@ -194,7 +195,8 @@ def test_averaged_weights_are_restored_or_start_from_the_model_if_there_were_non
     assert set(tensors) == {MODEL, OPTIMIZER, EMA}
     assert resumed.ema.updates == 2
     assert all(torch.equal(t, tensors[EMA][n]) for n, t in resumed.ema.tensors().items())
-    assert all(torch.equal(t, state.export_weights()[n]) for n, t in resumed.export_weights().items())
+    assert all(torch.equal(t, state.export_weights()[n]) for n,
+               t in resumed.export_weights().items())
     del tensors[EMA], facts["ema"]
     resumed.load(tensors, facts)
     assert resumed.ema.updates == 0

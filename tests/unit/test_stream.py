@@ -126,7 +126,8 @@ class Rank:
     ) -> None:  # fmt: skip
         self.step = step
         self.stream = StreamReader(
-            StreamSpec(dataset=dataset, layout=LaneLayout.of(dataset, lanes=4, micro_size=2), seed=3,
+            StreamSpec(dataset=dataset, layout=LaneLayout.of(dataset, lanes=4, micro_size=2),
+                       seed=3,
                        collate=collate),
             rank=rank, num_ranks=size, workers=workers, prefetch=2, device=torch.device("cpu"),
             step=lambda: self.step, gather=gather or (lambda mine: [mine]),

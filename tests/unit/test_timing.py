@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from trainer.distributed.comm_timer import Communication
+from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.resilience.hang_detection import RankReport
 from trainer.resilience.heartbeats import Heartbeats, own_identity
 from trainer.telemetry.step_timing import (
@@ -20,9 +20,9 @@ from trainer.telemetry.step_timing import (
     LONGEST_S,
     MARKS,
     Clocks,
-    Timing,
-    slowest,
-    waits_most,
+    StepTiming,
+    longest_data_wait,
+    slowest_rank,
 )
 
 
@@ -33,9 +33,9 @@ class World:
         self.now, self.warnings, self.path = 1000.0, list[str](), path
         clock = lambda: self.now  # noqa: E731
         self.ranks = [
-            Timing(rank=rank, size=size, workers=workers, cores=cores,
-                   warn=self.warnings.append, memory=lambda rank=rank: 100.0 + rank,
-                   clocks=Clocks(clock, clock))
+            StepTiming(rank=rank, size=size, workers=workers, cores=cores,
+                       warn=self.warnings.append, memory=lambda rank=rank: 100.0 + rank,
+                       clocks=Clocks(clock, clock))
             for rank in range(size)
         ]
         self.ranks[0].open(path)
@@ -140,8 +140,8 @@ def test_lines_without_all_ranks_report_no_problem():
     line = {"steps": 9, "step_s": [1.0, None], "communication_s": [0.9, None],
             "data_s": [0.9, None]}  # fmt: skip
 
-    assert slowest(line) is None
-    assert waits_most(line) is None
+    assert slowest_rank(line) is None
+    assert longest_data_wait(line) is None
 
 
 def test_a_line_torn_by_a_crash_damages_no_other_line(tmp_path):
@@ -177,12 +177,12 @@ def test_heartbeats_carry_the_messages_to_rank_0(tmp_path):
 
 
 def test_a_warm_up_does_not_count_in_a_step():
-    communication = Communication(ranks=2, clock=iter(range(9)).__next__)
-    communication.ended(communication.began())
-    communication.watch(loss := torch.ones(2, requires_grad=True).sum())
+    communication = CommunicationTimer(ranks=2, clock=iter(range(9)).__next__)
+    communication.end_collective(communication.begin_collective())
+    communication.time_backward(loss := torch.ones(2, requires_grad=True).sum())
     loss.backward()
-    communication.reduced()
+    communication.end_backward()
 
-    communication.forget()
+    communication.reset()
 
-    assert communication.take(1.0) == 0.0
+    assert communication.take_wait_s(1.0) == 0.0

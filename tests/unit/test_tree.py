@@ -16,10 +16,10 @@ from torch import nn
 from trainer.distributed.partition import block
 from trainer.distributed.rank_invariant_reduction import (
     ALIGN,
-    TreeSum,
+    BatchNormStatistics,
     GradientLayout,
     ReductionPlan,
-    BatchNormStatistics,
+    TreeSum,
     split_slices,
     subtrees,
 )
@@ -118,7 +118,8 @@ def test_one_buffer_holds_gradients_of_any_dtype_and_layout():
         assert torch.equal(view, tensor)
         assert view.stride() == tensor.stride()
     for num_ranks in (1, 2, 3, 7):
-        pieces = [layout.numbers(flat[a:b], (a, b)) for a, b in split_slices(layout.size, num_ranks)]
+        pieces = [layout.numbers(flat[a:b], (a, b)) for a,
+                  b in split_slices(layout.size, num_ranks)]
         for dtype in {t.dtype for t in tensors}:
             expected = sum(t.numel() for t in tensors if t.dtype == dtype)
             assert sum(p.numel() for found in pieces for p in found if p.dtype == dtype) == expected

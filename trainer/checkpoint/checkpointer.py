@@ -94,7 +94,8 @@ def reason_not_to_save(
                 and info.generation == generation and info.step <= step), default=None)
     if kept is None or kept <= step - interval:
         return None
-    needed_s = seconds_needed(events, sum(tensorfile.data_size(t) for t in state.tensors().values()))
+    needed_s = seconds_needed(events,
+                              sum(tensorfile.data_size(t) for t in state.tensors().values()))
     if needed_s is None or needed_s <= left_s:
         return None
     return (f"step {step} is not saved: by the speed of the last save this would take "

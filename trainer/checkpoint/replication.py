@@ -16,7 +16,7 @@ from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged
 from trainer.telemetry.events import Log
-from trainer.telemetry.metrics import encode, read_metrics, resumed_lines
+from trainer.telemetry.metrics import encode_line, read_metrics, resumed_lines
 
 CHUNK_BYTES = 1 << 26
 Lines = tuple[list[dict[str, Any]], list[dict[str, Any]]]
@@ -53,7 +53,7 @@ def merged_lines(found: CheckpointRef | None, metrics: Path, world: World) -> Li
     if not world.has_nodes or found is None:
         return kept, missing
     # The lines come from the node whose checkpoint is resumed.
-    mine = xxhash.xxh3_128_hexdigest("\n".join(map(encode, kept)).encode())
+    mine = xxhash.xxh3_128_hexdigest("\n".join(map(encode_line, kept)).encode())
     theirs = world.gather_json(mine)
     if any(digest != theirs[found.holder] for digest in theirs):
         held = world.broadcast_json(json.dumps(kept), found.holder)

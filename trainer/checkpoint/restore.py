@@ -122,7 +122,7 @@ def find_at(path: Path, world: World) -> CheckpointRef:
         raise ConfigError(f"--resume {path}: {report['why']}; give the folder of a "
                           "checkpoint, such as RUN/checkpoints/step-00000100, or of a run.")
     return CheckpointRef(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
-                 Path(report["path"]))
+                         Path(report["path"]))
 
 
 def _is_valid(store: Store, step: int) -> bool:
@@ -233,7 +233,8 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
             state.load_model(tensorfile.load_tensors(path / MODEL))
             if state.ema is not None:
                 held = (path / EMA).is_file()
-                state.ema.load(tensorfile.load_tensors(path / EMA) if held else None, {"updates": 1})
+                state.ema.load(tensorfile.load_tensors(path / EMA) if held else None,
+                               {"updates": 1})
     except Exception as problem:
         error = problem
     world.raise_on_all_ranks(error)

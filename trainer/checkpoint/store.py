@@ -300,7 +300,8 @@ class Store:
         """All folders that may be checkpoints; step-N.old before step-N."""
         for _ in range(10):  # until no writer renamed anything meanwhile
             names = self._names()
-            found = [read_manifest(self.folder / n, step) for n, step, how in names if how in ("", "old")]
+            found = [read_manifest(self.folder / n, step) for n, step, how in names if how
+                     in ("", "old")]
             if names == self._names():
                 break
         return found

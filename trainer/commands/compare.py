@@ -16,14 +16,14 @@ from trainer.checkpoint.manifest import CheckpointInfo
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged
 from trainer.storage import files, layout, tensorfile
-from trainer.telemetry.metrics import order_of, read_metrics
+from trainer.telemetry.metrics import line_key, read_metrics
 
 SAME, DIFFERENT, UNREADABLE = 0, 1, 2
 
 COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "parts", "ema")
 
 
-class Unreadable(Exception):
+class RunUnreadable(Exception):
     """A run cannot be read, or it is not finished."""
 
 
@@ -47,7 +47,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         first = next(differences(options.run_a, options.run_b, at=options.at), None)
-    except Unreadable as problem:
+    except RunUnreadable as problem:
         print(f"can't compare: {problem}")
         return UNREADABLE
     if first is not None:
@@ -82,18 +82,18 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
 
 def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
     if not run.is_dir():
-        raise Unreadable(f"{run}: there is no such run folder")
+        raise RunUnreadable(f"{run}: there is no such run folder")
     store = Store(run / layout.CHECKPOINTS)
     try:
         if at is not None:
             return store.verify(at)
         summary = files.read_json(run / layout.SUMMARY)
         if summary is None:
-            raise Unreadable(f"{run}: the run isn't finished (no {layout.SUMMARY}); "
-                             "finish it, or compare checkpoints with --at STEP")
+            raise RunUnreadable(f"{run}: the run isn't finished (no {layout.SUMMARY}); "
+                                "finish it, or compare checkpoints with --at STEP")
         return store.verify(summary["step"])
     except CheckpointDamaged as error:
-        raise Unreadable(f"{run}: {error}") from error
+        raise RunUnreadable(f"{run}: {error}") from error
 
 
 def _facts(info: CheckpointInfo) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def _facts(info: CheckpointInfo) -> dict[str, Any]:
 
 def _metric_differences(run_a: Path, run_b: Path, step: int) -> Iterator[str]:
     tables = [
-        {order_of(line): line for line in read_metrics(run / layout.METRICS)
+        {line_key(line): line for line in read_metrics(run / layout.METRICS)
          if line["step"] <= step}
         for run in (run_a, run_b)
     ]  # fmt: skip
@@ -149,7 +149,7 @@ def _product_differences(run_a: Path, run_b: Path) -> Iterator[str]:
     paths = [run / layout.PRODUCT for run in (run_a, run_b)]
     missing = [str(path) for path in paths if not path.is_file()]
     if missing:
-        raise Unreadable(f"{missing[0]} is missing")
+        raise RunUnreadable(f"{missing[0]} is missing")
     yield from tensor_differences(layout.PRODUCT, *map(_product, paths))
 
 
@@ -157,7 +157,7 @@ def _product(path: Path) -> dict[str, torch.Tensor]:
     try:
         return tensorfile.load_tensors(path)
     except (OSError, SafetensorError) as error:
-        raise Unreadable(f"{path}: {error}") from error
+        raise RunUnreadable(f"{path}: {error}") from error
 
 
 def _value_differences(what: str, left: Any, right: Any) -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from trainer.config import command_line
 from trainer.errors import ConfigError
-from trainer.run.saved_run import Reader, read
+from trainer.run.saved_run import SavedRun, open_saved_run
 from trainer.telemetry.events import Log
 
 EPILOG = "Any flag of the run may follow; it overrides the saved configuration (--device cpu)."
@@ -30,7 +30,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options, overrides = command_line.split(parser, argv)
     try:
-        reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
+        reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
         if reader.choice.compile:
             reader.model.compile()
         scores = evaluate(reader)
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def evaluate(reader: Reader) -> dict[str, Any]:
+def evaluate(reader: SavedRun) -> dict[str, Any]:
     """Return, for each split that the task has, "loss", its metrics and "samples".
 
     Raises:

@@ -23,7 +23,14 @@ from trainer.config import command_line
 from trainer.config.command_line import task_path
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
-from trainer.run.saved_run import Call, Reader, first_call, load, read, writing
+from trainer.run.saved_run import (
+    ModelCall,
+    SavedRun,
+    config_error_on_write,
+    load_weights,
+    open_saved_run,
+    record_first_call,
+)
 from trainer.storage import files as durable
 from trainer.storage import layout, tensorfile
 from trainer.telemetry.events import Log
@@ -56,13 +63,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         if options.tolerance is not None and not options.tolerance >= 0:
             raise ConfigError(f"--tolerance {options.tolerance:g}: use 0 or more.")
-        reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
+        reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
         call = _example(reader)
         if any((options.to / name).exists() for name in (layout.IDENTITY, MANIFEST)):
             raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
                               f"{SAFETENSORS} of its own; choose another folder.")
         to_folder = partial(
-            writing, f"--to {options.to}", "choose a folder that can be written")
+            config_error_on_write, f"--to {options.to}", "choose a folder that can be written")
         with to_folder():
             options.to.mkdir(parents=True, exist_ok=True)
         files = {}
@@ -94,7 +101,7 @@ def main(argv: Sequence[str]) -> int:
     return 0 if exact else 1
 
 
-def _example(reader: Reader) -> Call:
+def _example(reader: SavedRun) -> ModelCall:
     """Record a call of the model on the first batch of the data, in fp32, without a graph."""
     for split in ("validation", "test", "train"):
         evaluator = reader.evaluator(split)
@@ -102,29 +109,29 @@ def _example(reader: Reader) -> Call:
             continue
         batch = to_device(next(iter(evaluator.every_batch())).batch, reader.world.device)
         with torch.no_grad():
-            call = first_call(reader.model, reader.task.loss, batch)
+            call = record_first_call(reader.model, reader.task.loss, batch)
             # The loss may wrap the call (in autocast, for example). The reference output comes from
             # a call outside of it, like the outputs that it is compared with.
-            return Call(call.args, call.kwargs, _output(reader.model, call))
+            return ModelCall(call.args, call.kwargs, _output(reader.model, call))
     raise ConfigError("--task: there is no data to compare an exported model on.")
 
 
-def _write_safetensors(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
+def _write_safetensors(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:
     weights = {name: value.cpu() for name, value in reader.model.state_dict().items()}
     durable.replace_bytes(path, tensorfile.serialize(weights))
     model = reader.fresh_model()
-    load(model, tensorfile.load_tensors(path), str(path))
+    load_weights(model, tensorfile.load_tensors(path), str(path))
     return _output(model, call), {}
 
 
-def _output(model: Callable[..., Any], call: Call) -> Any:
+def _output(model: Callable[..., Any], call: ModelCall) -> Any:
     """Return the output of a model. Each call uses the same random keys: the model may sample."""
     rng.seed_all(0, rng.EVALUATE)
     with torch.no_grad():
         return model(*call.args, **call.kwargs)
 
 
-def _write_program(reader: Reader, call: Call, path: Path) -> tuple[Any, dict[str, Any]]:
+def _write_program(reader: SavedRun, call: ModelCall, path: Path) -> tuple[Any, dict[str, Any]]:
     args, kwargs = call.args, call.kwargs
     sizes = [leaf.shape[0] for leaf in tree_leaves((args, kwargs))
              if isinstance(leaf, Tensor) and leaf.dim()]

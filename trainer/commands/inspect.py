@@ -44,7 +44,7 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
     Args:
         others: folders of the same run on other nodes. Their events are included.
     """
-    story = history.read(run, *others)
+    story = history.read_history(run, *others)
     found = checkpoints(run)
     valid = [c for c in found if c["valid"]]
     newest = max(valid, key=lambda c: (c["generation"], c["step"]), default=None)
@@ -61,8 +61,8 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
         then = f"is refused while the run is in progress; afterwards: {then}"
     return {
         "step": step, "finished": finished, "running": at_work,
-        "attempts": [_attempt(p) for p in story.passages],
-        "world_sizes": sorted({p.attempt.world_size for p in story.passages}),
+        "attempts": [_attempt(p) for p in story.attempt_times],
+        "world_sizes": sorted({p.attempt.world_size for p in story.attempt_times}),
         "checkpoints": found, "next": kind, "why": why, "does": then,
         "wall_s": round(story.wall_s, 6),
         "goodput": {part: round(seconds, 6) for part, seconds in story.goodput.items()},
@@ -86,7 +86,7 @@ def checkpoints(run: Path) -> list[dict[str, Any]]:
     return found
 
 
-def _attempt(passage: history.Passage) -> dict[str, Any]:
+def _attempt(passage: history.AttemptTimes) -> dict[str, Any]:
     """Describe an attempt by its events. The folder of a node has those of its own ranks only."""
     a = passage.attempt
     return {"attempt": a.number, "world_size": a.world_size, "start_step": a.start_step,
@@ -98,7 +98,7 @@ def _following(
     run: Path, story: history.History, step: int, *, has_checkpoint: bool
 ) -> tuple[str, str, str]:
     """Return what the same command would do now: (label, reason, description)."""
-    attempts = [p.attempt for p in story.passages]
+    attempts = [p.attempt for p in story.attempt_times]
     limit = story.config.get("restart.max_same_step", 3)
     version = next((a.version for a in reversed(attempts)), None) or ""
     failures = repeated_failures(attempts, version=version)
@@ -115,10 +115,10 @@ def _following(
 
 def _label_of_step(run: Path, step: int) -> tuple[str, str]:
     facts = files.read_json(run / layout.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
-    return label(run, facts)
+    return resume_label(run, facts)
 
 
-def label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
+def resume_label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
     """Return the label of a start from a checkpoint (exact, equivalent or refused) and the reason.
 
     It is the start with the configuration, the ranks and the kind of device of the last start, and

@@ -168,7 +168,8 @@ def _train_in_process(config: Config[Any]) -> None:
     try:
         log.status.enter(Phase.JOIN)
         with _signals(stop, log), World.form(
-            device=config.device, timeout_s=config.world.timeout_s, threads=threads, launch=LaunchInfo()
+            device=config.device, timeout_s=config.world.timeout_s, threads=threads,
+            launch=LaunchInfo()
         ) as world:
             train_attempt(config, world, log, stop, os.getppid(), failure, current, watched=False)
     except AlreadyFinished as done:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
         if options.points < 10:
             raise ConfigError(f"--points {options.points}: use 10 or more.")
         _check_plot_path(options.plot)
-        rates, losses = measure(rest, options.low, options.high, options.points)
+        rates, losses = run_range_test(rest, options.low, options.high, options.points)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -118,7 +118,7 @@ def _check_plot_path(plot: Path) -> None:
         raise ConfigError(f"--plot {plot}: it can't be written; choose another path.")
 
 
-def measure(
+def run_range_test(
     argv: Sequence[str], low: float, high: float, points: int
 ) -> tuple[list[float], list[float]]:
     """Return the rates, and for each the loss of its step before the update, until they diverge.

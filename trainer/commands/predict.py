@@ -17,7 +17,7 @@ from torch import Tensor
 from trainer.config import command_line
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
-from trainer.run.saved_run import Reader, first_call, read, writing
+from trainer.run.saved_run import SavedRun, config_error_on_write, open_saved_run, record_first_call
 from trainer.storage import files
 from trainer.telemetry.events import Log, writable
 
@@ -49,15 +49,15 @@ def main(argv: Sequence[str]) -> int:
         if options.out is not None and options.out.suffix not in KINDS:
             raise ConfigError(f"--out {options.out}: the name must end with {' or '.join(KINDS)}.")
         if options.out is not None:
-            with writing(f"--out {options.out}", REMEDY):
+            with config_error_on_write(f"--out {options.out}", REMEDY):
                 _prepare_folder(options.out)
-        reader = read(options.run, checkpoint=options.checkpoint, overrides=overrides)
+        reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
         split, rows = _predict(reader, options.split)
         step = reader.weights.step
         out = options.out or options.run / "predictions" / f"{split}-step-{step:08d}.safetensors"
         origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
         encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
-        with writing(f"--out {out}", REMEDY):
+        with config_error_on_write(f"--out {out}", REMEDY):
             out.parent.mkdir(parents=True, exist_ok=True)
             files.replace_bytes(out, encoded)
     except ConfigError as error:
@@ -80,7 +80,7 @@ def _prepare_folder(out: Path) -> None:
         raise PermissionError(f"{out.parent} can't be written to")
 
 
-def _predict(reader: Reader, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
+def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
     """Return the name of the split, and the outputs of each batch by name."""
     evaluator = None
     for name in (split,) if split else ("test", "validation"):
@@ -101,7 +101,7 @@ def _predict(reader: Reader, split: str | None) -> tuple[str, list[dict[str, Ten
             continue
         batch = to_device(micro.batch, reader.world.device)
         with reader.evaluating(micro.spec.number):
-            output = predict(reader.model, batch) if predict is not None else first_call(
+            output = predict(reader.model, batch) if predict is not None else record_first_call(
                 reader.model, reader.task.loss, batch).output
         rows.append(_named(output, micro.samples))
     if not rows:

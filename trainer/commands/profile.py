@@ -77,7 +77,7 @@ def main(argv: Sequence[str]) -> int:
             options.to.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(f"--to {options.to}: {error}; choose a folder.") from error
-        spent_s, averages, on_gpu = measure(rest, options.active, options.to)
+        spent_s, averages, on_gpu = profile_steps(rest, options.active, options.to)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_code
@@ -88,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(
+def profile_steps(
     argv: Sequence[str], active: int, folder: Path
 ) -> tuple[dict[str, float], list[Any], bool]:
     """Return the seconds of each phase, the profiler's sums by operation, and whether on a GPU.

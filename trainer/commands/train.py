@@ -29,7 +29,7 @@ from trainer.resilience.launcher_channel import Orders
 from trainer.resilience.preflight import allow_files, check_environment
 from trainer.resilience.stop_signals import StopSignals
 from trainer.telemetry.status import Phase
-from trainer.telemetry.std_streams import outlive_console, say
+from trainer.telemetry.std_streams import ignore_output_errors, say
 
 if TYPE_CHECKING:  # signal handlers are installed before torch is imported
     from trainer.config.schema import Config
@@ -125,7 +125,7 @@ class RankProcess:
         stop.leave_when(lambda: log.status.has_nothing_at_stake, self._leave_before_training)
         config = config or command_line.parse(arguments, show=launch.rank == 0,
                                               commands=self._commands)
-        outlive_console()
+        ignore_output_errors()
         log.set_level(config.log.level)
         self._failure.config = config
         self._grace_s = config.stop.grace_s
@@ -179,7 +179,8 @@ class RankProcess:
         parts, log, status = self._current.parts, self._log, self._log.status
         # In the last phase the last step is saved, and the test of the best weights runs.
         saved = parts is not None and status.phase is Phase.FINISH
-        if saved or (parts and parts.emergency_save_from_watchdog(lost=False) and parts.saved_from_watchdog):
+        if saved or (parts and parts.emergency_save_from_watchdog(lost=False)
+                     and parts.saved_from_watchdog):
             what = "the test of the best weights" if saved else "the next step"
             why = (f"stopped on request after step {status.step}: {what} didn't end within "
                    f"--stop.grace-s {self._grace_s:g}; run the same command to continue")

@@ -26,8 +26,8 @@ import tyro
 from trainer.config.fields import Duration
 from trainer.config.schema import Config, Schedule
 from trainer.errors import ConfigError
-from trainer.task import BUILT_IN, find_task, split_task_argument
-from trainer.telemetry.std_streams import EXIT_PIPE, quiet_pipe
+from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
+from trainer.telemetry.std_streams import EXIT_PIPE, quiet_broken_pipe
 
 _UNREADABLE = re.compile(
     r"Error parsing (--\S+): (.*) Argument helptext: --\S+ "
@@ -314,7 +314,7 @@ def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Conf
     registry.primitive_rule(_length_rule)
     problems = io.StringIO()
     asks_help = any(a in ("-h", "--help") for a in arguments)
-    output = quiet_pipe() if asks_help else contextlib.redirect_stderr(problems)
+    output = quiet_broken_pipe() if asks_help else contextlib.redirect_stderr(problems)
     try:
         with output, contextlib.redirect_stdout(problems if not asks_help else sys.stdout):
             config: Config[Any] = tyro.cli(  # type: ignore[call-overload]
@@ -406,6 +406,7 @@ def to_toml(config: Config[Any]) -> str:
 def task_path(task: Any) -> str:
     """The value of `--task` that selects the task's class."""
     path = f"{type(task).__module__}:{type(task).__qualname__}"
+    path = RECORDED.get(path, path)
     names = {p: name for name, p in BUILT_IN.items()}
     return names.get(path, path)
 

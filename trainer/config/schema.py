@@ -14,7 +14,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from trainer.config.fields import Change, Duration, OnOff, RunDir, Texts, CheckedSection, check, setting
+from trainer.config.fields import (
+    Change,
+    CheckedSection,
+    Duration,
+    OnOff,
+    RunDir,
+    Texts,
+    check,
+    setting,
+)
 from trainer.resilience import fault_injection
 from trainer.resilience.preflight import LONGEST_S
 
@@ -429,8 +438,23 @@ class Logging(CheckedSection):
 
 
 __all__ = [
-    "Batch", "Checkpoint", "Clip", "Config", "Data", "Eval", "Logging", "BadStepConfig", "Numerics",
-    "Optim", "Parallel", "Precision", "WorldConfig", "Restart", "Schedule", "Stop", "WatchdogConfig",
+    "BadStepConfig",
+    "Batch",
+    "Checkpoint",
+    "Clip",
+    "Config",
+    "Data",
+    "Eval",
+    "Logging",
+    "Numerics",
+    "Optim",
+    "Parallel",
+    "Precision",
+    "Restart",
+    "Schedule",
+    "Stop",
+    "WatchdogConfig",
+    "WorldConfig",
 ]  # fmt: skip
 
 TaskT = TypeVar("TaskT")

@@ -89,7 +89,8 @@ class Loader:
             faster: a forward pass evicts the data of reading from the CPU caches.
     """
 
-    def __init__(self, source: MicroBatchSource, *, device: torch.device, marks: ProgressMarks, log: Log,
+    def __init__(self, source: MicroBatchSource, *, device: torch.device, marks: ProgressMarks,
+                 log: Log,
                  at_once: bool = False) -> None:
         self.waited_s = 0.0
         """Total seconds spent waiting for data."""

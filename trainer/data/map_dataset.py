@@ -21,7 +21,14 @@ from torch.utils.data import (
 
 from trainer import rng
 from trainer.data import batch as batches
-from trainer.data.sample_errors import ReplacedSample, SampleError, summarize_exception, raise_or_return, as_sample_error, this_worker
+from trainer.data.sample_errors import (
+    ReplacedSample,
+    SampleError,
+    as_sample_error,
+    raise_or_return,
+    summarize_exception,
+    this_worker,
+)
 from trainer.data.sampler import MicroBatchSpec
 from trainer.resilience.diagnosis import is_shortage
 
@@ -243,7 +250,9 @@ class KeyedSamples(Dataset[MicroBatch]):
         if self._generators:
             rng.key(self._generators, self._seed, rng.SAMPLE, epoch, index)
 
-    def _named(self, indices: tuple[int, ...], epoch: int, doing: str = "reading") -> as_sample_error:
+    def _named(
+        self, indices: tuple[int, ...], epoch: int, doing: str = "reading"
+    ) -> as_sample_error:
         def what() -> str:
             places = [self._place(index) for index in indices]
             which = f"sample {places[0]}" if len(places) == 1 else f"samples {places}"

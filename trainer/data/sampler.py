@@ -126,6 +126,7 @@ class MicroBatchSampler(DistributedSampler[MicroBatchSpec]):
             if place < len(mine):
                 start = first + mine[place] * self.plan.micro_size
                 stop = min(start + self.plan.micro_size, end)
-                yield MicroBatchSpec(step, epoch, mine[place], last, tuple(order[start:stop].tolist()))
+                yield MicroBatchSpec(step, epoch, mine[place], last,
+                                     tuple(order[start:stop].tolist()))
             else:
                 yield MicroBatchSpec(step, epoch, -1, last, ())

@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 from trainer.data.loader import loader_arguments, shut_down_workers
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sample_errors import raise_if_error
-from trainer.data.stream_reader import LaneReader, LanePosition, WindowPart, StreamSpec
+from trainer.data.stream_reader import LanePosition, LaneReader, StreamSpec, WindowPart
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.errors import ConfigError
 

@@ -14,7 +14,7 @@ from torch.utils.data import IterableDataset, get_worker_info
 from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch, begin_epoch
-from trainer.data.sample_errors import yield_items_and_error, as_sample_error, this_worker
+from trainer.data.sample_errors import as_sample_error, this_worker, yield_items_and_error
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.partition import block
 from trainer.errors import ConfigError
@@ -82,7 +82,8 @@ class LaneIterator:
     """
 
     def __init__(
-        self, dataset: Any, layout: LaneLayout, *, number: int, seed: int, epoch: int, mark: LanePosition = LanePosition(),
+        self, dataset: Any, layout: LaneLayout, *, number: int, seed: int, epoch: int,
+        mark: LanePosition = LanePosition(),
         windows: int = 0,
     ) -> None:  # fmt: skip
         self.number = number
@@ -151,7 +152,8 @@ class LaneIterator:
 
     def _named(self, doing: str) -> as_sample_error:
         lane = f" of lane {self.number}" if self._layout.per_lane else ""
-        return as_sample_error(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the stream")
+        return as_sample_error(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the "
+                               "stream")
 
 
 def known_length(dataset: Any) -> int | None:
@@ -271,11 +273,13 @@ class LaneReader(IterableDataset[WindowPart]):
         parts = self._parts(epoch, windows, marks)
         return yield_items_and_error(parts, rank=self._rank, worker=self._worker)
 
-    def _parts(self, epoch: int, windows: int, marks: dict[int, LanePosition]) -> Iterator[WindowPart]:
+    def _parts(
+        self, epoch: int, windows: int, marks: dict[int, LanePosition]
+    ) -> Iterator[WindowPart]:
         begin_epoch(self._dataset, epoch, seed=self._seed)
         iterators = [
             LaneIterator(self._dataset, self._layout, number=number, seed=self._seed, epoch=epoch,
-                 mark=marks.get(number, LanePosition()), windows=windows)
+                         mark=marks.get(number, LanePosition()), windows=windows)
             for number in self._layout.iterators_of(self._lanes)
         ]  # fmt: skip
         while True:
@@ -290,7 +294,8 @@ class LaneReader(IterableDataset[WindowPart]):
                     self._example = iterator.first
             micro_batches = [self._micro(epoch, lane, samples) for lane, samples in taken.items()]
             micro_batches += [self._micro(epoch, -1, []) for _ in range(self._empty_slots)]
-            yield WindowPart(micro_batches, {iterator.number: iterator.mark(windows) for iterator in iterators})
+            yield WindowPart(micro_batches,
+                             {iterator.number: iterator.mark(windows) for iterator in iterators})
 
     def _micro(self, epoch: int, lane: int, taken: list[tuple[int, Any]]) -> MicroBatch:
         """A micro-batch with step 0; the rank's own process sets the real step."""
@@ -300,8 +305,10 @@ class LaneReader(IterableDataset[WindowPart]):
         rng.seed_all(
             self._seed, rng.SAMPLE, epoch, lane, spec.indices[0], _COLLATE, devices=False
         )
-        with as_sample_error(f"collating samples {list(spec.indices)} of lane {lane} of epoch {epoch}"):
-            return MicroBatch(spec, self._copy_if_reused(self._collate([sample for _, sample in taken])))
+        with as_sample_error(f"collating samples {list(spec.indices)} of lane {lane} of epoch "
+                             f"{epoch}"):
+            return MicroBatch(spec,
+                              self._copy_if_reused(self._collate([sample for _, sample in taken])))
 
     def _some_sample(self, epoch: int) -> Any:
         """Any sample, as the template of an empty micro-batch; read from another lane if needed."""
@@ -309,7 +316,8 @@ class LaneReader(IterableDataset[WindowPart]):
         for number in range(layout.iterators):
             if self._example is not None:
                 break
-            iterator = LaneIterator(self._dataset, layout, number=number, seed=self._seed, epoch=epoch)
+            iterator = LaneIterator(self._dataset, layout, number=number, seed=self._seed,
+                                    epoch=epoch)
             iterator.take()
             self._example = iterator.first
         if self._example is None:

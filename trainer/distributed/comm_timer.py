@@ -13,7 +13,7 @@ SAMPLED, LONG_S = 8, 0.02
 steps every SAMPLED-th is measured and counts SAMPLED times."""
 
 
-class Marks:
+class DeviceInterval:
     """Two events on the CUDA stream, which measure an interval without a device sync.
 
     On other devices the methods do nothing.
@@ -40,7 +40,7 @@ class Marks:
         return self._events[0].elapsed_time(self._events[1]) / 1000
 
 
-class Communication:
+class CommunicationTimer:
     """Measure the time of a step that this rank waits in collectives, not hidden by computation.
 
     In the backward it is the time from when the gradients of this rank are ready until all are
@@ -57,22 +57,22 @@ class Communication:
         self, *, ranks: int = 1, on_cuda: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:  # fmt: skip
-        self._interval = Marks(on_cuda=on_cuda)
+        self._interval = DeviceInterval(on_cuda=on_cuda)
         self._enabled, self._clock = ranks > 1, clock
         self._gathered_s = 0.0
         self._computed_s: float | None = None
         self._weight, self._steps, self._last_s = 0, 0, 0.0
         self._waited_s = 0.0
 
-    def began(self) -> float:
-        """Begin a collective. Return the argument for `ended`."""
+    def begin_collective(self) -> float:
+        """Begin a collective. Return the argument for `end_collective`."""
         return self._clock()
 
-    def ended(self, began_s: float) -> None:
+    def end_collective(self, began_s: float) -> None:
         """End the collective that began at this time."""
         self._gathered_s += self._clock() - began_s
 
-    def watch(self, loss: Tensor) -> None:
+    def time_backward(self, loss: Tensor) -> None:
         """Measure the backward of this loss, whose gradients are reduced over the ranks."""
         if not self._enabled:
             return
@@ -82,7 +82,7 @@ class Communication:
             self._weight = 1 if is_long else SAMPLED
             loss.register_hook(self._queue_callback)
 
-    def reduced(self) -> None:
+    def end_backward(self) -> None:
         """End the backward."""
         if not self._weight:
             return
@@ -90,7 +90,7 @@ class Communication:
         if self._computed_s is not None:
             self._waited_s = self._weight * (self._clock() - self._computed_s)
 
-    def take(self, step_s: float) -> float:
+    def take_wait_s(self, step_s: float) -> float:
         """Return the seconds waited in a step of `step_s` seconds, and reset.
 
         The device must have finished the step.
@@ -101,11 +101,11 @@ class Communication:
                 between_s := self._interval.between_s()) is not None:
             self._waited_s = self._weight * between_s
         waited_s = self._gathered_s + self._waited_s
-        self.forget()
+        self.reset()
         self._last_s = step_s
         return waited_s
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Reset after work that is not a step. The device need not have finished it."""
         self._gathered_s = self._waited_s = 0.0
         self._weight, self._computed_s, self._last_s = 0, None, 0.0

@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.waits import WaitsFor, waiting_for
-from trainer.errors import ConfigError
-from trainer.task import EMPTY, Outcome, check_outcome
+from trainer.errors import EMPTY_BATCH_NOTE, ConfigError
+from trainer.task import Outcome, check_outcome
 
 if TYPE_CHECKING:
     from trainer.data.sampler import MicroBatchSpec
@@ -184,7 +184,8 @@ class MetricAccumulator:
 class Objective(nn.Module):
     """Model and task loss as one module, whose forward returns the loss.
 
-    With several ranks, `stats_carrier` is a parameter whose gradient is, by construction, the vector of
+    With several ranks, `stats_carrier` is a parameter whose gradient is, by construction, the
+    vector of
     this rank's sums. DDP all-reduces it with the gradients, so sums and stop requests need no
     separate collective.
 
@@ -209,12 +210,13 @@ class Objective(nn.Module):
         """Returns NaN if the forwards left a buffer that is not finite, which the training loss
         does not show; called after the last forward of a step."""
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
-                     else None)
+                              else None)
         dtypes = (torch.float32, *([torch.float64] if device.type != "mps" else []))
         self.grad_outputs = {} if self.stats_carrier is not None else {
             dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
         """Initial gradient of backward, by the loss's dtype, in place of 1: gradients of a sum
-        become those of a mean, without a division. Empty with `stats_carrier`, whose sums are no mean."""
+        become those of a mean, without a division. Empty with `stats_carrier`, whose sums are no
+        mean."""
 
     def forward(
         self, batch: Any, samples: int, requests: tuple[bool, ...] | None = None, replaced: int = 0
@@ -222,7 +224,8 @@ class Objective(nn.Module):
         """Compute the scalar loss of a micro-batch.
 
         Args:
-            requests: this rank's requests, given with its last micro-batch of a step, whose backward
+            requests: this rank's requests, given with its last micro-batch of a step, whose
+            backward
                 reduces gradients and sums; None otherwise.
             replaced: number of samples that replaced bad ones.
 
@@ -233,7 +236,7 @@ class Objective(nn.Module):
             outcome = self.loss(self.model, batch)
         except Exception as error:
             if not samples and not lost_peer(error):
-                error.add_note(EMPTY)
+                error.add_note(EMPTY_BATCH_NOTE)
             raise
         if self.inject_nan:
             self.inject_nan = False
@@ -297,11 +300,12 @@ class Objective(nn.Module):
             values = [_snap(v) for v in numbers]
         loss, count, samples, replaced = values[:4]
         requests = ([w for w, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0]
-                  if any(values[REQUESTED]) else ())
+                    if any(values[REQUESTED]) else ())
         at = len(_FIXED)
         metrics = {name: (values[at + 2 * i], values[at + 2 * i + 1])
                    for i, name in enumerate(self.accumulator.names or ())}
-        return StepSums(loss, count, round(samples), round(replaced), frozenset(requests), metrics), norm
+        return StepSums(loss, count, round(samples), round(replaced), frozenset(requests),
+                        metrics), norm
 
 
 def wrap(

@@ -60,7 +60,8 @@ class TreeSum(Generic[T]):
     def push(self, span: Span, value: T) -> None:
         """Add the next node to the right."""
         self.parts.append((span, value))
-        while len(self.parts) > 1 and are_siblings(self.parts[-2][0], self.parts[-1][0], self._leaves):
+        while len(self.parts) > 1 and are_siblings(self.parts[-2][0], self.parts[-1][0],
+                                                   self._leaves):
             right, right_value = self.parts.pop()
             left, left_value = self.parts.pop()
             self.parts.append(((left[0], right[1]), self._join(left_value, right_value)))
@@ -437,7 +438,9 @@ class RankInvariantReduction:
         return self._pieces[key]
 
 
-def use_rank_invariant_reduction(step: Step, world: World, batch_plan: BatchPlan, find_unused: OnOff) -> None:
+def use_rank_invariant_reduction(
+    step: Step, world: World, batch_plan: BatchPlan, find_unused: OnOff
+) -> None:
     """Collective. Use the rank-invariant reduction in a step; broadcast the weights of rank 0."""
     world.broadcast([*step.model.parameters(), *step.model.buffers()])
     reduction = RankInvariantReduction(step, world, batch_plan, optional=find_unused == "on")

@@ -82,9 +82,11 @@ class ReplicaCheck:
         self.world.all_sum(totals)
         if bool((totals == totals[0]).all()):
             self.step = step
-            self.consecutive_mismatches = 0 if step > self._differed else self.consecutive_mismatches
+            if step > self._differed:
+                self.consecutive_mismatches = 0
             return None
-        self.consecutive_mismatches, self._differed = self.consecutive_mismatches + 1, max(step, self._differed)
+        self.consecutive_mismatches, self._differed = self.consecutive_mismatches + 1, max(
+            step, self._differed)
         rows = self.world.gather_json(own.tolist())
         names = [name for i, name in enumerate(tensors) if len({row[i] for row in rows}) > 1]
         common, votes = Counter(totals.tolist()).most_common(1)[0]

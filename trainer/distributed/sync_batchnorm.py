@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
-from trainer.distributed.comm_timer import Communication
+from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.errors import ConfigError
 
 
@@ -120,7 +120,7 @@ class SyncBatchNorm(_BatchNorm):
     """
 
     process_group: dist.ProcessGroup | None = None
-    communication: Communication | None = None
+    communication: CommunicationTimer | None = None
     """Records how long ranks wait for each other in the collectives of this module."""
 
     def _check_input_dim(self, input: Tensor) -> None:
@@ -168,21 +168,21 @@ def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _gather_rows(
-    row: Tensor, group: dist.ProcessGroup | None, communication: Communication | None
+    row: Tensor, group: dist.ProcessGroup | None, communication: CommunicationTimer | None
 ) -> Tensor:
     """Collective. Gather `row` (K,) of every rank to (ranks, K)."""
     rows = row.new_empty(dist.get_world_size(group), row.numel())
     # Sums use an all-gather too: with gloo it takes 2/3 of the time of an all-reduce, and the sum
     # is in the order of ranks.
-    began_s = 0.0 if communication is None else communication.began()
+    began_s = 0.0 if communication is None else communication.begin_collective()
     dist.all_gather(list(rows.unbind()), row, group=group)
     if communication is not None:
-        communication.ended(began_s)
+        communication.end_collective(began_s)
     return rows
 
 
 def _global_statistics(
-    x: Tensor, group: dist.ProcessGroup | None, communication: Communication | None = None
+    x: Tensor, group: dist.ProcessGroup | None, communication: CommunicationTimer | None = None
 ) -> tuple[Tensor, Tensor, int]:
     """Collective. Mean (C,), biased variance (C,) and values per channel, over all ranks.
 
@@ -218,7 +218,7 @@ class _Normalize(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
                 variance: Tensor, count: int, eps: float,
                 group: dist.ProcessGroup | None,
-                communication: Communication | None = None) -> Tensor:
+                communication: CommunicationTimer | None = None) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
         ctx.count, ctx.eps, ctx.group, ctx.communication = count, eps, group, communication
         if x.numel() == 0:

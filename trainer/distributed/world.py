@@ -200,14 +200,16 @@ class World:
     @classmethod
     def form(
         cls, *, device: str = "auto", timeout_s: float = 60.0, join_timeout_s: float = 120.0,
-        long_timeout_s: float = 1800.0, threads: int | None = None, launch: LaunchInfo | None = None,
+        long_timeout_s: float = 1800.0, threads: int | None = None, launch: LaunchInfo
+        | None = None,
     ) -> World:
         """Collective. Connect to the other ranks and create the process groups.
 
         Args:
             timeout_s: timeout of each collective on tensors (`--world.timeout-s`).
             join_timeout_s: how long to wait for ranks that start later.
-            long_timeout_s: timeout of JSON collectives, `barrier` and `raise_on_all_ranks`, and of all
+            long_timeout_s: timeout of JSON collectives, `barrier` and `raise_on_all_ranks`, and of
+            all
                 collectives inside `patient()`.
             threads: default: the cores available to this process / ranks on this host.
 

@@ -59,7 +59,9 @@ class _NanMode(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def nan_detector(wrapped: nn.Module, model: nn.Module, report: Callable[[Origin], None]) -> Iterator[None]:
+def nan_detector(
+    wrapped: nn.Module, model: nn.Module, report: Callable[[Origin], None]
+) -> Iterator[None]:
     """Report the first operation that creates a NaN in the forward and backward inside.
 
     `torch.autograd.detect_anomaly` checks the backward only, and raises on one rank while the

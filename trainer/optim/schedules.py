@@ -179,7 +179,7 @@ class Scheduler:
         try:
             if key in LENGTHS:
                 lengths = [Duration.parse(part).steps(epoch=self._lengths.epoch,
-                                                    total=self._lengths.total)
+                                                      total=self._lengths.total)
                            for part in text.split(",")]
                 return lengths if key == "milestones" else lengths[0]
             if key in INTEGERS:

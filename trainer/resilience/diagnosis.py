@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.distributed.peer_errors import TRAINER_FOLDER, foreignness, lost_peer, text_of
-from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
+from trainer.errors import EMPTY_BATCH_NOTE, EXIT_CONFIG, EXIT_FAILURE, PeerFailed, TrainerError
 from trainer.resilience.attempts import failure_sentence
 from trainer.resilience.launcher_channel import record_failure, tell
 from trainer.storage.files import display_path
-from trainer.task import EMPTY
 from trainer.telemetry.events import Log, writable
 from trainer.telemetry.std_streams import say
 
@@ -224,8 +223,8 @@ def remedy(error: BaseException) -> str:
                 if (shortage if number else None) == number and (
                         number or re.search(words, text_of(seen), re.IGNORECASE)):
                     return helps
-        if EMPTY in getattr(seen, "__notes__", ()):
-            return EMPTY
+        if EMPTY_BATCH_NOTE in getattr(seen, "__notes__", ()):
+            return EMPTY_BATCH_NOTE
         if isinstance(seen, RuntimeError) and _DOUBLE.search(text_of(seen)):
             return _DOUBLE_HELPS
         seen = seen.__cause__

@@ -45,7 +45,8 @@ class Alarm:
     """
 
     def __init__(
-        self, world: World, log: Log, marks: ProgressMarks, *, identity: ProcessIdentity, tick_s: float,
+        self, world: World, log: Log, marks: ProgressMarks, *, identity: ProcessIdentity,
+        tick_s: float,
         clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
         self._tell_launcher = tell

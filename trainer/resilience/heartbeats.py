@@ -146,7 +146,8 @@ class Heartbeats:
         self._store.set(f"beat/{self._rank}", json.dumps(message))
         for peer in self._peers:
             if peer not in self.identities and self._store.check([f"who/{peer}"]):
-                self.identities[peer] = ProcessIdentity(**json.loads(self._store.get(f"who/{peer}")))
+                self.identities[
+                    peer] = ProcessIdentity(**json.loads(self._store.get(f"who/{peer}")))
         if self._own_alarm is not None and self.alarm is None:
             own = json.dumps(self._own_alarm)
             self.alarm = json.loads(self._store.compare_set("alarm", "", own))

@@ -185,7 +185,7 @@ class Watchdog:
             idle_s = now - max(place.at_s, self._resumed_s)
             if _is_over(saving_patience(limit_s), idle_s, min(idle_s, quiet_s)):
                 return RankReport(phase=str(place.point), step=step, idle_s=round(idle_s, 1),
-                              waits=False, over=True)
+                                  waits=False, over=True)
         idle_s = now - max(main.at_s, self._resumed_s)
         whom, busy_s = self._doing.look(main, idle_s > limit_s / 4)
         allowed = patience(phase, main.point, limit_s, self._start_s)

@@ -65,7 +65,7 @@ def bad_parameters(step: Step) -> list[str]:
 
 
 def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
-         trainable: int, *, count: float = 1.0) -> str:
+                      trainable: int, *, count: float = 1.0) -> str:
     """Describe the cause of a bad step and a remedy.
 
     Args:
@@ -174,13 +174,13 @@ def report_skipped_step(run: Run, result: StepResult) -> None:
               if result.skip_reason == NONFINITE else [])
     run.state.key_rng(run.world.rank)
     why = describe_bad_step(result.skip_reason, causes, parameters, len(run.step.parameters),
-               count=result.sums.count)
+                            count=result.sums.count)
     run.log.event("skipped", at_step=result.step, why=result.skip_reason, causes=causes,
                   parameters=parameters, loss=str(result.sums.loss))
     run.log.announce(f"skipped step {result.step}: {why} (consecutive bad steps: "
-                     f"{len(progress.consecutive_bad_steps)} of --nonfinite.max-in-row {nonfinite.max_in_row}; "
-                     f"in total: {len(progress.bad)} of --nonfinite.max-total "
-                     f"{nonfinite.max_total})")
+                     f"{len(progress.consecutive_bad_steps)} of --nonfinite.max-in-row "
+                     f"{nonfinite.max_in_row}; in total: {len(progress.bad)} of "
+                     f"--nonfinite.max-total {nonfinite.max_total})")
     handle_bad_streak(run, why)
 
 
@@ -234,13 +234,13 @@ def replicas_match(run: Run) -> bool:
                      f"step {replica_check.step}")
     if replica_check.consecutive_mismatches >= MAX_MISMATCHES:
         raise RanksDiffer(
-            f"step {step}: {who}, for the {replica_check.consecutive_mismatches}th consecutive time, although the "
-            "steps were recomputed each time: look for what differs between ranks (memory, a "
-            "device, a model or an optimizer with an unseeded random generator)")
+            f"step {step}: {who}, for the {replica_check.consecutive_mismatches}th consecutive "
+            "time, although the steps were recomputed each time: look for what differs between "
+            "ranks (memory, a device, a model or an optimizer with an unseeded random generator)")
     if not _roll_back(run, newest=replica_check.step):
         raise RanksDiffer(
-            f"step {step}: {who} and there is no checkpoint of step {replica_check.step} or before to "
-            "roll back to; the next start computes the run from the beginning")
+            f"step {step}: {who} and there is no checkpoint of step {replica_check.step} or "
+            "before to roll back to; the next start computes the run from the beginning")
     return False
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import IterableDataset
 from trainer import task
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
-from trainer.checkpoint.progress import BestTracker, ScheduleLengths, LossMeter, TrainProgress
+from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
 from trainer.checkpoint.replication import Lines, copy_missing_checkpoints, merged_lines
 from trainer.checkpoint.restore import CheckpointRef, find, find_at
 from trainer.checkpoint.store import Store
@@ -47,7 +47,7 @@ from trainer.run.pictures import FOLDER, Pictures
 from trainer.run.prepare import Setup, prepare, refuse_unreachable
 from trainer.run.recorders import RecordedRun, open_metrics, open_source, open_timing
 from trainer.run.run import Run
-from trainer.run.startup_summary import announce, card_lines, doubts
+from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
 from trainer.step import Step
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
@@ -179,8 +179,9 @@ def _find_position(
         if config.world.threads == "auto" and (by_number or then["world_size"] == world.size):
             world.use_threads(then["threads"])  # their number decides bits
             saving.circumstances["threads"] = world.threads
-        verdict = compatibility.compare_settings(config, found.facts["settings"], now=saving.circumstances,
-                                      then=then, before=found.facts.get("inexact", ()))
+        verdict = compatibility.compare_settings(config, found.facts["settings"],
+                                                 now=saving.circumstances,
+                                                 then=then, before=found.facts.get("inexact", ()))
         saving.inexact.extend(verdict.reasons)
         state.progress.load_state_dict(found.facts["progress"])
     elif config.init is not None:
@@ -206,8 +207,9 @@ def _enter_folder(
     run_dir.enter(path, claim.identity, claim.lock, world, log)
     run_dir.begin(path, claim.identity, world, log, position=resumption.position,
                   version=_version(config), max_same_step=config.restart.max_same_step)
-    lines = copy_missing_checkpoints(resumption.found, saving.checkpoint.store, path / layout.METRICS,
-                  claim.identity.run, world, log)
+    lines = copy_missing_checkpoints(resumption.found, saving.checkpoint.store, path
+                                     / layout.METRICS,
+                                     claim.identity.run, world, log)
     context.marks.mark(Phase.START, resumption.position)
     if work.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
@@ -233,10 +235,12 @@ def _make_step(context: Context, work: Setup, claim: Claim, saving: Saving) -> S
         all_sum=world.all_sum, before_update=checkpoint.finish_copy,
     )  # fmt: skip
     if config.parallel.reduction == "canonical":
-        rank_invariant_reduction.use_rank_invariant_reduction(step, world, work.plan, config.parallel.find_unused)
+        rank_invariant_reduction.use_rank_invariant_reduction(step, world, work.plan,
+                                                              config.parallel.find_unused)
     if config.numerics.anomaly == "on":
         step.nan_detector = lambda spec: nan_detection.nan_detector(wrapped, work.model,
-                                                    partial(_tell_origin, log, spec))
+                                                                    partial(_tell_origin, log,
+                                                                            spec))
     if isinstance(work.data["train"], IterableDataset):
         # The length of an epoch is unknown: the first incomplete window ends it.
         whole = config.data.drop_last == "on"
@@ -318,15 +322,16 @@ def _describe(
 ) -> list[str]:
     """Write configuration and environment into the run folder; returns the start-up summary."""
     config, world, path = context.config, context.world, context.path
-    about = card_lines(config, card, world, path)
+    about = summary_lines(config, card, world, path)
     run_dir.clean(path)
     files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
     label, why = _determinism(config, world, resumption.verdict)
     files.replace_json(path / layout.ENVIRONMENT,
                         run_dir.environment(world, card, label=label, why=why))
     store.clean()
-    warnings = doubts(config, card, epoch=work.plan.steps_per_epoch, total=work.intervals.total)
-    announce(context.log, about, warnings, resumption.found, resumption.verdict, path)
+    warnings = startup_warnings(config, card, epoch=work.plan.steps_per_epoch,
+                                total=work.intervals.total)
+    log_startup(context.log, about, warnings, resumption.found, resumption.verdict, path)
     return about
 
 

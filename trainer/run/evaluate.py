@@ -200,7 +200,8 @@ class Evaluator:
             return
         slots = [
             MicroBatchSpec(0, 0, n, True, tuple(range(n * self.batch_size,
-                                            min((n + 1) * self.batch_size, len(self.dataset)))))
+                                                      min((n + 1) * self.batch_size,
+                                                          len(self.dataset)))))
             for n in numbers
         ]  # fmt: skip
         samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.checkpoint.train_state import CONFIGURED, fits_json
-from trainer.distributed.comm_timer import Communication
+from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.errors import ConfigError
 from trainer.step import Step
 from trainer.telemetry.events import Log
@@ -99,7 +99,7 @@ def _members(item: Any, state: bool) -> list[tuple[str, Any]]:
     if isinstance(item, list | tuple | set | frozenset | deque):
         return [(str(index), value) for index, value in enumerate(item)]
     if isinstance(item, type | types.ModuleType | types.FunctionType | torch.device | torch.dtype
-                  | Communication):
+                  | CommunicationTimer):
         return []
     return list(getattr(item, "__dict__", {}).items())
 
@@ -162,7 +162,9 @@ def _summary(tensor: Tensor) -> Any:
     return [str(tensor.shape), numbers.sum().item(), numbers.square().sum().item()]
 
 
-def watch_optimizer(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log) -> None:
+def watch_optimizer(
+    optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log
+) -> None:
     """Check an optimizer class of the user after its first two updates, by a step hook.
 
     The first update raises ConfigError if the optimizer keeps state that a checkpoint cannot hold.

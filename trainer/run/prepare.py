@@ -29,7 +29,7 @@ from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision
 from trainer.resilience import fault_injection
 from trainer.run import state_dict_checks
-from trainer.task import SPLITS, task_figures, load_object, check_signatures
+from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
@@ -184,7 +184,7 @@ def make_model(
     state_dict_checks.check(model)
     model.train()
     choice = precision.resolve(config.precision, model, device,
-                              eager=config.numerics.anomaly == "on")
+                               eager=config.numerics.anomaly == "on")
     layout = torch.channels_last if choice.channels_last else torch.preserve_format
     return model.to(device, memory_format=layout), choice  # type: ignore[call-overload]
 
@@ -207,8 +207,8 @@ def _plan(
         # The end of an epoch is unknown until it is reached: plan one epoch for the whole run.
         samples = _steps_of_unknown(config, data) * batch.global_size
     plan = BatchPlan(samples=samples, global_size=batch.global_size, micro_size=batch.micro_size,
-                drop_last=config.data.drop_last == "on",
-                in_lanes=isinstance(data["train"], IterableDataset))
+                     drop_last=config.data.drop_last == "on",
+                     in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
         # For the hint below: a tuple of two tensors, or of two data sets, has two samples.
         kind = type(data["train"]).__name__ if isinstance(

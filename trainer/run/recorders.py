@@ -23,7 +23,7 @@ from trainer.config import compatibility
 from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
-from trainer.data.loader import SampledSource, MicroBatchSource
+from trainer.data.loader import MicroBatchSource, SampledSource
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
@@ -39,10 +39,16 @@ from trainer.storage.layout import TIMING
 from trainer.telemetry import tensorboard
 from trainer.telemetry.console import Console
 from trainer.telemetry.events import Log, read_events
-from trainer.telemetry.hints import Facts, Hints, judge_batchnorm, judge_sizes
-from trainer.telemetry.metrics import Metrics, Sink, order_of
-from trainer.telemetry.step_timing import Timing, resident_mb
-from trainer.telemetry.tensorboard import Introduction, Own, TensorBoard, TensorHistograms, grid
+from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
+from trainer.telemetry.metrics import Metrics, Sink, line_key
+from trainer.telemetry.step_timing import StepTiming, resident_mb
+from trainer.telemetry.tensorboard import (
+    Introduction,
+    TensorBoard,
+    TensorHistograms,
+    UserSink,
+    image_grid,
+)
 from trainer.telemetry.wandb import WandB
 
 
@@ -66,7 +72,8 @@ def open_source(
         batch = config.batch
         stream = StreamReader(
             StreamSpec(dataset=data, seed=config.seed, collate=collate,
-                       layout=LaneLayout.of(data, lanes=batch.micro_batches, micro_size=batch.micro_size)),
+                       layout=LaneLayout.of(data, lanes=batch.micro_batches,
+                                            micro_size=batch.micro_size)),
             rank=world.rank, num_ranks=world.size,
             workers=workers, prefetch=config.data.prefetch, device=world.device,
             step=lambda: progress.step, gather=world.gather_json,
@@ -147,15 +154,17 @@ def open_metrics(
         sinks.append(_hints(run, kept, leak))
         if config.log.graph == "on" and not position:
             _show_graph(board, run)
-        sinks += [Own(name, make, path, log) for name, make in work.sinks.items()]
+        sinks += [UserSink(name, make, path, log) for name, make in work.sinks.items()]
     metrics.open(path / layout.METRICS, sinks, kept=kept, unshown=unshown, guard=run.guard,
                  warn=log.warning)
 
 
-def open_timing(path: Path, identity: RunIdentity, world: World, log: Log, workers: int) -> Timing:
+def open_timing(
+    path: Path, identity: RunIdentity, world: World, log: Log, workers: int
+) -> StepTiming:
     """Create the timing of the steps. Rank 0 writes the file."""
     on_cuda = world.device.type == "cuda"
-    timing = Timing(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
+    timing = StepTiming(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
                     cores=share_of_cores(world.local_size), warn=log.warning,
                     memory=partial(device_mb, world.device) if on_cuda else resident_mb)
     if world.is_main:
@@ -171,7 +180,7 @@ def _report_gaps(
     Args:
         from_other_run: the run may have started at a step of another run, with its own record.
     """
-    present = {line["step"] for line in kept if not order_of(line)[1]}
+    present = {line["step"] for line in kept if not line_key(line)[1]}
     begin = min(present, default=position + 1) if from_other_run else 1
     if lost := [step for step in range(begin, position + 1) if step not in present]:
         log.warning(f"{display_path(path)}: the lines of {len(lost)} of {position} steps are gone "
@@ -209,7 +218,7 @@ def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints
     events = read_events(run.path / layout.EVENTS)
     given = [event["hint"] for event in events if event.get("event") == "hint"]
     expected = work.task.first_loss() if hasattr(work.task, "first_loss") else None
-    facts = Facts(
+    facts = HintFacts(
         total=work.intervals.total, epoch=work.plan.steps_per_epoch,
         clip_norm=0.0 if config.clip.value else config.clip.norm,
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
@@ -217,11 +226,11 @@ def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints
         zero_gradients=partial(_zero_gradients, work.model), memory=partial(_memory, world.device),
     )  # fmt: skip
     hints = Hints(run.log, facts, off=config.log.hints_off, given=given, lines=kept)
-    hints.give("small-batchnorm", judge_batchnorm(
+    hints.emit("small-batchnorm", check_batchnorm(
         startup_summary.batchnorm_samples(config, world.size, work.card)))
     if world.device.type == "cuda":
-        hints.give("odd-sizes", judge_sizes(_widths(work.model), config.batch.micro_size))
-    hints.give("shared-samples", leak)
+        hints.emit("odd-sizes", check_sizes(_widths(work.model), config.batch.micro_size))
+    hints.emit("shared-samples", leak)
     return hints
 
 
@@ -271,7 +280,7 @@ def _show_graph(board: TensorBoard, run: RecordedRun) -> None:
 def preview(task: Any, log: Log) -> Any:
     """Return some samples of the task as one image. A failure is only a warning."""
     try:
-        return grid(task.preview(32)) if hasattr(task, "preview") else None
+        return image_grid(task.preview(32)) if hasattr(task, "preview") else None
     except Exception as error:
         log.warning(f"no picture of samples: the task's preview(32), uint8 N×C×H×W: "
                     f"{type(error).__name__}: {error}")

@@ -38,7 +38,7 @@ from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log
 from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Phase, Rescue, Status, decide_rescue
-from trainer.telemetry.step_timing import Timing
+from trainer.telemetry.step_timing import StepTiming
 
 
 @dataclass(kw_only=True)
@@ -63,7 +63,7 @@ class Run:
     metrics: Metrics
     intervals: Intervals
     replica_check: ReplicaCheck
-    timing: Timing
+    timing: StepTiming
     reopen: Callable[[CheckpointRef], None]
     """Reopens the data and the record at the position of a checkpoint."""
     found: CheckpointRef | None
@@ -101,7 +101,8 @@ class Run:
         Raises:
             StaleAttempt: a newer attempt has taken over the run.
         """
-        if self.world.has_nodes or self.world.superseded:  # on one node no rank survives the launcher
+        # on one node no rank survives the launcher
+        if self.world.has_nodes or self.world.superseded:
             self.lock.check_without_waiting()
         saved = self.checkpoint.has_unreported_save and self.metrics.durable
         return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
@@ -113,7 +114,7 @@ class Run:
             SaveFailed: the save failed, and --checkpoint.on-error is stop.
         """
         if "saved" in requests:
-            self.metrics.forget(self.checkpoint.saved_step)
+            self.metrics.drop_saved(self.checkpoint.saved_step)
             self.checkpoint.confirm()
         if "fail" in requests:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")

@@ -229,7 +229,8 @@ def begin(path: Path, identity: RunIdentity, world: World, log: Log, *, position
         GaveUp: the previous attempts have failed that often at the same step.
     """
     error = None
-    reached = max(MappedCounter.read(path / LAST_STEP), newest_step(path / METRICS)) if world.is_main else 0
+    reached = max(MappedCounter.read(path / LAST_STEP),
+                  newest_step(path / METRICS)) if world.is_main else 0
     if world.is_main and identity.attempt:
         before = read_attempts(read_events(path / EVENTS))
         row = repeated_failures(before, version=version)

@@ -36,7 +36,7 @@ TRIES = 5
 
 
 @dataclass(frozen=True)
-class Weights:
+class CheckpointWeights:
     """Model weights of a checkpoint with which the run would validate."""
 
     step: int
@@ -48,7 +48,7 @@ class Weights:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reader:
+class SavedRun:
     """Configuration of a run, and its model with weights, in evaluation mode."""
 
     config: Config[Any]
@@ -56,7 +56,7 @@ class Reader:
     world: World
     model: nn.Module
     choice: precision.PrecisionPolicy
-    weights: Weights
+    weights: CheckpointWeights
 
     def evaluator(self, split: str) -> Evaluator | None:
         """Return the evaluator of a split, bitwise equal to that of the run; None without data."""
@@ -86,7 +86,7 @@ class Reader:
             yield
 
 
-def read(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> Reader:
+def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> SavedRun:
     """Open the run in a folder with the weights of a checkpoint. Writes nothing.
 
     Args:
@@ -97,7 +97,7 @@ def read(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> Reader
         ConfigError: there is no run or no such checkpoint, the checkpoint is damaged or does not
             fit the model, or a flag is wrong.
     """
-    config = configuration(run, overrides)
+    config = load_configuration(run, overrides)
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
     threads = config.world.threads
     if threads == "auto":  # the number of threads changes bits
@@ -107,16 +107,16 @@ def read(run: Path, *, checkpoint: str, overrides: Sequence[str] = ()) -> Reader
     precision.set_tf32(config.numerics.tf32 == "on")
     task = bind_seed(config.task, config.seed)
     model, choice = make_model(task, config, world.device)
-    load(model, weights.tensors, f"{run}: --checkpoint {checkpoint}")
+    load_weights(model, weights.tensors, f"{run}: --checkpoint {checkpoint}")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name in weights.average:
                 parameter.copy_(weights.average[name])
-    return Reader(config=config, task=task, world=world, model=model.eval(), choice=choice,
-                  weights=weights)
+    return SavedRun(config=config, task=task, world=world, model=model.eval(), choice=choice,
+                    weights=weights)
 
 
-def configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
+def load_configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
     """Return the configuration of the run in a folder.
 
     Raises:
@@ -128,7 +128,7 @@ def configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
     return dataclasses.replace(command_line.parse([str(path), *overrides]), run=str(run))
 
 
-def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
+def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
     """Return the weights of a checkpoint.
 
     Args:
@@ -146,7 +146,7 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
             if checkpoint == "best" and not seen and product.is_file():
                 summary = files.read_json(run / layout.SUMMARY) or {}
                 step = summary.get("best", {}).get("step", 0)
-                return Weights(step, tensorfile.load_tensors(product), {}, {})
+                return CheckpointWeights(step, tensorfile.load_tensors(product), {}, {})
             return _weights(store, checkpoint, averaged=averaged)
         except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
             tries -= 1
@@ -158,7 +158,7 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> Weights:
 
 
 @contextlib.contextmanager
-def writing(flag: str, remedy: str) -> Iterator[None]:
+def config_error_on_write(flag: str, remedy: str) -> Iterator[None]:
     """Context for writing a file: report an OSError as a ConfigError with the flag and a remedy.
 
     Raises:
@@ -170,7 +170,7 @@ def writing(flag: str, remedy: str) -> Iterator[None]:
         raise ConfigError(f"{flag}: {error}; {remedy}.") from error
 
 
-def load(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
+def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
     """Load weights into a model.
 
     Args:
@@ -186,7 +186,7 @@ def load(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
         raise ConfigError(f"{where}: the weights don't fit the model: {lines}") from error
 
 
-def _weights(store: Store, checkpoint: str, *, averaged: bool) -> Weights:
+def _weights(store: Store, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
     if checkpoint in ("best", "last"):
         newest, skipped = store.newest_valid()
         if newest is None:
@@ -202,11 +202,11 @@ def _weights(store: Store, checkpoint: str, *, averaged: bool) -> Weights:
     facts = json.loads((info.path / STATE).read_bytes())
     has_average = averaged and (info.path / EMA).is_file()
     average = tensorfile.load_tensors(info.path / EMA) if has_average else {}
-    return Weights(info.step, tensorfile.load_tensors(info.path / MODEL), average, facts)
+    return CheckpointWeights(info.step, tensorfile.load_tensors(info.path / MODEL), average, facts)
 
 
 @dataclass(frozen=True)
-class Call:
+class ModelCall:
     """Arguments with which a loss calls its model, and the output."""
 
     args: tuple[Any, ...]
@@ -214,16 +214,16 @@ class Call:
     output: Any
 
 
-def first_call(model: nn.Module, loss: Any, batch: Any) -> Call:
+def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
     """Compute the loss of a batch and record the first call of the model in it.
 
     Raises:
         ConfigError: the loss does not call the model itself.
     """
-    calls: list[Call] = []
+    calls: list[ModelCall] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        calls.append(Call(args, kwargs, output))
+        calls.append(ModelCall(args, kwargs, output))
 
     handle = model.register_forward_hook(note, with_kwargs=True, always_call=False)
     try:

@@ -15,7 +15,7 @@ from trainer.storage.files import display_path
 from trainer.telemetry.events import Log
 
 
-def card_lines(
+def summary_lines(
     config: Config[Any], card: Mapping[str, Any], world: World, path: Path
 ) -> list[str]:
     """Return the lines of the summary.
@@ -59,7 +59,7 @@ def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) 
     return config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
 
 
-def doubts(
+def startup_warnings(
     config: Config[Any], card: Mapping[str, Any], *, epoch: int, total: int
 ) -> list[str]:
     """Return warnings about the start: initial weights that do not fit, parameters that no group
@@ -82,15 +82,15 @@ def doubts(
     return warnings
 
 
-def announce(
+def log_startup(
     log: Log, lines: Sequence[str], warnings: Sequence[str], found: CheckpointRef | None,
     verdict: compatibility.ResumeDecision, path: Path,
 ) -> None:  # fmt: skip
     """Log the summary, the warnings, and whether the run is new or continues.
 
     Args:
-        lines: `card_lines`.
-        warnings: `doubts`.
+        lines: `summary_lines`.
+        warnings: `startup_warnings`.
         found: the checkpoint that is resumed, if any.
         path: the run folder.
     """

@@ -37,7 +37,8 @@ def start(run: Run) -> None:
                 find_unused=run.config.parallel.find_unused == "on")
         run.checkpoint.overlap = not run.step.moves_parameters
         figures = [] if run.validate is None else run.validate.figures
-        metrics = [f"val_{name}" for name in (*(run.step.objective.accumulator.names or ()), *figures)]
+        metrics = [f"val_{name}"
+                   for name in (*(run.step.objective.accumulator.names or ()), *figures)]
         best_rule(run.config.eval.best, ["val_loss", *metrics])  # fails now, not an epoch later
         run.state.schedule.check_metric(["val_loss", *metrics])
     if run.found is not None:
@@ -98,7 +99,7 @@ def warm_up(
     check_structure()
     _check_gradients(step, world, micro, times, find_unused=find_unused)
     step.objective.take_sums(world.size)
-    step.communication.forget()
+    step.communication.reset()
     loader.waited_s = 0.0
     _find_changed_buffers(step, world, log)
     step.buffers.put_back()
@@ -106,7 +107,8 @@ def warm_up(
     _find_changed_parameters(step, world, before, versions)
     if not step.moves_parameters and seen is not None and (
             torch.are_deterministic_algorithms_enabled()) and (
-            why := hidden_state.describe_hidden_state(seen, hidden_state.ForwardObservation.of(step))):
+            why := hidden_state.describe_hidden_state(seen,
+                                                      hidden_state.ForwardObservation.of(step))):
         log.announce(why)
     return activations
 
@@ -163,7 +165,8 @@ def _find_changed_parameters(
 
 
 def rehearse(
-    step: Step, world: World, micro: MicroBatch, check_structure: Callable[[], None], *, allow_unused: bool
+    step: Step, world: World, micro: MicroBatch, check_structure: Callable[[], None], *,
+    allow_unused: bool
 ) -> hidden_state.ForwardObservation:
     """Collective. Compute a forward and backward without synchronisation.
 

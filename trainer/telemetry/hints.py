@@ -32,7 +32,7 @@ MEMORY_SHARE = 0.5
 """At most this share of the device memory is used."""
 
 
-def judge_first_loss(measured: float, expected: float) -> str:
+def check_first_loss(measured: float, expected: float) -> str:
     """Compare the loss of the first step with that of an untrained model."""
     if expected <= 0 or 0.5 <= measured / expected <= 2:
         return ""
@@ -40,7 +40,7 @@ def judge_first_loss(measured: float, expected: float) -> str:
             f"(the logarithm of {round(math.exp(expected))} classes)")
 
 
-def judge_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
+def check_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
     """Check whether the loss falls.
 
     Args:
@@ -59,7 +59,7 @@ def judge_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
             "median of the last fifth of the steps")
 
 
-def judge_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
+def check_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
     """Check whether the gradient norm rises while the loss does not fall (of the same steps)."""
     start = len(norms) // 10
     part = (len(norms) - start) // 4
@@ -76,7 +76,7 @@ def judge_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
             f"quarters), and the loss doesn't fall ({before:.4g}, {now:.4g})")
 
 
-def judge_clipped(norms: Sequence[float], limit: float) -> str:
+def check_clipped(norms: Sequence[float], limit: float) -> str:
     """Compare the gradient norms of the last half of the steps with --clip.norm (0: off)."""
     if limit <= 0 or len(norms) < 50:
         return ""
@@ -88,7 +88,7 @@ def judge_clipped(norms: Sequence[float], limit: float) -> str:
             "every step is clipped")
 
 
-def judge_batchnorm(samples: int | None) -> str:
+def check_batchnorm(samples: int | None) -> str:
     """Check the number of samples over which a batch norm computes its statistics."""
     if samples is None or samples >= MIN_BATCHNORM_SAMPLES:
         return ""
@@ -96,7 +96,7 @@ def judge_batchnorm(samples: int | None) -> str:
             f"{MIN_BATCHNORM_SAMPLES}")
 
 
-def judge_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
+def check_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
     """Check that the widths of layers, by name, and the micro-batch size are multiples of 8."""
     odd = [f"{name} {width}" for name, width in widths if width >= 64 and width % 8]
     if micro_size > 8 and micro_size % 8:
@@ -107,7 +107,7 @@ def judge_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
             + (f" and {len(odd) - 3} more" if len(odd) > 3 else ""))
 
 
-def judge_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
+def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
     """Check whether larger micro-batches would fit into the device memory.
 
     Args:
@@ -121,7 +121,7 @@ def judge_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
             f"and the {per_rank} samples of a rank and step are computed {micro_size} at a time")
 
 
-def judge_dead(looks: Sequence[Sequence[str]]) -> str:
+def check_dead_gradients(looks: Sequence[Sequence[str]]) -> str:
     """Check for gradients that stay exactly zero.
 
     Args:
@@ -137,7 +137,7 @@ def judge_dead(looks: Sequence[Sequence[str]]) -> str:
             f"zero at {DEAD_LOOKS} consecutive checks")
 
 
-def judge_easy_validation(
+def check_easy_validation(
     line: Mapping[str, Any], losses: Sequence[float], accuracies: Sequence[float]
 ) -> str:
     """Compare a validation of the first epoch with the training steps just before it."""
@@ -156,7 +156,7 @@ def judge_easy_validation(
             f"steps before it {trained:.4g}")
 
 
-def judge_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
+def check_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
     """Check whether the validation loss rises while the training loss falls.
 
     Args:
@@ -174,7 +174,7 @@ def judge_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
             f"training loss keeps falling ({train_then:.4g}, {train:.4g})")
 
 
-def judge_rate(rates: Sequence[float]) -> str:
+def check_constant_rate(rates: Sequence[float]) -> str:
     """Check whether the learning rate is constant, over the first half of a run or more."""
     if len(rates) < 50 or min(rates) != max(rates):
         return ""
@@ -182,7 +182,7 @@ def judge_rate(rates: Sequence[float]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Facts:
+class HintFacts:
     """Properties of the run that the checks need.
 
     Args:
@@ -215,7 +215,7 @@ class Hints:
         lines: the lines of metrics.jsonl so far.
     """
 
-    def __init__(self, log: Log, facts: Facts, *, off: Iterable[str] = (),
+    def __init__(self, log: Log, facts: HintFacts, *, off: Iterable[str] = (),
                  given: Iterable[str] = (), lines: Iterable[dict[str, Any]] = ()) -> None:
         self._log, self._facts, self._done = log, facts, {*off, *given}
         self._every = max(50, facts.total // LOOKS)
@@ -227,7 +227,7 @@ class Hints:
         for line in lines:
             (self._note_validation if "val_loss" in line else self._note)(line)
 
-    def give(self, name: str, why: str) -> None:
+    def emit(self, name: str, why: str) -> None:
         """Log a hint, unless `why` (the evidence) is empty, or the hint is off or already given."""
         if not why or name in self._done or "all" in self._done:
             return
@@ -286,30 +286,30 @@ class Hints:
             p[3] for p in points]
         self._check_first(None)
         if step >= max(200, facts.total // 10):
-            self.give("flat-loss", judge_flat_loss(losses, self._first))
+            self.emit("flat-loss", check_flat_loss(losses, self._first))
         if step >= max(100, facts.total // 5):
-            self.give("clipped-steps", judge_clipped(norms[len(norms) // 2 :], facts.clip_norm))
-            self.give("rising-norm", judge_rising_norm(norms, losses))
+            self.emit("clipped-steps", check_clipped(norms[len(norms) // 2 :], facts.clip_norm))
+            self.emit("rising-norm", check_rising_norm(norms, losses))
         if step >= facts.total // 2:
-            self.give("constant-rate", judge_rate(rates))
+            self.emit("constant-rate", check_constant_rate(rates))
         if "idle-memory" not in self._done and (memory := facts.memory()) is not None:
-            self.give("idle-memory", judge_memory(*memory, facts.micro_size, facts.per_rank))
+            self.emit("idle-memory", check_idle_memory(*memory, facts.micro_size, facts.per_rank))
         if "dead-gradient" not in self._done:
             self._looks = [*self._looks, facts.zero_gradients()][-DEAD_LOOKS:]
-            self.give("dead-gradient", judge_dead(self._looks))
+            self.emit("dead-gradient", check_dead_gradients(self._looks))
 
     def _check_validation(self, line: dict[str, Any]) -> None:
         table = line.get("val_table")
         self._check_first(len(table) if table is not None and is_matrix(table) else None)
         if line["step"] <= self._facts.epoch:
             recent = self._points[-max(8, len(self._points) // 4) :]
-            self.give("easy-validation", judge_easy_validation(
+            self.emit("easy-validation", check_easy_validation(
                 line, [p[1] for p in recent], [p[4] for p in recent if p[4] is not None]))
-        self.give("overfitting", judge_overfitting(self._validations))
+        self.emit("overfitting", check_overfitting(self._validations))
 
     def _check_first(self, classes: int | None) -> None:
         expected = self._facts.expected_loss
         if expected is None and classes is not None:
             expected = math.log(classes)
         if self._first is not None and expected:
-            self.give("first-loss", judge_first_loss(self._first, expected))
+            self.emit("first-loss", check_first_loss(self._first, expected))

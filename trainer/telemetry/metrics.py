@@ -95,12 +95,12 @@ def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict
     return line
 
 
-def encode(line: dict[str, Any]) -> str:
+def encode_line(line: dict[str, Any]) -> str:
     """Encode a line as JSON, with floats in their shortest exact form."""
     return _ENCODER.encode(line)
 
 
-def order_of(line: dict[str, Any]) -> tuple[int, bool]:
+def line_key(line: dict[str, Any]) -> tuple[int, bool]:
     """Return the unique key of a line, in order of the file: (step, whether it is a validation)."""
     return line["step"], "val_loss" in line
 
@@ -143,7 +143,7 @@ class Metrics:
             warn: called with a warning if another process has removed, replaced or cut the file.
         """
         self._guard, self._warn = guard, warn
-        replace_text(path, "".join(encode(line) + "\n" for line in kept))
+        replace_text(path, "".join(encode_line(line) + "\n" for line in kept))
         self._file, self._sinks = AppendFile(path), list(sinks)
         last = max((line["step"] for line in kept), default=0)
         self._mark = MappedCounter(path.with_name(LAST_STEP), last)
@@ -173,7 +173,7 @@ class Metrics:
             self._repair()
             self._file.sync()
 
-    def forget(self, step: int) -> None:
+    def drop_saved(self, step: int) -> None:
         """Drop the recent lines up to this step: a whole checkpoint contains them."""
         if self.recent and self.recent[0]["step"] <= step:  # called at every step
             self.recent[:] = [line for line in self.recent if line["step"] > step]
@@ -241,7 +241,7 @@ class Metrics:
         with self._lock:
             lines, self._unwritten = self._unwritten, []
             if lines and self._file is not None:
-                self._file.append("".join(encode(line) + "\n" for line in lines).encode())
+                self._file.append("".join(encode_line(line) + "\n" for line in lines).encode())
                 self._written_s = time.monotonic()
                 with contextlib.suppress(OSError):  # a full disk: `sync` tries again
                     self._repair()
@@ -284,12 +284,12 @@ def resumed_lines(
         of these, from the first one that an earlier attempt may not have shown, or that it showed
         and that is repeated.
     """
-    written = {order_of(line): line for line in on_disk
-            if line["step"] <= (validated if order_of(line)[1] else step)}
-    merged = {**written, **{order_of(line): line for line in saved}}
+    written = {line_key(line): line for line in on_disk
+            if line["step"] <= (validated if line_key(line)[1] else step)}
+    merged = {**written, **{line_key(line): line for line in saved}}
     kept = [merged[key] for key in sorted(merged)]
-    repeated = [line["step"] for line in on_disk if order_of(line) not in merged]
-    first = min([line["step"] for line in kept if order_of(line) not in written]
+    repeated = [line["step"] for line in on_disk if line_key(line) not in merged]
+    first = min([line["step"] for line in kept if line_key(line) not in written]
                 + [number for number in repeated if number <= step], default=step + 1)
     return kept, [line for line in kept if line["step"] >= first]
 

@@ -20,7 +20,7 @@ OUTPUTS = (("stdout", 1), ("stderr", 2))
 
 
 @contextlib.contextmanager
-def quiet_pipe() -> Iterator[None]:
+def quiet_broken_pipe() -> Iterator[None]:
     """Context in which a broken pipe of stdout or stderr is not reported.
 
     Raises:
@@ -55,7 +55,7 @@ def fill_descriptors() -> None:
                                                 line_buffering=True))
 
 
-def outlive_console() -> None:
+def ignore_output_errors() -> None:
     """From now on drop the output that stdout or stderr cannot write, without an error.
 
     Streams that replace those of Python are not changed.

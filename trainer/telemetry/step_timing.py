@@ -42,7 +42,7 @@ WAITING = 0.2
 IN_A_ROW = 3
 """Consecutive lines that must show it. The first line is ignored: it includes startup effects."""
 
-Mark = list[float]
+TimingMark = list[float]
 """Sums up to a step: [number of steps, step, samples, time in seconds since the epoch, *PARTS]."""
 _HEAD = 4
 """Values of a mark before those of `PARTS`."""
@@ -57,7 +57,7 @@ class Clocks:
     """Since the epoch."""
 
 
-class Timing:
+class StepTiming:
     """Sums the times of the steps of this rank. Rank 0 also writes the lines of all ranks.
 
     `add` is called by the main thread, `message` and `collect` by the thread of the heartbeats.
@@ -83,12 +83,12 @@ class Timing:
         self._sums = dict.fromkeys((*PARTS, "held"), 0.0)
         self._count = self._samples = self._step = 0
         self._held_s = 0.0
-        self._stride, self._marks = 1, list[Mark]()
+        self._stride, self._marks = 1, list[TimingMark]()
         self._file: AppendFile | None = None
         self._began_s = self._next_s = self._clock()
         self._last = self._now()
         # Marks of the previous line.
-        self._base: list[Mark] = [[0.0] * (_HEAD + len(PARTS))] * size
+        self._base: list[TimingMark] = [[0.0] * (_HEAD + len(PARTS))] * size
         self._seen: dict[str, int] = {}  # number of consecutive lines that show a problem
         self._warned: set[str] = set()
         self._lines = 0
@@ -103,7 +103,9 @@ class Timing:
         self._began_s, self._last = self._clock(), self._now()
         self._next_s = self._began_s + EVERY_S
 
-    def add(self, step: int, times: Mapping[str, float], *, samples: int, save_stall_s: float) -> None:
+    def add(
+        self, step: int, times: Mapping[str, float], *, samples: int, save_stall_s: float
+    ) -> None:
         """Add the times of a step.
 
         Args:
@@ -129,7 +131,7 @@ class Timing:
         if self._size == 1 and self._file is not None and self.due:
             self.collect([self.message()])
 
-    def _mark(self) -> Mark:
+    def _mark(self) -> TimingMark:
         sums = self._sums
         sums["save"] = sums["held"] + self._held_s
         return [self._count, self._step, self._samples, self._now(), *(sums[p] for p in PARTS)]
@@ -139,12 +141,12 @@ class Timing:
         """Whether the interval of the lines has passed."""
         return self._clock() >= self._next_s
 
-    def message(self) -> list[Mark]:
+    def message(self) -> list[TimingMark]:
         """Return the newest marks of this rank, with its current memory."""
         memory = self._memory()
         return [[*(round(value, 6) for value in mark[:-1]), memory] for mark in self._marks]
 
-    def collect(self, messages: Sequence[list[Mark]]) -> None:
+    def collect(self, messages: Sequence[list[TimingMark]]) -> None:
         """Write a line from the messages of all ranks, in order of rank. On rank 0 only."""
         with self._lock:
             by_count = [{int(mark[0]): mark for mark in marks} for marks in messages]
@@ -170,7 +172,7 @@ class Timing:
         with contextlib.suppress(OSError):  # the run does not need this file
             file.close()
 
-    def _line(self, ends: Sequence[Mark | None]) -> dict[str, Any]:
+    def _line(self, ends: Sequence[TimingMark | None]) -> dict[str, Any]:
         own, base = ends[self._rank], self._base[self._rank]
         assert own is not None
         assert self._file is not None
@@ -194,7 +196,7 @@ class Timing:
         """Warn once about a problem that several consecutive lines show."""
         if self._lines == 1 or line["steps"] < 2:
             return
-        slow, waits = slowest(line), waits_most(line)
+        slow, waits = slowest_rank(line), longest_data_wait(line)
         problems = {}
         if slow is not None:
             problems[f"slow {slow[0]}"] = slow_sentence(line, *slow)
@@ -208,27 +210,27 @@ class Timing:
                 self._warn(text)
 
 
-def own_s(line: Mapping[str, Any]) -> list[float]:
+def own_step_s(line: Mapping[str, Any]) -> list[float]:
     """Return the seconds of each rank for its steps, without waiting for the other ranks."""
     return [step - waited for step, waited in
             zip(line["step_s"], line["communication_s"], strict=True)]
 
 
-def slowest(line: Mapping[str, Any]) -> tuple[int, float] | None:
+def slowest_rank(line: Mapping[str, Any]) -> tuple[int, float] | None:
     """Return (slowest rank, share of a step that the others wait for it), or None.
 
     The others are assumed to be as fast as their median. None: no rank costs more than `NOTICED`.
     """
     if len(line["step_s"]) < 2 or None in line["step_s"]:
         return None
-    own = own_s(line)
+    own = own_step_s(line)
     rank = max(range(len(own)), key=own.__getitem__)
     others = statistics.median(o for r, o in enumerate(own) if r != rank)
     share = (own[rank] - others) / max(line["step_s"])
     return (rank, share) if share > NOTICED else None
 
 
-def waits_most(line: Mapping[str, Any]) -> tuple[int, float] | None:
+def longest_data_wait(line: Mapping[str, Any]) -> tuple[int, float] | None:
     """Return (rank, share of its steps that waits for data) of the largest share, or None.
 
     None: no share is above `WAITING`.
@@ -242,7 +244,7 @@ def waits_most(line: Mapping[str, Any]) -> tuple[int, float] | None:
 
 def slow_sentence(line: Mapping[str, Any], rank: int, share: float) -> str:
     """Describe a slow rank."""
-    own, count = own_s(line), line["steps"]
+    own, count = own_step_s(line), line["steps"]
     others = statistics.median(o for r, o in enumerate(own) if r != rank)
     data = line["data_s"][rank]
     for_data = f" ({_ms(data / count)} of it for data)" if data > 0.2 * own[rank] else ""

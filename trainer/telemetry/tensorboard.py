@@ -241,7 +241,7 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
     return {k: v for k, v in tags.items() if v is not None}
 
 
-class Own:
+class UserSink:
     """Wrapper of a sink written by the user. It passes copies of the lines to the sink.
 
     An exception in the sink disables it with a warning. The run does not depend on it.
@@ -285,13 +285,13 @@ class Own:
             return None
 
 
-def grid(images: Any, columns: int = 8) -> Any:
+def image_grid(images: Any, columns: int = 8) -> Any:
     """Arrange uint8 images N×C×H×W in one C×(rows·H)×(columns·W) array."""
     array = np.asarray(images)
     count, channels, height, width = array.shape
     rows = -(-count // columns)
-    grid = np.zeros((channels, rows * height, columns * width), dtype=np.uint8)
+    image_grid = np.zeros((channels, rows * height, columns * width), dtype=np.uint8)
     for i, image in enumerate(array):
         y, x = i // columns * height, i % columns * width
-        grid[:, y : y + height, x : x + width] = image
-    return grid
+        image_grid[:, y : y + height, x : x + width] = image
+    return image_grid

@@ -49,7 +49,7 @@ BY_NAME = Colors(
 )  # fmt: skip
 
 
-def style(colors: Colors) -> str:
+def css_variables(colors: Colors) -> str:
     """CSS variables that the SVG of this module refers to."""
     values = [colors.ink, colors.faint, colors.alarm, *colors.series, *colors.parts]
     return " ".join(f"--{n}: {v};" for n, v in zip(_VARIABLES, values, strict=True))
@@ -67,7 +67,7 @@ class Plot:
     height: float = NARROW[1]
 
     def svg(self, *, wide: bool = False) -> str:
-        """Return an <svg> element for a page that defines the CSS variables of `style`."""
+        """Return an <svg> element for a page that defines the CSS variables of `css_variables`."""
         buffer = io.StringIO()
         with self._figure(BY_NAME, wide) as figure:
             figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(
@@ -129,14 +129,14 @@ class _FigureContext:
         self._settings.__exit__(*error)
 
 
-def grouped(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
+def downsample(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
     """Return x and y of at most `POINTS` points. A longer series gives the means of groups."""
     size = max(1, math.ceil(len(points) / POINTS))
     groups = [points[i : i + size] for i in range(0, len(points), size)]
     return [g[-1][0] for g in groups], [sum(y for _, y in g) / len(g) for g in groups]
 
 
-def smoothed(values: Sequence[float]) -> list[float]:
+def moving_average(values: Sequence[float]) -> list[float]:
     """Exponential moving average over about 2 % of the values, with bias correction."""
     keep = 1 - 1 / max(1.0, 0.02 * len(values))
     total = weight = 0.0
@@ -153,7 +153,7 @@ def time_unit(seconds: float) -> tuple[float, str]:
         3600.0, "hours") if seconds < 3 * 86400 else (86400.0, "days")
 
 
-def span(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format a duration on one line: 3.4 s, 12 min 5 s, 7 h 3 min."""
     if seconds < 0.1:
         text = f"{1000 * seconds:.0f} ms" if seconds >= 0.0005 else "0 s"

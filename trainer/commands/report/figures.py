@@ -18,7 +18,7 @@ WINDOWS = 150
 STEP_PARTS = ("data", "compute", "communication", "save")
 
 
-def happenings(history: History) -> list[tuple[float, Event, str]]:
+def notable_events(history: History) -> list[tuple[float, Event, str]]:
     """Return the notable events as (seconds since the start, event, description).
 
     An event that several ranks report appears once. Secondary failures, which follow from the
@@ -38,7 +38,7 @@ def happenings(history: History) -> list[tuple[float, Event, str]]:
     return found
 
 
-def whose(event: Event) -> int:
+def affected_rank(event: Event) -> int:
     """Return the rank that an event is about: for a hang its culprit, not the reporting rank."""
     culprit = event.get("culprit")
     return event["rank"] if culprit is None else culprit
@@ -60,7 +60,7 @@ def figures(history: History) -> dict[str, Any]:
     return {
         "step": last.get("step", 0), "finished": history.summary is not None
         and history.summary.get("step") == last.get("step"),
-        "attempts": len(history.passages), "faults": len(faults),
+        "attempts": len(history.attempt_times), "faults": len(faults),
         "skipped": sum(bool(s.get("skipped")) for s in steps), "lost_steps": history.lost_steps,
         "wall_s": history.wall_s, "goodput": history.useful_share,
         "goodput_running": history.useful_share_running, "parts_s": history.goodput,
@@ -76,7 +76,7 @@ def figures(history: History) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def windows(timing: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+def timing_windows(timing: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """Return the lines of timing.jsonl, summed in at most `WINDOWS` groups.
 
     A group has the largest memory, and lines without the times of every rank are left out.

@@ -1,6 +1,6 @@
 """History of a run, from the files in its folder: attempts, their phases, goodput.
 
-Only `read` reads files; the other functions are pure.
+Only `read_history` reads files; the other functions are pure.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _NOTICES = ("failure", "lost-peer", "death", "hang")
 _BEFORE_TRAINING = ("stop", "rendezvous", "fork")  # phases of the launcher, in the field `entered`
 
 
-class NoRun(ValueError):
+class RunNotFound(ValueError):
     """A folder contains no run."""
 
 
 @dataclass(kw_only=True)
-class Passage:
+class AttemptTimes:
     """Times of an attempt, in this order, in seconds since the epoch. None: not reached."""
 
     attempt: Attempt
@@ -70,19 +70,19 @@ class History:
     """Dotted name → value."""
     environment: dict[str, Any]
     summary: dict[str, Any] | None
-    passages: list[Passage] = field(default_factory=list)
+    attempt_times: list[AttemptTimes] = field(default_factory=list)
     goodput: dict[str, float] = field(default_factory=dict)
     """Seconds for each of `PARTS`; their sum is `wall_s`."""
 
     @property
     def begun(self) -> float:
         """Time at which the first process of the first attempt started."""
-        return self.passages[0].begun if self.passages else 0.0
+        return self.attempt_times[0].begun if self.attempt_times else 0.0
 
     @property
     def over(self) -> float:
         """Time of the last record of the run."""
-        return max((p.over for p in self.passages), default=0.0)
+        return max((p.over for p in self.attempt_times), default=0.0)
 
     @property
     def wall_s(self) -> float:
@@ -103,11 +103,11 @@ class History:
     @property
     def lost_steps(self) -> int:
         """Number of finished steps that were repeated."""
-        return sum(lost_steps(p, after) for p, after in _pairs(self.passages)) + sum(
-            redone_by(e) for e in self.events)
+        return sum(lost_steps(p, after) for p, after in _pairs(self.attempt_times)) + sum(
+            steps_repeated_by_rollback(e) for e in self.events)
 
 
-def read(path: Path, *others: Path) -> History:
+def read_history(path: Path, *others: Path) -> History:
     """Read a run folder. The run may still be writing to it.
 
     Args:
@@ -117,9 +117,9 @@ def read(path: Path, *others: Path) -> History:
         NoRun: the folder contains no run.
     """
     if not path.is_dir():
-        raise NoRun(f"{path}: there is no such folder")
+        raise RunNotFound(f"{path}: there is no such folder")
     if files.read_json(path / layout.IDENTITY) is None and not (path / layout.EVENTS).exists():
-        raise NoRun(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
+        raise RunNotFound(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS)
     history = History(
         name=path.resolve().name, path=path,
@@ -132,13 +132,13 @@ def read(path: Path, *others: Path) -> History:
         environment=files.read_json(path / layout.ENVIRONMENT) or {},
         summary=files.read_json(path / layout.SUMMARY),
     )  # fmt: skip
-    straighten(history.events, history.timing)
-    history.passages = passages(history.events, history.timing)
-    history.goodput = goodput(history.passages, history.events, history.timing)
+    correct_clock_setbacks(history.events, history.timing)
+    history.attempt_times = attempt_times(history.events, history.timing)
+    history.goodput = goodput(history.attempt_times, history.events, history.timing)
     return history
 
 
-def straighten(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -> None:
+def correct_clock_setbacks(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -> None:
     """Shift the times of an attempt, in place, if the clock was set back since the previous one."""
     shift, previous = 0.0, (-math.inf, 0.0)
     for number in sorted({event["attempt"] for event in events}):
@@ -158,11 +158,11 @@ def straighten(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -
     events.sort(key=lambda event: event["time"])
 
 
-def passages(
+def attempt_times(
     events: Sequence[Event], timing: Sequence[Mapping[str, Any]]
-) -> list[Passage]:
+) -> list[AttemptTimes]:
     """Return the times of each attempt. Attempts do not overlap."""
-    found: list[Passage] = []
+    found: list[AttemptTimes] = []
     attempts = read_attempts(events)
     by_number: dict[int, list[Event]] = {a.number: [] for a in attempts}
     for event in events:
@@ -183,7 +183,7 @@ def passages(
 def _passage(
     attempt: Attempt, events: Sequence[Event], timing: Sequence[Mapping[str, Any]],
     limit: float | None,
-) -> Passage:  # fmt: skip
+) -> AttemptTimes:  # fmt: skip
     entered = [e["entered"] for e in events if e["event"] == "first-step" and e.get("entered")]
     starts = [min(v for k, v in phases.items() if k not in _BEFORE_TRAINING) for phases in entered
               if set(phases) - set(_BEFORE_TRAINING)]
@@ -205,7 +205,7 @@ def _passage(
         # metrics.jsonl which step was reached: extrapolate the end from the last record.
         last, step = max(steps)
         over = min(limit, max(over, last + max(0, reached - step) * step_seconds(timing)))
-    passage = Passage(
+    passage = AttemptTimes(
         attempt=attempt, begun=min([e["time"] for e in events] + starts),
         trains=min(trains, default=None), fault=fault, noticed=noticed, over=over,
     )  # fmt: skip
@@ -221,7 +221,7 @@ def _passage(
     return passage
 
 
-def _in_order(passage: Passage) -> None:
+def _in_order(passage: AttemptTimes) -> None:
     """Make the times of an attempt monotonic: the clocks of several nodes may differ."""
     earliest = passage.begun
     for name in ("trains", "fault", "noticed"):
@@ -232,7 +232,7 @@ def _in_order(passage: Passage) -> None:
 
 
 def goodput(
-    found: Sequence[Passage], events: Sequence[Event], timing: Sequence[Mapping[str, Any]]
+    found: Sequence[AttemptTimes], events: Sequence[Event], timing: Sequence[Mapping[str, Any]]
 ) -> dict[str, float]:
     """Return the seconds for each of `PARTS`. Their sum is the wall time."""
     parts = dict.fromkeys(PARTS, 0.0)
@@ -252,7 +252,7 @@ def goodput(
         held += sum(e.get("seconds", 0.0) for e in saves if e.get("kind") == "stop")
         saving = min(training, held)
         steps = lost_steps(passage, after) + sum(
-            redone_by(e) for e in events
+            steps_repeated_by_rollback(e) for e in events
             if e["attempt"] == number and e["rank"] == 0)
         redone = min(training - saving, steps * step_seconds(lines, passage))
         parts["saving"] += saving
@@ -272,7 +272,7 @@ def goodput(
     return parts
 
 
-def lost_steps(passage: Passage, after: Passage | None) -> int:
+def lost_steps(passage: AttemptTimes, after: AttemptTimes | None) -> int:
     """Return the number of finished steps of an attempt that the next attempt repeats."""
     if after is None:
         return 0
@@ -280,14 +280,14 @@ def lost_steps(passage: Passage, after: Passage | None) -> int:
     return max(0, reached - after.attempt.start_step)
 
 
-def redone_by(event: Event) -> int:
+def steps_repeated_by_rollback(event: Event) -> int:
     """Return the number of finished steps that a rollback within an attempt repeats."""
     if event["event"] != "rollback" or "at_step" not in event or event["rank"] != 0:
         return 0
     return int(max(0, event["at_step"] - event["to_step"]))
 
 
-def step_seconds(timing: Sequence[Mapping[str, Any]], passage: Passage | None = None) -> float:
+def step_seconds(timing: Sequence[Mapping[str, Any]], passage: AttemptTimes | None = None) -> float:
     """Return the mean time of a step, from the length of the attempt if no step was timed."""
     steps = sum(line["steps"] for line in timing)
     if steps:
@@ -298,18 +298,18 @@ def step_seconds(timing: Sequence[Mapping[str, Any]], passage: Passage | None = 
     return ((passage.fault or passage.over) - passage.trains) / steps if steps > 0 else 0.0
 
 
-def _pairs(found: Sequence[Passage]) -> list[tuple[Passage, Passage | None]]:
+def _pairs(found: Sequence[AttemptTimes]) -> list[tuple[AttemptTimes, AttemptTimes | None]]:
     return list(itertools.zip_longest(found, found[1:]))
 
 
 def _config(path: Path) -> dict[str, Any]:
     try:
-        return flat(tomllib.loads(path.read_text()))
+        return flatten(tomllib.loads(path.read_text()))
     except (OSError, ValueError):
         return {}
 
 
-def flat(nested: Mapping[str, Any]) -> dict[str, Any]:
+def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
     """Return the dict with the items of inner dicts under dotted names."""
     found: dict[str, Any] = {}
     for key, value in nested.items():

@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.commands.report.charts import DARK, LIGHT, Plot, span, style
-from trainer.commands.report.figures import happenings, whose
-from trainer.commands.report.history import History, flat
+from trainer.commands.report.charts import DARK, LIGHT, Plot, css_variables, format_duration
+from trainer.commands.report.figures import affected_rank, notable_events
+from trainer.commands.report.history import History, flatten
 from trainer.resilience.attempts import failure_sentence
 
 MOST = 100
@@ -79,7 +79,7 @@ def page(
           for run, own in zip(runs, checkpoints, strict=True)),
         *(_attempts(run, several=len(runs) > 1) for run in runs),
         *(_happenings(run, several=len(runs) > 1) for run in runs),
-        _settings("Environment", [flat(run.environment) for run in runs], runs),
+        _settings("Environment", [flatten(run.environment) for run in runs], runs),
         _settings("Configuration", [run.config for run in runs], runs), "</div>",
     ]  # fmt: skip
     made = time.strftime("%Y-%m-%d %H:%M:%S %Z", time.localtime(now))
@@ -87,27 +87,27 @@ def page(
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n"
-        f"<style>{_STYLE % {'light': style(LIGHT), 'dark': style(DARK)}}</style>\n"
+        f"<style>{_STYLE % {'light': css_variables(LIGHT), 'dark': css_variables(DARK)}}</style>\n"
         f"</head>\n<body>\n<main>\n<h1>{_text(title)}</h1>\n"
         f"<p class=soft>Made {_text(made)}</p>\n" + "\n".join(parts)
         + "\n</main>\n</body>\n</html>\n"
     )
 
 
-def rows(run: History, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
+def summary_rows(run: History, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Return the rows (name, value) of the summary of a run, the most important first."""
     f = figures
     total = f["step"]
     test = {k: v for k, v in (f["test"] or {}).items() if k not in ("samples",)}
     shown = [
-        ("state", state(run, f)), ("steps", f"{total:,}"),
+        ("state", format_state(run, f)), ("steps", f"{total:,}"),
         ("loss of the last step", _number(f["loss"])),
         (f"best {_words(f['best_metric'])}", "" if f["best"] is None else
          f"{_number(f['best'])} at step {f['best_step']:,}"),
         *((f"test {name}", _number(value)) for name, value in test.items()),
-        ("wall time", span(f["wall_s"])),
-        ("goodput", goodput(f)),
-        ("not useful", ", ".join(f"{part} {span(value)}"
+        ("wall time", format_duration(f["wall_s"])),
+        ("goodput", format_goodput(f)),
+        ("not useful", ", ".join(f"{part} {format_duration(value)}"
                                  for part, value in f["parts_s"].items()
                                  if part != "useful" and value >= 0.0005) or "nothing"),
         ("attempts", f"{f['attempts']}"), ("injected faults", f"{f['faults']}" * bool(f["faults"])),
@@ -126,17 +126,17 @@ def rows(run: History, figures: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [(what, value) for what, value in shown if value]
 
 
-def state(run: History, figures: Mapping[str, Any]) -> str:
+def format_state(run: History, figures: Mapping[str, Any]) -> str:
     """Return the state of a run in a few words."""
     if figures["finished"]:
         return "finished"
-    if not run.passages:
+    if not run.attempt_times:
         return "not started"
-    last = run.passages[-1].attempt
+    last = run.attempt_times[-1].attempt
     return last.end if last.end != "died" or last.cause else "running, or died"
 
 
-def goodput(figures: Mapping[str, Any]) -> str:
+def format_goodput(figures: Mapping[str, Any]) -> str:
     """Format the useful share of the wall time, and of the wall time without waiting."""
     whole, running = figures["goodput"], figures["goodput_running"]
     if whole is None or running is None:
@@ -151,18 +151,18 @@ def _summary(runs: Sequence[History], found: Sequence[Mapping[str, Any]]) -> str
     if len(runs) == 1:
         f = found[0]
         accuracy = (f["test"] or {}).get("accuracy")
-        top = [("state", state(runs[0], f)), ("step", f"{f['step']:,}"),
+        top = [("state", format_state(runs[0], f)), ("step", f"{f['step']:,}"),
                ("test accuracy", "" if accuracy is None else f"{accuracy:.4f}"),
                (f"best {_words(f['best_metric'])}", _number(f["best"])),
                ("goodput" + " while it ran" * (f["parts_s"]["waiting"] > 0),
                 "" if f["goodput_running"] is None else f"{f['goodput_running']:.1%}"),
-               ("wall time", span(f["wall_s"])),
+               ("wall time", format_duration(f["wall_s"])),
                ("attempts", str(f["attempts"])),
                ("repeated steps", str(f["lost_steps"]))]
         facts = "<div class=facts>" + "".join(
             f"<div><span class=soft>{_text(what)}</span><b>{_text(value)}</b></div>"
             for what, value in top if value) + "</div>"
-    tables = [dict(rows(run, f)) for run, f in zip(runs, found, strict=True)]
+    tables = [dict(summary_rows(run, f)) for run, f in zip(runs, found, strict=True)]
     names = list(dict.fromkeys(name for table in tables for name in table))
     head = _row(["", *(run.name for run in runs)], "th") if len(runs) > 1 else ""
     half = (len(names) + 1) // 2 if len(runs) == 1 else len(names)
@@ -183,22 +183,23 @@ def _plot(plot: Plot) -> str:
 
 
 def _attempts(run: History, *, several: bool) -> str:
-    left_out = max(0, len(run.passages) - MOST)
+    left_out = max(0, len(run.attempt_times) - MOST)
     body = _row(["…", "", f"{left_out} earlier", "", ""]) if left_out else ""
-    for passage in run.passages[left_out:]:
+    for passage in run.attempt_times[left_out:]:
         a = passage.attempt
         body += _row([str(a.number), str(a.world_size), f"{a.start_step:,} – {a.end_step:,}",
-                      span(passage.over - passage.begun), a.end])
+                      format_duration(passage.over - passage.begun), a.end])
         if a.cause is not None:
-            body += f"<tr class=more><td></td><td colspan=4>{_text(failure_sentence(a.cause))}</td></tr>"
+            cause = _text(failure_sentence(a.cause))
+            body += f"<tr class=more><td></td><td colspan=4>{cause}</td></tr>"
     head = _row(["attempt", "ranks", "steps", "took", "ended"], "th")
     return _table(f"Attempts{_of(run, several)}", head, body, wide=True)
 
 
 def _happenings(run: History, *, several: bool) -> str:
-    found = happenings(run)
+    found = notable_events(run)
     body = "".join(
-        _row([span(at), str(whose(event)),
+        _row([format_duration(at), str(affected_rank(event)),
               f"{event.get('at_step', event['step']):,}", text], mark="any")
         for at, event, text in found[:MOST])
     if len(found) > MOST:

@@ -12,11 +12,18 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
-from trainer.commands.report.charts import Colors, Plot, grouped, smoothed, span, time_unit
-from trainer.commands.report.figures import STEP_PARTS, whose, windows
+from trainer.commands.report.charts import (
+    Colors,
+    Plot,
+    downsample,
+    format_duration,
+    moving_average,
+    time_unit,
+)
+from trainer.commands.report.figures import STEP_PARTS, affected_rank, timing_windows
 from trainer.commands.report.history import PARTS, History
 from trainer.telemetry.metrics import RESERVED
-from trainer.telemetry.step_timing import own_s
+from trainer.telemetry.step_timing import own_step_s
 
 RANKS, MOST_RANKS = 8, 24
 """RANKS: with more ranks, the slowest, the median and the fastest are drawn. MOST_RANKS: ranks in
@@ -38,7 +45,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
         yield Plot("goodput", "Goodput", "Uses of the wall time.",
                    partial(_goodput, runs), wide=True, height=1.3 + 0.35 * max(2, len(runs)))
     for number, run in enumerate(runs):
-        if run.passages:
+        if run.attempt_times:
             own = f" of {run.name}" * several
             yield Plot(f"timeline{number or ''}", f"Time line{own}",
                        "One bar for each rank and attempt.", partial(_timeline, run), wide=True,
@@ -81,10 +88,10 @@ def _curves(
     several = len(runs) > 1
     for run, color in zip(runs, _series(colors), strict=False):
         points = [(s["step"], s[key]) for s in run.steps if s.get(key) is not None]
-        x, y = grouped(points)
+        x, y = downsample(points)
         if marks and len(y) > 60:
             axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
-            y = smoothed(y)
+            y = moving_average(y)
         axes.plot(x, y, color=color, linewidth=1.5, label=run.name if several else "training")
         validated = [(v["step"], v[f"val_{key}"]) for v in run.validations
                      if v.get(f"val_{key}") is not None]
@@ -92,8 +99,8 @@ def _curves(
             axes.plot(*zip(*validated, strict=True), "o", markersize=4,
                       color=color if several else colors.ink,
                       label=None if several else "validation")
-        if marks and run.passages[1:]:
-            axes.vlines([p.attempt.start_step for p in run.passages[1:]], 0, 1, linewidth=1,
+        if marks and run.attempt_times[1:]:
+            axes.vlines([p.attempt.start_step for p in run.attempt_times[1:]], 0, 1, linewidth=1,
                         transform=axes.get_xaxis_transform(), linestyle=":",
                         color=color if several else colors.alarm)
     if not marks:
@@ -129,19 +136,19 @@ def _goodput(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
 def _labelled(part: str, runs: Sequence[History]) -> str:
     if len(runs) > 1:
         return part
-    return f"{part} {span(runs[0].goodput[part])}"
+    return f"{part} {format_duration(runs[0].goodput[part])}"
 
 
 def _timeline(run: History, axes: Axes, colors: Colors) -> None:
     unit, name = time_unit(run.wall_s - run.goodput["waiting"])
     ranks = _ranks_of(run)[:MOST_RANKS]
-    at, gaps = without_waiting(run)
+    at, gaps = shorten_waiting(run)
 
     for number, (begin, end) in enumerate(gaps):
         axes.axvspan(at(begin) / unit, at(end) / unit, color=colors.faint, linewidth=0,
                      label="waiting" if number == 0 else None)
     bars: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
-    for passage in run.passages:
+    for passage in run.attempt_times:
         for rank, (begin, end) in passage.ranks.items():
             trains = min(end, passage.over if passage.trains is None else passage.trains)
             fault = max(trains, min(end, passage.over if passage.fault is None else passage.fault))
@@ -168,8 +175,8 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
         ("end", "*", colors.ink, "end", lambda e: e["event"] == "end"),
     )
     for _, marker, color, label, fits in kinds:
-        found = [(at(e["time"]) / unit, whose(e)) for e in run.events
-                 if fits(e) and whose(e) in ranks]
+        found = [(at(e["time"]) / unit, affected_rank(e)) for e in run.events
+                 if fits(e) and affected_rank(e) in ranks]
         if found:
             axes.plot(*zip(*found, strict=True), marker, color=color, markersize=7, label=label,
                       markeredgecolor=color, clip_on=False)
@@ -177,14 +184,14 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
     axes.invert_yaxis()
     axes.set_xlim(left=0)
     left_out = sum(end - begin for begin, end in gaps)
-    axes.set_xlabel(f"{name} since the start" + f", without {span(left_out)} of waiting"
+    axes.set_xlabel(f"{name} since the start" + f", without {format_duration(left_out)} of waiting"
                     * bool(gaps))
     axes.grid(False, axis="y")
     axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
                 columnspacing=1.2)
 
 
-def without_waiting(
+def shorten_waiting(
     run: History,
 ) -> tuple[Callable[[float], float], list[tuple[float, float]]]:
     """Return a map from time to position on the axis, and the long waiting gaps that it shortens.
@@ -192,7 +199,7 @@ def without_waiting(
     A position is in seconds since the start of the run.
     """
     running_s = max(1e-9, run.wall_s - run.goodput["waiting"])
-    gaps = [(before.over, after.begun) for before, after in itertools.pairwise(run.passages)
+    gaps = [(before.over, after.begun) for before, after in itertools.pairwise(run.attempt_times)
             if not before.attempt.relaunched and after.begun - before.over > running_s / 10]
     knots = [(run.begun, 0.0)]
     for begin, end in gaps:
@@ -209,7 +216,7 @@ def without_waiting(
 
 
 def _ranks_of(run: History) -> list[int]:
-    return sorted({rank for p in run.passages for rank in p.ranks})
+    return sorted({rank for p in run.attempt_times for rank in p.ranks})
 
 
 def _norms(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
@@ -239,7 +246,7 @@ def _norms(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
 def _step_time(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
     palette = (colors.parts[1], colors.parts[0], colors.parts[2], colors.parts[3])
     if len(runs) == 1:
-        lines = windows(runs[0].timing)
+        lines = timing_windows(runs[0].timing)
         x = [line["step"] for line in lines]
         rows = [[1000 * _mean(line[f"{part}_s"]) / line["steps"] for line in lines]
                 for part in STEP_PARTS]
@@ -277,7 +284,7 @@ def _over_steps(
     value: Callable[[Mapping[str, Any]], float | None],
 ) -> None:  # fmt: skip
     for run, color in zip(runs, _series(colors), strict=False):
-        points = [(line["step"], value(line)) for line in windows(run.timing)]
+        points = [(line["step"], value(line)) for line in timing_windows(run.timing)]
         known = [(x, y) for x, y in points if y is not None]
         if known:
             axes.plot(*zip(*known, strict=True), color=color, linewidth=1.5, label=run.name,
@@ -289,11 +296,11 @@ def _over_steps(
 
 
 def _ranks(run: History, axes: Axes, colors: Colors) -> None:
-    lines = windows([line for line in run.timing if None not in line["step_s"]
+    lines = timing_windows([line for line in run.timing if None not in line["step_s"]
                      and len(line["step_s"]) > 1])
     size = max(len(line["step_s"]) for line in lines)
     x = [line["step"] for line in lines]
-    rows = [[1000 * own / line["steps"] for own in own_s(line)] for line in lines]
+    rows = [[1000 * own / line["steps"] for own in own_step_s(line)] for line in lines]
     if size <= RANKS:
         for rank, color in zip(range(size), _series(colors), strict=False):
             y = [row[rank] if rank < len(row) else math.nan for row in rows]

@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     options = parser.parse_args(argv)
     try:
         path = report(options.runs, options.out or options.runs[0])
-    except history.NoRun as error:
+    except history.RunNotFound as error:
         print(error, file=sys.stderr)
         return 2
     except ImportError as error:
@@ -54,7 +54,7 @@ def report(runs: Sequence[Path], out: Path) -> Path:
         ImportError: matplotlib isn't installed.
         OSError: the folder cannot be written.
     """
-    stories = [history.read(path) for path in runs]
+    stories = [history.read_history(path) for path in runs]
     if len({story.name for story in stories}) < len(stories):
         for story in stories:
             story.name = str(story.path)
