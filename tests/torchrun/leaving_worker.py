@@ -24,7 +24,7 @@ def main(folder: Path, code: int, scenario: str) -> int:
     stop.install()
     stop.shield()
     launch = LaunchInfo.from_environment()
-    _note(folder, f"started {launch.restart_count} {launch.worker}")
+    _note(folder, f"started {launch.restart_count} {launch.rank}")
     if scenario == "late" and launch.local_rank == 0:
         _until(lambda: len((folder / "notes").read_text().splitlines()) == launch.local_size)
     elif scenario in ("signal", "late"):
@@ -34,7 +34,7 @@ def main(folder: Path, code: int, scenario: str) -> int:
     begun = time.monotonic()
     leave_launcher(code, launch, lambda: stop.senders[agent])
     slow = "late" if time.monotonic() - begun > 4 else "soon"
-    _note(folder, f"left {launch.restart_count} {launch.worker} {slow}")
+    _note(folder, f"left {launch.restart_count} {launch.rank} {slow}")
     return code
 
 
