@@ -152,7 +152,7 @@ def measure(model: str, steps: int, folder: Path) -> None:
           Watchdog(world, log, limit_s=None) as watchdog):
         built = {}
         for name in REDUCTIONS:
-            config = command_line.parse([
+            config = command_line.parse_config([
                 *COST[model], f"--steps={steps + 3}", "--device=cpu", "--data.workers=0",
                 f"--run-dir={folder / name}", "--log.level=warning", "--parallel.sync-bn=off",
                 f"--parallel.reduction={name}"])  # fmt: skip

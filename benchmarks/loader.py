@@ -130,7 +130,7 @@ class Trainee:
 
         torch.manual_seed(0)
         self._model = Images().model().to(memory_format=torch.channels_last)
-        self._optimizer = optimizers.build(Optim(), self._model)
+        self._optimizer = optimizers.make_optimizer(Optim(), self._model)
         self._schedule = LambdaLR(self._optimizer, lambda step: 1.0)
 
     def step(self, batches: Iterator[Any], clock: Callable[[], float] = time.perf_counter

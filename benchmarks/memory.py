@@ -47,10 +47,10 @@ def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, 
     from trainer.run.build import build
     from trainer.telemetry.events import Log
 
-    config = command_line.parse([*TASKS[task], f"--steps={steps}", "--eval.every=100",
-                                 "--device=cpu",
-                                 "--checkpoint.every=50", f"--run-dir={folder}/run",
-                                 "--log.level=error"])
+    config = command_line.parse_config([*TASKS[task], f"--steps={steps}", "--eval.every=100",
+                                        "--device=cpu",
+                                        "--checkpoint.every=50", f"--run-dir={folder}/run",
+                                        "--log.level=error"])
     log = Log(launch.rank, level="error")
     found: list[tuple[int, float]] = []
     with (World.form(device="cpu", threads=1, launch=launch) as world,

@@ -103,10 +103,10 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     from trainer.run.build import build
     from trainer.telemetry.events import Log
 
-    config = command_line.parse([*MODELS[model], f"--steps={steps}", "--eval.every=off",
-                                 "--device=cpu",
-                                 "--data.workers=0", f"--run-dir={folder / model}",
-                                 "--log.level=warning"])
+    config = command_line.parse_config([*MODELS[model], f"--steps={steps}", "--eval.every=off",
+                                        "--device=cpu",
+                                        "--data.workers=0", f"--run-dir={folder / model}",
+                                        "--log.level=warning"])
     watch, log = Stopwatch(), Log(level="warning")
     found: dict[str, list[float]] = {name: [] for name in (*NAMES, MORE)}
     with (World.form(device="cpu", threads=1, launch=LaunchInfo()) as world,

@@ -77,10 +77,11 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
     from trainer.telemetry.events import Log
 
     steps = (rounds + WARM_BLOCKS) * BLOCK
-    config = command_line.parse(["sample", f"--steps={steps}", "--eval.every=off", "--device=cpu",
-                                 f"--run-dir={folder}/run", f"--parallel.sync-bn={sync_bn}",
-                                 "--task.label-smoothing=0",  # as the bare loop
-                                 "--log.level=error"])
+    config = command_line.parse_config(["sample", f"--steps={steps}", "--eval.every=off",
+                                        "--device=cpu",
+                                        f"--run-dir={folder}/run", f"--parallel.sync-bn={sync_bn}",
+                                        "--task.label-smoothing=0",  # as the bare loop
+                                        "--log.level=error"])
     log = Log(launch.rank, level="error")
     found: dict[str, list[float]] = {name: [] for name in NAMES}
     with (World.form(device="cpu", threads=threads, launch=launch) as world,

@@ -47,14 +47,15 @@ def make_subject(megabytes: float) -> Subject:
     blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
               for _ in range(LAYERS)]
     model = nn.Sequential(*blocks)
-    optimizer = optimizers.build(Optim(), model)
+    optimizer = optimizers.make_optimizer(Optim(), model)
     for parameter in model.parameters():
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
     optimizer.zero_grad()
     horizon = ScheduleLengths(epoch=100, total=1000)
     state = TrainState(
-        model=model, optimizer=optimizer, schedule=schedules.build(Schedule(), optimizer, horizon),
+        model=model, optimizer=optimizer,
+        schedule=schedules.make_schedule(Schedule(), optimizer, horizon),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
         best=BestTracker(),
         meter=LossMeter(), seed=0, num_ranks=1, parts={"horizon": horizon},

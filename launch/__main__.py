@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Sequence
 from typing import Any
 
-from launch.options import Options, parse
+from launch.options import Options, parse_options
 from launch.output import Output
 from launch.signals import LauncherStop
 from trainer.errors import EXIT_CONFIG, EXIT_FAILURE, EXIT_STOPPED, ConfigError
@@ -24,7 +24,7 @@ def main(argv: Sequence[str]) -> int:
     """Launch, and return the exit code; it is the trainer's if the trainer ended the run."""
     fill_descriptors()
     try:
-        options = parse(argv)
+        options = parse_options(argv)
         check_current_folder()
         allow_files(options.nproc_per_node)
         check_cache_folder()

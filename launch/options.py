@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         raise ConfigError(message.removeprefix("argument "))
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse_options(argv: Sequence[str]) -> Options:
     """Parse the command line; arguments after the first `--` belong to the trainer.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The shape of the code: layers, sizes, names, and that nothing is declared without being used."""
+"""The shape of the code: rooms and their order, sizes, names, and that nothing is unused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import tokenize
+from collections import defaultdict
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -19,46 +20,37 @@ import pytest
 from trainer.config import schema
 from trainer.config.fields import Duration
 from trainer.resilience import fault_injection
+from trainer.resilience.progress_marks import POINTS
+from trainer.telemetry.status import Phase
 
 ROOT = Path(__file__).parents[1]
 
-LAYERS = {
-    # Know nothing of the rest: errors, numbers, bytes, sockets, threads.
-    0: "errors adamw allocator append communication confusion diagnosis drawing durable handles "
-       "handshake hang length network packing pipe processes rng snapshot stop progress "
-       "tensorfile data tasks commands recipes",
-    # One thing each on top of that.
-    1: "anomaly attempts attributes buffers device ema flags generators given graph groups "
-       "heartbeats leaf job limits lock log manifest memory orders pairing pretrained pulse "
-       "recompute stacks timing data.augment data.bad data.batch data.sampler",
-    2: "config_run config_training data.reading faults hints losses pace reduced sinks state store "
-       "task tasks.gpt tree waiting world",
-    3: "agreement alarm config data.loader folder launcher leaks outcome source sync_batchnorm "
-       "tasks.fashion_mnist tasks.image_models tasks.shapes tasks.spiral tasks.text",
-    # What the configuration sets.
-    4: "budget cli compile_cache data.feed failure health optim parallel pictures precision "
-       "restore resume schedules storable tasks.images tasks.photos wandb_sink watchdog",
-    5: "checkpoint data.lanes prepare rereading step",
-    6: "alike blame canonical data.stream evaluate hidden testing",
-    7: "metrics",
-    8: "card console level parts",
-    # The one that constructs, and what uses all of it.
-    9: "opening product recovery commands.history",
-    10: "boundary build start commands.charts commands.figures commands.inspect",
-    11: "loop reader scratch commands.page commands.plots",
-    12: "commands.*",
-    13: "__main__",
-    14: "library",
-    15: "__init__",
-}
-"""Layer → its modules. A module imports from lower layers only; what it needs of a higher one is
-passed in."""
+ROOMS = (
+    "errors rng", "storage", "task", "telemetry", "distributed", "resilience", "config", "data",
+    "optim", "checkpoint", "step", "run", "tasks", "loop testing", "commands", "api",
+    "__init__ __main__",
+)  # fmt: skip
+"""The rooms of `trainer/` and the modules beside them, in their order. A module imports from its
+own room and from rooms before it; what it needs of a later one is passed in."""
 
-MAX_LINES, MAX_LOOP = 350, 60
+MAX_ENTRIES = 20
+"""Files and folders directly in `trainer/`."""
+MAX_LOOP = 60
+MAX_FUNCTION, MAX_PARAMETERS = 60, 8
+LARGER: dict[str, str] = {
+    "trainer/distributed/sync_batchnorm.py forward": "an autograd.Function takes what backward "
+    "needs one by one",
+}
+"""Functions that are larger, each with its reason; at most 5."""
 MAX_LEAVES = 75
 """Flags of the configuration, the task's apart: what one reader of --help can take in. A new one
 has to be worth it, or to take the place of another."""
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
+SHARED_NAMES = {
+    "main": "the entry point of a command",
+    "train": "the training loop, and the library call that runs it",
+}
+"""Names of several top-level functions, each with its one meaning."""
 
 
 def modules(package: str = "trainer") -> dict[str, Path]:
@@ -77,20 +69,18 @@ def tree(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def layer_of(name: str) -> int:
-    for number, names in LAYERS.items():
-        if name in names.split():
-            return number
-    family = f"{name.rpartition('.')[0]}.*"
-    for number, names in LAYERS.items():
-        if family in names.split():
-            return number
-    raise AssertionError(f"trainer/{name.replace('.', '/')}.py is in no layer: add it to LAYERS")
+def room_of(module: str) -> int:
+    """Place of a module's room in the order."""
+    first = module.split(".")[0]
+    return next(number for number, names in enumerate(ROOMS) if first in names.split())
 
 
-def imported(path: Path, package: str = "trainer") -> Iterator[tuple[str, int]]:
-    """(module of the package, line) for each import, at module level or inside a function."""
-    known = modules(package)
+def imported(path: Path) -> Iterator[tuple[str, int]]:
+    """(module of the trainer, line) for each import, at module level or inside a function, but
+    not those for a type checker alone."""
+    known = modules()
+    typed = {id(inner) for node in ast.walk(tree(path)) if isinstance(node, ast.If)
+             and ast.unparse(node.test) == "TYPE_CHECKING" for inner in ast.walk(node)}
     for node in ast.walk(tree(path)):
         names = []
         if isinstance(node, ast.Import):
@@ -99,7 +89,7 @@ def imported(path: Path, package: str = "trainer") -> Iterator[tuple[str, int]]:
             assert not node.level, f"{path}:{node.lineno}: a relative import"
             names = [f"{node.module}.{alias.name}" for alias in node.names]
         for name in names:
-            if name.split(".")[0] != package:
+            if not name.startswith("trainer.") or id(node) in typed:
                 continue
             inner = name.partition(".")[2]
             while inner and inner not in known:
@@ -115,36 +105,34 @@ def _name(path: Path) -> str:
     return str(path.relative_to(ROOT))
 
 
-def called_with_text(path: Path) -> Iterator[tuple[str, str]]:
-    """(name of the function or method, first argument) of each call with a literal text."""
+def marks(path: Path) -> Iterator[str]:
+    """Name of the `Phase` of each progress mark that a module passes: `mark(Phase.NAME, …)`."""
     for node in ast.walk(tree(path)):
-        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
-            function = node.func
+        if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Attribute):
+            function, phase = node.func, ast.unparse(node.args[0])
             name = function.attr if isinstance(function, ast.Attribute) else getattr(
                 function, "id", "")
-            if isinstance(node.args[0].value, str):
-                yield name, node.args[0].value
+            if name.strip("_") == "mark" and phase.startswith("Phase."):
+                yield phase.removeprefix("Phase.")
 
 
-# --- layers
-
-def test_every_module_has_a_layer_and_every_name_in_the_table_is_a_module():
-    known = modules()
-    listed = [name for names in LAYERS.values() for name in names.split()]
-
-    assert len(listed) == len(set(listed))
-    assert [name for name in listed if not name.endswith("*") and name not in known] == []
-    assert all(layer_of(name) >= 0 for name in known)
-
+# --- rooms
 
 @pytest.mark.parametrize("name", modules())
-def test_a_module_imports_from_lower_layers_only(name):
-    path, own = modules()[name], layer_of(name)
+def test_a_module_imports_from_its_own_room_and_from_rooms_before_it(name):
+    path, own = modules()[name], room_of(name)
 
-    upward = [f"line {line}: {other} (layer {layer_of(other)})"
-              for other, line in imported(path) if layer_of(other) >= own]
+    later = [f"line {line}: {other}" for other, line in imported(path) if room_of(other) > own]
 
-    assert upward == [], f"trainer.{name} is in layer {own}"
+    assert later == [], f"trainer.{name} is in the room {ROOMS[own]!r}"
+
+
+def test_few_entries_lie_directly_in_the_package():
+    entries = [p.name for p in (ROOT / "trainer").iterdir() if p.name != "__pycache__"]
+
+    assert len(entries) <= MAX_ENTRIES, sorted(entries)
+    for path in (ROOT / "trainer").glob("*/**/__init__.py"):
+        assert not path.read_text(), f"{path}: a room's __init__ is empty"
 
 
 def test_the_trainer_does_not_know_the_launcher():
@@ -168,13 +156,40 @@ def test_what_runs_before_or_without_torch_does_not_import_it(name):
 # --- sizes and names
 
 @pytest.mark.parametrize("path", sources("trainer", "launch"), ids=_name)
-def test_a_module_is_short_and_says_what_it_is_for(path):
-    assert len(path.read_text().splitlines()) <= MAX_LINES
+def test_a_module_says_what_it_is_for(path):
     if path.read_text().strip():
         told = ast.get_docstring(tree(path))
         assert told, "a module opens with its job in one sentence"
         assert re.match(r"[^\n]+(\n[^\n]+)*?[.:](\s|$)", told), told
     assert path.stem not in EMPTY_NAMES
+
+
+def test_functions_are_short_and_take_few_arguments():
+    large = set()
+    for path in sources("trainer", "launch"):
+        for node in ast.walk(tree(path)):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                assert node.end_lineno is not None
+                lines, given = node.end_lineno - node.lineno + 1, node.args
+                names = [a.arg for a in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                parameters = len(names) - (names[:1] in (["self"], ["cls"]))
+                if lines > MAX_FUNCTION or parameters > MAX_PARAMETERS:
+                    large.add(f"{_name(path)} {node.name}")
+
+    assert large == set(LARGER), "a function that is too large, or an exception that isn't needed"
+    assert len(LARGER) <= 5
+
+
+def test_a_name_means_one_thing():
+    places = defaultdict(set)
+    for path in sources("trainer", "launch"):
+        for node in tree(path).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef) and not node.name.startswith("_"):
+                places[node.name].add(_name(path))
+
+    several = {name: sorted(where) for name, where in places.items() if len(where) > 1}
+
+    assert several.keys() == SHARED_NAMES.keys(), several
 
 
 def test_the_training_loop_fits_a_screen():
@@ -217,7 +232,7 @@ def leaves(cls: type = schema.Config, section: str = "") -> Iterator[tuple[str, 
             yield section, field.name, cls
 
 
-CONFIG = ("config", "config_run", "config_training")
+CONFIG = ("config.schema",)
 
 
 def attributes(node: ast.AST) -> set[tuple[str, str]]:
@@ -260,19 +275,11 @@ def test_the_configuration_stays_within_its_budget():
 
 # --- faults
 
-@pytest.mark.parametrize("phase", fault_injection.PHASES)
-def test_each_fault_point_is_somewhere_in_the_run(phase):
-    points = {text for name, path in modules().items() if name != "faults"
-              for called, text in called_with_text(path) if called.strip("_") in ("at", "fault")}
+def test_each_mark_at_which_a_fault_can_be_injected_is_passed_and_each_passed_one_is_known():
+    passed = {Phase[name] for path in sources("trainer") for name in marks(path)}
 
-    assert phase in points
-
-
-def test_each_fault_point_of_the_run_is_known():
-    points = {text for name, path in modules().items() if name != "faults"
-              for called, text in called_with_text(path) if called.strip("_") in ("at", "fault")}
-
-    assert points <= set(fault_injection.PHASES)
+    assert set(fault_injection.PHASES) <= passed
+    assert passed <= set(POINTS)
 
 
 # --- no pickle, nothing heavy

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from trainer.commands.train import RankProcess, show_cause
-from trainer.config.command_line import check_not_empty
 from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.preflight import check_current_folder
@@ -45,6 +44,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             check_current_folder()
         if arguments and arguments[0] in COMMANDS:
             from importlib import import_module
+
+            from trainer.config.command_line import check_not_empty
 
             check_not_empty(arguments)
             name = arguments[0].replace("-", "_")
@@ -86,7 +87,7 @@ def preload(argv: Sequence[str]) -> int:
     from trainer.telemetry.events import Log
 
     try:
-        config = command_line.parse(argv, commands=", ".join(COMMANDS))
+        config = command_line.parse_config(argv, commands=", ".join(COMMANDS))
         task = bind_seed(config.task, config.seed)
         if hasattr(task, "preload"):
             task.preload()

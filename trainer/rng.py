@@ -213,7 +213,7 @@ def _states(
     }
 
 
-def restore(state: dict[str, Any]) -> None:
+def restore_generators(state: dict[str, Any]) -> None:
     """Restore a snapshot.
 
     Raises:
@@ -246,7 +246,7 @@ class preserved:
         self._state = snapshot()
 
     def __exit__(self, *_: object) -> None:
-        restore(self._state)
+        restore_generators(self._state)
 
 
 def _bytes_tensor(text: str) -> torch.Tensor:

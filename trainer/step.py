@@ -226,9 +226,8 @@ class Step:
         seconds = self.clock() - start
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
-            skip_reason=skip_reason,
-            seconds=seconds, device_s=self.device_span.between_s(), save_stall_s=save_stall_s,
-            communication_s=self.communication.take_wait_s(seconds))
+            skip_reason=skip_reason, seconds=seconds, device_s=self.device_span.between_s(),
+            save_stall_s=save_stall_s, communication_s=self.communication.take_wait_s(seconds))
 
     def _begin(self) -> None:
         """Copy the buffers of the step boundary, and let other threads save the boundary."""

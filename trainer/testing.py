@@ -53,10 +53,10 @@ def check_items(task: Any, batch_size: int) -> Iterator[str]:
                     yield ('dataset("train") has no samples: it must have some; only "validation" '
                            'and "test" may be None.')
                 continue
-            first = read(task, dataset, 0, batch_size)
-            later = read(task, dataset, 0, batch_size, epoch=1)  # another epoch, as in a run
-            second = read(task, dataset, 0, batch_size)
-            fresh = [read(task, again, 0, batch_size, epoch=epoch) for epoch in (1, 0)]
+            first = read_items(task, dataset, 0, batch_size)
+            later = read_items(task, dataset, 0, batch_size, epoch=1)  # another epoch, as in a run
+            second = read_items(task, dataset, 0, batch_size)
+            fresh = [read_items(task, again, 0, batch_size, epoch=epoch) for epoch in (1, 0)]
         except Exception as error:
             yield raised(f'reading dataset("{split}")', error)
             continue
@@ -83,7 +83,7 @@ def dataset_of(task: Any, split: str) -> Any:
     return task.dataset(split)
 
 
-def read(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> Any:
+def read_items(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 0) -> Any:
     """Read a batch of `count` samples from `first` on (fewer at the end), as the loader does."""
     collate = getattr(task, "collate", batches.collate)
     if isinstance(dataset, IterableDataset):
@@ -200,10 +200,11 @@ def _case(task: Any, batch_size: int) -> _Case:
     data = dataset_of(task, "train")
     known = len(data) if hasattr(data, "__len__") else 2 * batch_size
     size = min(batch_size, known)
-    whole = read(task, data, 0, size)
-    other = read(task, data, size, size) if known > size else whole
+    whole = read_items(task, data, 0, size)
+    other = read_items(task, data, size, size) if known > size else whole
     half = size // 2
-    halves = (read(task, data, 0, half), read(task, data, half, size - half)) if half else None
+    halves = (read_items(task, data, 0, half),
+              read_items(task, data, half, size - half)) if half else None
     return _Case(task=task, whole=whole, other=other, halves=halves, size=size)
 
 
@@ -222,7 +223,7 @@ def _check_model(case: _Case) -> Iterator[str]:
         yield "the model has no trainable parameter, so there is nothing to train."
     else:
         try:
-            state_dict_checks.check(model)
+            state_dict_checks.check_state_dict(model)
         except ConfigError as error:
             yield str(error).removeprefix("--task: ")
 
@@ -332,7 +333,8 @@ def _sums(outcome: Outcome) -> dict[str, float]:
 def _check_step(case: _Case) -> Iterator[str]:
     """Run one training step with a full micro-batch and an empty one."""
     model = case.model()
-    optimizer = optimizers.build(Optim(), model, getattr(case.task, "parameter_groups", None))
+    optimizer = optimizers.make_optimizer(Optim(), model,
+                                          getattr(case.task, "parameter_groups", None))
     if names := optimizers.untrained(optimizer, model):
         yield (f"no group of parameter_groups() has {_listed(names)}, so it isn't trained; add it "
                "to a group, or freeze it (requires_grad_(False)).")

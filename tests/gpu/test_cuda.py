@@ -95,9 +95,10 @@ def test_the_time_between_two_marks_is_the_devices_own():
     ["--task.model=resnet18", "--precision.compile=off"],
 ])  # fmt: skip
 def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, arguments):
-    config = command_line.parse([f"--device={DEVICE}", "--steps=4", f"--run-dir={tmp_path / 'run'}",
-                                 "--parallel.reduction=canonical", "--batch.global-size=96",
-                                 "--batch.micro-size=16", *arguments])
+    config = command_line.parse_config([f"--device={DEVICE}", "--steps=4",
+                                        f"--run-dir={tmp_path / 'run'}",
+                                        "--parallel.reduction=canonical", "--batch.global-size=96",
+                                        "--batch.micro-size=16", *arguments])
     log = Log(level="warning")
     with (World.form(device=DEVICE, launch=LaunchInfo()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):

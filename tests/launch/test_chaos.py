@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos_plan as plans
-from trainer.resilience.fault_injection import PHASES, parse
+from trainer.resilience.fault_injection import PHASES, parse_fault
 
 ROOT = Path(__file__).parents[2]
 
@@ -68,7 +68,7 @@ def test_a_plan_has_the_requested_number_of_faults_at_distinct_steps(
         assert len(set(steps)) == len(steps)
         for fault in run.faults:
             if fault.kind not in plans.OUTSIDE:
-                assert parse(str(fault)).kind == fault.kind
+                assert parse_fault(str(fault)).kind == fault.kind
 
 
 def test_equal_seeds_give_equal_plans_and_different_seeds_different_ones() -> None:

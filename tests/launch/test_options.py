@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 
 from launch.__main__ import main
-from launch.options import Options, parse
+from launch.options import Options, parse_options
 
 
 def test_arguments_after_the_dashes_belong_to_the_trainer() -> None:
-    options = parse(["--nproc_per_node=2", "--max-restarts", "5", "--", "tiny", "--grace-s", "--"])
+    options = parse_options(["--nproc_per_node=2", "--max-restarts", "5", "--", "tiny", "--grace-s",
+                             "--"])
 
     assert options == Options(
         nproc_per_node=2, max_restarts=5, trainer_argv=("tiny", "--grace-s", "--")
@@ -48,17 +49,18 @@ def test_an_error_names_flag_value_and_remedy(
 
 
 def test_numbers_of_nodes_and_rendezvous_endpoint() -> None:
-    options = parse(["--nnodes=1:4", "--rdzv_endpoint", "[fd00::1]:5000", "--rejoin-timeout=9"])
+    options = parse_options(["--nnodes=1:4", "--rdzv_endpoint", "[fd00::1]:5000",
+                             "--rejoin-timeout=9"])
 
     assert options.nnodes == (1, 4)
     assert options.rdzv_endpoint == ("fd00::1", 5000)
     assert options.rejoin_timeout_s == 9
-    assert parse(["--nnodes=2", "--rdzv-endpoint=node0"]).rdzv_endpoint == ("node0", 29400)
+    assert parse_options(["--nnodes=2", "--rdzv-endpoint=node0"]).rdzv_endpoint == ("node0", 29400)
 
 
 def test_help_shows_the_options_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        parse(["--help"])
+        parse_options(["--help"])
 
     text = capsys.readouterr().out
     assert end.value.code == 0

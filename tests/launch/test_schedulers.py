@@ -204,7 +204,7 @@ def test_the_launcher_accepts_the_arguments_of_a_manifest(name):
     assert container["command"] == ["python", "-m", "launch"]
     set_by_kubeflow = {"PET_NNODES": "2", "PET_MASTER_ADDR": "host", "PET_MASTER_PORT": "29400"}
     given = [re.sub(r"\$\((\w+)\)", lambda m: set_by_kubeflow[m[1]], a) for a in arguments]
-    found = options.parse(given)
+    found = options.parse_options(given)
     assert found.trainer_argv == ("--run-dir=/runs/mine",)
 
 
@@ -241,7 +241,8 @@ def test_the_unit_restarts_only_if_a_restart_can_help():
     assert float(unit["TimeoutStopSec"]) > GRACE_S
     words = unit["ExecStart"].split()
     assert words[1:3] == ["-m", "launch"]
-    assert dataclasses.replace(options.parse(words[3:]), nproc_per_node=1) == options.Options(
+    assert dataclasses.replace(options.parse_options(words[3:]),
+                               nproc_per_node=1) == options.Options(
         trainer_argv=("--run-dir", "runs/mine"))
 
 

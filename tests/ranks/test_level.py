@@ -24,7 +24,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         Step → generation, by manifest and by content, in its folder after the copy.
     """
     from trainer.checkpoint.replication import copy_missing_checkpoints
-    from trainer.checkpoint.restore import STATE, find
+    from trainer.checkpoint.restore import STATE, find_checkpoint
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.telemetry.events import Log
@@ -37,7 +37,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         save(folder, 30 - world.rank, world.rank, best=10)
         store = Store(folder, run="a run")
         world.barrier()
-        found = find(store, world, "a run")
+        found = find_checkpoint(store, world, "a run")
         assert found is not None
         copy_missing_checkpoints(found, store, folder / "metrics.jsonl", "a run", world, Log())
         store.in_use = None

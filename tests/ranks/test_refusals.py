@@ -60,7 +60,8 @@ def bare(*arguments: str) -> int:
     def download(target: Path) -> None:
         raise RuntimeError("no network")
 
-    fashion_mnist.find = partial(fashion_mnist.find, system=Path("/nowhere"), download=download)
+    fashion_mnist.find_dataset = partial(fashion_mnist.find_dataset, system=Path("/nowhere"),
+                                         download=download)
     return train(*arguments)
 
 

@@ -19,7 +19,7 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
     import xxhash
 
     from benchmarks.synthetic_state import make_checkpointer, make_subject
-    from trainer.checkpoint.restore import STATE, CheckpointRef, restore
+    from trainer.checkpoint.restore import STATE, CheckpointRef, restore_state
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.storage import tensorfile
@@ -46,7 +46,7 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
             json.loads((own / "step-00000001" / STATE).read_text()) if world.is_main else None)
         sends, broadcast = [], world.broadcast
         world.broadcast = lambda *a: (sends.append(a), broadcast(*a))  # type: ignore[method-assign]
-        restore(CheckpointRef(1, 0, 0, facts), Store(own), subject.state, world, Log())
+        restore_state(CheckpointRef(1, 0, 0, facts), Store(own), subject.state, world, Log())
         hasher = xxhash.xxh3_128()
         for tensors in subject.state.tensors().values():
             for chunk in tensorfile.serialize(tensors):

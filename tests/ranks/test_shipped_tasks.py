@@ -219,7 +219,8 @@ def test_the_best_weights_may_be_chosen_by_a_figure_and_a_wrong_name_is_refused_
     arguments = ["spiral", *SHORT["spiral"], "--steps=4", f"--run-dir={tmp_path / 'run'}"]
 
     assert ranks(1, train, *arguments, "--eval.best=val_f2:max", group=False) == [2]
-    assert "does not compute val_f2; it computes val_accuracy, val_f1" in "".join(capfd.readouterr())
+    assert "does not compute val_f2; it computes val_accuracy, val_f1" in "".join(
+        capfd.readouterr())
     assert ranks(1, train, *arguments, "--eval.best=val_f1:max", group=False) == [0]
 
 

@@ -59,7 +59,7 @@ def test_the_bare_loop_has_the_model_rates_and_groups_of_the_recipe(bare_loop):
     groups, expected = (
         [([p.shape for p in g["params"]], g["weight_decay"], g["lr"], g["fused"], g["betas"],
           g["eps"]) for g in o.param_groups]
-        for o in (bare_loop.make_optimizer(example), optimizers.build(Optim(), ours)))
+        for o in (bare_loop.make_optimizer(example), optimizers.make_optimizer(Optim(), ours)))
     assert groups == expected
 
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)

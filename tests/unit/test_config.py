@@ -27,7 +27,7 @@ from trainer.tasks.images import Images
 
 def refusal(*argv: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        command_line.parse(argv, commands=", ".join(COMMANDS))
+        command_line.parse_config(argv, commands=", ".join(COMMANDS))
     return str(caught.value)
 
 
@@ -40,9 +40,9 @@ def recipe(folder: Path, text: str) -> str:
 # --- recipes and flags
 
 def test_the_default_recipe_is_the_sample_with_the_small_cnn():
-    config = command_line.parse([])
+    config = command_line.parse_config([])
 
-    assert config == command_line.parse(["sample"])
+    assert config == command_line.parse_config(["sample"])
     assert config.task == Images(data="sample", architecture="cnn", label_smoothing=0.1)
     assert (config.epochs, config.clip.norm, config.optim.lr) == (5, 5.0, 3e-3)
     assert (config.schedule.warmup, config.schedule.min_ratio) == (Duration(5, "percent"), 0.1)
@@ -51,23 +51,24 @@ def test_the_default_recipe_is_the_sample_with_the_small_cnn():
 
 
 def test_the_run_folder_is_named_after_the_recipe(tmp_path):
-    assert command_line.parse([]).run == "runs/sample"
-    assert command_line.parse(["fashion-mnist"]).run == "runs/fashion-mnist"
-    assert command_line.parse([recipe(tmp_path, "")]).run == "runs/recipe"
-    assert command_line.parse(["--run-dir", "elsewhere"]).run == "elsewhere"
+    assert command_line.parse_config([]).run == "runs/sample"
+    assert command_line.parse_config(["fashion-mnist"]).run == "runs/fashion-mnist"
+    assert command_line.parse_config([recipe(tmp_path, "")]).run == "runs/recipe"
+    assert command_line.parse_config(["--run-dir", "elsewhere"]).run == "elsewhere"
 
 
 def test_flags_override_the_recipe_and_the_recipe_overrides_the_defaults(tmp_path):
     path = recipe(tmp_path, "steps = 7\n[optim]\nlr = 0.5\nweight_decay = 0.25\n")
 
-    config = command_line.parse([path, "--optim.lr", "0.125", "--seed=3"])
+    config = command_line.parse_config([path, "--optim.lr", "0.125", "--seed=3"])
 
     assert (config.optim.lr, config.optim.weight_decay, config.steps) == (0.125, 0.25, 7)
     assert (config.seed, config.optim.momentum) == (3, Optim().momentum)
 
 
 def test_keys_of_a_recipe_may_be_written_as_flags_are(tmp_path):
-    config = command_line.parse([recipe(tmp_path, "[batch]\nglobal-size = 64\nmicro_size = 16\n")])
+    config = command_line.parse_config([recipe(tmp_path,
+                                               "[batch]\nglobal-size = 64\nmicro_size = 16\n")])
 
     assert config.batch == Batch(global_size=64, micro_size=16)
 
@@ -75,27 +76,27 @@ def test_keys_of_a_recipe_may_be_written_as_flags_are(tmp_path):
 def test_flags_may_be_written_with_underscores_and_with_an_equals_sign():
     for argv in (["--batch.global-size", "64"], ["--batch.global_size=64"],
                  ["--batch.global-size=64"]):
-        assert command_line.parse(argv).batch.global_size == 64
+        assert command_line.parse_config(argv).batch.global_size == 64
 
 
 @pytest.mark.parametrize("argv", [
     ["--run-dir", "a/b"], ["--run-dir=a/b"], ["--run", "a/b"], ["--run=a/b"], ["--run_dir=a/b"],
 ], ids=" ".join)  # fmt: skip
 def test_run_is_an_alias_of_run_dir(argv):
-    assert command_line.parse(argv).run == "a/b"
+    assert command_line.parse_config(argv).run == "a/b"
 
 
 def test_values_of_repeated_flags_are_collected():
-    config = command_line.parse(["--inject", "kill:step=3", "--inject", "raise:rank=1",
-                                 "--accept", "data", "--accept", "batch.global-size"])
+    config = command_line.parse_config(["--inject", "kill:step=3", "--inject", "raise:rank=1",
+                                        "--accept", "data", "--accept", "batch.global-size"])
 
     assert config.inject == ("kill:step=3", "raise:rank=1")
     assert config.accept == ("data", "batch.global-size")
 
 
 def test_fields_of_a_users_task_are_flags():
-    config = command_line.parse(["--task", "tape_task:Tape", "--task.samples", "5",
-                                 "--task.norm=batch"])
+    config = command_line.parse_config(["--task", "tape_task:Tape", "--task.samples", "5",
+                                        "--task.norm=batch"])
 
     assert type(config.task).__name__ == "Tape"
     assert (config.task.samples, config.task.norm) == (5, "batch")
@@ -104,14 +105,14 @@ def test_fields_of_a_users_task_are_flags():
 def test_another_task_drops_the_recipes_task_fields(tmp_path):
     path = recipe(tmp_path, 'steps = 3\n[task]\nclass = "images"\ndropout = 0.5\n')
 
-    config = command_line.parse([path, "--task=tape_task:Tape"])
+    config = command_line.parse_config([path, "--task=tape_task:Tape"])
 
     assert (config.task.dropout, config.steps) == (0.0, 3)
 
 
 def test_every_shipped_recipe_is_valid():
     for name in command_line.recipe_names():
-        assert isinstance(command_line.parse([name]), Config)
+        assert isinstance(command_line.parse_config([name]), Config)
 
 
 # --- lengths
@@ -175,10 +176,10 @@ RUNS = [
 
 @pytest.mark.parametrize("argv", RUNS, ids=lambda argv: " ".join(argv[:2]) or "default")
 def test_config_toml_reproduces_the_run(tmp_path, argv):
-    config = command_line.parse(argv)
+    config = command_line.parse_config(argv)
 
-    again = command_line.parse([recipe(tmp_path, command_line.to_toml(config)),
-                                f"--run-dir={config.run}"])
+    again = command_line.parse_config([recipe(tmp_path, command_line.to_toml(config)),
+                                       f"--run-dir={config.run}"])
 
     assert again == config
     assert plain(again) == plain(config)
@@ -195,10 +196,10 @@ KINDS = "--task=field_task:Kinds"
     ["--task.places=one", "--task.places=two"],
 ], ids=" ".join)  # fmt: skip
 def test_config_toml_holds_a_tasks_fields_of_any_kind(tmp_path, argv):
-    config = command_line.parse([FIELDS, *argv])
+    config = command_line.parse_config([FIELDS, *argv])
 
-    again = command_line.parse([recipe(tmp_path, command_line.to_toml(config)),
-                                f"--run-dir={config.run}"])
+    again = command_line.parse_config([recipe(tmp_path, command_line.to_toml(config)),
+                                       f"--run-dir={config.run}"])
 
     assert again == config
     assert [type(v) for v in vars(again.task).values()] == [
@@ -206,16 +207,18 @@ def test_config_toml_holds_a_tasks_fields_of_any_kind(tmp_path, argv):
 
 
 def test_a_field_without_a_value_is_listed_where_its_default_is_one():
-    table = tomllib.loads(command_line.to_toml(command_line.parse([FIELDS, "--task.width=None"])))
+    table = tomllib.loads(command_line.to_toml(command_line.parse_config([FIELDS,
+                                                                          "--task.width=None"])))
 
     assert table["task"]["None"] == ["width"]
     assert "depth" not in table["task"]
 
 
 def test_a_flag_gives_a_value_to_a_field_that_config_toml_leaves_without(tmp_path):
-    path = recipe(tmp_path, command_line.to_toml(command_line.parse([FIELDS, "--task.width=None"])))
+    path = recipe(tmp_path,
+                  command_line.to_toml(command_line.parse_config([FIELDS, "--task.width=None"])))
 
-    assert command_line.parse([path, "--task.width=6"]).task.width == 6
+    assert command_line.parse_config([path, "--task.width=6"]).task.width == 6
 
 
 @pytest.mark.parametrize("name", ["Gaps", "Objects"])
@@ -224,8 +227,8 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
 
 
 def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_attempt():
-    config = command_line.parse(["--inject=kill", "--resume=never", "--accept=data",
-                                 "--run-dir=here"])
+    config = command_line.parse_config(["--inject=kill", "--resume=never", "--accept=data",
+                                        "--run-dir=here"])
 
     table = tomllib.loads(command_line.to_toml(config))
 
@@ -240,9 +243,9 @@ def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_at
 
 @pytest.mark.parametrize("name", ["--seed", "--optim.lr"])
 def test_a_flag_changes_what_config_toml_says(tmp_path, name):
-    path = recipe(tmp_path, command_line.to_toml(command_line.parse([])))
+    path = recipe(tmp_path, command_line.to_toml(command_line.parse_config([])))
 
-    assert command_line.parse([path, name, "7"]) != command_line.parse([path])
+    assert command_line.parse_config([path, name, "7"]) != command_line.parse_config([path])
 
 
 # --- refusals
@@ -381,12 +384,12 @@ def test_a_malformed_command_line_is_refused_with_the_right_form(argv, message):
 def test_a_task_with_invalid_defaults_is_accepted_with_valid_flags(tmp_path):
     rooted = "--task=field_task:Rooted"
 
-    assert command_line.parse([rooted, "--task.root=here"]).task.root == "here"
+    assert command_line.parse_config([rooted, "--task.root=here"]).task.root == "here"
     assert refusal(rooted) == "--task field_task:Rooted: root is empty; name a folder"
     assert refusal(rooted, "--task.root=") == "--task: root is empty; name a folder"
     path = recipe(tmp_path, '[task]\nclass = "field_task:Rooted"\nroot = ""\n')
     assert refusal(path) == f"{path}: [task]: root is empty; name a folder"
-    assert command_line.parse([path, "--task.root=here"]).task.root == "here"
+    assert command_line.parse_config([path, "--task.root=here"]).task.root == "here"
 
 
 @pytest.mark.parametrize(("argv", "widths", "names"), [
@@ -397,7 +400,7 @@ def test_a_task_with_invalid_defaults_is_accepted_with_valid_flags(tmp_path):
     (["--task.names", "b", "--task.widths", "--task.names=c d"], (), ["b", "c d"]),
 ])  # fmt: skip
 def test_several_values_of_a_tasks_field_replace_its_default(argv, widths, names):
-    task = command_line.parse([KINDS, *argv]).task
+    task = command_line.parse_config([KINDS, *argv]).task
 
     assert (task.widths, task.names) == (widths, names)
 
@@ -407,7 +410,7 @@ def test_several_values_of_a_tasks_field_replace_its_default(argv, widths, names
     ("--task.deep", False, True), ("--task.no-deep", False, False),
 ])  # fmt: skip
 def test_a_switch_may_be_given_what_it_is_already(flag, wide, deep):
-    task = command_line.parse([KINDS, flag]).task
+    task = command_line.parse_config([KINDS, flag]).task
 
     assert (task.wide, task.deep) == (wide, deep)
 
@@ -495,7 +498,7 @@ def help_text(capsys, monkeypatch) -> str:
     """The help text without boxes and line breaks."""
     monkeypatch.setenv("COLUMNS", "100")
     with pytest.raises(SystemExit) as ended:
-        command_line.parse(["--help"], commands="inspect, compare")
+        command_line.parse_config(["--help"], commands="inspect, compare")
     assert ended.value.code == 0
     return squeezed(capsys.readouterr().out)
 
@@ -523,7 +526,7 @@ def documented(cls: type, prefix: str = "") -> dict[str, str]:
 def test_help_documents_every_setting(help_text):
     flags = documented(Config) | documented(Images, "task.")
 
-    assert len(flags) == len(list(command_line.parse([]).leaves()))
+    assert len(flags) == len(list(command_line.parse_config([]).leaves()))
     for flag, message in flags.items():
         assert message, f"{flag} has no docstring"
         assert f"--{flag} " in help_text, f"{flag} is not in --help"
@@ -539,7 +542,7 @@ def test_help_names_the_commands_the_recipes_and_the_defaults(help_text):
 
 def test_help_shows_the_flags_of_the_selected_task(capsys):
     with pytest.raises(SystemExit):
-        command_line.parse(["--task=tape_task:Tape", "--help"])
+        command_line.parse_config(["--task=tape_task:Tape", "--help"])
 
     message = capsys.readouterr().out
     assert "--task.nan-at" in message
@@ -560,7 +563,7 @@ def test_a_config_is_frozen_and_its_parts_are_checked_where_they_are_made():
 
 
 def test_each_setting_declares_its_change_class_and_task_fields_must_match():
-    leaves = {name: change for name, _, change in command_line.parse([]).leaves()}
+    leaves = {name: change for name, _, change in command_line.parse_config([]).leaves()}
 
     assert set(leaves.values()) == {"must_match", "may_change", "ignored"}
     of_task = {name: change for name, change in leaves.items() if name.startswith("task.")}
@@ -582,7 +585,7 @@ def test_nothing_is_read_from_the_environment():
     before = dict(os.environ)
     os.environ["TRAINER_SEED"] = os.environ["SEED"] = "5"
     try:
-        assert command_line.parse([]).seed == 0
+        assert command_line.parse_config([]).seed == 0
     finally:
         os.environ.clear()
         os.environ.update(before)
@@ -601,7 +604,7 @@ def test_nothing_is_read_from_the_environment():
 ])  # fmt: skip
 def test_a_wrong_choice_of_optimizer_or_schedule_is_refused(flags, message):
     with pytest.raises(ConfigError) as error:
-        command_line.parse(flags)
+        command_line.parse_config(flags)
 
     assert message in str(error.value)
 
@@ -610,7 +613,7 @@ def test_patterns_and_options_come_back_from_the_resolved_configuration(tmp_path
     flags = ["--freeze=*", "--freeze=!fc.*", "--optim.rates=layer4.*=0.1", "--init=a.pth",
              "--schedule.name=warm-restarts", "--schedule.options=T_0=1ep",
              "--schedule.options=T_mult=2"]  # fmt: skip
-    config = command_line.parse(flags)
+    config = command_line.parse_config(flags)
     (tmp_path / "config.toml").write_text(command_line.to_toml(config))
 
     again = command_line.load(tmp_path / "config.toml")
@@ -626,10 +629,10 @@ def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):
     recipe.write_text('[schedule]\nname = "linear"\nmin_ratio = 0.0\nwarmup = "3"\n'
                       'options = ["start_factor=0.5"]\n')
 
-    kept = command_line.parse([str(recipe), "--schedule.warmup", "4"]).schedule
-    other = command_line.parse([str(recipe), "--schedule.name", "constant"]).schedule
-    another = command_line.parse([str(recipe), "--schedule.name=multi-step",
-                                  "--schedule.options", "milestones=5"]).schedule
+    kept = command_line.parse_config([str(recipe), "--schedule.warmup", "4"]).schedule
+    other = command_line.parse_config([str(recipe), "--schedule.name", "constant"]).schedule
+    another = command_line.parse_config([str(recipe), "--schedule.name=multi-step",
+                                         "--schedule.options", "milestones=5"]).schedule
 
     assert (kept.min_ratio, kept.options) == (0.0, ("start_factor=0.5",))
     assert (other.min_ratio, other.options, other.warmup) == (0.1, (), Duration(3))
@@ -666,7 +669,7 @@ def test_suitable_numbers_paths_and_lists_are_accepted():
 
 
 def test_a_warm_up_longer_than_the_run_is_reported():
-    config = command_line.parse(["--schedule.warmup", "3ep"])
+    config = command_line.parse_config(["--schedule.warmup", "3ep"])
 
     assert startup_warnings(config, {}, epoch=4, total=12) == []
     (line,) = startup_warnings(config, {}, epoch=4, total=6)

@@ -177,7 +177,7 @@ def test_an_evaluation_restores_buffers_and_warns_once():
 @pytest.mark.parametrize(("epoch", "fires"), [(0, False), (2, True)])
 def test_a_fault_of_an_epoch_fires_in_that_epochs_evaluation(epoch, fires):
     marks = ProgressMarks()
-    marks.subscribe(FaultInjector([fault_injection.parse("raise:epoch=2:phase=evaluate")]))
+    marks.subscribe(FaultInjector([fault_injection.parse_fault("raise:epoch=2:phase=evaluate")]))
     evaluate = evaluator(nn.Linear(1, 1), epoch=lambda: epoch, marks=marks)
 
     if fires:

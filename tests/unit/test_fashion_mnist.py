@@ -57,7 +57,7 @@ def refuse(target: Path) -> None:
 
 
 def look(root: Path | None, tmp_path: Path, download=refuse, **environment: str) -> Path:
-    return fashion_mnist.find(
+    return fashion_mnist.find_dataset(
         None if root is None else str(root), {"HOME": str(tmp_path / "home"), **environment},
         system=tmp_path / "system", download=download)
 

@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 def fires(*texts: str, rank: int = 0, attempt: int = 0, **place: object) -> bool:
     """Whether one of the faults, all of kind raise, fires at a place."""
-    armed = FaultInjector([fault_injection.parse(text) for text in texts], rank=rank,
+    armed = FaultInjector([fault_injection.parse_fault(text) for text in texts], rank=rank,
                           attempt=attempt)
     where = {"phase": "forward", "step": 1, "epoch": 0} | place
     try:
@@ -37,7 +37,7 @@ def fires(*texts: str, rank: int = 0, attempt: int = 0, **place: object) -> bool
 
 @pytest.mark.parametrize("kind", fault_injection.KINDS)
 def test_a_kind_alone_means_rank_0_in_the_first_forward(kind):
-    assert fault_injection.parse(kind) == Fault(
+    assert fault_injection.parse_fault(kind) == Fault(
         text=kind, kind=kind, rank=0, step=None, epoch=None, phase="forward", attempt=None,
         always=False)
 
@@ -48,9 +48,9 @@ def test_a_kind_alone_means_rank_0_in_the_first_forward(kind):
     *((f"phase={phase}", "phase", phase) for phase in fault_injection.PHASES),
 ])
 def test_each_part_sets_its_field_and_no_other(part, field, value):
-    found = fault_injection.parse(f"slow:{part}")
+    found = fault_injection.parse_fault(f"slow:{part}")
 
-    default = fault_injection.parse("slow")
+    default = fault_injection.parse_fault("slow")
     assert getattr(found, field) == value
     assert dataclasses.replace(found, **{field: getattr(default, field)}, text="slow") == default
 
@@ -58,7 +58,7 @@ def test_each_part_sets_its_field_and_no_other(part, field, value):
 def test_parts_stand_in_any_order():
     parts = ["rank=1", "step=7", "phase=backward", "always"]
 
-    read = {dataclasses.replace(fault_injection.parse(":".join(["kill", *order])), text="")
+    read = {dataclasses.replace(fault_injection.parse_fault(":".join(["kill", *order])), text="")
             for order in itertools.permutations(parts)}
 
     assert len(read) == 1
@@ -86,7 +86,7 @@ def test_parts_stand_in_any_order():
 ])
 def test_a_mistake_names_the_flag_the_text_and_what_there_is(text, told):
     with pytest.raises(ConfigError) as caught:
-        fault_injection.parse(text)
+        fault_injection.parse_fault(text)
 
     assert str(caught.value).startswith(f"--inject {text}: {told}")
 
@@ -100,7 +100,7 @@ def test_a_mistake_names_the_flag_the_text_and_what_there_is(text, told):
 def test_a_fault_whose_place_is_not_in_the_run_is_refused(text, told):
     def check(text: str, **other: object) -> None:
         place: dict = {"ranks": 2, "total": 10, "epochs": 2, "evaluated": lambda s: s % 5 == 0}
-        fault_injection.refuse_unreachable([fault_injection.parse(text)], **(place | other))
+        fault_injection.refuse_unreachable([fault_injection.parse_fault(text)], **(place | other))
 
     with pytest.raises(ConfigError) as caught:
         check(text)
@@ -143,7 +143,8 @@ def test_a_fault_fires_at_its_place_only():
 # --- how often
 
 def arm(folder: Path, *texts: str, attempt: int = 0) -> FaultInjector:
-    return FaultInjector([fault_injection.parse(text) for text in texts], marks=folder / "faults",
+    return FaultInjector([fault_injection.parse_fault(text) for text in texts], marks=folder
+                         / "faults",
                          attempt=attempt)
 
 
@@ -222,8 +223,8 @@ def test_slow_waits_and_goes_on(monkeypatch):
     waits = []
     monkeypatch.setattr(fault_injection.time, "sleep", waits.append)
 
-    FaultInjector([fault_injection.parse("slow:seconds=2.5")])("forward", 1)
-    FaultInjector([fault_injection.parse("slow")])("forward", 1)
+    FaultInjector([fault_injection.parse_fault("slow:seconds=2.5")])("forward", 1)
+    FaultInjector([fault_injection.parse_fault("slow")])("forward", 1)
 
     assert waits == [2.5, 1.0]
 
@@ -231,7 +232,7 @@ def test_slow_waits_and_goes_on(monkeypatch):
 @pytest.mark.parametrize("kind", ["nan", "flip", "enospc"])
 def test_what_needs_the_runs_own_hands_is_done_by_them(kind):
     done = []
-    armed = FaultInjector([fault_injection.parse(f"{kind}:step=2")])
+    armed = FaultInjector([fault_injection.parse_fault(f"{kind}:step=2")])
     armed.actions[kind] = lambda: done.append(kind)
 
     for step in (1, 2, 3):
@@ -265,7 +266,7 @@ def test_an_event_after_a_torn_line_is_a_line_of_its_own(tmp_path):
 def test_a_fault_is_an_event_and_a_line_before_it_happens(tmp_path):
     log = Log(level="error")
     log.open_events(tmp_path / "events.jsonl", attempt=2, nonce="n")
-    armed = FaultInjector([fault_injection.parse("raise:phase=step-end")], attempt=2, log=log)
+    armed = FaultInjector([fault_injection.parse_fault("raise:phase=step-end")], attempt=2, log=log)
 
     with pytest.raises(InjectedFault, match="--inject raise:phase=step-end: raised at step 5"):
         armed("step-end", 5)

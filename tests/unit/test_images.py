@@ -198,7 +198,7 @@ def test_the_preview_shows_unaugmented_training_images():
 
 
 def test_missing_data_are_an_error_before_anything_is_built(tmp_path, monkeypatch):
-    monkeypatch.setattr("trainer.tasks.fashion_mnist.find", fail_to_find)
+    monkeypatch.setattr("trainer.tasks.fashion_mnist.find_dataset", fail_to_find)
 
     with pytest.raises(ConfigError, match="nowhere"):
         Images(data="fashion-mnist").dataset("train")

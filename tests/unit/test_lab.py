@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import lab
-from trainer.config.command_line import parse
+from trainer.config.command_line import parse_config
 
 PAGE = (Path(__file__).parents[2] / "docs/lab.md").read_text()
 NAMES = [recipe.name for recipe in lab.RECIPES]
@@ -24,7 +24,7 @@ def test_each_command_is_on_the_page_and_can_be_parsed(name):
     found = command(name)
 
     assert f"```\npython {shlex.join(found)}\n```" in PAGE
-    parse(found[found.index("--") + 1 :])
+    parse_config(found[found.index("--") + 1 :])
 
 
 def test_a_step_keeps_what_earlier_ones_have_set_but_for_those_that_are_not_kept():

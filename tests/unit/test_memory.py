@@ -81,7 +81,7 @@ def test_a_forward_that_does_not_support_hooks_is_run_again_without_them():
 @pytest.mark.parametrize("settings", [Optim(), Optim(name="sgd"), Optim(name="sgd", momentum=0)])
 def test_an_optimizers_state_is_known_before_it_is_allocated(settings):
     model = nn.Linear(1024, 1024)
-    optimizer = optimizers.build(settings, model)
+    optimizer = optimizers.make_optimizer(settings, model)
     before = memory.optimizer_mb(optimizer)
     model(torch.ones(1, 1024)).sum().backward()
     optimizer.step()

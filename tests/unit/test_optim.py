@@ -58,7 +58,7 @@ def by_hand(model: nn.Module) -> list[dict]:
 def test_an_optimizer_has_the_bits_of_torchs(config, plain):
     ours, expected = net(), net()
 
-    trained(ours, optimizers.build(config, ours))
+    trained(ours, optimizers.make_optimizer(config, ours))
     trained(expected, plain(by_hand(expected)))
 
     for name, value in expected.state_dict().items():
@@ -70,11 +70,11 @@ def test_the_fused_kernels_compute_what_the_plain_ones_do(config):
     ours, expected = net(), net()
     for model in (ours, expected):
         model[0][1] = nn.Identity()  # before a norm, the gradient of a bias is only rounding error
-    optimizer = optimizers.build(config, expected)
+    optimizer = optimizers.make_optimizer(config, expected)
     for group in optimizer.param_groups:
         group["fused"], group["foreach"] = False, False
 
-    trained(ours, optimizers.build(config, ours))
+    trained(ours, optimizers.make_optimizer(config, ours))
     trained(expected, optimizer)
 
     for name, value in expected.state_dict().items():
@@ -92,8 +92,8 @@ def test_a_slice_is_trained_like_a_copy_and_its_base_does_not_change(name):
         return model
 
     slices, copies = grey(copied=False), grey(copied=True)
-    trained(slices, optimizers.build(config, slices))
-    trained(copies, optimizers.build(config, copies))
+    trained(slices, optimizers.make_optimizer(config, slices))
+    trained(copies, optimizers.make_optimizer(config, copies))
 
     torch.testing.assert_close(slices[0][0].weight, copies[0][0].weight, rtol=0, atol=1e-4)
     assert torch.equal(unused[0], colours[:, 2:])
@@ -115,14 +115,15 @@ def test_biases_and_norms_of_any_shape_do_not_decay():
 def test_the_first_matching_pattern_sets_the_rate():
     model = net()
 
-    groups = optimizers.build(Optim(lr=0.5, rates=("0.0.*=0.1", "0.*=0.5")), model).param_groups
+    groups = optimizers.make_optimizer(Optim(lr=0.5, rates=("0.0.*=0.1", "0.*=0.5")),
+                                       model).param_groups
 
     rates = {name: group["lr"] for group in groups for name in group["param_names"]}
     assert rates == {"2.weight": 0.5, "2.bias": 0.5, "0.0.weight": 0.05, "0.0.bias": 0.05,
                      "0.1.weight": 0.25, "0.1.bias": 0.25}
     assert [g["lr"] for g in groups] == [0.5, 0.5, 0.05, 0.05, 0.25]
     with pytest.raises(ConfigError, match=r"--optim.rates body\.\*: matches no"):
-        optimizers.build(Optim(rates=("body.*=0.1",)), model)
+        optimizers.make_optimizer(Optim(rates=("body.*=0.1",)), model)
 
 
 def test_frozen_parameters_and_their_batch_norm_keep_their_bits():
@@ -130,7 +131,7 @@ def test_frozen_parameters_and_their_batch_norm_keep_their_bits():
     frozen = optimizers.freeze(model, ["*", "!2.*"])
     before = copy.deepcopy(model.state_dict())
 
-    trained(model, optimizers.build(Optim(lr=0.1, weight_decay=0.5), model))
+    trained(model, optimizers.make_optimizer(Optim(lr=0.1, weight_decay=0.5), model))
     model.eval()
     model.train()
 
@@ -177,16 +178,17 @@ class Wrapped:
 ])  # fmt: skip
 def test_an_optimizer_that_cannot_be_used_is_refused(name, message):
     with pytest.raises(ConfigError, match=rf"--optim.name {name}: ") as error:
-        optimizers.build(Optim(name=name), net())
+        optimizers.make_optimizer(Optim(name=name), net())
 
     assert message in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["Rprop", "SparseAdam"])
 def test_optimizers_of_torch_without_weight_decay_get_none(name):
-    assert type(optimizers.build(Optim(name=f"torch.optim:{name}"), net())).__name__ == name
+    assert type(optimizers.make_optimizer(Optim(name=f"torch.optim:{name}"),
+                                          net())).__name__ == name
     with pytest.raises(ConfigError, match=f"--optim.weight-decay 0.5: torch.optim:{name} has no"):
-        optimizers.build(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
+        optimizers.make_optimizer(Optim(name=f"torch.optim:{name}", weight_decay=0.5), net())
 
 
 def test_the_muon_of_the_docs_resumes_from_its_state_to_the_same_bits(tmp_path, monkeypatch):
@@ -195,10 +197,10 @@ def test_the_muon_of_the_docs_resumes_from_its_state_to_the_same_bits(tmp_path, 
     monkeypatch.syspath_prepend(tmp_path)
     config = Optim(name="muon:MuonAdamW", lr=0.01)
     model = net()
-    optimizer = optimizers.build(config, model)
+    optimizer = optimizers.make_optimizer(config, model)
     trained(model, optimizer, 3)
     other = copy.deepcopy(model)
-    restored = optimizers.build(config, other)
+    restored = optimizers.make_optimizer(config, other)
     restored.load_state_dict(copy.deepcopy(optimizer.state_dict()))
 
     trained(model, optimizer, 3)
@@ -241,7 +243,7 @@ class Table(nn.Module):
 @pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 def test_sparse_gradients_that_torch_would_refuse_are_found_before_the_update(name, decay, message):
     model = Table()
-    optimizer = optimizers.build(Optim(name=name, weight_decay=decay), model)
+    optimizer = optimizers.make_optimizer(Optim(name=name, weight_decay=decay), model)
     model.head(model.rows(torch.tensor([1, 2]))).sum().backward()
     by_kind = [{p: n for n, p in model.named_parameters() if p.grad.is_sparse == sparse}
                for sparse in (True, False)]
@@ -266,7 +268,7 @@ def test_sparse_gradients_that_torch_would_refuse_are_found_before_the_update(na
 ])  # fmt: skip
 def test_invalid_groups_are_refused(groups, message):
     with pytest.raises(ConfigError, match=r"--task: parameter_groups\(model\) ") as error:
-        optimizers.build(Optim(), net(), groups)
+        optimizers.make_optimizer(Optim(), net(), groups)
 
     assert message in str(error.value)
 
@@ -277,15 +279,16 @@ def test_a_misspelt_key_of_a_group_is_refused_and_a_custom_key_is_not():
 
     with pytest.raises(ConfigError, match="'weigth_decay', which AdamW does not use; did you mean "
                                           "'weight_decay'"):
-        optimizers.build(Optim(), net(), partial(groups, weigth_decay=0.0))
-    kept = optimizers.build(Optim(), net(), partial(groups, name="all", lr_scale=0.1))
+        optimizers.make_optimizer(Optim(), net(), partial(groups, weigth_decay=0.0))
+    kept = optimizers.make_optimizer(Optim(), net(), partial(groups, name="all", lr_scale=0.1))
     assert (kept.param_groups[0]["name"], kept.param_groups[0]["lr_scale"]) == ("all", 0.1)
 
 
 def test_an_empty_group_is_dropped_and_a_single_tensor_accepted():
     model = net()
 
-    found = optimizers.build(Optim(), model, lambda m: [{"params": []}, {"params": m[2].weight}])
+    found = optimizers.make_optimizer(Optim(), model,
+                                      lambda m: [{"params": []}, {"params": m[2].weight}])
 
     assert [group["params"] for group in found.param_groups] == [[model[2].weight]]
 

@@ -36,7 +36,7 @@ CHANGES = {
 
 @functools.cache
 def parsed(*argv: str) -> Config[Any]:
-    return command_line.parse([*BASE, *argv])
+    return command_line.parse_config([*BASE, *argv])
 
 
 def saved(*argv: str) -> dict[str, Any]:

@@ -86,7 +86,7 @@ def test_a_snapshot_is_json_and_restores_all_generators():
     expected = draws()
     rng.seed_all(6)
 
-    rng.restore(state)
+    rng.restore_generators(state)
 
     assert draws() == expected
 
@@ -128,4 +128,4 @@ def test_a_damaged_snapshot_is_refused(damage):
     damage(state)
 
     with pytest.raises(ValueError, match="the saved RNG state is damaged or incomplete"):
-        rng.restore(state)
+        rng.restore_generators(state)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.checkpoint.restore import STATE, CheckpointRef, abandon_newer, find
+from trainer.checkpoint.restore import STATE, CheckpointRef, abandon_newer, find_checkpoint
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
@@ -36,7 +36,7 @@ def save(store: Store, step: int, generation: int = 0) -> Path:
 
 def start(store: Store, world: World) -> tuple[CheckpointRef, int]:
     """The checkpoint that a start finds, and the generation it continues in."""
-    found = find(store, world, RUN)
+    found = find_checkpoint(store, world, RUN)
     assert found is not None
     store.in_use = None  # as after restoring it
     return found, abandon_newer(found, store, world, Log(stream=io.StringIO()))
@@ -54,7 +54,7 @@ def test_each_checkpoint_with_a_damaged_manifest_is_named(store: Store, world: W
                              "step-00000030: manifest.json is missing")
     (paths[0] / "manifest.json").unlink()
     with pytest.raises(ConfigError, match=r"step-00000010: manifest\.json is missing"):
-        find(store, world, RUN)
+        find_checkpoint(store, world, RUN)
 
 
 def test_a_damaged_checkpoint_of_a_later_generation_is_abandoned(

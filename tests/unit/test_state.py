@@ -29,7 +29,8 @@ def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.f
     optimizer = torch.optim.AdamW(groups, lr=lr)
     horizon = ScheduleLengths(epoch=5, total=20)
     return TrainState(
-        model=model, optimizer=optimizer, schedule=schedules.build(Schedule(), optimizer, horizon),
+        model=model, optimizer=optimizer,
+        schedule=schedules.make_schedule(Schedule(), optimizer, horizon),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
         best=BestTracker(),
         meter=LossMeter(), seed=3, num_ranks=2, parts={"horizon": horizon},

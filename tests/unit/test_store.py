@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import xxhash
 
-from trainer.checkpoint.manifest import encode
+from trainer.checkpoint.manifest import encode_manifest
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointBusy, CheckpointDamaged, StaleAttempt
 
@@ -252,7 +252,7 @@ def test_a_manifest_with_invalid_content_is_damaged(store: Store, change: dict) 
     save(store, 3)
     honest = dict(store.verify(3).manifest)
     del honest["checksum"]
-    (store.folder / "step-00000003" / "manifest.json").write_bytes(encode(honest | change))
+    (store.folder / "step-00000003" / "manifest.json").write_bytes(encode_manifest(honest | change))
 
     with pytest.raises(CheckpointDamaged, match=r"step-00000003: manifest\.json"):
         store.open(3)

@@ -85,11 +85,11 @@ def test_each_flag_on_the_pages_is_one_of_the_configuration():
 
 
 def test_each_command_on_the_page_has_values_that_the_configuration_takes():
-    from trainer.config.command_line import parse
+    from trainer.config.command_line import parse_config
 
     for text in codes(PAGE):
         if text.startswith("--") and " " in text:
-            parse(["sample", *text.split()])
+            parse_config(["sample", *text.split()])
 
 
 def test_the_tables_to_choose_from_know_all_schedules_and_losses():

@@ -46,7 +46,7 @@ def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int
         after: the configuration from update `at` on.
     """
     optimizer, horizon = optimizer_of(optim), ScheduleLengths(epoch=EPOCH, total=TOTAL)
-    schedule, rates = schedules.build(config, optimizer, horizon), []
+    schedule, rates = schedules.make_schedule(config, optimizer, horizon), []
     for update in range(steps):
         rates.append(seen(optimizer))
         optimizer.step()
@@ -58,7 +58,7 @@ def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int
                 {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]]))
             # The run may have become longer: its lengths are restored first.
             optimizer, horizon = optimizer_of(optim), ScheduleLengths(epoch=EPOCH, total=2 * TOTAL)
-            schedule = schedules.build(after or config, optimizer, horizon)
+            schedule = schedules.make_schedule(after or config, optimizer, horizon)
             horizon.load_state_dict({"epoch": EPOCH, "total": TOTAL})
             schedule.load_state_dict(*saved)
     return rates

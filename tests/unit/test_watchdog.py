@@ -96,11 +96,11 @@ def test_a_stopped_process_still_tells_where_it_is(child):
     os.kill(pid, signal.SIGSTOP)
     until(lambda: processes.is_stopped(pid))
 
-    places = progress_marks.read(pid)
+    places = progress_marks.read_marks(pid)
 
     assert places is not None
     assert (places[0].point, places[0].step) == ("backward", 12)
-    assert "State:\tT (stopped)" in processes.describe(pid)
+    assert "State:\tT (stopped)" in processes.describe_process(pid)
 
 
 def test_only_the_process_that_is_meant_is_killed(child):

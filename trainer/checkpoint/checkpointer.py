@@ -15,7 +15,13 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint.manifest import StagedCheckpoint
-from trainer.checkpoint.restore import STATE, CheckpointRef, abandon_newer, restore, restore_model
+from trainer.checkpoint.restore import (
+    STATE,
+    CheckpointRef,
+    abandon_newer,
+    restore_model,
+    restore_state,
+)
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import MODEL, TrainState
@@ -401,7 +407,7 @@ class Checkpointer:
 
     def load(self, found: CheckpointRef) -> None:
         """Collective. Load a checkpoint into the live tensors of all ranks."""
-        restore(found, self.store, self._state, self._world, self._log)
+        restore_state(found, self.store, self._state, self._world, self._log)
         self.generation = abandon_newer(found, self.store, self._world, self._log)
         now = self._state.progress
         self._saved = self._confirmed = (-1, -1) if found.path else (now.step, now.validated)
@@ -412,7 +418,7 @@ class Checkpointer:
 
         Newer checkpoints are abandoned, and the run continues in a new generation.
         """
-        restore(found, self.store, self._state, self._world, self._log)
+        restore_state(found, self.store, self._state, self._world, self._log)
         self.generation = max(found.generation, self.generation) + 1
         if self._world.writes_run_dir:
             self.store.set_aside(after_step=found.step, generation=self.generation)

@@ -101,7 +101,7 @@ class StagedCheckpoint:
             StaleAttempt: raised by the store's guard; nothing was published.
             OSError: the disk is full or fails.
         """
-        manifest = encode({
+        manifest = encode_manifest({
             "run": run, "generation": self.generation, "step": self.step, "kind": kind,
             "files": self._files, "extra": dict(extra or {}),
         })  # fmt: skip
@@ -121,7 +121,7 @@ class StagedCheckpoint:
                     self._midway()
 
 
-def encode(fields: Mapping[str, Any]) -> bytes:
+def encode_manifest(fields: Mapping[str, Any]) -> bytes:
     """The manifest as JSON; its last member is the hash of all bytes before it."""
     body = json.dumps(fields, indent=2, allow_nan=False).removesuffix("\n}").encode()
     return body + _tail(body)

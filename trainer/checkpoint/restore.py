@@ -37,7 +37,7 @@ class CheckpointRef:
     """Its folder, if it belongs to another run (`--resume PATH`)."""
 
 
-def find(
+def find_checkpoint(
     store: Store, world: World, run_id: str, *, newest: int | None = None
 ) -> CheckpointRef | None:
     """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
@@ -105,7 +105,7 @@ def find_holder(step: int, store: Store, world: World) -> int | None:
     return every.index(True) if any(every) else None
 
 
-def find_at(path: Path, world: World) -> CheckpointRef:
+def find_checkpoint_at(path: Path, world: World) -> CheckpointRef:
     """Collective. The checkpoint at a path given by the user.
 
     Args:
@@ -165,7 +165,9 @@ def _look_at_source(path: Path) -> dict[str, Any]:
 TENSORS = ".safetensors"
 
 
-def restore(found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log) -> None:
+def restore_state(
+    found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log
+) -> None:
     """Collective. Load a checkpoint into the live tensors of all ranks.
 
     If every rank finds the same valid checkpoint on its disk, each rank reads it. Otherwise the
@@ -269,7 +271,7 @@ def _load(place: Path) -> dict[str, dict[str, Tensor]]:
 def _send(place: Path | None, holder: int, world: World) -> dict[str, dict[str, Tensor]]:
     """Collective. Broadcast the tensors in the holder's folder; returns them on all ranks."""
     tensors = {} if place is None else _load(place)
-    described = {name: tensorfile.describe(t) for name, t in tensors.items()}
+    described = {name: tensorfile.describe_tensors(t) for name, t in tensors.items()}
     described = world.broadcast_json(described, holder)
     if place is None:
         tensors = {name: tensorfile.empty_tensors(d) for name, d in described.items()}

@@ -42,7 +42,7 @@ def scratch_run(
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(f"trainer {command} runs in one process; start it without a launcher.")
-    config, off, log = command_line.parse(argv), Duration(0), Log(level="warning")
+    config, off, log = command_line.parse_config(argv), Duration(0), Log(level="warning")
     with tempfile.TemporaryDirectory(prefix="trainer-") as folder:
         scratch = dataclasses.replace(
             config, run=str(Path(folder) / "run"), steps=steps, epochs=None, resume="auto",

@@ -123,8 +123,8 @@ class RankProcess:
         if (descriptor := os.environ.get("TRAINER_LAUNCHER_FD")) is not None:
             stop.watch(orders.follow(int(descriptor)), "the launcher")
         stop.leave_when(lambda: log.status.has_nothing_at_stake, self._leave_before_training)
-        config = config or command_line.parse(arguments, show=launch.rank == 0,
-                                              commands=self._commands)
+        config = config or command_line.parse_config(arguments, show=launch.rank == 0,
+                                                     commands=self._commands)
         ignore_output_errors()
         log.set_level(config.log.level)
         self._failure.config = config

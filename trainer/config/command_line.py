@@ -288,7 +288,7 @@ its fields are the flags below --task.
 """
 
 
-def parse(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
+def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
     """Parse a command line: recipe and flags.
 
     Args:

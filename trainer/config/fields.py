@@ -80,7 +80,7 @@ def setting(default: Any, change: Change) -> Any:
     return dataclasses.field(default=default, metadata={"change": change})
 
 
-def check(condition: bool, flag: str, value: object, remedy: str) -> None:
+def check_value(condition: bool, flag: str, value: object, remedy: str) -> None:
     """Raise `ConfigError` with flag, value and remedy unless the condition holds."""
     if not condition:
         raise ConfigError(f"--{flag} {value if str(value).strip() else repr(value)}: {remedy}")

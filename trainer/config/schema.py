@@ -21,7 +21,7 @@ from trainer.config.fields import (
     OnOff,
     RunDir,
     Texts,
-    check,
+    check_value,
     setting,
 )
 from trainer.resilience import fault_injection
@@ -54,16 +54,17 @@ class Batch(CheckedSection):
     """Samples in one forward and backward; must divide the global size."""
 
     def __post_init__(self) -> None:
-        check(self.global_size >= 1, "batch.global-size", self.global_size, "use 1 or more.")
-        check(self.micro_size >= 1, "batch.micro-size", self.micro_size, "use 1 or more.")
-        check(self.global_size <= MOST_SAMPLES, "batch.global-size", self.global_size,
-              f"use {MOST_SAMPLES} or less.")
+        check_value(self.global_size >= 1, "batch.global-size", self.global_size, "use 1 or more.")
+        check_value(self.micro_size >= 1, "batch.micro-size", self.micro_size, "use 1 or more.")
+        check_value(self.global_size <= MOST_SAMPLES, "batch.global-size", self.global_size,
+                    f"use {MOST_SAMPLES} or less.")
         if self.global_size % self.micro_size:
             divisors = [d for d in range(1, self.global_size + 1) if self.global_size % d == 0]
             near = min(divisors, key=lambda d: (abs(d - self.micro_size), d))
-            check(False, "batch.micro-size", self.micro_size,
-                  f"it must divide --batch.global-size {self.global_size}; the nearest divisor "
-                  f"is {near}.")
+            check_value(False, "batch.micro-size", self.micro_size,
+                        f"it must divide --batch.global-size {self.global_size}; the nearest "
+                        f"divisor "
+                        f"is {near}.")
 
     @property
     def micro_batches(self) -> int:
@@ -87,10 +88,10 @@ class Data(CheckedSection):
     """If reading a training sample raises: stop the run, or skip the sample and use another one."""
 
     def __post_init__(self) -> None:
-        check(self.workers == "auto" or 0 <= self.workers <= MOST_WORKERS, "data.workers",
-              self.workers, f"use auto, or 0 to {MOST_WORKERS}.")
-        check(1 <= self.prefetch <= MOST_AHEAD, "data.prefetch", self.prefetch,
-              f"use 1 to {MOST_AHEAD}.")
+        check_value(self.workers == "auto" or 0 <= self.workers <= MOST_WORKERS, "data.workers",
+                    self.workers, f"use auto, or 0 to {MOST_WORKERS}.")
+        check_value(1 <= self.prefetch <= MOST_AHEAD, "data.prefetch", self.prefetch,
+                    f"use 1 to {MOST_AHEAD}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,25 +121,26 @@ class Optim(CheckedSection):
     validated, tested and exported in their place; 0 is off."""
 
     def __post_init__(self) -> None:
-        check(self.name in ("adamw", "sgd") or ":" in self.name, "optim.name", self.name,
-              "use adamw, sgd, or your own as module:Class.")
-        check(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr, "use a rate above 0.")
+        check_value(self.name in ("adamw", "sgd") or ":" in self.name, "optim.name", self.name,
+                    "use adamw, sgd, or your own as module:Class.")
+        check_value(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr,
+                    "use a rate above 0.")
         for text in self.rates:
             pattern, _, factor = text.rpartition("=")
-            check(bool(pattern) and _is_above_0(factor), "optim.rates", text,
-                  "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (to keep "
-                  "parameters unchanged, use --freeze).")
-        check(0 <= self.weight_decay < math.inf, "optim.weight-decay", self.weight_decay,
-              "use 0 or more.")
-        check(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas,
-              "use two numbers from 0 to below 1.")
-        check(0 < self.eps < math.inf, "optim.eps", self.eps, "use a number above 0.")
-        check(0 <= self.momentum < 1, "optim.momentum", self.momentum,
-              "use a number from 0 to below 1.")
-        check(self.nesterov == "off" or self.momentum > 0, "optim.nesterov", self.nesterov,
-              "it needs --optim.momentum above 0.")
-        check(0 <= self.ema < 1, "optim.ema", self.ema,
-              "use a number from 0 (off) to below 1.")
+            check_value(bool(pattern) and _is_above_0(factor), "optim.rates", text,
+                        "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (to keep "
+                        "parameters unchanged, use --freeze).")
+        check_value(0 <= self.weight_decay < math.inf, "optim.weight-decay", self.weight_decay,
+                    "use 0 or more.")
+        check_value(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas,
+                    "use two numbers from 0 to below 1.")
+        check_value(0 < self.eps < math.inf, "optim.eps", self.eps, "use a number above 0.")
+        check_value(0 <= self.momentum < 1, "optim.momentum", self.momentum,
+                    "use a number from 0 to below 1.")
+        check_value(self.nesterov == "off" or self.momentum > 0, "optim.nesterov", self.nesterov,
+                    "it needs --optim.momentum above 0.")
+        check_value(0 <= self.ema < 1, "optim.ema", self.ema,
+                    "use a number from 0 (off) to below 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -159,22 +161,23 @@ class Schedule(CheckedSection):
     takes metric=NAME:max|min (val_loss:min)."""
 
     def __post_init__(self) -> None:
-        check(self.name in SCHEDULES or ":" in self.name, "schedule.name", self.name,
-              f"use {', '.join(SCHEDULES)}, or your own as module:function.")
-        check(0 <= self.min_ratio <= 1, "schedule.min-ratio", self.min_ratio,
-              "use a number from 0 to 1.")
-        check(self.min_ratio == MIN_RATIO or self.name in ("cosine", "linear"),
-              "schedule.min-ratio", self.min_ratio,
-              f"--schedule.name {self.name} doesn't use it, only cosine and linear do; omit the "
-              "flag.")
+        check_value(self.name in SCHEDULES or ":" in self.name, "schedule.name", self.name,
+                    f"use {', '.join(SCHEDULES)}, or your own as module:function.")
+        check_value(0 <= self.min_ratio <= 1, "schedule.min-ratio", self.min_ratio,
+                    "use a number from 0 to 1.")
+        check_value(self.min_ratio == MIN_RATIO or self.name in ("cosine", "linear"),
+                    "schedule.min-ratio", self.min_ratio,
+                    f"--schedule.name {self.name} doesn't use it, only cosine and linear do; omit "
+                    f"the "
+                    "flag.")
         for text in self.options:
             key, _, value = text.partition("=")
-            check(bool(key and value), "schedule.options", text,
-                  "write KEY=VALUE, such as T_0=1ep.")
-            check(self.name not in ("cosine", "constant") and ":" not in self.name,
-                  "schedule.options", text,
-                  f"--schedule.name {self.name} takes no options; omit them, or use one of "
-                  f"{', '.join(s for s in SCHEDULES if s not in ('cosine', 'constant'))}.")
+            check_value(bool(key and value), "schedule.options", text,
+                        "write KEY=VALUE, such as T_0=1ep.")
+            check_value(self.name not in ("cosine", "constant") and ":" not in self.name,
+                        "schedule.options", text,
+                        f"--schedule.name {self.name} takes no options; omit them, or use one of "
+                        f"{', '.join(s for s in SCHEDULES if s not in ('cosine', 'constant'))}.")
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -192,8 +195,8 @@ class Clip(CheckedSection):
     """Maximum absolute value of an element; 0 is off. Replaces clipping by norm."""
 
     def __post_init__(self) -> None:
-        check(self.norm >= 0, "clip.norm", self.norm, "use 0 (off) or more.")
-        check(self.value >= 0, "clip.value", self.value, "use 0 (off) or more.")
+        check_value(self.norm >= 0, "clip.norm", self.norm, "use 0 (off) or more.")
+        check_value(self.value >= 0, "clip.value", self.value, "use 0 (off) or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,10 +216,10 @@ class Precision(CheckedSection):
     of keeping them in memory; 0 is off."""
 
     def __post_init__(self) -> None:
-        check(self.recompute_every >= 0, "precision.recompute-every", self.recompute_every,
-              "use 0 (off), 1 (each block) or more.")
-        check(0 < self.loss_scale <= MOST_SCALE, "precision.loss-scale", self.loss_scale,
-              f"use a number above 0 and up to {MOST_SCALE:.0e}.")
+        check_value(self.recompute_every >= 0, "precision.recompute-every", self.recompute_every,
+                    "use 0 (off), 1 (each block) or more.")
+        check_value(0 < self.loss_scale <= MOST_SCALE, "precision.loss-scale", self.loss_scale,
+                    f"use a number above 0 and up to {MOST_SCALE:.0e}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,11 +241,12 @@ class Parallel(CheckedSection):
     them before each save. off: never."""
 
     def __post_init__(self) -> None:
-        check(self.reduction == "ddp" or self.sync_bn != "on", "parallel.sync-bn", self.sync_bn,
-              "statistics over all ranks depend on their number, which --parallel.reduction "
-              "canonical does not allow; use auto or off, or --parallel.reduction ddp.")
-        check(0 < self.bucket_mb <= MOST_MB, "parallel.bucket-mb", self.bucket_mb,
-              f"use a number above 0 and up to {MOST_MB}.")
+        check_value(self.reduction == "ddp" or self.sync_bn != "on", "parallel.sync-bn",
+                    self.sync_bn,
+                    "statistics over all ranks depend on their number, which --parallel.reduction "
+                    "canonical does not allow; use auto or off, or --parallel.reduction ddp.")
+        check_value(0 < self.bucket_mb <= MOST_MB, "parallel.bucket-mb", self.bucket_mb,
+                    f"use a number above 0 and up to {MOST_MB}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -264,12 +268,14 @@ class Eval(CheckedSection):
     """Early stopping: minimum improvement that counts, in the metric's unit."""
 
     def __post_init__(self) -> None:
-        check(self.patience >= 0, "eval.patience", self.patience, "use 0 (off) or more.")
-        check(0 <= self.min_delta < math.inf, "eval.min-delta", self.min_delta, "use 0 or more.")
-        check(self.batch_size == "auto" or self.batch_size >= 1, "eval.batch-size",
-              self.batch_size, "use auto, 1 or more.")
-        check(self.best == "auto" or self.best.endswith((":max", ":min")), "eval.best", self.best,
-              "write NAME:max or NAME:min, such as val_loss:min.")
+        check_value(self.patience >= 0, "eval.patience", self.patience, "use 0 (off) or more.")
+        check_value(0 <= self.min_delta < math.inf, "eval.min-delta", self.min_delta,
+                    "use 0 or more.")
+        check_value(self.batch_size == "auto" or self.batch_size >= 1, "eval.batch-size",
+                    self.batch_size, "use auto, 1 or more.")
+        check_value(self.best == "auto" or self.best.endswith((":max", ":min")), "eval.best",
+                    self.best,
+                    "write NAME:max or NAME:min, such as val_loss:min.")
 
 
 def _is_above_0(text: str) -> bool:
@@ -301,10 +307,10 @@ class WorldConfig(CheckedSection):
     bits of results."""
 
     def __post_init__(self) -> None:
-        check(0 < self.timeout_s <= LONGEST_S, "world.timeout-s", self.timeout_s,
-              f"use a number above 0 and up to {LONGEST_S:.0e} (thirty years).")
-        check(self.threads == "auto" or 1 <= self.threads <= MOST_THREADS, "world.threads",
-              self.threads, f"use auto, or 1 to {MOST_THREADS}.")
+        check_value(0 < self.timeout_s <= LONGEST_S, "world.timeout-s", self.timeout_s,
+                    f"use a number above 0 and up to {LONGEST_S:.0e} (thirty years).")
+        check_value(self.threads == "auto" or 1 <= self.threads <= MOST_THREADS, "world.threads",
+                    self.threads, f"use auto, or 1 to {MOST_THREADS}.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -324,9 +330,9 @@ class Checkpoint(CheckedSection):
     """If a save fails: continue with the older checkpoint, or stop the run."""
 
     def __post_init__(self) -> None:
-        check(self.keep >= 1, "checkpoint.keep", self.keep,
-              "use 1 or more: the newest checkpoint is what a restart continues from.")
-        check(self.every_s >= 0, "checkpoint.every-s", self.every_s, "use 0 (off) or more.")
+        check_value(self.keep >= 1, "checkpoint.keep", self.keep,
+                    "use 1 or more: the newest checkpoint is what a restart continues from.")
+        check_value(self.every_s >= 0, "checkpoint.every-s", self.every_s, "use 0 (off) or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,8 +343,8 @@ class Stop(CheckedSection):
     """Seconds after the signal within which the state must be saved and the run ended."""
 
     def __post_init__(self) -> None:
-        check(0 < self.grace_s <= LONGEST_S or self.grace_s == math.inf, "stop.grace-s",
-              self.grace_s, f"use a number above 0 and up to {LONGEST_S:.0e}, or inf.")
+        check_value(0 < self.grace_s <= LONGEST_S or self.grace_s == math.inf, "stop.grace-s",
+                    self.grace_s, f"use a number above 0 and up to {LONGEST_S:.0e}, or inf.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -355,10 +361,10 @@ class BadStepConfig(CheckedSection):
     skips only extreme outliers); 0 is off."""
 
     def __post_init__(self) -> None:
-        check(self.max_in_row >= 0, "nonfinite.max-in-row", self.max_in_row,
-              "use 0 (never go back) or more.")
-        check(self.max_total >= 0, "nonfinite.max-total", self.max_total, "use 0 or more.")
-        check(self.spike_z >= 0, "nonfinite.spike-z", self.spike_z, "use 0 (off) or more.")
+        check_value(self.max_in_row >= 0, "nonfinite.max-in-row", self.max_in_row,
+                    "use 0 (never go back) or more.")
+        check_value(self.max_total >= 0, "nonfinite.max-total", self.max_total, "use 0 or more.")
+        check_value(self.spike_z >= 0, "nonfinite.spike-z", self.spike_z, "use 0 (off) or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -369,8 +375,8 @@ class Restart(CheckedSection):
     """Consecutive failures at the same step after which the run gives up with exit code 76."""
 
     def __post_init__(self) -> None:
-        check(self.max_same_step >= 1, "restart.max-same-step", self.max_same_step,
-              "use 1 or more.")
+        check_value(self.max_same_step >= 1, "restart.max-same-step", self.max_same_step,
+                    "use 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -387,8 +393,8 @@ class WatchdogConfig(CheckedSection):
 
     def __post_init__(self) -> None:
         for name, value in (("limit-s", self.limit_s), ("start-s", self.start_s)):
-            check(value == "auto" or value > 0, f"watchdog.{name}", value,
-                  "use auto or more than 0.")
+            check_value(value == "auto" or value > 0, f"watchdog.{name}", value,
+                        "use auto or more than 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -429,12 +435,12 @@ class Logging(CheckedSection):
 
     def __post_init__(self) -> None:
         for path in self.sinks:
-            check(":" in path, "log.sinks", path, "write module:Class.")
+            check_value(":" in path, "log.sinks", path, "write module:Class.")
         for name in self.hints_off:
             near = difflib.get_close_matches(name, HINTS, n=1)
-            check(name in (*HINTS, "all"), "log.hints-off", name,
-                  f"there is no such hint; did you mean {near[0]}?" if near else
-                  f"there is no such hint; use {', '.join(HINTS)}, or all.")
+            check_value(name in (*HINTS, "all"), "log.hints-off", name,
+                        f"there is no such hint; did you mean {near[0]}?" if near else
+                        f"there is no such hint; use {', '.join(HINTS)}, or all.")
 
 
 __all__ = [
@@ -510,23 +516,24 @@ class Config(CheckedSection, Generic[TaskT]):
     log: Logging = Logging()
 
     def __post_init__(self) -> None:
-        check(self.run is None or bool(str(self.run).strip()), "run-dir", self.run,
-              "give the path of a folder.")
-        check(_is_utf8(str(self.run)), "run-dir", self.run, "choose a name in UTF-8: the "
-              "libraries that read checkpoints accept no other names.")
-        check(bool(str(self.resume).strip()), "resume", self.resume,
-              "use auto, never, or the path of a checkpoint.")
-        check(self.init is None or bool(str(self.init).strip()), "init", self.init,
-              "give the path of a weights file, or omit the flag.")
-        check(self.steps is None or self.steps >= 1, "steps", self.steps, "use 1 or more.")
-        check(self.epochs is None or self.epochs >= 1, "epochs", self.epochs, "use 1 or more.")
-        check(0 <= self.seed < 2**63, "seed", self.seed, "use a number from 0 to 2^63 - 1.")
+        check_value(self.run is None or bool(str(self.run).strip()), "run-dir", self.run,
+                    "give the path of a folder.")
+        check_value(_is_utf8(str(self.run)), "run-dir", self.run, "choose a name in UTF-8: the "
+                    "libraries that read checkpoints accept no other names.")
+        check_value(bool(str(self.resume).strip()), "resume", self.resume,
+                    "use auto, never, or the path of a checkpoint.")
+        check_value(self.init is None or bool(str(self.init).strip()), "init", self.init,
+                    "give the path of a weights file, or omit the flag.")
+        check_value(self.steps is None or self.steps >= 1, "steps", self.steps, "use 1 or more.")
+        check_value(self.epochs is None or self.epochs >= 1, "epochs", self.epochs,
+                    "use 1 or more.")
+        check_value(0 <= self.seed < 2**63, "seed", self.seed, "use a number from 0 to 2^63 - 1.")
         for text in self.inject:
-            fault_injection.parse(text)
+            fault_injection.parse_fault(text)
         known = {name for name, _, change in self.leaves() if change == "must_match"} | {"data"}
         for name in self.accept:
-            check(name.replace("-", "_") in known or name.startswith("task."), "accept", name,
-                   f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.")
+            check_value(name.replace("-", "_") in known or name.startswith("task."), "accept", name,
+                         f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.")
 
     def leaves(self) -> Iterator[tuple[str, Any, Change]]:
         """All settings as (dotted name, value, change on resume), the task's fields included."""

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import REQUESTED
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.waits import WaitsFor, waiting_for
@@ -25,7 +24,7 @@ from trainer.distributed.world import World
 if TYPE_CHECKING:
     from trainer.config.fields import OnOff
     from trainer.data.map_dataset import MicroBatch
-    from trainer.data.sampler import BatchPlan as BatchPlan
+    from trainer.data.sampler import BatchPlan, MicroBatchSpec
     from trainer.step import Step
 
 

@@ -56,13 +56,13 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
         tensor.detach().copy_(data.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def encode(value: Any) -> bytes:
+def encode_json(value: Any) -> bytes:
     """Encode a JSON value; floats in their shortest exact form."""
     return json.dumps(value).encode()
 
 
-def decode(data: bytes) -> Any:
-    """Decode the bytes of `encode`; tuples have become lists, and keys strings."""
+def decode_json(data: bytes) -> Any:
+    """Decode the bytes of `encode_json`; tuples have become lists, and keys strings."""
     return json.loads(data)
 
 

@@ -109,7 +109,7 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def build(
+def make_optimizer(
     config: Optim, model: nn.Module,
     groups: Callable[[nn.Module], list[dict[str, Any]]] | None = None,
 ) -> torch.optim.Optimizer:  # fmt: skip

@@ -307,7 +307,7 @@ class Scheduler:
                 self.step()
 
 
-def build(
+def make_schedule(
     config: Schedule, optimizer: torch.optim.Optimizer, lengths: Lengths
 ) -> Scheduler:
     """Create the configured scheduler. Call its `step` after each update."""

@@ -59,7 +59,7 @@ class Fault:
         )
 
 
-def parse(text: str) -> Fault:
+def parse_fault(text: str) -> Fault:
     """`KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:seconds=X][:always]`.
 
     Raises:

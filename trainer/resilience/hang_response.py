@@ -16,7 +16,7 @@ from trainer.errors import EXIT_FAILURE
 from trainer.resilience import processes, stack_dumps
 from trainer.resilience.hang_detection import HangReport, RankReport, name_place
 from trainer.resilience.heartbeats import Heartbeats, ProcessIdentity
-from trainer.resilience.progress_marks import Place, ProgressMarks, read
+from trainer.resilience.progress_marks import Place, ProgressMarks, read_marks
 from trainer.storage.files import display_path
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
@@ -107,7 +107,7 @@ class Alarm:
         who = self.beats.identities.get(culprit)
         if who is None or who.host != self._identity.host:
             return last
-        places = read(who.pid)
+        places = read_marks(who.pid)
         if places is None:
             return last
         main, writer = places
@@ -184,7 +184,7 @@ class Alarm:
         beside = [other for other in others if other in known and known[other].host == who.host]
         if rank == min(beside, default=None) and who.started is not None:
             self._write(culprit, f"rank {culprit} (pid {who.pid}) does not run\n\n"
-                                 f"{processes.describe(who.pid)}\n")
+                                 f"{processes.describe_process(who.pid)}\n")
             processes.kill(who.pid, who.started)
         return bool(beside)
 

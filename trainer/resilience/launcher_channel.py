@@ -13,10 +13,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import PurePath
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.distributed.world import LaunchInfo
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED, FINAL_EXIT_CODES
+
+if TYPE_CHECKING:  # a rank imports this before torch
+    from trainer.distributed.world import LaunchInfo
 
 
 class Group(Protocol):

@@ -99,7 +99,7 @@ def children(pid: int) -> list[int]:
     return found
 
 
-def describe(pid: int) -> str:
+def describe_process(pid: int) -> str:
     """State of a process as /proc shows it, for one that cannot report itself."""
     parts = []
     for entry in ("status", "wchan", "syscall", "stack"):

@@ -140,7 +140,7 @@ class ProgressMarks:
         return _places(self._memory)[1]
 
 
-def read(pid: int) -> tuple[Place, Place] | None:
+def read_marks(pid: int) -> tuple[Place, Place] | None:
     """Places of main thread and writer in another process of this host, also a stopped one."""
     data = processes.read_memory(pid, NAME)
     return None if data is None or len(data) < _PLACES.size else _places(data)

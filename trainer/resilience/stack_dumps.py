@@ -57,7 +57,7 @@ def worker_stacks() -> tuple[str, list[str]]:
     for pid, name in workers().items():
         if processes.is_stopped(pid):
             reasons.append(f"its {name} (pid {pid}) is stopped")
-            dumps.append(f"{name} (pid {pid}) is stopped\n{processes.describe(pid)}")
+            dumps.append(f"{name} (pid {pid}) is stopped\n{processes.describe_process(pid)}")
             continue
         if processes.state(pid) in "ZX":  # with code 0, which torch notices after 5 s
             reasons.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
@@ -65,7 +65,7 @@ def worker_stacks() -> tuple[str, list[str]]:
         text = _ask(pid)
         if fetch.__file__ in text:  # inside the data set, not waiting for work
             reasons.append(f"its {name} (pid {pid}) is still reading")
-        dumps.append(f"{name} (pid {pid}):\n{text or processes.describe(pid)}")
+        dumps.append(f"{name} (pid {pid}):\n{text or processes.describe_process(pid)}")
     return "\n".join(dumps), reasons
 
 

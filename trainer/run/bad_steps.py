@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.checkpoint.restore import find
+from trainer.checkpoint.restore import find_checkpoint
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.distributed.world import World
@@ -278,7 +278,7 @@ def _roll_back(run: Run, *, exclude: Sequence[int] = (), newest: int | None = No
     run.checkpoint.finish_pending()
     run.checkpoint.confirm()
     with run.world.long_timeout():
-        found = find(run.checkpoint.store, run.world, run.identity.run, newest=newest)
+        found = find_checkpoint(run.checkpoint.store, run.world, run.identity.run, newest=newest)
         if found is None:
             return False
         run.status.enter(Phase.ROLL_BACK)

@@ -20,7 +20,7 @@ from trainer.checkpoint import pretrained
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
 from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
 from trainer.checkpoint.replication import Lines, copy_missing_checkpoints, merged_lines
-from trainer.checkpoint.restore import CheckpointRef, find, find_at
+from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, find_checkpoint_at
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import EMA, MODEL, OPTIMIZER, TrainState
 from trainer.config import command_line, compatibility
@@ -44,7 +44,7 @@ from trainer.run import run_dir, startup_checks
 from trainer.run.context import Claim, Context
 from trainer.run.evaluate import Evaluator
 from trainer.run.pictures import FOLDER, Pictures
-from trainer.run.prepare import Setup, prepare, refuse_unreachable
+from trainer.run.prepare import Setup, prepare, refuse_unreachable_faults
 from trainer.run.recorders import RecordedRun, open_metrics, open_source, open_timing
 from trainer.run.run import Run
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
@@ -109,8 +109,8 @@ def _claim(context: Context, work: Setup) -> Claim:
     config, world, log, path = context.config, context.world, context.log, context.path
     identity = run_dir.identify_run(path, world, log, resume=config.resume)
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
-    drills = [fault_injection.parse(text) for text in config.inject]
-    refuse_unreachable(drills, config, work, world, first=identity.attempt == 0)
+    drills = [fault_injection.parse_fault(text) for text in config.inject]
+    refuse_unreachable_faults(drills, config, work, world, first=identity.attempt == 0)
     injector = fault_injection.FaultInjector(
         drills, rank=world.rank, attempt=identity.attempt, marks=path / layout.FAULTS, log=log,
     )  # fmt: skip
@@ -126,7 +126,7 @@ def _make_state(context: Context, work: Setup, claim: Claim) -> Saving:
     health = Health(config.nonfinite)
     state = TrainState(
         model=work.model, optimizer=work.optimizer,
-        schedule=schedules.build(config.schedule, work.optimizer, horizon),
+        schedule=schedules.make_schedule(config.schedule, work.optimizer, horizon),
         scaler=precision.scaler(work.choice, world.device, config.precision.loss_scale),
         progress=TrainProgress(), best=BestTracker(), meter=LossMeter(), seed=config.seed,
         num_ranks=world.size, parts={"horizon": horizon, "health": health},
@@ -389,10 +389,10 @@ def _find(
     config: Config[Any], named: Path, store: Store, run: str, world: World, log: Log
 ) -> CheckpointRef | None:
     # After a restart the newest of this run wins over the PATH on the command line.
-    found = find(store, world, run)
+    found = find_checkpoint(store, world, run)
     if config.resume not in ("auto", "never"):
         if found is None:
-            found = find_at(named, world)
+            found = find_checkpoint_at(named, world)
         else:
             log.info(f"--resume {config.resume} isn't used: the run has a checkpoint of its own")
     if found is not None:

@@ -102,7 +102,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
     sync_batchnorm.guard_plain(model)
     frozen = optimizers.freeze(model, config.freeze)
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
-    optimizer = optimizers.build(config.optim, model, getattr(task, "parameter_groups", None))
+    optimizer = optimizers.make_optimizer(config.optim, model,
+                                          getattr(task, "parameter_groups", None))
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -122,7 +123,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 
-def refuse_unreachable(
+def refuse_unreachable_faults(
     drills: list[fault_injection.Fault], config: Config[Any], work: Setup, world: World, *,
     first: bool
 ) -> None:
@@ -181,7 +182,7 @@ def make_model(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
     model = precision.unwrap(model)
-    state_dict_checks.check(model)
+    state_dict_checks.check_state_dict(model)
     model.train()
     choice = precision.resolve(config.precision, model, device,
                                eager=config.numerics.anomaly == "on")

@@ -125,7 +125,7 @@ def load_configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
     path = run / layout.CONFIG
     if not path.is_file():
         raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
-    return dataclasses.replace(command_line.parse([str(path), *overrides]), run=str(run))
+    return dataclasses.replace(command_line.parse_config([str(path), *overrides]), run=str(run))
 
 
 def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWeights:

@@ -16,7 +16,7 @@ UNSENDABLE = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float
 """Dtypes that checkpoints support and gloo does not."""
 
 
-def check(model: nn.Module) -> None:
+def check_state_dict(model: nn.Module) -> None:
     """Check the model's state.
 
     Raises:

@@ -67,13 +67,13 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
     return load_file(path)
 
 
-def describe(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
+def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
     """Name → [dtype, shape], as JSON values."""
     return {n: [str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()}
 
 
 def empty_tensors(description: Mapping[str, list[object]]) -> dict[str, Tensor]:
-    """Uninitialized tensors of the dtypes and shapes that `describe` returned."""
+    """Uninitialized tensors of the dtypes and shapes that `describe_tensors` returned."""
     return {
         name: torch.empty(shape, dtype=getattr(torch, str(dtype)))  # type: ignore[call-overload]
         for name, (dtype, shape) in description.items()

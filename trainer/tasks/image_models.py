@@ -88,7 +88,7 @@ def pretrained(name: str, weights: str, classes: int) -> nn.Module:
         ConfigError: torchvision has no such classifier or no such weights, the download fails, or
             other layers than the last one don't fit.
     """
-    chosen = find_weights(name, weights)
+    chosen = find_pretrained(name, weights)
     extra = {"aux_logits": False} if name in _EXTRA_ARGUMENTS else {}
     init = {"init_weights": False} if name in _EXTRA_ARGUMENTS else {}
     net = _known(name).get_model(name, weights=None, num_classes=classes, **extra, **init)
@@ -106,7 +106,7 @@ def pretrained(name: str, weights: str, classes: int) -> nn.Module:
     return net
 
 
-def find_weights(name: str, weights: str) -> Any:
+def find_pretrained(name: str, weights: str) -> Any:
     """The torchvision enum member of a classifier's published weights.
 
     Raises:

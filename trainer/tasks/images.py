@@ -247,7 +247,7 @@ class Images:
     def _arrays(self) -> fashion_mnist.Arrays:
         if self.data == "sample":
             return fashion_mnist.read_sample()
-        return fashion_mnist.read_folder(fashion_mnist.find(self.root, os.environ))
+        return fashion_mnist.read_folder(fashion_mnist.find_dataset(self.root, os.environ))
 
     def _teacher(self, device: torch.device) -> nn.Module:
         assert self.teacher is not None

@@ -325,6 +325,6 @@ def _preset(architecture: str, weights: str | None) -> Any:
     """torchvision's preprocessing of the weights; None without weights."""
     if weights is None:
         return None
-    from trainer.tasks.image_models import find_weights
+    from trainer.tasks.image_models import find_pretrained
 
-    return find_weights(architecture, weights).transforms()
+    return find_pretrained(architecture, weights).transforms()
