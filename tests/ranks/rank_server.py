@@ -59,7 +59,7 @@ def serve(fd: int) -> NoReturn:
     for name in PRELOAD:
         importlib.import_module(name)
     # the first one reads its classes' sources
-    importlib.import_module("trainer.config.command_line").parse([])
+    importlib.import_module("trainer.config.command_line").parse_config([])
     while True:
         try:
             request = client.recv()
