@@ -26,7 +26,7 @@ PACKAGED = Path(fashion_mnist.__file__).parent
 
 
 def load_make_sample():
-    path = Path(__file__).parents[2] / "scripts" / "make_sample.py"
+    path = Path(__file__).parents[3] / "scripts" / "make_sample.py"
     spec = importlib.util.spec_from_file_location("make_sample", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

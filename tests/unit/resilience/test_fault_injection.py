@@ -18,7 +18,7 @@ from trainer.resilience import fault_injection
 from trainer.resilience.fault_injection import Fault, FaultInjector, InjectedFault
 from trainer.telemetry.events import Log, read_events
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def fires(*texts: str, rank: int = 0, attempt: int = 0, **place: object) -> bool:

@@ -162,7 +162,7 @@ def test_a_check_that_raises_disables_the_hints_with_a_warning():
 def test_each_hint_has_a_section_in_the_documentation():
     from pathlib import Path
 
-    page = (Path(__file__).parents[2] / "docs/hints.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/hints.md").read_text()
 
     assert [line.removeprefix("## ") for line in page.splitlines()
             if line.startswith("## ")] == list(HINTS)

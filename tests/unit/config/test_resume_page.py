@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer.config.command_line import find_recipe, load
 
-DOC = Path(__file__).parents[2] / "docs/resume.md"
+DOC = Path(__file__).parents[3] / "docs/resume.md"
 
 
 def test_the_documented_classes_are_those_of_the_configuration():

@@ -192,7 +192,7 @@ def test_optimizers_of_torch_without_weight_decay_get_none(name):
 
 
 def test_the_muon_of_the_docs_resumes_from_its_state_to_the_same_bits(tmp_path, monkeypatch):
-    page = (Path(__file__).parents[2] / "docs" / "schedules-and-optimizers.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "schedules-and-optimizers.md").read_text()
     (tmp_path / "muon.py").write_text(page.split("```python\n")[1].split("```")[0])
     monkeypatch.syspath_prepend(tmp_path)
     config = Optim(name="muon:MuonAdamW", lr=0.01)

@@ -18,7 +18,7 @@ from trainer.checkpoint.store import Store
 from trainer.errors import StaleAttempt
 from trainer.storage.locks import ByteLocks, RunLock, owner_is_alive, release_locks
 
-REPOSITORY = Path(__file__).parents[2]
+REPOSITORY = Path(__file__).parents[3]
 
 PROCESS = """
 import os, sys, traceback

@@ -24,7 +24,7 @@ from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.watchdog import Watchdog
 from trainer.telemetry.events import Log
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_main_thread_and_writer_are_told_apart():

@@ -40,7 +40,7 @@ def test_each_built_in_task_has_a_recipe(name):
 
 @pytest.mark.parametrize("recipe", command_line.recipe_names())
 def test_a_recipe_is_in_the_docs(recipe):
-    page = (Path(__file__).parents[2] / "docs/tasks.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/tasks.md").read_text()
 
     assert f"`{recipe}`" in page
 

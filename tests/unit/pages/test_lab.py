@@ -11,7 +11,7 @@ import pytest
 from benchmarks import lab
 from trainer.config.command_line import parse_config
 
-PAGE = (Path(__file__).parents[2] / "docs/lab.md").read_text()
+PAGE = (Path(__file__).parents[3] / "docs/lab.md").read_text()
 NAMES = [recipe.name for recipe in lab.RECIPES]
 
 

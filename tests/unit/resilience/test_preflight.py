@@ -26,7 +26,7 @@ from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, writable
 from trainer.telemetry.tensorboard import TensorBoard
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 FORK = multiprocessing.get_context("fork")
 
 

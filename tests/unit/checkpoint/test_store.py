@@ -511,7 +511,7 @@ with store.stage(int(sys.argv[4]), generation=0) as stage:
 @contextmanager
 def rival(folder: Path, step: int) -> Iterator[subprocess.Popen[str]]:
     """Another process in the middle of a save; it continues on the input "commit"."""
-    paths = [str(Path(__file__).parents[2]), str(Path(xxhash.__file__).parents[1])]
+    paths = [str(Path(__file__).parents[3]), str(Path(xxhash.__file__).parents[1])]
     with subprocess.Popen(
         [sys.executable, "-I", "-S", "-c", RIVAL, *paths, str(folder), str(step)],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,

@@ -19,7 +19,7 @@ from trainer.config.command_line import find_recipe, load
 from trainer.config.schema import SCHEDULES
 from trainer.tasks.losses import LOSSES
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 PAGES = [ROOT / f"docs/{name}.md" for name in ("the-loop", "lab")]
 PAGE = PAGES[0].read_text()
 
