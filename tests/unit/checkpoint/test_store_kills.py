@@ -52,7 +52,9 @@ class Tracer:
         self._path = folder
         shutil.copytree(
             Path(trainer.__file__).parent, folder / "trainer",
-            ignore=lambda at, names: [n for n in names if not n.endswith(".py")],
+            ignore=lambda at, names: [
+                n for n in names if n == "__pycache__" or not (
+                    n.endswith(".py") or Path(at, n).is_dir())],
         )  # fmt: skip
         self._strace = strace
         subprocess.run(self._writer(folder / "warm-up", "1"), check=True)

@@ -77,7 +77,7 @@ def test_mps_is_taken_by_a_single_process_only(monkeypatch: pytest.MonkeyPatch) 
 
 def test_fewer_cuda_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     _machine(monkeypatch, cuda=1, mps=False)
-    with pytest.raises(ConfigError, match=r"2 ranks on this host but 1 CUDA device,.*"
+    with pytest.raises(ConfigError, match=r"2 ranks on this host but 1 CUDA device; .*"
                                           r"--nproc_per_node=1, or --device cpu"):
         _choose("auto", 2)
 

@@ -188,8 +188,9 @@ def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
 
 def run(text: str) -> subprocess.CompletedProcess[str]:
     """A process of its own in which the fault fires."""
-    code = ("import sys; from trainer import faults\n"
-            f"faults.FaultInjector([faults.parse({text!r})])('forward', 1)\n"
+    code = ("import sys; from trainer.resilience import fault_injection\n"
+            f"injector = fault_injection.FaultInjector([fault_injection.parse_fault({text!r})])\n"
+            "injector('forward', 1)\n"
             "print('went on')")
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT,
                           timeout=200, check=False)
@@ -206,8 +207,9 @@ def test_an_ending_fault_ends_the_process_its_own_way(kind, code):
 
 
 def test_stop_stops_the_process_until_it_is_continued():
-    code = ("from trainer import faults\n"
-            "faults.FaultInjector([faults.parse('stop')])('forward', 1)\nprint('went on')")
+    code = ("from trainer.resilience import fault_injection\n"
+            "fault_injection.FaultInjector([fault_injection.parse_fault('stop')])('forward', 1)\n"
+            "print('went on')")
     command = [sys.executable, "-c", code]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
         try:

@@ -85,7 +85,7 @@ def test_what_a_shielded_process_starts_outlives_a_signal_to_its_group(before, t
 
 ORPHAN = """\
 import os, signal, subprocess, sys, time
-from trainer import stop
+from trainer.resilience import stop_signals as stop
 if sys.argv[1:]:
     stop.ORPHAN_LIMIT_S, parent = 0, int(sys.argv[1])
     {first}

@@ -265,7 +265,7 @@ def test_a_process_waits_for_the_one_that_downloads_and_takes_its_files(tmp_path
 from pathlib import Path
 from trainer.tasks import fashion_mnist
 def refuse(target): raise OSError("both download")
-print(fashion_mnist.find({str(root)!r}, {{"HOME": {str(tmp_path)!r}}},
+print(fashion_mnist.find_dataset({str(root)!r}, {{"HOME": {str(tmp_path)!r}}},
                          system=Path({str(tmp_path / "system")!r}), download=refuse))
 """
     with lock.open("a") as file:

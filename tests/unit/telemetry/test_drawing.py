@@ -60,7 +60,8 @@ def test_a_graph_is_drawn_of_a_compiled_model_too_and_leaves_it_as_it_is():
 
     model._compiled_call_impl = compiled
 
-    definition = tensorboard.trace(model, task.loss, [t[:2] for t in task.dataset("train").tensors])
+    definition = tensorboard.trace_graph(model, task.loss,
+                                         [t[:2] for t in task.dataset("train").tensors])
 
     assert sum("Linear" in node.name for node in definition.node) >= 3
     assert model.training
