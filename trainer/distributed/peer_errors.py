@@ -10,6 +10,9 @@ import trainer
 
 TRAINER_FOLDER = os.path.dirname(os.path.abspath(str(trainer.__file__))) + os.sep
 _LAUNCH = os.path.join(os.path.dirname(TRAINER_FOLDER[:-1]), "launch") + os.sep
+_TASKS = os.path.join(TRAINER_FOLDER, "tasks", "")
+_LOSSES = os.path.join(_TASKS, "losses.py")
+"""The shipped tasks count as the user's code; the losses that tasks call do not."""
 _STDLIB = sysconfig.get_path("stdlib") + os.sep
 
 
@@ -59,7 +62,7 @@ def text_of(error: BaseException) -> str:
 def foreignness(path: str) -> int:
     """0: the user's own file; 1: a library's; 2: the trainer's, torch's or Python's."""
     if path.startswith(TRAINER_FOLDER):
-        return 0 if path.startswith(os.path.join(TRAINER_FOLDER, "tasks", "")) else 2
+        return 0 if path.startswith(_TASKS) and path != _LOSSES else 2
     parts = path.split(os.sep)
     if "site-packages" in parts or "dist-packages" in parts:
         return 2 if "torch" in parts else 1
