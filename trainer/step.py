@@ -46,7 +46,7 @@ class StepResult(NamedTuple):
     scale: float | None
     """Loss scale of this step (fp16)."""
     skip_reason: str
-    """Why the update was skipped (see `health`); "" if it was applied."""
+    """Why the update was skipped (see `bad_step_check`); "" if it was applied."""
     seconds: float
     device_s: float | None
     """Seconds from zero_grad to clip on the device's timeline (CUDA only)."""

@@ -69,7 +69,7 @@ def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters:
     """Describe the cause of a bad step and a remedy.
 
     Args:
-        reason: why the update was skipped (see `health`).
+        reason: why the update was skipped (see `bad_step_check`).
         count: divisor of the loss of the whole step.
     """
     if reason != NONFINITE:

@@ -1,4 +1,4 @@
-"""Construct a run from its configuration, in stages: the only place that constructs."""
+"""Construct the parts of a run from its configuration. No other module constructs them."""
 
 from __future__ import annotations
 
