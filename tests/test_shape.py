@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 
 ROOMS = (
     "errors rng", "storage", "task", "telemetry", "distributed", "resilience", "config", "data",
-    "optim", "checkpoint", "step", "run", "tasks", "loop testing", "commands", "api",
+    "optim", "checkpoint", "step", "run", "tasks", "loop testing", "commands",
     "__init__ __main__",
 )  # fmt: skip
 """The rooms of `trainer/` and the modules beside them, in their order. A module imports from its
