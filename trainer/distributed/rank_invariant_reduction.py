@@ -45,7 +45,7 @@ def are_siblings(left: Span, right: Span, leaves: int) -> bool:
 
 
 class TreeSum(Generic[T]):
-    """Sums values of adjacent nodes in their order; are_siblings the halves of a node at once.
+    """Sums values of adjacent nodes in their order; joins the halves of a node immediately.
 
     Args:
         join: (left, right) → value of their parent node.
@@ -109,7 +109,7 @@ SMALL = 1 << 18
 
 
 class GradientLayout:
-    """GradientLayout of gradients in a flat byte buffer.
+    """Layout of gradients in a flat byte buffer.
 
     Gradients of one dtype are adjacent. Each has the strides that autograd gives it.
     """

@@ -209,8 +209,7 @@ class World:
             timeout_s: timeout of each collective on tensors (`--world.timeout-s`).
             join_timeout_s: how long to wait for ranks that start later.
             long_timeout_s: timeout of JSON collectives, `barrier` and `raise_on_all_ranks`, and of
-            all
-                collectives inside `patient()`.
+                all collectives inside `long_timeout()`.
             threads: default: the cores available to this process / ranks on this host.
 
         Raises:
