@@ -21,7 +21,7 @@ class TrainerError(Exception):
 
     Attributes:
         origin_rank: the rank that raised the error first, if another rank has reported it to this
-        one.
+            one.
     """
 
     exit_code = EXIT_FAILURE

@@ -65,7 +65,7 @@ class MainThreadActivity:
         self._busy_s = -math.inf
 
     def look(self, place: Place, closely: bool) -> tuple[WaitsFor, float]:
-        """(what it waits for, time of its last activity); inspects the process only if `closely`."""
+        """(what it waits for, time of its last activity); the process is inspected if `closely`."""
         if not closely:
             self._activity = None
             return WaitsFor.NOBODY, place.at_s

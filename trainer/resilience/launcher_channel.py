@@ -93,8 +93,8 @@ def leave_launcher(
     reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
     passed. If local rank 0 has sent nothing by then, the others do, and wait another second.
     Nothing happens with other exit codes, under a launcher that knows the codes, or after a stop
-    that torchrun requested: torchrun knows whether this ends the run, or follows a death or a change
-    of nodes.
+    that torchrun requested: torchrun knows whether this ends the run, or follows a death or a
+    change of nodes.
 
     Args:
         count_signals: returns how many signals torchrun has sent this rank so far. After one,

@@ -285,7 +285,7 @@ def resumed_lines(
         and that is repeated.
     """
     written = {line_key(line): line for line in on_disk
-            if line["step"] <= (validated if line_key(line)[1] else step)}
+               if line["step"] <= (validated if line_key(line)[1] else step)}
     merged = {**written, **{line_key(line): line for line in saved}}
     kept = [merged[key] for key in sorted(merged)]
     repeated = [line["step"] for line in on_disk if line_key(line) not in merged]
