@@ -105,7 +105,7 @@ class ReductionPlan:
 
 
 SMALL = 1 << 18
-"""Up to this many bytes, every rank receives all partial sums whole: one exchange, not two."""
+"""Up to this many bytes, every rank receives all complete partial sums: one exchange, not two."""
 
 
 class GradientLayout:

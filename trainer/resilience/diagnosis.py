@@ -30,7 +30,7 @@ class Failure:
     """The exception that ended this rank.
 
     Attributes:
-        config: configuration of the run, as soon as it is known.
+        config: configuration of the run; None before it is parsed.
     """
 
     def __init__(self, log: Log) -> None:

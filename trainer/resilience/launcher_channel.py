@@ -159,7 +159,7 @@ def record_failure(message: str, stack: str, *, secondary: bool) -> None:
     at_s = math.ceil(time.time()) + 2 if secondary else int(time.time())
     content = {"message": message,
                "extraInfo": {"py_callstack": f"{stack}{message}", "timestamp": str(at_s)}}
-    with contextlib.suppress(OSError), open(path, "w") as file:  # it is for people only
+    with contextlib.suppress(OSError), open(path, "w") as file:  # only people read it
         json.dump({"message": content}, file)
 
 

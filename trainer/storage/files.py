@@ -125,7 +125,7 @@ def replace_bytes(path: Path, chunks: Any) -> None:
 
 
 def display_path(path: str | os.PathLike[str]) -> str:
-    """A path for people: relative to the current folder if it lies inside it."""
+    """A path for messages: relative to the current folder if it lies inside it."""
     path = os.fspath(path)
     with suppress(OSError):  # the current folder may be gone
         path = path.removeprefix(os.getcwd() + os.sep)

@@ -174,7 +174,7 @@ class Metrics:
             self._file.sync()
 
     def drop_saved(self, step: int) -> None:
-        """Drop the recent lines up to this step: a whole checkpoint contains them."""
+        """Drop the recent lines up to this step: a complete checkpoint contains them."""
         if self.recent and self.recent[0]["step"] <= step:  # called at every step
             self.recent[:] = [line for line in self.recent if line["step"] > step]
 

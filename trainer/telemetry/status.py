@@ -111,7 +111,7 @@ class Status:
 
     @property
     def place(self) -> str:
-        """The most precise name of where the main thread is, for people."""
+        """The most precise name of the main thread's position, for messages."""
         point = Phase.DATA if self.point is Phase.READING else self.point
         if self.phase is Phase.TRAIN:
             return point.value
