@@ -254,7 +254,7 @@ class HotAgent(SimpleElasticAgent):
         return f"failed first: {failure_sentence(event)}"
 
     def _grant_extra_restart(self) -> bool:
-        """Whether to restart although no restart is left; a subclass may know of a reason."""
+        """Whether to restart although no restart is left; a subclass may have a reason."""
         return False
 
     def _print_restarted(self, cause: Exit) -> None:

@@ -99,7 +99,7 @@ def parse_options(argv: Sequence[str]) -> Options:
     )  # fmt: skip
     for name, kind, metavar, words in (
         ("--nproc-per-node", int, "N", "ranks on this machine (default: 1)"),
-        ("--max-restarts", int, "K", "restarts after failures; the count starts anew when a "
+        ("--max-restarts", int, "K", "restarts after failures; the count is reset when a "
          "later step has been saved (default: 3)"),
         ("--nnodes", _nodes, "MIN:MAX", "number of nodes that train together: as many as have "
          "joined, from MIN to MAX (default: 1)"),

@@ -34,7 +34,7 @@ class LoopbackRendezvous(RendezvousHandler):
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        # TCPStore itself would listen on all interfaces, whatever address it is given.
+        # TCPStore itself would listen on all interfaces, regardless of the given address.
         listener = socket.create_server((LOOPBACK, 0))
         port = listener.getsockname()[1]
         self._store = TCPStore(

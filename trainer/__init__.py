@@ -18,7 +18,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    # Signal handlers have to stand before torch is imported, so nothing is imported here.
+    # Signal handlers must be installed before torch is imported, so nothing is imported here.
     if name in _HOMES:
         from importlib import import_module
 

@@ -26,7 +26,7 @@ COMMANDS = {
     "profile": "where the time of a step goes",
 }
 MODULES = {"report": "report.report"}
-"""Command → its module, where they differ."""
+"""Command → its module, if their names differ."""
 
 _PRELOADED: dict[tuple[str, ...], Any] = {}
 """Arguments → configuration: the launcher's server parses them once for its ranks (0.2 s)."""
@@ -49,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
             check_not_empty(arguments)
             name = arguments[0].replace("-", "_")
-            if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may not have all letters
+            if isinstance(sys.stdout, io.TextIOWrapper):  # the locale may not encode all letters
                 sys.stdout.reconfigure(errors="backslashreplace")
             with quiet_broken_pipe():
                 module = import_module(f"trainer.commands.{MODULES.get(name, name)}")
@@ -104,6 +104,6 @@ if __name__ == "__main__":
     code = main()
     say("", sys.stdout)
     say("", sys.stderr)
-    if code:  # all is on disk; the interpreter's own end takes seconds, and a thread of the task
+    if code:  # all is on disk; the interpreter's shutdown takes seconds, and a thread of the task
         os._exit(code)  # may block it for ever
     sys.exit(code)

@@ -17,11 +17,11 @@ PATH_ERRNOS = (errno.ENAMETOOLONG, errno.ELOOP, errno.EACCES, errno.EPERM)
 
 
 class TrainerError(Exception):
-    """Base class of errors that end the run with an exit code of their own.
+    """Base class of errors that end the run with a specific exit code.
 
     Attributes:
         origin_rank: the rank that raised the error first, if another rank has reported it to this
-        one.
+            one.
     """
 
     exit_code = EXIT_FAILURE

@@ -125,8 +125,8 @@ class Step:
     shared: Container[Tensor] = ()
     """Buffers that are equal on all ranks after `reduction`."""
     min_samples: int = 0
-    """Minimum of samples in a window. A window at the end of a stream's epoch may have fewer; it
-    gives no step."""
+    """Minimum number of samples in a window. A window at the end of a stream's epoch may have
+    fewer; it gives no step."""
     all_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor
     """Adds up a tensor over the ranks, in place."""
     status: Status = field(default_factory=Status)

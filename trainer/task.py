@@ -28,7 +28,8 @@ RESERVED_METRICS = (
     "step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale", "skipped", "replaced",
     "train_loss", "table",
 )  # fmt: skip
-"""Names that a task's metric can't have: the metrics file uses them, as it does each `val_NAME`."""
+"""Names that a task's metric can't have: the metrics file uses them, and each `val_NAME`."""
+
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     """Check an `Outcome`.

@@ -124,7 +124,7 @@ def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
     """Host a store on `port` (0: a free one); returns the store and its port.
 
     The store is served as long as the object exists. TCPStore itself would listen on all
-    interfaces, whatever address it is given; here it gets a listening socket.
+    interfaces, regardless of the given address; here it gets a listening socket.
     """
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
@@ -136,7 +136,7 @@ def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
 class GuardedBackend(C10dRendezvousBackend):
     """torch's backend with a hook on reads, which also closes the connections of a silent store.
 
-    A call to a store whose host is cut off blocks until the network is back, whatever its timeout.
+    A call to a store whose host is cut off blocks until the network is back, despite its timeout.
 
     Args:
         on_read: called whenever torch reads the rendezvous state, about once a second.

@@ -154,14 +154,14 @@ class NodesRendezvous(RendezvousHandler):
                 return self._open_attempt(handler, info)
             except RendezvousTimeoutError as error:
                 raise RunEnded(EXIT_FAILURE, f"fewer than {self._min_nodes} nodes joined within "
-                              f"--rejoin-timeout {self._rejoin_timeout_s:g} s") from error
+                               f"--rejoin-timeout {self._rejoin_timeout_s:g} s") from error
             except STORE_ERRORS:  # or a peer has died during the rendezvous
                 self._joining = True
                 self._drop_connections()
             waited_s = time.monotonic() - began_s
             if waited_s > self._rejoin_timeout_s:
                 raise RunEnded(EXIT_FAILURE, f"{self._description} did not answer within "
-                              f"--rejoin-timeout {self._rejoin_timeout_s:g} s")
+                               f"--rejoin-timeout {self._rejoin_timeout_s:g} s")
             if not warned and waited_s > STORE_TIMEOUT_S:
                 warned = True
                 self._say(f"{self._description} does not answer; retrying for "

@@ -110,9 +110,8 @@ class Buffers:
             yield
         finally:
             if (after := self._versions()) != before:
-                moved |= {n for n, persistent, old, new in zip(
-                    self._names, self._persistent, before, after, strict=True)
-                    if persistent and old != new}
+                versions = zip(self._names, self._persistent, before, after, strict=True)
+                moved |= {n for n, persistent, old, new in versions if persistent and old != new}
                 self.put_back()
 
     def _versions(self) -> list[tuple[int, int]]:

@@ -201,10 +201,10 @@ class Checkpointer:
         return self.failed if job is None or job.error is None else job.failure_message
 
     def save(self, kind: str) -> None:
-        """Collective. Save the state of this step boundary, once however often it is called.
+        """Collective. Save the state of this step boundary; repeated calls save it once.
 
         Args:
-            kind: why: "periodic", "best" or "stop".
+            kind: reason of the save: "periodic", "best" or "stop".
 
         Raises:
             OSError: the previous save failed, with --checkpoint.on-error stop.

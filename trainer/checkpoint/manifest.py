@@ -92,7 +92,7 @@ class StagedCheckpoint:
         An older checkpoint of the same step stays readable until the new one has been verified.
 
         Args:
-            kind: why it was saved: "periodic", "best", "stop" or "survivor".
+            kind: reason of the save: "periodic", "best", "stop" or "survivor".
             run: id of the run.
             extra: further entries of the manifest; JSON values.
 

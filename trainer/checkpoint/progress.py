@@ -1,4 +1,4 @@
-"""TrainProgress of a run: small parts of the training state, each stored as JSON."""
+"""Progress of a run: small parts of the training state, each stored as JSON."""
 
 from __future__ import annotations
 

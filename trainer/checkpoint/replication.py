@@ -20,7 +20,7 @@ from trainer.telemetry.metrics import encode_line, read_metrics, resumed_lines
 
 CHUNK_BYTES = 1 << 26
 Lines = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-"""All metric lines so far, and those that earlier attempts may not have sent to the sinks."""
+"""All metric lines so far, and the lines that earlier attempts may not have sent to the sinks."""
 
 
 def copy_missing_checkpoints(

@@ -42,7 +42,7 @@ def find_checkpoint(
 ) -> CheckpointRef | None:
     """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
 
-    The best weights are in a checkpoint of their own. If it is damaged, the newest checkpoint from
+    The best weights are in a separate checkpoint. If it is damaged, the newest checkpoint from
     before it is selected, if there is one: resuming from there computes the best weights again.
 
     Args:

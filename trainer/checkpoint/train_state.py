@@ -1,8 +1,8 @@
 """The complete training state that a checkpoint holds: `TrainState`.
 
 Tensors are keyed by parameter name and everything else is JSON. So a checkpoint can be read with
-safetensors and json alone, whatever wrappers (DDP, compile) the model has and in whatever order
-its parameter groups are.
+safetensors and json alone, and does not depend on wrappers of the model (DDP, compile) or on the
+order of its parameter groups.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ class TrainState:
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
     """An entry of optimizer state, on the device that the optimizer needs.
 
-    Scalars stay as they are; moments get the parameter's memory layout and device. The dtype
+    Scalars are not changed; moments get the parameter's memory layout and device. The dtype
     remains the saved one.
     """
     if value.dim() == 0:
@@ -306,7 +306,7 @@ def _entry(facts: dict[str, Any], name: str) -> Any:
 def _is_finite(tensor: Tensor) -> bool:
     """Whether all values are finite; computed by numpy for the usual dtypes.
 
-    This runs in the writer thread, where torch would start further threads beside the training's.
+    This runs in the writer thread, where torch would start threads in addition to the training's.
     """
     if tensor.dtype in (torch.float32, torch.float64, torch.float16):
         return bool(np.isfinite(tensor.numpy()).all())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 SAMPLED, LONG_S = 8, 0.02
-"""Measuring a backward costs 15 µs. Steps of at least LONG_S seconds are all measured. Of shorter
-steps every SAMPLED-th is measured and counts SAMPLED times."""
+"""Measuring a backward costs 15 µs. All steps of at least LONG_S seconds are measured. With
+shorter steps, every SAMPLED-th one is measured and counts SAMPLED times."""
 
 
 class DeviceInterval:

@@ -185,9 +185,8 @@ class Objective(nn.Module):
     """Model and task loss as one module, whose forward returns the loss.
 
     With several ranks, `stats_carrier` is a parameter whose gradient is, by construction, the
-    vector of
-    this rank's sums. DDP all-reduces it with the gradients, so sums and stop requests need no
-    separate collective.
+    vector of this rank's sums. DDP all-reduces it with the gradients, so sums and stop requests
+    need no separate collective.
 
     Args:
         nominal_count: divisor of the summed loss before backward, so that gradients have the
@@ -225,8 +224,7 @@ class Objective(nn.Module):
 
         Args:
             requests: this rank's requests, given with its last micro-batch of a step, whose
-            backward
-                reduces gradients and sums; None otherwise.
+                backward reduces gradients and sums; None otherwise.
             replaced: number of samples that replaced bad ones.
 
         Raises:

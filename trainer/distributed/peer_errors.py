@@ -19,10 +19,10 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 def lost_peer(error: BaseException) -> bool:
     """Whether an error is secondary: a collective broke or timed out because another rank ended.
 
-    Gloo and NCCL raise plain RuntimeErrors for it, which only their words tell apart. An error
-    that another rank reports in `World.raise_on_all_ranks` begins with its number and is not
-    secondary. Nor is
-    an error that user code raises in such words, unless it handles a secondary one.
+    Gloo and NCCL raise plain RuntimeErrors for it, which differ from others only in the message.
+    An error that another rank reports in `World.raise_on_all_ranks` begins with its number and is
+    not secondary. Nor is an error with such a message that user code raises, unless it handles a
+    secondary one.
     """
     words = ("connection closed by peer", "connection reset by peer", "broken pipe",
              "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",

@@ -45,7 +45,7 @@ def are_siblings(left: Span, right: Span, leaves: int) -> bool:
 
 
 class TreeSum(Generic[T]):
-    """Sums values of adjacent nodes in their order; are_siblings the halves of a node at once.
+    """Sums values of adjacent nodes in their order; joins the halves of a node immediately.
 
     Args:
         join: (left, right) → value of their parent node.
@@ -105,11 +105,11 @@ class ReductionPlan:
 
 
 SMALL = 1 << 18
-"""Up to this many bytes, every rank receives all partial sums whole: one exchange, not two."""
+"""Up to this many bytes, every rank receives all complete partial sums: one exchange, not two."""
 
 
 class GradientLayout:
-    """GradientLayout of gradients in a flat byte buffer.
+    """Layout of gradients in a flat byte buffer.
 
     Gradients of one dtype are adjacent. Each has the strides that autograd gives it.
     """

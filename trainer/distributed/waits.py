@@ -1,4 +1,4 @@
-"""Markers of waits: a thread says whom it waits for, and another thread can look it up."""
+"""Markers of waits: a thread marks what it waits for, so that another thread can look it up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from types import CodeType, FrameType, TracebackType
 
 
 class WaitsFor(Enum):
-    """Whom a thread waits for."""
+    """What a thread waits for."""
 
     NOBODY = "nobody"
     PEERS = "peers"
@@ -17,14 +17,14 @@ class WaitsFor(Enum):
     WRITER = "writer"
     """The thread that writes checkpoints."""
     PERSON = "person"
-    """Somebody at a debugger's prompt."""
+    """A person at a debugger's prompt."""
 
 
 _COLLECTIVES = ("torch.distributed.", "torch.nn.parallel.")
 """Packages of torch in which a thread waits for other ranks, also when user code calls them."""
 
 _OWN = ("torch", "trainer", "threading", "concurrent")
-"""Top-level packages whose frames are passed over in the search for user code."""
+"""Top-level packages whose frames are skipped in the search for user code."""
 
 _markers: dict[int, list[tuple[WaitsFor, CodeType]]] = {}
 """Thread → (wait, code that marked it), the innermost last."""
@@ -54,7 +54,7 @@ class waiting_for:
 
 
 def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
-    """Whom a thread waits for.
+    """Return what a thread waits for.
 
     A marker counts unless user code runs below it: from the innermost frame outwards, a frame of
     the trainer, or of the code that marked the wait, comes before any frame of user code. Without

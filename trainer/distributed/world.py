@@ -82,7 +82,7 @@ class Groups:
 
 
 def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Set the timeout of all later collectives of the group, whoever calls them."""
+    """Set the timeout of all later collectives of the group, including those of user code."""
     for device in group._device_types:
         group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))
 

@@ -32,7 +32,7 @@ class Attempt:
     cause: Event | None = None
     """The event of the first failure, or a secondary failure if there is no other."""
     relaunched: bool = False
-    """Whether its launcher started the next attempt: then the end was no preemption."""
+    """Whether its launcher started the next attempt; if so, the end was no preemption."""
     reached: int | None = None
     """The last step in metrics.jsonl when the next attempt started."""
 
@@ -91,7 +91,7 @@ def _add(attempt: Attempt, event: Event) -> None:
 
 
 def _end(event: Event) -> str | None:
-    """The end of an attempt that this event means; None for other events."""
+    """How the attempt ended according to this event; None if it does not record an end."""
     match event["event"]:
         case "end":
             return "finished"

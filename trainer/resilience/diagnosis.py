@@ -1,4 +1,4 @@
-"""Explain an exception to people: its kind and message, the user's line, and remedies."""
+"""Explain an exception to the user: kind, message, line of user code, and remedies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Failure:
     """The exception that ended this rank.
 
     Attributes:
-        config: configuration of the run, as soon as it is known.
+        config: configuration of the run; None before it is parsed.
     """
 
     def __init__(self, log: Log) -> None:
@@ -42,9 +42,9 @@ class Failure:
         self._secondary = False
 
     def note(self, error: BaseException, *, step: int | None = None) -> None:
-        """Record the failure, once, before the save that follows, which may take a while.
+        """Record the failure, once. Call it before the save that follows, which may take long.
 
-        The deaths of loader workers are ignored from here on.
+        From now on the deaths of loader workers are ignored.
 
         Args:
             step: the step that failed; default: the last complete one.
@@ -64,8 +64,8 @@ class Failure:
         record_failure(failure_sentence(self._event), _stack(error), secondary=self._secondary)
 
     def end(self, error: TrainerError) -> None:
-        """Record an end of the run that the message explains. If it may be started again, it is a
-        failure for the launcher too."""
+        """Record an end of the run whose message explains it. If the run may be restarted, report
+        it to the launcher as a failure too."""
         code = error.exit_code
         event = self._log.event("stop", why=str(error), exit_code=code, error=type(error).__name__,
                                 echo=error.origin_rank not in (None, self._log.rank))
@@ -94,7 +94,7 @@ class Failure:
         return EXIT_CONFIG if found.is_import else EXIT_FAILURE, last
 
     def _memory_lines(self, memory: str) -> list[str]:
-        who = ("a loader worker died, most often for lack of memory" if memory == "worker"
+        who = ("a loader worker died; the usual cause is too little memory" if memory == "worker"
                else "out of memory")
         phase, size = self._event["failed_phase"], self.config.batch.micro_size
         lines = [f"{who}, in phase {phase}, with micro-batches of {size}. Remedies, in this "
@@ -108,7 +108,7 @@ def _stack(error: BaseException) -> str:
 
 
 MOST_CHARS = 400
-"""Longest message of one line; the traceback has all of it."""
+"""Maximal length of a message; the traceback has the full text."""
 
 _FRAME = re.compile(r'^[ |]*File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 _WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
@@ -129,12 +129,12 @@ _LIMITS = (
     (errno.EAGAIN, "resource temporarily unavailable",
      "if that was the start of a process, raise their limit: ulimit -u, or pids.max of the cgroup"),
     (None, r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",
-     "/dev/shm is full: give it more room (docker run --shm-size 8g; mount -o remount,size=8g "
-     "/dev/shm), or take --data.workers 0"),
+     "/dev/shm is full: enlarge it (docker run --shm-size 8g; mount -o remount,size=8g /dev/shm), "
+     "or use --data.workers 0"),
     (errno.EDQUOT, "disk quota exceeded", "make room, or raise the quota"),
     (errno.ENOSPC, "no space left on device", "make room on that disk"),
 )
-"""Shortages of a system: error number, a pattern for errors without one, and the remedy."""
+"""Exhausted resources: error number, a pattern for errors without a number, and the remedy."""
 
 
 _DOUBLE = re.compile(r"same dtype, but got Double and Float|"
@@ -152,8 +152,8 @@ class Diagnosis:
     message: str
     """One line."""
     where: str | None
-    """`file:line in function`: the innermost line of user code that the trainer has called, else
-    the innermost line of all."""
+    """`file:line in function`: the innermost line of user code that the trainer has called;
+    without user code, the innermost line."""
     is_import: bool
     """Whether an import failed: another attempt would fail in the same way."""
     memory: str | None
@@ -168,8 +168,8 @@ def diagnose(error: BaseException) -> Diagnosis:
     if "Original Traceback (most recent call last)" in text:  # sent by a worker
         first = text.partition("\n\nThe above exception was")[0]
         frames = [(path, int(line), name) for path, line, name in _FRAME.findall(first)]
-        said = list(re.finditer(rf"^(?:[\w.]+\.)?{kind}: ", text, re.MULTILINE))
-        message = text[said[-1].end():] if said else text.strip().splitlines()[-1]
+        starts = list(re.finditer(rf"^(?:[\w.]+\.)?{kind}: ", text, re.MULTILINE))
+        message = text[starts[-1].end():] if starts else text.strip().splitlines()[-1]
     elif (cause := _chain(error)[-1]) is not error:
         # Also for an error in a loader worker, whose traceback comes as text.
         found = _FRAME.findall(text_of(cause))
@@ -179,7 +179,7 @@ def diagnose(error: BaseException) -> Diagnosis:
     handing_over = isinstance(error, ConnectionError | EOFError) and any(
         path == _file_of("torch.utils.data.dataloader") for path, _, _ in frames)
     if worker := handing_over or bool(_WORKER_DIED.search(text)):
-        frames = []  # torch raises it at whatever line the rank is
+        frames = []  # torch raises it at an arbitrary line of the rank
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
         "DefaultCPUAllocator" in text and "memory" in text)
     if (exhausted and "DataLoader worker" in text) or (
@@ -198,10 +198,10 @@ def diagnose(error: BaseException) -> Diagnosis:
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether the machine is short of memory, disk or open files: not the fault of a sample, and
-    another attempt may succeed.
+    """Whether memory, disk space or open files are exhausted.
 
-    torch and the dynamic linker report it as RuntimeError or ImportError, by words only.
+    No sample is the cause, and another attempt may succeed. torch and the dynamic linker report it
+    as RuntimeError or ImportError, which only the message distinguishes from others.
     """
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_shortage, error.exceptions))
@@ -232,7 +232,7 @@ def remedy(error: BaseException) -> str:
 
 
 def remedies(memory: str, config: Any) -> list[str]:
-    """Remedies for a lack of memory, in the order in which to try them.
+    """Remedies for exhausted memory, in the order in which to try them.
 
     Args:
         memory: as in `Diagnosis`.
@@ -243,21 +243,23 @@ def remedies(memory: str, config: Any) -> list[str]:
     if memory == "worker":
         fewer = "1" if workers == "auto" else str(max(0, workers // 2))
         found.append(f"fewer loader workers, and less read ahead: --data.workers {fewer} "
-                    "--data.prefetch 1")
+                     "--data.prefetch 1")
     smaller = [d for d in range(1, batch.micro_size) if batch.global_size % d == 0]
     if smaller:
         found.append(f"a smaller micro-batch at the same global batch: --batch.micro-size "
-                    f"{smaller[-1]} --accept batch.micro-size (schedule and sample order stay)")
+                     f"{smaller[-1]} --accept batch.micro-size (schedule and sample order stay)")
     if memory == "rank":
         if config.precision.dtype in ("auto", "fp32"):
             found.append("mixed precision: --precision.dtype bf16")
         found.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
-                    "use_reentrant=False) around the blocks of the model")
+                     "use_reentrant=False) around the blocks of the model")
     return found
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error of the trainer and its causes, down to the user's own; of a group, its first member.
+    """An error of the trainer and its causes, down to the error of user code.
+
+    Of a group only the first member is followed.
     """
     chain = [error]
     while True:

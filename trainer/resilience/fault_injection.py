@@ -117,7 +117,7 @@ def refuse_unreachable(
     faults: Sequence[Fault], *, ranks: int | None, total: int, epochs: int | None,
     evaluated: Callable[[int], bool] | None,
 ) -> None:
-    """Refuse faults that this run would never reach: such a drill tests nothing.
+    """Refuse faults that this run would never reach: they would test nothing.
 
     Args:
         ranks: number of ranks; None: it may change.
@@ -157,8 +157,8 @@ class FaultInjector:
         marks: folder of those files.
 
     Attributes:
-        actions: what the kinds `nan`, `flip`, `corrupt` and `enospc` do, by kind; filled by the
-            parts of the run that can do it.
+        actions: functions for the kinds `nan`, `flip`, `corrupt` and `enospc`, by kind; set by the
+            parts of the run that implement them.
     """
 
     def __init__(
@@ -187,7 +187,7 @@ class FaultInjector:
         return bool(self._faults)
 
     def unfired(self) -> list[str]:
-        """Faults of this rank that have not happened; those marked `always` apart."""
+        """Faults of this rank that have not fired, except those marked `always`."""
         return [fault.text for fault in self._faults if not fault.always]
 
     def _fire(self, fault: Fault, phase: str, step: int) -> None:

@@ -1,4 +1,7 @@
-"""Decide from the ranks' reports whether the run hangs, and who causes it. Pure functions."""
+"""Decide from all ranks' reports whether the run hangs, and which rank causes it.
+
+Pure functions, except for the classes that observe a thread.
+"""
 
 from __future__ import annotations
 
@@ -39,8 +42,8 @@ class Pace:
         return learnt_limit(max(self._longest_s, self._before_s))
 
     def see(self, place: Place, phase: Phase, now: float) -> float:
-        """Note the place of the main thread; returns the limit. Pauses shorter than the time
-        between two calls are not seen, and need not be: the shortest limit covers them."""
+        """Record the place of the main thread; return the limit. Pauses shorter than the interval
+        between two calls are missed, which the shortest limit allows for."""
         began_s, length_s = self._pause
         if place.at_s != began_s:  # a pause counts when it is over
             self._longest_s = max(self._longest_s, length_s)
@@ -54,7 +57,7 @@ class Pace:
 
 
 class MainThreadActivity:
-    """The main thread: whom it waits for, and when this process last used the machine."""
+    """Activity of the main thread: what it waits for, and when this process was last active."""
 
     def __init__(self, thread: int, clock: Callable[[], float]) -> None:
         self._thread, self._clock = thread, clock
@@ -62,7 +65,7 @@ class MainThreadActivity:
         self._busy_s = -math.inf
 
     def look(self, place: Place, closely: bool) -> tuple[WaitsFor, float]:
-        """(whom it waits for, when it was last active); the system is asked only if `closely`."""
+        """(what it waits for, time of its last activity); the process is inspected if `closely`."""
         if not closely:
             self._activity = None
             return WaitsFor.NOBODY, place.at_s
@@ -75,7 +78,7 @@ class MainThreadActivity:
 
 
 class WriterActivity:
-    """The checkpoint writer: its place, and when its thread last used the machine."""
+    """Activity of the checkpoint writer: its place, and when its thread was last active."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -103,7 +106,7 @@ class WriterActivity:
 
 
 def _writer() -> int | None:
-    """Thread id of the writer in the system."""
+    """The writer's thread id in the operating system."""
     return next((t.native_id for t in threading.enumerate()
                  if t.name.startswith("checkpoint-writer")), None)
 
@@ -127,12 +130,12 @@ LONG_S = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """What a phase allows before it counts as a hang, in seconds."""
+    """Time limits of a phase, in seconds; a longer pause counts as a hang."""
 
     quiet_s: float
-    """Without a mark and without activity: no processor time, no bytes read or written."""
+    """Limit without a mark and without activity: no processor time, no bytes read or written."""
     idle_s: float
-    """Without a mark, however active."""
+    """Limit without a mark, even with activity."""
     flag: str = ""
     """The flag that sets this time, with its current value."""
 
@@ -145,11 +148,11 @@ def learnt_limit(longest_pause_s: float) -> float:
 def patience(
     phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None
 ) -> Patience:
-    """What the main thread of a rank is allowed.
+    """Time limits of a rank's main thread.
 
     Args:
         phase: stage of the attempt.
-        point: last progress mark; it says where in the stage the rank is.
+        point: last progress mark, the position within the stage.
         limit_s: limit inside steps.
         start_s: limit while the rank builds and warms up; None: a long one.
     """
@@ -165,12 +168,12 @@ def patience(
 
 
 def saving_patience(limit_s: float) -> Patience:
-    """What the checkpoint writer is allowed."""
+    """Time limits of the checkpoint writer."""
     return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s))
 
 
 def name_place(phase: Phase, point: Phase | None) -> str:
-    """Name of a main thread's place: the mark where the stage has several, else the stage."""
+    """Name of a main thread's place: the mark if the stage has several, otherwise the stage."""
     precise = phase is Phase.TRAIN or (phase, point) in (
         (Phase.BUILD, Phase.START), (Phase.WARM_UP, Phase.DATA), (Phase.WARM_UP, Phase.READING))
     if point is None or not precise:
@@ -189,9 +192,9 @@ class RankReport:
     waits: bool
     """Whether it waits for other ranks, in a collective."""
     over: bool
-    """Whether its phase allows no longer pause."""
+    """Whether it exceeds a time limit of its phase."""
     saving: str = ""
-    """Where its checkpoint writer is, if that is at work."""
+    """Position of its checkpoint writer; empty if the writer is idle."""
     dumped: bool = False
     """Whether it has written its stacks."""
     flag: str = ""
@@ -200,7 +203,7 @@ class RankReport:
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """What is known of another rank: its last report, and for how long it has sent none."""
+    """State of another rank: its last report, and for how long it has sent none."""
 
     report: RankReport | None
     silent_s: float
@@ -208,7 +211,7 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class HangReport:
-    """A hang. Without culprits, all ranks wait for each other or for a store that is silent."""
+    """A hang. Without culprits, all ranks wait for each other, or the store does not answer."""
 
     culprits: tuple[int, ...]
     why: str
@@ -224,7 +227,7 @@ def find_hang(
 
     A rank that does not wait for others decides about itself. A rank that waits looks at the
     others: a silent rank does not run; a rank that is over its own limit and waits for nobody is
-    the culprit. While any rank is within its limit, the others are right to wait for it.
+    the culprit. While any rank is within its limit, the others may wait for it.
 
     Args:
         store_silent_s: for how long the store of heartbeats has not answered.
@@ -237,7 +240,7 @@ def find_hang(
     if store_silent_s > limit_s:
         culprits = () if store_host in (None, rank) else (store_host,)
         return HangReport(culprits=culprits, run=False, why="sends no heartbeat" if culprits else
-                       "the store of heartbeats does not answer")
+                          "the store of heartbeats does not answer")
     silent = tuple(r for r, peer in peers.items() if peer.silent_s > limit_s)
     if silent:
         return HangReport(culprits=silent, run=False, why="sends no heartbeat")

@@ -62,7 +62,7 @@ class Alarm:
         self._dumped = False
 
     def stop(self) -> None:
-        """From now on the main thread leaves by itself. Does not return while this thread leaves
+        """Call it when the main thread leaves by itself. Blocks while the watchdog's thread leaves
         in its place."""
         with self._leaving:
             self.stopped = True
@@ -70,7 +70,7 @@ class Alarm:
             self.beats.stop()
 
     def lasts(self, now: float) -> bool:
-        """Whether to wait on: for an alarm, or for the effect of one."""
+        """Whether to keep waiting for an alarm or for its effect."""
         return not self._given_up and now <= self.at_s + self._tick_s + DUMP_S
 
     def sound(self, hang: HangReport, own: RankReport, limit_s: float) -> None:
@@ -150,7 +150,7 @@ class Alarm:
             return
         if rank in culprits:
             if not others:
-                self._rescue()  # nobody else is left to save
+                self._rescue()  # no other rank is left to save
             self._exit()
         ends = alarm["run"] or all([self._end(culprit, others | {rank}) for culprit in culprits])
         if not culprits or not ends:
@@ -173,23 +173,23 @@ class Alarm:
             time.sleep(0.02)
 
     def _end(self, culprit: int, others: set[int]) -> bool:
-        """End a stopped culprit; returns whether a rank of its host does so. The lowest such rank
-        kills it."""
+        """Kill a stopped culprit if this is the lowest of the other ranks on its host. Returns
+        whether there is such a rank."""
         beats, rank = self.beats, self._world.rank
         assert beats is not None
         known = {**beats.identities, rank: self._identity}
         who = known.get(culprit)
         if who is None:
             return False
-        beside = [other for other in others if other in known and known[other].host == who.host]
-        if rank == min(beside, default=None) and who.started is not None:
+        on_host = [other for other in others if other in known and known[other].host == who.host]
+        if rank == min(on_host, default=None) and who.started is not None:
             self._write(culprit, f"rank {culprit} (pid {who.pid}) does not run\n\n"
                                  f"{processes.describe_process(who.pid)}\n")
             processes.kill(who.pid, who.started)
-        return bool(beside)
+        return bool(on_host)
 
     def _dump(self, own: RankReport) -> list[str]:
-        """Write the stacks of this rank, once; returns what its loader workers do wrong."""
+        """Write the stacks of this rank, once; return the problems of its loader workers."""
         if self._dumped:
             return []
         self._dumped = True

@@ -42,13 +42,13 @@ class Times(Protocol):
 
 
 class Heartbeats:
-    """Sends this rank's report at each tick, and reads those of the others when asked to.
+    """Sends this rank's report at each tick, and reads those of the others while `listening`.
 
-    Its thread may be blocked in the store for ever, if the store's host is stopped: `silent_s`
-    shows for how long. No other thread waits with it.
+    Its thread may block in the store for ever if the store's host is stopped; `silent_s` is the
+    duration so far. Other threads never wait for it.
 
     Args:
-        store: a connection of its own (`store.clone()`).
+        store: a separate connection (`store.clone()`).
         identity: this process.
         tick_s: time between two heartbeats.
 
@@ -74,7 +74,7 @@ class Heartbeats:
         self._identity = identity
         self._own_alarm: dict[str, Any] | None = None
         self._seen: dict[int, tuple[int, float, RankReport]] = {}  # tick, since when, report
-        self._since: dict[int, float] = {}  # when this rank began to listen to one
+        self._since: dict[int, float] = {}  # peer → when this rank began to listen to it
         self._count = 0
         self._round_s = clock()
         self._wake = threading.Event()
@@ -83,7 +83,7 @@ class Heartbeats:
         self._thread.start()
 
     def peers(self) -> dict[int, Peer]:
-        """The other ranks, as far as this one has heard them."""
+        """State of the other ranks, from the reports received so far."""
         now, found = self._clock(), {}
         for peer in self._peers:
             _, since_s, report = self._seen.get(peer, (0, self._since.get(peer, now), None))
@@ -91,15 +91,15 @@ class Heartbeats:
         return found
 
     def note_alive(self, peer: int) -> None:
-        """A sign other than the heartbeat shows that a rank is alive."""
+        """Record that a rank is alive, by a sign other than its heartbeat."""
         if peer in self._seen:
             tick, _, report = self._seen[peer]
             self._seen[peer] = (tick, self._clock(), report)
 
     def reset_silence(self) -> None:
-        """This process has not run for a while: what it missed says nothing about others."""
+        """Count the others' silence from now on: this process itself was stopped for a while."""
         now = self._clock()
-        seen = list(self._seen.items())  # at once: the thread of heartbeats adds to it
+        seen = list(self._seen.items())  # a copy: the thread of heartbeats adds to it
         self._seen = {peer: (tick, now, report) for peer, (tick, _, report) in seen}
         self._since = dict.fromkeys(self._since, now)
         self._round_s = max(self._round_s, now)
@@ -125,7 +125,7 @@ class Heartbeats:
         return bool(self.alarm == alarm)
 
     def stop(self) -> None:
-        """No more heartbeats."""
+        """Stop the heartbeats."""
         self._stopped = True
         self._wake.set()
 
@@ -184,5 +184,5 @@ class Heartbeats:
 
 
 def own_identity(pid: int) -> ProcessIdentity:
-    """ProcessIdentity of a process of this host."""
+    """Identity of a process on this host."""
     return ProcessIdentity(pid=pid, started=processes.start_time(pid), host=processes.host())

@@ -22,7 +22,7 @@ if TYPE_CHECKING:  # a rank imports this before torch
 
 
 class Group(Protocol):
-    """The ranks of this attempt, as orders need them."""
+    """The part of `World` that orders need."""
 
     superseded: bool
 
@@ -30,11 +30,11 @@ class Group(Protocol):
 
 
 class Orders:
-    """Reads the launcher's orders in a thread of its own.
+    """Reads the launcher's orders in a separate thread.
 
-    `lost`: this rank may wait for a rank that is gone: end all connections, so that every wait
-    finds its peer dead. `stale`: the same, and save nothing. `absent`: a rank has ended before all
-    have joined, which the ranks that still wait cannot see.
+    `lost`: this rank may wait for a rank that is gone; close all connections, so that every wait
+    fails as after a peer's death. `stale`: the same, and save nothing. `absent`: a rank has ended
+    before all have joined, which the ranks that still wait cannot detect.
     """
 
     def __init__(self) -> None:
@@ -93,7 +93,8 @@ def leave_launcher(
     reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
     passed. If local rank 0 has sent nothing by then, the others do, and wait another second.
     Nothing happens with other exit codes, under a launcher that knows the codes, or after a stop
-    that torchrun requested: it knows whether that is the end, or a reaction to a death or a node.
+    that torchrun requested: torchrun knows whether this ends the run, or follows a death or a
+    change of nodes.
 
     Args:
         count_signals: returns how many signals torchrun has sent this rank so far. After one,
@@ -111,7 +112,7 @@ def leave_launcher(
     def signalled() -> bool:
         return count_signals() > before
 
-    # Whoever signals a rank to stop often signals torchrun as well.
+    # The sender of a stop signal to a rank often signals torchrun as well.
     if exit_code == EXIT_STOPPED and (before or _wait(signalled, agent, SIGNALLED_TIMEOUT_S)):
         return
     if last_words:
@@ -138,7 +139,7 @@ def tell(word: str, value: Any) -> None:
     """Send a line to `python -m launch`, if it is the launcher: a keyword and a JSON value."""
     descriptor = os.environ.get("TRAINER_LAUNCHER_FD")
     if descriptor is not None:
-        with contextlib.suppress(OSError):  # it is gone, which its watcher notices
+        with contextlib.suppress(OSError):  # the launcher is gone, which its watcher notices
             os.write(int(descriptor), f"{word} {json.dumps(value)}\n".encode())
 
 
@@ -158,7 +159,7 @@ def record_failure(message: str, stack: str, *, secondary: bool) -> None:
     at_s = math.ceil(time.time()) + 2 if secondary else int(time.time())
     content = {"message": message,
                "extraInfo": {"py_callstack": f"{stack}{message}", "timestamp": str(at_s)}}
-    with contextlib.suppress(OSError), open(path, "w") as file:  # it is for people only
+    with contextlib.suppress(OSError), open(path, "w") as file:  # only people read it
         json.dump({"message": content}, file)
 
 

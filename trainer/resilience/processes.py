@@ -17,7 +17,7 @@ def separate_reads() -> None:
 
     A fork shares each open file, with its position, with its parent and siblings: a seek in one
     process moves the others, which then read wrong bytes without an error. Files open for writing
-    are left alone: there the shared position keeps processes from overwriting each other. Linux
+    are not changed: there the shared position keeps processes from overwriting each other. Linux
     only; elsewhere, and for a file that cannot be reopened, nothing changes.
     """
     with contextlib.suppress(OSError):
@@ -31,12 +31,12 @@ def _reopen(fd: int) -> None:
     if flags & os.O_ACCMODE != os.O_RDONLY or not stat.S_ISREG(os.fstat(fd).st_mode):
         return
     place = os.lseek(fd, 0, os.SEEK_CUR)
-    anew = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+    reopened = os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
     try:
-        os.lseek(anew, place, os.SEEK_SET)
-        os.dup2(anew, fd, inheritable=os.get_inheritable(fd))
+        os.lseek(reopened, place, os.SEEK_SET)
+        os.dup2(reopened, fd, inheritable=os.get_inheritable(fd))
     finally:
-        os.close(anew)
+        os.close(reopened)
 
 
 BUSY = 0.1
@@ -58,7 +58,7 @@ def host() -> str:
 
 
 def start_time(pid: int) -> int | None:
-    """Start time, which tells a process from a later one with the same pid; None: it has ended."""
+    """Start time, to distinguish a process from a later one with its pid; None if it has ended."""
     fields = _stat(f"/proc/{pid}")
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 

@@ -1,6 +1,6 @@
-"""Progress marks: the points of a run that a rank passes, for whoever watches it.
+"""Progress marks: the points of a run that a rank passes, for the watchdog and other ranks.
 
-The last mark of each thread lies in shared memory, where another process finds it also when this
+The last mark of each thread is in shared memory, where another process can read it even while this
 one is stopped. Subscribers (fault injection, a profiler's clock) are called at each mark.
 """
 
@@ -18,7 +18,7 @@ from trainer.resilience import processes
 from trainer.telemetry.status import Phase, Status
 
 NAME = "trainer-progress"
-"""Of the memory file, by which another process finds it."""
+"""Name of the memory file, by which another process finds it."""
 
 LEAVING = frozenset((Phase.READING, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE))
 """Marks at which the main thread may leave: the state is that of the last step boundary."""
@@ -33,10 +33,10 @@ it: the step times the number of marks, plus the mark's number."""
 
 _NUMBERS = {point: number for number, point in enumerate(POINTS)}
 _COUNT, _SAVING = len(POINTS), POINTS.index(Phase.SAVE_BEGIN)
-"""How many there are; and the number from which on they are the checkpoint writer's."""
+"""Number of marks, and the first number that belongs to the checkpoint writer."""
 _PLACES = struct.Struct("=qdqd")
 _MAIN, _WRITER = 0, 2
-"""Where a place begins, in words of 8 bytes: mark and step, then the time."""
+"""Offset of a place, in words of 8 bytes: a word for mark and step, then one for the time."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class ProgressMarks:
     A mark costs half a microsecond: no lock and no system call.
 
     Args:
-        status: learns the marks of the main thread.
+        status: receives the marks of the main thread.
         clock: seconds, monotonic, of the host.
     """
 
@@ -73,7 +73,7 @@ class ProgressMarks:
         if hasattr(os, "memfd_create"):
             descriptor = os.memfd_create(NAME)
             os.ftruncate(descriptor, _PLACES.size)
-        # The mapping keeps a descriptor of its own: /proc/PID/fd shows it under NAME.
+        # The mapping keeps its own descriptor: /proc/PID/fd shows it under NAME.
         self._memory = memoryview(mmap.mmap(descriptor, _PLACES.size))
         if descriptor >= 0:
             os.close(descriptor)
@@ -84,14 +84,14 @@ class ProgressMarks:
         self.mark(Phase.BUILD)
 
     def subscribe(self, subscriber: Subscriber) -> None:
-        """Call `subscriber` at each mark from now on, the warm-up's apart."""
+        """Call `subscriber` at each mark from now on, except those of the warm-up."""
         self._subscribers.append(subscriber)
 
     def mark(self, point: Phase, step: int | None = None, epoch: int = 0) -> None:
-        """The calling thread passes a mark.
+        """Record that the calling thread passes a mark.
 
         Args:
-            step: None: as at the mark before.
+            step: None: that of the previous mark.
 
         Raises:
             RuntimeError: a peer is gone, and the main thread may leave here.
@@ -115,18 +115,18 @@ class ProgressMarks:
                 subscriber(point, self._step if step is None else step, epoch)
 
     def rehearse(self, point: Phase, step: int, epoch: int = 0) -> None:
-        """The warm-up passes a mark of a step: watchers see the warm-up, subscribers nothing."""
+        """Record a step's mark in the warm-up, as a warm-up mark; does not call subscribers."""
         self._step = step
         self._times[_MAIN + 1] = self._clock()
         self._words[_MAIN] = step * _COUNT + _NUMBERS[Phase.WARM_UP]
         self._status.reach(point)
 
     def writer_is_idle(self) -> None:
-        """The checkpoint writer has nothing more to do."""
+        """Record that the checkpoint writer is idle."""
         self._words[_WRITER] = 0
 
     def report_lost_peer(self) -> None:
-        """A peer is gone: the main thread leaves at the next mark where it may."""
+        """Record that a peer is gone: the main thread leaves at the next mark of `LEAVING`."""
         self._peer_lost = True
 
     @property

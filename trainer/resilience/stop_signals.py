@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 LAST_S = 60.0
-"""Seconds that the end of a stop may take: there may be a state to save."""
+"""Time limit of the last part of a stop, in seconds: it may include a save."""
 
 ORPHAN_LIMIT_S = 4.0
 """Seconds that a rank has to save after its launcher is gone."""
@@ -94,7 +94,7 @@ class StopSignals:
         Main thread only. Processes started from now on (compilers, loader workers) have the
         signals blocked: they survive a signal to the whole process group.
         """
-        if self._taker is None and self._numbers:  # signals that others handle stay theirs
+        if self._taker is None and self._numbers:  # signals with another handler are not shielded
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             self._taker = threading.Thread(target=self._take, name="stop-signals", daemon=True)
             self._taker.start()
@@ -130,7 +130,7 @@ class StopSignals:
         self._wake()
 
     def disarm(self) -> None:
-        """The state is saved: remove the time limit."""
+        """Remove the time limit: the state is saved."""
         self._grace_s = math.inf
         self._wake()
 

@@ -5,7 +5,7 @@ to the other ranks (`Heartbeats`), decides (`find_hang`) and acts (`Alarm`):
 
 1. The first rank that finds a hang raises the alarm; then each running rank writes its stacks.
 2. A culprit that runs ends itself; a stopped one is killed by another rank of its host.
-3. That breaks the collectives of the others, whose main threads save and leave. Where a main
+3. That breaks the collectives of the others, whose main threads save and leave. If a main
    thread cannot, because it computes or waits for a kernel that never ends, this thread does.
 """
 
@@ -50,7 +50,7 @@ LEAVE_S = 1.5
 
 
 class Watchdog:
-    """Watches this rank from `with` to `stop`; the main thread makes and leaves it.
+    """Watches this rank from `with` to `stop`. The main thread creates it and enters `with`.
 
     Args:
         limit_s: limit inside steps; None: learn it.
@@ -105,13 +105,13 @@ class Watchdog:
         self._alarm.rescue = rescue
 
     def gather(self, times: Times) -> None:
-        """Let the heartbeats carry these times to rank 0."""
+        """Send these times to rank 0 with the heartbeats."""
         if self._alarm.beats is not None:
             self._alarm.beats.times = times
 
     def stop(self) -> None:
-        """From now on the main thread leaves by itself. Does not return while the watchdog saves
-        and leaves in its place."""
+        """Call it when the main thread leaves by itself. Blocks while the watchdog saves and leaves
+        in its place."""
         if not self._alarm.stopped:
             self._alarm.stop()
             os.write(self._wake, b"!")
@@ -120,7 +120,7 @@ class Watchdog:
         try:
             self._watch()
         except Exception:
-            self._log.error("the watchdog has failed, and the run goes on without it:\n"
+            self._log.error("the watchdog has failed; the run continues without it:\n"
                             + traceback.format_exc())
 
     def _watch(self) -> None:
@@ -176,7 +176,7 @@ class Watchdog:
             self._alarm.sound(hang, own, limit_s)
 
     def _look(self, now: float) -> RankReport:
-        """RankReport what this rank does."""
+        """Report what this rank does."""
         phase, main = self._log.status.phase, self.marks.main
         limit_s = self._pace.see(main, phase, now)
         step = self.in_flight()

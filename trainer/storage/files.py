@@ -1,4 +1,4 @@
-"""Durable file operations: what they have written survives a power cut."""
+"""Durable file operations: the written data survives a power cut."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents durably; an existing folder is left as it is."""
+    """Create a folder and its parents durably; an existing folder is not changed."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -75,7 +75,7 @@ def fsync_folder(folder: Path) -> None:
 def remove_folder(folder: Path) -> None:
     """Remove a folder with its content, or a link to one.
 
-    Something may be missing already, or be removed by another process at the same time.
+    Entries that another process removes, before or at the same time, are ignored.
     """
     with suppress(FileNotFoundError):
         if folder.is_symlink():
@@ -91,7 +91,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any] | None:
-    """A JSON object of the run folder; None if it isn't there or isn't whole."""
+    """Read a JSON object; None if the file is missing or not valid JSON."""
     try:
         value = json.loads(path.read_bytes())
     except (FileNotFoundError, NotADirectoryError, ValueError):
@@ -100,18 +100,20 @@ def read_json(path: Path) -> dict[str, Any] | None:
 
 
 def replace_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write a JSON object aside and put it in place, durably."""
+    """Write a JSON object to a file, atomically and durably."""
     replace_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text aside and put it in place, durably. A name of a file in it may be no UTF-8, or
-    read in a locale that knows no other letters: its bytes are kept."""
+    """Write a text to a file, atomically and durably.
+
+    File names in the text that are not UTF-8, or were read in an ASCII locale, keep their bytes.
+    """
     replace_bytes(path, [text.encode(errors="surrogateescape")])
 
 
 def replace_bytes(path: Path, chunks: Any) -> None:
-    """Write bytes aside and put them in place, durably; the old file stays whole until then."""
+    """Write bytes to a temporary file and rename it, durably; until then the old file remains."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.unlink(missing_ok=True)
     try:
@@ -123,7 +125,7 @@ def replace_bytes(path: Path, chunks: Any) -> None:
 
 
 def display_path(path: str | os.PathLike[str]) -> str:
-    """A path for people: relative to the current folder if it lies inside it."""
+    """A path for messages: relative to the current folder if it lies inside it."""
     path = os.fspath(path)
     with suppress(OSError):  # the current folder may be gone
         path = path.removeprefix(os.getcwd() + os.sep)

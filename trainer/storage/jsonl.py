@@ -1,4 +1,4 @@
-"""Append-only files of whole records (JSON lines).
+"""Append-only files of complete records (JSON lines).
 
 A full disk delays records, but never drops or splits one. A crash of the machine can lose or
 truncate records; the readers below skip damaged lines.

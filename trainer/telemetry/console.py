@@ -10,7 +10,7 @@ from trainer.telemetry.events import Log
 from trainer.telemetry.metrics import RESERVED
 
 REFRESH_S = 0.5
-"""Interval between updates of the metrics beside the bar, in seconds."""
+"""Interval between updates of the metrics next to the bar, in seconds."""
 
 
 class Console:
@@ -36,7 +36,7 @@ class Console:
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
-            log.echo = tqdm.write
+            log.line_writer = tqdm.write
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
@@ -67,7 +67,7 @@ class Console:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-            self._log.echo = None
+            self._log.line_writer = None
 
     def _refresh(self, bar: Any, line: dict[str, Any], timing: dict[str, float]) -> None:
         now = self._clock()

@@ -1,4 +1,4 @@
-"""Rank-tagged console lines, and `events.jsonl`: what happened, one write a line."""
+"""Rank-tagged console lines, and the event log `events.jsonl`; one write per line."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from trainer.telemetry.std_streams import say
 
 LEVELS = ("debug", "info", "warning", "error")
 COLOURS = {"warning": 33, "error": 31}
-"""Of the word before a line on a terminal: yellow, red."""
+"""Terminal colours of the level before a line: yellow, red."""
 
 _CONTROLS = {code: ascii(chr(code))[1:-1] for code in (
     *range(0x20), *range(0x7F, 0xA0), 0x200E, 0x200F, *range(0x2028, 0x202F), *range(0x2066, 0x206A)
 ) if chr(code) not in "\n\t"}
-"""What moves a terminal's cursor, colours or clears it, or turns the order of letters round."""
+"""Escapes for characters that move the cursor, colour or clear a terminal, or reverse its text."""
 
 
 class Log:
-    """The voice of one rank: lines for people on stderr, events for programs in the run folder.
+    """Log of one rank: lines for people on stderr, events for programs in the run folder.
 
     Args:
         rank: written before each line of ranks other than 0, whose info lines are dropped.
         status: phase and step of this rank, written into each event; default: a new one.
-        level: the least level that is shown.
+        level: the lowest level that is shown.
         clock: seconds since the epoch.
     """
 
@@ -49,8 +49,8 @@ class Log:
         self.status = status or Status()
         self.attempt = 0
         self.nonce = ""
-        self.folder: Path | None = None  # the run's, once it is entered
-        self.echo: Callable[[str], None] | None = None  # set while a progress bar owns the line
+        self.folder: Path | None = None  # the run folder, once events are open
+        self.line_writer: Callable[[str], None] | None = None  # set while there is a progress bar
         self._stream = stream
         self._clock = clock
         self._events: AppendFile | None = None
@@ -88,7 +88,7 @@ class Log:
         self._line("warning", text)
 
     def announce(self, text: str) -> None:
-        """A warning that all ranks would give alike: rank 0 gives it."""
+        """Log a warning that is the same on all ranks; only rank 0 prints it."""
         if self.rank == 0:
             self.warning(text)
 
@@ -96,7 +96,7 @@ class Log:
         self._line("error", text)
 
     def open_events(self, path: Path, *, attempt: int, nonce: str) -> None:
-        """Append events to `path` from now on; those noted before are written first."""
+        """Append events to `path` from now on, after the events recorded before this call."""
         self.attempt, self.nonce = attempt, nonce
         self._events, self.folder = AppendFile(path), path.parent
         if _is_torn(path):
@@ -106,7 +106,7 @@ class Log:
         self._early.clear()
 
     def event(self, event: str, **fields: Any) -> dict[str, Any]:
-        """Note an event, in one write; returns it."""
+        """Record an event, in one write; return it."""
         line = {
             "time": round(self._clock(), 6),
             "attempt": self.attempt,
@@ -125,15 +125,15 @@ class Log:
         return line
 
     def close(self) -> None:
-        """Close the file of events; those that a full disk still holds up are lost."""
+        """Close the event file. Events that could not be written (full disk) are lost."""
         events, self._events = self._events, None
         if events is not None:
-            with contextlib.suppress(OSError):  # the run's end is decided by what matters more
+            with contextlib.suppress(OSError):  # lost events must not fail the run
                 events.close()
 
     def _write_event(self, line: dict[str, Any]) -> None:
         assert self._events is not None
-        with contextlib.suppress(OSError):  # it may be there again at the next event
+        with contextlib.suppress(OSError):  # the next event tries again
             if self._events.damage and self._events.restore(others=True) == "removed":
                 self.warning("another process has removed events.jsonl during the run; it is "
                              "written again")
@@ -148,40 +148,42 @@ class Log:
         if mark and _has_colours(stream):
             mark = f"\x1b[{COLOURS[level]}m{mark}\x1b[0m"
         tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
-        if self.echo is not None:
-            self.echo(f"{tag}{mark}{text}")
+        if self.line_writer is not None:
+            self.line_writer(f"{tag}{mark}{text}")
         else:
-            # One write a line, so that the lines of several ranks don't mix.
+            # One write per line, so that the lines of several ranks don't mix.
             say(f"{tag}{mark}{text}\n", stream)
 
 
 def _has_colours(stream: TextIO) -> bool:
-    """Whether it is a terminal, and colours are welcome (https://no-color.org)."""
-    with contextlib.suppress(AttributeError, ValueError):  # there is none, or it is closed
+    """Whether a stream is a terminal and colours are enabled (https://no-color.org)."""
+    with contextlib.suppress(AttributeError, ValueError):  # no stream, or a closed one
         return (not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
                 and stream.isatty())
     return False
 
 
 def writable(value: Any) -> Any:
-    """A text such that whoever reads the event can print it: a file's name may be no UTF-8, and
-    what a task raises may hold a terminal's control codes."""
+    """Escape a string so that any reader of the event can print it; return other values unchanged.
+
+    A file name may not be UTF-8, and an exception of a task may contain terminal control codes.
+    """
     if not isinstance(value, str):
         return value
     return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
 
 
 def _launch_phases() -> dict[str, float]:
-    """What `python -m launch` tells of the phases of a restart before this process began."""
+    """Start times of a restart's phases before this process began, from `python -m launch`."""
     try:
-        told = json.loads(os.environ.get("TRAINER_LAUNCH_PHASES", "{}"))
-        return {str(phase): float(at) for phase, at in told.items()}
+        phases = json.loads(os.environ.get("TRAINER_LAUNCH_PHASES", "{}"))
+        return {str(phase): float(at) for phase, at in phases.items()}
     except (ValueError, TypeError, AttributeError):
         return {}
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether a crash of the machine has left the beginning of a line at the end of a file."""
+    """Whether a file ends with an incomplete line, after a crash of the machine."""
     with path.open("rb") as file:
         if not file.seek(0, os.SEEK_END):
             return False
@@ -190,13 +192,15 @@ def _is_torn(path: Path) -> bool:
 
 
 def read_events(*paths: Path) -> list[dict[str, Any]]:
-    """All whole events of `events.jsonl`, in time's order; of several files, where nodes have disks
-    of their own."""
+    """All complete events of `events.jsonl`, in order of time.
+
+    There are several files if nodes have their own disks.
+    """
     events = [record for path in paths for record in read_records(path) if _is_event(record)]
     return sorted(events, key=lambda event: event.get("time", 0.0))
 
 
 def _is_event(record: dict[str, Any]) -> bool:
-    """Whether a record is one of ours: numbers are numbers. Others don't stop a run."""
+    """Whether a record is a valid event: its numeric fields hold numbers. Others are ignored."""
     numbers = ("time", "attempt", "rank", "step")
     return all(isinstance(record.get(n, 0), int | float) for n in numbers)

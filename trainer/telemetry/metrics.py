@@ -174,7 +174,7 @@ class Metrics:
             self._file.sync()
 
     def drop_saved(self, step: int) -> None:
-        """Drop the recent lines up to this step: a whole checkpoint contains them."""
+        """Drop the recent lines up to this step: a complete checkpoint contains them."""
         if self.recent and self.recent[0]["step"] <= step:  # called at every step
             self.recent[:] = [line for line in self.recent if line["step"] > step]
 
@@ -285,7 +285,7 @@ def resumed_lines(
         and that is repeated.
     """
     written = {line_key(line): line for line in on_disk
-            if line["step"] <= (validated if line_key(line)[1] else step)}
+               if line["step"] <= (validated if line_key(line)[1] else step)}
     merged = {**written, **{line_key(line): line for line in saved}}
     kept = [merged[key] for key in sorted(merged)]
     repeated = [line["step"] for line in on_disk if line_key(line) not in merged]

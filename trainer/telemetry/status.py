@@ -7,7 +7,7 @@ from enum import Enum, StrEnum, auto
 
 
 class Phase(StrEnum):
-    """Where a rank is: the one vocabulary of the log, `--inject`, heartbeats and diagnosis.
+    """Position of a rank, as named in the log, `--inject`, heartbeats and diagnosis.
 
     The first group are the stages of an attempt (`Status.phase`); the second are progress marks
     that the main thread passes inside a stage (`Status.point`); the third are the marks of the
@@ -46,7 +46,7 @@ AT_STAKE = frozenset((Phase.TRAIN, Phase.EVALUATE, Phase.STOP))
 
 
 class Status:
-    """What a rank is doing. The parts of a run move it; the log and the watchdog read it.
+    """What a rank is doing. The parts of a run update it; the log and the watchdog read it.
 
     Attributes:
         phase: stage of the attempt.
@@ -73,35 +73,35 @@ class Status:
         self._on_step.append(observer)
 
     def enter(self, phase: Phase) -> None:
-        """A stage of the attempt begins."""
+        """Record that a stage of the attempt begins."""
         self.phase = phase
         for observer in self._on_phase:
             observer(phase)
 
     def reach(self, point: Phase) -> None:
-        """The main thread passes a progress mark."""
+        """Record that the main thread passes a progress mark."""
         self.point = point
 
     def move_to(self, step: int) -> None:
-        """The run is at this step boundary, after a restore or a roll-back."""
+        """Record that the run is at this step boundary, after a restore or a roll-back."""
         self.step = step
 
     def complete_step(self, step: int) -> None:
-        """The loop has completed a step, with or without an update."""
+        """Record that the loop has completed a step, with or without an update."""
         self.step = step
         for observer in self._on_step:
             observer(step)
 
     def begin_step(self) -> None:
-        """The copies of the buffers are complete; the forwards of a step begin."""
+        """Record that the copies of the buffers are complete and the forwards of a step begin."""
         self.in_step = True
 
     def begin_update(self) -> None:
-        """Parameters, optimizer state and progress begin to change."""
+        """Record that parameters, optimizer state and progress begin to change."""
         self.updating = True
 
     def end_step(self) -> None:
-        """Parameters, buffers and progress belong to one step boundary again."""
+        """Record that parameters, buffers and progress belong to one step boundary again."""
         self.in_step = self.updating = False
 
     @property
@@ -111,7 +111,7 @@ class Status:
 
     @property
     def place(self) -> str:
-        """The most precise name of where the main thread is, for people."""
+        """The most precise name of the main thread's position, for messages."""
         point = Phase.DATA if self.point is Phase.READING else self.point
         if self.phase is Phase.TRAIN:
             return point.value
@@ -153,7 +153,7 @@ def decide_rescue(
     ======================================  ==========================  ==========================
 
     A peer's death reaches a rank inside a collective, and no collective runs while the state
-    between two steps is assembled; an exception of this rank may strike anywhere in it.
+    between two steps is assembled; an exception of this rank may occur anywhere in it.
 
     Args:
         own_error: this rank itself failed, by an exception; otherwise a peer died.

@@ -109,8 +109,8 @@ class TensorBoard:
 
     Args:
         every: steps between scalars.
-        first: the first step that is shown from now on; TensorBoard drops what an earlier attempt
-            has shown from there on. 0 at the beginning of a run.
+        first: the first step that is shown from now on; TensorBoard drops the data of earlier
+            attempts from this step on. 0 at the beginning of a run.
         class_names: names for the confusion matrix.
         norms: gradient norms since the last validation, of steps that an earlier attempt has shown.
     """
