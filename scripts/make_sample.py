@@ -3,7 +3,7 @@
     python scripts/make_sample.py [FOLDER_OF_THE_IDX_FILES]
 
 Takes the first 1,200 training and 200 test images of each class, in the files' order, and writes
-the four IDX files that hold them, one behind the other, to trainer/tasks/fashion_mnist_sample.xz.
+the four resulting IDX files, concatenated, to trainer/tasks/fashion_mnist_sample.xz.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TARGET = Path(__file__).parent.parent / "trainer" / "tasks" / fashion_mnist.SAMP
 PER_CLASS = (1200, 200)
 
 # 5.27 MB. Delta, Paeth and LOCO-I predictors before lzma make it larger, since they break the exact
-# repeats (black borders) that it lives on; other lc, lp, pb gain 0.3 %.
+# repeats (black borders) that it exploits; other lc, lp, pb gain 0.3 %.
 PRESET = 9 | lzma.PRESET_EXTREME
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     content = make(fashion_mnist.read_folder(folder))
     packed = lzma.compress(content, check=lzma.CHECK_CRC64, preset=PRESET)
     if lzma.decompress(packed) != content:
-        raise SystemExit("the packed sample doesn't unpack to what was packed")
+        raise SystemExit("unpacking the sample doesn't give the original content")
     TARGET.write_bytes(packed)
     print(f"{TARGET}: {len(packed):,} bytes")
 

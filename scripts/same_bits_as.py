@@ -118,7 +118,7 @@ class Check:
                 for difference in (*self.restart(run), *self.differences(straight, run))]
 
     def restart(self, run: Path) -> Iterator[str]:
-        """Anything but one exact restart from a checkpoint."""
+        """Deviations from one exact restart from a checkpoint."""
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         found = [(event["at_step"], event["label"]) for event in events
                  if event["event"] == "restore" and event["rank"] == 0]
@@ -126,7 +126,7 @@ class Check:
             yield f"events.jsonl: restarts (step, label) are {found}, not one exact restart"
 
     def differences(self, left: Path, right: Path, ignored: tuple[str, ...] = ()) -> list[str]:
-        """What isn't equal in two runs, by this script and by `trainer compare`."""
+        """Differences of two runs, found by this script and by `trainer compare`."""
         a, b = dict(entries(left)), dict(entries(right))
         unequal = [key for key in {**a, **b} if a.get(key) != b.get(key)
                    and not any(fnmatchcase(key, p) for p in (*PER_RUN, *ignored))]

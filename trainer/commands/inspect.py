@@ -157,9 +157,10 @@ def _table(report: dict[str, Any], run: Path) -> str:
              f"the next start {report['does']}",
              f"it would be {report['next']}" + f": {report['why']}" * bool(report["why"])]
     if wall_s > 0:
-        lines.append(f"goodput {parts['useful'] / wall_s:.1%} of {wall_s:.1f} s: " + ", ".join(
+        uses = ", ".join(
             f"{part} {seconds:.1f} s" for part, seconds in parts.items() if seconds >= 0.05)
-            + f"; {report['lost_steps']} steps repeated")
+        lines.append(f"goodput {parts['useful'] / wall_s:.1%} of {wall_s:.1f} s: {uses}; "
+                     f"{report['lost_steps']} steps repeated")
     lines += ["", "attempt  ranks  from  to    seconds  ended"]
     lines += [f"{a['attempt']:<8} {a['world_size']:<6} {a['start_step']:<5} {a['end_step']:<5} "
               f"{a['seconds']:<8.1f} {a['end']}" + f": {a['cause']}" * bool(a["cause"])

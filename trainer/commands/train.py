@@ -39,12 +39,12 @@ if TYPE_CHECKING:  # signal handlers are installed before torch is imported
     from trainer.telemetry.events import Log
 
 THREADS_AFTER_S = 5.0
-"""Seconds after the end of a complete run until the threads that keep the process are named."""
+"""Seconds after a complete run until a warning names the threads that keep the process alive."""
 
 
 @dataclass
 class CurrentRun:
-    """The run that an attempt has built, for those who end the process in its place."""
+    """The run that an attempt has built, for other threads that may end the process."""
 
     parts: Run | None = None
 
@@ -54,7 +54,7 @@ class RankProcess:
 
     Args:
         stop: the requests to stop this rank; its signal handlers are installed.
-        commands: names of the other commands, for an error about an unknown one.
+        commands: names of the other commands, for the error message about an unknown one.
     """
 
     def __init__(self, stop: StopSignals, commands: Sequence[str] = ()) -> None:
@@ -75,8 +75,8 @@ class RankProcess:
         """Train; returns the exit code.
 
         Args:
-            config: in place of the one that the arguments describe.
-            is_program: the process ends after it; otherwise it is the user's own.
+            config: used instead of the arguments, if given.
+            is_program: the process ends after training; otherwise it belongs to the user.
         """
         from trainer.resilience.launcher_channel import leave_launcher
 
@@ -92,7 +92,7 @@ class RankProcess:
                 failed = code not in (EXIT_COMPLETE, EXIT_STOPPED)
                 last_words = str(error) if failed else ""
                 (self._log.error if failed else self._log.info)(str(error))
-        except BaseException as error:  # also SystemExit of the task's code: no end of a run
+        except BaseException as error:  # a SystemExit in the task's code is a failure too
             if isinstance(error, SystemExit) and self._log.status.phase is Phase.START:
                 raise  # after --help
             self._stop.leave_if_idle()
@@ -140,9 +140,9 @@ class RankProcess:
                                  self._current)
 
     def _explain_refusal(self, error: ConfigError) -> str:
-        """Show a refused configuration on one rank; returns the last words."""
+        """Log a refused configuration on one rank; returns the message for the launcher."""
         self._log.event("refused", why=str(error))
-        # Rank 0 reports what is wrong on all ranks; in training each rank speaks for itself.
+        # Rank 0 reports errors that all ranks have; in training each rank reports its own.
         alone = (self._log.status.phase not in (Phase.START, Phase.BUILD)
                  and error.origin_rank is None)
         if self._launch.rank != 0 and not alone:
@@ -152,11 +152,11 @@ class RankProcess:
         return str(error)
 
     def _count_signals(self) -> int:
-        """Signals that the launcher has sent so far."""
+        """Number of signals that the launcher has sent so far."""
         return self._stop.senders[self._agent]
 
     def _leave_before_training(self) -> int:
-        """Last words of a stop before the first step, when there is nothing to save."""
+        """Report a stop before the first step, with nothing to save; returns the exit code."""
         from trainer.resilience.launcher_channel import has_lost_rank, leave_launcher
 
         stop, log, launch = self._stop, self._log, self._launch
@@ -170,14 +170,17 @@ class RankProcess:
         return EXIT_STOPPED
 
     def _leave_late(self) -> int:
-        """Last words of a stop that has used up its time, beside the main thread."""
+        """Report a stop that has exceeded --stop.grace-s, from another thread than the main one.
+
+        Saves the last step if possible. Returns the exit code.
+        """
         from trainer.resilience.launcher_channel import leave_launcher, tell
 
         if self._complete:  # the process waits for threads of the task
             tell("returned", EXIT_COMPLETE)
             return EXIT_COMPLETE
         parts, log, status = self._current.parts, self._log, self._log.status
-        # In the last phase the last step is saved, and the test of the best weights runs.
+        # In the last phase the last step is already saved, and the best weights are tested.
         saved = parts is not None and status.phase is Phase.FINISH
         if saved or (parts and parts.emergency_save_from_watchdog(lost=False)
                      and parts.saved_from_watchdog):
@@ -189,7 +192,7 @@ class RankProcess:
             leave_launcher(EXIT_STOPPED, self._launch, self._count_signals)
             return EXIT_STOPPED
         log.error(f"--stop.grace-s {self._grace_s:g}: step {status.step} ({status.phase}) didn't "
-                  "end in that time; leaving without having saved it")
+                  "end in that time; the process exits without saving it")
         return EXIT_FAILURE
 
 
@@ -201,7 +204,7 @@ def train_attempt(
 
     Args:
         agent: pid of the launcher.
-        current: learns the run as soon as it is built.
+        current: receives the run as soon as it is built.
         watched: False: `--watchdog.limit-s auto` sets no limit.
     """
     from trainer.loop import train
@@ -225,18 +228,18 @@ def train_attempt(
             try:
                 train(parts)
             except BaseException:
-                if os.getpid() != own:  # a process that the task has forked: not a rank
+                if os.getpid() != own:  # a process forked by the task, not a rank
                     traceback.print_exc()
                     os._exit(EXIT_FAILURE)
-                forget_workers()  # first: torch would raise in the middle of what follows
+                forget_workers()  # first: torch's handler could raise during the cleanup below
                 raise
         except StopRequested:
             stop.disarm()
-            with contextlib.suppress(OSError):  # lines of metrics.jsonl, which the checkpoint has
+            with contextlib.suppress(OSError):  # the checkpoint has the metric lines too
                 parts.close()
             raise
         except BaseException as error:
-            watchdog.stop()  # this thread does now what the watchdog would do
+            watchdog.stop()  # from here on this thread saves and reports
             _survive(parts, error, stop, agent, failure)
             if isinstance(error, SystemExit):
                 raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
@@ -273,7 +276,7 @@ def _survive(
 
 
 def show_cause(error: BaseException) -> None:
-    """Print the traceback of the user's own exception behind an error, if there is one."""
+    """Print the traceback of the exception in user code that caused an error, if any."""
     from trainer.telemetry.events import writable
 
     cause = error.__cause__
@@ -287,7 +290,7 @@ def _lasting_threads() -> list[str]:
 
 
 def _name_threads(log: Log) -> None:
-    """Say which threads keep the process alive after the end of a run."""
+    """Warn of threads that keep the process alive after the end of a run."""
     time.sleep(THREADS_AFTER_S)
     if names := _lasting_threads():
         log.warning(f"the run is complete, but the process waits for threads of the task or of a "
@@ -296,9 +299,11 @@ def _name_threads(log: Log) -> None:
 
 
 def _end_workers() -> None:
-    """Kill loader processes that are left after a failure. They ignore SIGTERM, with which Python
-    would ask them to end before it waits for them."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise at each end
+    """Kill loader processes that are left after a failure.
+
+    They ignore SIGTERM, which Python would send them at exit before it waits for them.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each process
     for process in multiprocessing.active_children():
         if process.daemon:
             process.kill()

@@ -362,7 +362,7 @@ class BadStepConfig(CheckedSection):
 
     def __post_init__(self) -> None:
         check_value(self.max_in_row >= 0, "nonfinite.max-in-row", self.max_in_row,
-                    "use 0 (never go back) or more.")
+                    "use 0 (never roll back) or more.")
         check_value(self.max_total >= 0, "nonfinite.max-total", self.max_total, "use 0 or more.")
         check_value(self.spike_z >= 0, "nonfinite.spike-z", self.spike_z, "use 0 (off) or more.")
 
@@ -495,7 +495,7 @@ class Config(CheckedSection, Generic[TaskT]):
     """PATTERN: don't train the parameters whose names match, nor the statistics of their batch
     norms; !PATTERN excludes some again, and the last match counts (such as * and !fc.*)."""
     accept: Texts = setting((), "ignored")
-    """Changed settings (batch.global-size, data, …) that a resumed run shall accept."""
+    """Changed settings (batch.global-size, data, …) that a resumed run accepts."""
     inject: Texts = setting((), "ignored")
     """Faults to inject: KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:always]."""
     batch: Batch = Batch()
@@ -533,7 +533,7 @@ class Config(CheckedSection, Generic[TaskT]):
         known = {name for name, _, change in self.leaves() if change == "must_match"} | {"data"}
         for name in self.accept:
             check_value(name.replace("-", "_") in known or name.startswith("task."), "accept", name,
-                         f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.")
+                        f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.")
 
     def leaves(self) -> Iterator[tuple[str, Any, Change]]:
         """All settings as (dotted name, value, change on resume), the task's fields included."""

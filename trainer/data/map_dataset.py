@@ -119,15 +119,15 @@ class KeyedSamples(Dataset[MicroBatch]):
             batch, chosen = self._read(spec.indices or (0,), spec.epoch, why)
             batch = self._copy_if_reused(batch)
         except SampleError as error:
-            return raise_or_return(error, rank=self._rank, worker=worker,  # type: ignore[return-value]
-                             advice=self._advice)
+            return raise_or_return(  # type: ignore[return-value]
+                error, rank=self._rank, worker=worker, advice=self._advice)
         if not spec.indices:
             return MicroBatch(spec, batches.empty(batch))
         if not why:
             return MicroBatch(spec, batch)
         return MicroBatch(spec, batch, tuple(
             ReplacedSample(index=self._place(index), by=self._place(by), epoch=spec.epoch,
-                     why=why[index], worker=worker)
+                           why=why[index], worker=worker)
             for index, by in zip(spec.indices, chosen, strict=True) if index != by))
 
     def sample(self, index: int) -> Any:
@@ -319,6 +319,6 @@ def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
 
 
 def in_memory(dataset: Any) -> bool:
-    """Whether reading is so cheap that loader processes would only add transfer cost."""
+    """Whether reading is cheap enough that loader processes would only add transfer cost."""
     *_, dataset = _nested(dataset)
     return hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset)

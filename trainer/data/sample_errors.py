@@ -74,8 +74,7 @@ def raise_or_return(
     """Add the process to an error's message and raise it.
 
     In a loader worker the error is returned instead, for `raise_if_error` to raise in the rank's
-    process:
-    an exception that leaves a worker loses its cause and attributes.
+    process: an exception that leaves a worker loses its cause and attributes.
     """
     place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")
     located = SampleError(f"{error} ({place})" + (f"; {advice}" if advice and error.single else ""))

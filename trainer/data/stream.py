@@ -67,7 +67,7 @@ class StreamReader:
         self._first = 0
         """The step of the iterator's first window."""
         self._count = 0
-        """MicroBatch-batches taken from the iterator."""
+        """Number of micro-batches read from the iterator."""
         self._ready: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[MicroBatch]:

@@ -65,7 +65,7 @@ class Saving:
     checkpoint: Checkpointer
     metrics: Metrics
     circumstances: dict[str, Any]
-    """What decides bits besides the configuration; saved with each checkpoint."""
+    """Facts besides the configuration on which bits depend; saved with each checkpoint."""
     inexact: list[str]
     """Reasons why this run is no longer exact; saved with each checkpoint."""
 
@@ -177,7 +177,7 @@ def _find_position(
         then = found.facts["circumstances"]
         by_number = config.parallel.reduction == "canonical"
         if config.world.threads == "auto" and (by_number or then["world_size"] == world.size):
-            world.use_threads(then["threads"])  # their number decides bits
+            world.use_threads(then["threads"])  # bits depend on their number
             saving.circumstances["threads"] = world.threads
         verdict = compatibility.compare_settings(config, found.facts["settings"],
                                                  now=saving.circumstances,
@@ -207,9 +207,8 @@ def _enter_folder(
     run_dir.enter(path, claim.identity, claim.lock, world, log)
     run_dir.begin(path, claim.identity, world, log, position=resumption.position,
                   version=_version(config), max_same_step=config.restart.max_same_step)
-    lines = copy_missing_checkpoints(resumption.found, saving.checkpoint.store, path
-                                     / layout.METRICS,
-                                     claim.identity.run, world, log)
+    lines = copy_missing_checkpoints(resumption.found, saving.checkpoint.store,
+                                     path / layout.METRICS, claim.identity.run, world, log)
     context.marks.mark(Phase.START, resumption.position)
     if work.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
@@ -239,8 +238,7 @@ def _make_step(context: Context, work: Setup, claim: Claim, saving: Saving) -> S
                                                               config.parallel.find_unused)
     if config.numerics.anomaly == "on":
         step.nan_detector = lambda spec: nan_detection.nan_detector(wrapped, work.model,
-                                                                    partial(_tell_origin, log,
-                                                                            spec))
+                                                                    partial(_report_nan, log, spec))
     if isinstance(work.data["train"], IterableDataset):
         # The length of an epoch is unknown: the first incomplete window ends it.
         whole = config.data.drop_last == "on"
@@ -252,7 +250,7 @@ def _open(
     context: Context, work: Setup, claim: Claim, saving: Saving, resumption: Resumption, step: Step,
     lines: Lines,
 ) -> Run:
-    """Open the data and the record at the place of the run; returns the run."""
+    """Open the data and the record at the position of the run; returns the run."""
     config, world, log, path = context.config, context.world, context.log, context.path
     state, metrics, found = saving.state, saving.metrics, resumption.found
     workers = loader_workers(config, work.data["train"], world)
@@ -300,7 +298,7 @@ def _open(
 def _make_evaluators(
     context: Context, work: Setup, state: TrainState, step: Step, workers: int
 ) -> dict[str, Evaluator | None]:
-    """The evaluations of the validation and the test set; None for a split without data."""
+    """Evaluators of the validation and the test set; None for a split without data."""
     config, world, log, stop = context.config, context.world, context.log, context.stop
     collate = getattr(work.task, "collate", batches.collate)
     return {
@@ -327,7 +325,7 @@ def _describe(
     files.replace_text(path / layout.CONFIG, command_line.to_toml(config))
     label, why = _determinism(config, world, resumption.verdict)
     files.replace_json(path / layout.ENVIRONMENT,
-                        run_dir.environment(world, card, label=label, why=why))
+                       run_dir.environment(world, card, label=label, why=why))
     store.clean()
     warnings = startup_warnings(config, card, epoch=work.plan.steps_per_epoch,
                                 total=work.intervals.total)
@@ -336,15 +334,17 @@ def _describe(
 
 
 def _version(config: Config[Any]) -> str:
-    """Changes with the configuration and with the file that the task is written in: whether a
-    failure can be the one of the attempt before."""
+    """Digest of the configuration and the task's source file.
+
+    If it has changed, a failure at the same step does not count as a repetition.
+    """
     hasher = xxhash.xxh3_64(command_line.to_toml(config).encode())
     hasher.update(task.source_code(config.task))
     return hasher.hexdigest()
 
 
 def _agreed(world: World, make: Callable[[], Any]) -> Any:
-    """Collective. What `make` returns; an error of one rank becomes one of all."""
+    """Collective. Return the result of `make`; an error on one rank is raised on all."""
     made, error = None, None
     try:
         made = make()
@@ -356,9 +356,9 @@ def _agreed(world: World, make: Callable[[], Any]) -> Any:
 
 def _wrap(config: Config[Any], work: Setup, world: World) -> tuple[nn.Module, ddp.Objective]:
     if work.choice.compile:
-        # For each size by itself: code for any size, which torch would make once it has met a
-        # second one, rounds otherwise, and a restart hasn't met it. In place: the names in the
-        # state dict stay plain.
+        # Compile for each size separately: after a second size, torch would generate code for
+        # any size. That code rounds differently, and a restart has seen only one size. Compile in
+        # place: the names in the state dict stay plain.
         work.model.compile(dynamic=False if config.numerics.deterministic == "on" else None)
     group = world.group if config.parallel.reduction == "ddp" else None
     objective = ddp.Objective(
@@ -372,15 +372,15 @@ def _wrap(config: Config[Any], work: Setup, world: World) -> tuple[nn.Module, dd
 
 
 def _shared(state: TrainState, step: Step) -> dict[str, torch.Tensor]:
-    """What has to be equal on all ranks: parameters, their average, optimizer, and the buffers
-    that the step keeps equal."""
+    """Tensors that must be equal on all ranks: parameters, their average, optimizer state, and
+    the buffers that the step keeps equal."""
     parameters, tensors = dict(state.model.named_parameters()), state.tensors()
     buffers = {name: b for name, b in state.model.named_buffers() if b in step.replicated_buffers}
     average = {f"average of {name}": tensor for name, tensor in tensors.get(EMA, {}).items()}
     return parameters | buffers | tensors[OPTIMIZER] | average
 
 
-def _tell_origin(log: Log, spec: MicroBatchSpec, origin: nan_detection.Origin) -> None:
+def _report_nan(log: Log, spec: MicroBatchSpec, origin: nan_detection.Origin) -> None:
     log.event("anomaly", at_step=spec.step, micro_batch=spec.number, **vars(origin))
     log.warning(f"step {spec.step}, micro-batch {spec.number}: a NaN is made by {origin}")
 
@@ -388,13 +388,13 @@ def _tell_origin(log: Log, spec: MicroBatchSpec, origin: nan_detection.Origin) -
 def _find(
     config: Config[Any], named: Path, store: Store, run: str, world: World, log: Log
 ) -> CheckpointRef | None:
-    # After a restart the newest of this run wins over the PATH on the command line.
+    # After a restart, this run's newest checkpoint takes precedence over the PATH of --resume.
     found = find_checkpoint(store, world, run)
     if config.resume not in ("auto", "never"):
         if found is None:
             found = find_checkpoint_at(named, world)
         else:
-            log.info(f"--resume {config.resume} isn't used: the run has a checkpoint of its own")
+            log.info(f"--resume {config.resume} is ignored: the run already has a checkpoint")
     if found is not None:
         for why in found.skipped:
             log.warning(f"checkpoint skipped: {why}")
@@ -405,7 +405,7 @@ def _find(
 def _arm(
     injector: fault_injection.FaultInjector, checkpoint: Checkpointer, state: TrainState
 ) -> None:
-    """Give the injected faults the hands that they need."""
+    """Set the actions of the injected faults that need the checkpointer or the state."""
 
     def flip() -> None:
         checkpoint.finish_copy()
@@ -414,12 +414,11 @@ def _arm(
         memory.set_(parameter.untyped_storage())[0] ^= 1
 
     def corrupt() -> None:
-        checkpoint.abandon()  # the newest is the one in flight
+        checkpoint.abandon()  # the newest one may still be in flight
         saved = checkpoint.store.checkpoints()
         if not saved:
-            raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet that "
-                                                "could be "
-                                                "damaged; name a step after the first save")
+            raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet; "
+                                                "give a step after the first save")
         newest = saved[-1].path / MODEL
         data = bytearray(newest.read_bytes())
         data[len(data) // 2] ^= 1
@@ -432,7 +431,7 @@ def _arm(
 
 
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
-    """Loader processes of this rank; 0: it reads itself, as one of a multiprocessing.Pool must."""
+    """Number of loader processes; auto: 0 for data in memory and in a daemonic process."""
     none = in_memory(dataset) or torch.multiprocessing.current_process().daemon
     auto = 0 if none else min(2, max(1, world.threads - 1))
     return auto if config.data.workers == "auto" else config.data.workers

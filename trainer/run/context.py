@@ -1,4 +1,4 @@
-"""What every stage of a run's construction needs, and the claim on its folder."""
+"""Inputs of all stages of a run's construction, and the claim on its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from trainer.telemetry.events import Log
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """What every stage of the construction needs."""
+    """Inputs of all stages of the construction."""
 
     config: Config[Any]
     world: World
@@ -31,7 +31,7 @@ class Context:
 
 @dataclass(frozen=True, kw_only=True)
 class Claim:
-    """The identity of the run, and what guards its folder."""
+    """Identity of the run, the lock on its folder, and the injected faults."""
 
     identity: RunIdentity
     lock: RunLock

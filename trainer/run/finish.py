@@ -62,7 +62,7 @@ def update_best(
 
 def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
-    run.checkpoint.settle()  # in a phase in which survivors still save this step
+    run.checkpoint.settle()  # before the phase changes: survivors can still save this step
     run.status.enter(Phase.FINISH)
     best, last = run.state.best, run.progress.step
     if run.progress.bad and not run.progress.updates:
@@ -137,5 +137,5 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
     if run.world.writes_run_dir:
         weights = run.state.export_weights()
         files.replace_bytes(run.path / layout.PRODUCT,
-                             tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
+                            tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
         files.replace_json(run.path / layout.SUMMARY, summary)

@@ -123,7 +123,7 @@ class ForwardObservation:
 
     @classmethod
     def of(cls, step: Step) -> ForwardObservation:
-        """Observe after a forward whose sums have been taken."""
+        """Observe after a forward, whose loss must be in the accumulator."""
         loss = step.objective.accumulator.totals[-1]
         return cls(float(loss), values(step.model, of=_summary, state=False, most=MOST_VALUES))
 

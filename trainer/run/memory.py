@@ -1,4 +1,4 @@
-"""MemoryUse use of a rank in MiB: parameters, optimizer state, activations, peak."""
+"""Memory use of a rank in MiB: parameters, optimizer state, activations, peak."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 2**20
 
 @dataclass
 class MemoryUse:
-    """MemoryUse use of this rank, as far as it is known.
+    """Memory use of this rank, as far as it is known.
 
     Attributes:
         activations_mb: memory saved for the backward of one micro-batch.

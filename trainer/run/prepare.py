@@ -154,7 +154,7 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
     """Build the data set of a split; None if the task returns None or a data set of length 0.
 
     Raises:
-        ConfigError: the task returns something else than a data set.
+        ConfigError: the task returns an object that is not a data set.
     """
     rng.seed_all(config.seed, rng.DATA)
     data = task.dataset(split)

@@ -165,8 +165,8 @@ def open_timing(
     """Create the timing of the steps. Rank 0 writes the file."""
     on_cuda = world.device.type == "cuda"
     timing = StepTiming(rank=world.rank, size=world.size, attempt=identity.attempt, workers=workers,
-                    cores=share_of_cores(world.local_size), warn=log.warning,
-                    memory=partial(device_mb, world.device) if on_cuda else resident_mb)
+                        cores=share_of_cores(world.local_size), warn=log.warning,
+                        memory=partial(device_mb, world.device) if on_cuda else resident_mb)
     if world.is_main:
         timing.open(path / TIMING)
     return timing
@@ -213,7 +213,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints:
-    """Create the hints. Those about the data, the model and the batch are given now."""
+    """Create the hints. Those about the data, the model and the batch are shown now."""
     config, work, world = run.config, run.work, run.world
     events = read_events(run.path / layout.EVENTS)
     given = [event["hint"] for event in events if event.get("event") == "hint"]
@@ -272,7 +272,7 @@ def _show_graph(board: TensorBoard, run: RecordedRun) -> None:
         with rng.preserved():
             batch = samples[MicroBatchSpec(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
         board.graph(tensorboard.trace_graph(work.model, work.task.loss,
-                                      to_device(batch, run.world.device)))
+                                            to_device(batch, run.world.device)))
     except Exception as error:
         run.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
 

@@ -1,4 +1,4 @@
-"""A run: what the loop works with, and how it ends."""
+"""A run: the components that the loop uses, and the end of a run."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from trainer.telemetry.step_timing import StepTiming
 
 @dataclass(kw_only=True)
 class Run:
-    """What the loop works with."""
+    """Components that the training loop uses."""
 
     config: Config[Any]
     path: Path
@@ -82,21 +82,21 @@ class Run:
 
     @property
     def status(self) -> Status:
-        """What this rank is doing."""
+        """Current phase and step of this rank."""
         return self.log.status
 
     @property
     def current_step(self) -> int:
-        """The step that has begun, or else the last complete one. The warm-up is the next one's."""
+        """The step in progress, or the last complete one. The warm-up counts as the next step."""
         return self.progress.step + (self.status.in_step or self.status.phase is Phase.WARM_UP)
 
     @property
     def must_roll_back(self) -> bool:
-        """Whether there were so many consecutive bad steps that the run has to roll back."""
+        """Whether the number of consecutive bad steps requires a roll-back."""
         return 0 < self.config.nonfinite.max_in_row <= len(self.progress.consecutive_bad_steps)
 
     def requests(self) -> tuple[bool, ...]:
-        """Requests of this rank for after the step, one for each of `ddp.REQUESTS`.
+        """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`.
 
         Raises:
             StaleAttempt: a newer attempt has taken over the run.
@@ -120,14 +120,14 @@ class Run:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
 
     def draw(self, *, again: bool = True) -> None:
-        """Draw the picture of this step, if the task has one (`again`: also if it exists)."""
+        """Draw the picture of this step, if the task has one (`again`: even if the file exists)."""
         if self.pictures is not None and self.progress.step:
             self.pictures.take(self.progress.step, again=again)
 
     def defer_worker_death_signals(self) -> None:
         """Defer torch's SIGCHLD handler while an exception would leave state that cannot be saved:
-        in an update, between two steps, and after a validation. The next wait for data notices
-        the dead worker too, within 5 s. To be called after the loader has started.
+        in an update, between two steps, and after a validation. The next wait for data also
+        detects the dead worker, within 5 s. Call it after the loader has started.
         """
         raise_death = signal.getsignal(signal.SIGCHLD)
 
@@ -139,7 +139,7 @@ class Run:
             signal.signal(signal.SIGCHLD, handle)
 
     def close(self) -> None:
-        """Regular end: close the loader processes, the last save and the files.
+        """Regular end: end the loader processes, complete the last save, and close the files.
 
         Raises:
             OSError: the state or a line of metrics.jsonl could not be written.
@@ -173,7 +173,7 @@ class Run:
         if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
             if self.step.moves_parameters:
                 self.log.warning(f"step {self.progress.step} isn't saved: this model's forward "
-                                 "changes parameters, and a forward had begun")
+                                 "changes parameters, and a forward had started")
                 return False
             if not self.step.holds_boundary_lock and not self.step.boundary_lock.acquire(
                     timeout=self.world.launch.grace_s):
@@ -182,14 +182,14 @@ class Run:
         return self._save_alone(noticed_s)
 
     def emergency_save_from_watchdog(self, *, lost: bool = True) -> bool:
-        """As `emergency_save`, from another thread, while the main thread computes or is blocked.
+        """Like `emergency_save`, from another thread while the main thread computes or is blocked.
 
         Possible only inside a step before its update: only buffers have changed, and there are
-        copies of them. Afterwards the main thread cannot update. On a GPU it copies on a separate
-        stream, beside a kernel that may never end.
+        copies of them. Afterwards the main thread cannot update. On a GPU the copy uses a separate
+        stream, since a running kernel may never end.
 
         Args:
-            lost: a peer is gone; otherwise the time to stop is used up.
+            lost: a peer has died; otherwise the time limit of a stop has passed.
 
         Returns:
             Whether a save could be tried; `saved_from_watchdog` says whether it succeeded.
@@ -221,7 +221,7 @@ class Run:
                 return False
             try:
                 saved = self.checkpoint.save_alone(kept)
-            except OSError:  # try once more: there may be room again
+            except OSError:  # try once more: the disk may have free space again
                 saved = self.checkpoint.save_alone(kept)
         except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first error
             self.log.warning(f"step {step} could not be saved: {error}")
@@ -237,7 +237,7 @@ class Run:
                              exchanging_weights=ema is not None and ema.exchanging)
 
     def abandon(self) -> None:
-        """End after a failure without hiding it: keep what can be kept. Loader processes end with
+        """Close the files after a failure, without raising another error. Loader processes end with
         this process.
         """
         self.timing.close()

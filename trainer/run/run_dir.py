@@ -226,7 +226,7 @@ def begin(path: Path, identity: RunIdentity, world: World, log: Log, *, position
         max_same_step: consecutive failures at the same step after which the run gives up.
 
     Raises:
-        GaveUp: the previous attempts have failed that often at the same step.
+        GaveUp: the previous attempts have failed this many times in a row at the same step.
     """
     error = None
     reached = max(MappedCounter.read(path / LAST_STEP),

@@ -37,7 +37,7 @@ TRIES = 5
 
 @dataclass(frozen=True)
 class CheckpointWeights:
-    """Model weights of a checkpoint with which the run would validate."""
+    """Model weights of a checkpoint that the run would use in a validation."""
 
     step: int
     tensors: dict[str, Tensor]

@@ -32,7 +32,7 @@ def check_data(work: Setup, world: World) -> None:
                     f'--task: dataset("{split}") on rank {rank} ({what}) differs from that on '
                     f"rank 0 ({everywhere[0][split]}); return the same data on each rank: the "
                     "trainer shards the samples itself, so do not split them by RANK, take random "
-                    "choices from the seed, and sort what comes from a set or a folder listing."))
+                    "choices from the seed, and sort the elements of a set or a folder listing."))
 
 
 def check_weights(work: Setup, world: World, log: Log) -> None:
@@ -64,9 +64,10 @@ def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> None:
     if isinstance(dataset, IterableDataset):
         rng.seed_all(seed, rng.DATA)
         fresh = work.task.dataset("train")  # reading may advance the stream used for training
-        one, other = ([content(sample) for sample in first_samples(
-            fresh, lanes=work.plan.global_size // work.plan.micro_size, count=2, seed=seed)]
-            for _ in "12")
+        lanes = work.plan.global_size // work.plan.micro_size
+        one, other = ([content(sample) for sample in first_samples(fresh, lanes=lanes, count=2,
+                                                                   seed=seed)]
+                      for _ in range(2))
         why = ("a second iteration over the training stream gives other samples: each iteration "
                "must start from the beginning, and may depend on the epoch through set_epoch()")
     else:

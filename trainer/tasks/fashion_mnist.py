@@ -130,8 +130,10 @@ def parse_idx(content: bytes, name: str, start: int = 0) -> tuple[np.ndarray, in
     return np.frombuffer(content, np.uint8, count, body).reshape(shape), body + count
 
 
-def find_dataset(root: str | None, environment: Mapping[str, str], *,
-         system: Path = SYSTEM_FOLDER, download: Callable[[Path], None] | None = None) -> Path:
+def find_dataset(
+    root: str | None, environment: Mapping[str, str], *, system: Path = SYSTEM_FOLDER,
+    download: Callable[[Path], None] | None = None,
+) -> Path:
     """Find the folder of the full data set; download the data set if no folder has it.
 
     Searches `root`, then $TRAINER_DATA, `system` and the user's cache folder, each for the files

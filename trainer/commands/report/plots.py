@@ -72,7 +72,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
 
 
 def primary_metric(runs: Sequence[History]) -> str | None:
-    """Choose the metric to show beside the loss: accuracy, or the first one in the records."""
+    """Choose the metric to plot next to the loss: accuracy, or the first one in the records."""
     names = [name for run in runs for line in run.steps[-1:] for name, value in line.items()
              if name not in RESERVED and isinstance(value, int | float)]
     names += [name.removeprefix("val_") for run in runs for line in run.validations[-1:]
@@ -297,7 +297,7 @@ def _over_steps(
 
 def _ranks(run: History, axes: Axes, colors: Colors) -> None:
     lines = timing_windows([line for line in run.timing if None not in line["step_s"]
-                     and len(line["step_s"]) > 1])
+                            and len(line["step_s"]) > 1])
     size = max(len(line["step_s"]) for line in lines)
     x = [line["step"] for line in lines]
     rows = [[1000 * own / line["steps"] for own in own_step_s(line)] for line in lines]
