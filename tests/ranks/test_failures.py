@@ -150,7 +150,8 @@ def test_a_bad_sample_is_told_with_its_number_and_the_users_line(ranks, tmp_path
     assert codes == [1]
     place = ", loader worker 0" if workers else ""
     assert re.search(rf"error: rank 0, step \d+ \(data\), attempt 0: SampleError: reading sample 90"
-                     rf" of epoch 0 raised KeyError: 'no such picture' \(rank 0{place}\); correct it"
+                     rf" of epoch 0 raised KeyError: 'no such picture' \(rank 0{place}\); correct "
+                     rf"it"
                      r".*\(tests/support/failing_task.py:\d+ in __getitem__\)$", said.strip())
 
 

@@ -188,7 +188,7 @@ class RankProcess:
             why = (f"stopped on request after step {status.step}: {what} didn't end within "
                    f"--stop.grace-s {self._grace_s:g}; run the same command to continue")
             log.event("stop", why=why, exit_code=EXIT_STOPPED)
-            log.announce(why)
+            log.warn_once(why)
             leave_launcher(EXIT_STOPPED, self._launch, self._count_signals)
             return EXIT_STOPPED
         log.error(f"--stop.grace-s {self._grace_s:g}: step {status.step} ({status.phase}) didn't "

@@ -177,7 +177,7 @@ def report_skipped_step(run: Run, result: StepResult) -> None:
                             count=result.sums.count)
     run.log.event("skipped", at_step=result.step, why=result.skip_reason, causes=causes,
                   parameters=parameters, loss=str(result.sums.loss))
-    run.log.announce(f"skipped step {result.step}: {why} (consecutive bad steps: "
+    run.log.warn_once(f"skipped step {result.step}: {why} (consecutive bad steps: "
                      f"{len(progress.consecutive_bad_steps)} of --nonfinite.max-in-row "
                      f"{nonfinite.max_in_row}; in total: {len(progress.bad)} of "
                      f"--nonfinite.max-total {nonfinite.max_total})")
@@ -220,7 +220,7 @@ def replicas_match(run: Run) -> bool:
         if replica_check.has_recomputed(step):
             rank = replica_check.faulty_rank()
             run.log.event("divergence-explained", at_step=step, culprit=rank)
-            run.log.announce(f"step {step} was recomputed from a state equal on all ranks: "
+            run.log.warn_once(f"step {step} was recomputed from a state equal on all ranks: "
                              + ("which rank was wrong is unknown" if rank is None else
                                 f"rank {rank} was wrong; check its memory and device"))
         return True
@@ -230,7 +230,7 @@ def replicas_match(run: Run) -> bool:
                   agreed_step=replica_check.step)
     who = (f"rank {ranks} differs from the others" if len(found.ranks) == 1
            else f"ranks {ranks} differ")
-    run.log.announce(f"step {step}: silent divergence: {who} in {names}; they were last equal at "
+    run.log.warn_once(f"step {step}: silent divergence: {who} in {names}; they were last equal at "
                      f"step {replica_check.step}")
     if replica_check.consecutive_mismatches >= MAX_MISMATCHES:
         raise RanksDiffer(
@@ -253,7 +253,7 @@ def _exclude(run: Run, row: Sequence[int]) -> None:
     if not rolled_back:  # their updates were skipped, so the weights are those from before
         progress.excluded_steps = sorted({*progress.excluded_steps, *row})
     batches = ", ".join(map(str, row))
-    run.log.announce(
+    run.log.warn_once(
         f"step {at}: batches {batches} are excluded from now on; "
         + (f"rolled back to step {progress.step}" if rolled_back else
            "there is no checkpoint to roll back to, so the run continues with the weights from "

@@ -309,7 +309,7 @@ def _make_evaluators(
             all_sum=world.all_sum, marks=context.marks, step=lambda: state.progress.step,
             epoch=lambda: work.plan.epoch_of(max(1, state.progress.step)),
             weights=contextlib.nullcontext if state.ema is None else state.ema.exchanged,
-            stopped=lambda: stop.requested, announce=log.announce, figures=work.figures,
+            stopped=lambda: stop.requested, warn_once=log.warn_once, figures=work.figures,
         )
         for split in ("validation", "test")
     }  # fmt: skip

@@ -74,7 +74,7 @@ class Evaluator:
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     stopped: Callable[[], bool] = lambda: False
     """Whether this rank is asked to stop; called before each batch."""
-    announce: Callable[[str], None] = lambda text: None
+    warn_once: Callable[[str], None] = lambda text: None
     has_warned: bool = False
     """Whether the warning about changed buffers has been logged."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
@@ -169,10 +169,10 @@ class Evaluator:
                 table += counts * (stream or number in mine)
         if moved and not self.has_warned:
             self.has_warned = True
-            self.announce(f"the model's forward changes its buffers {', '.join(sorted(moved)[:5])} "
-                          "in eval mode too; they are restored after each batch, since an "
-                          "evaluation must not change the model: guard the change with "
-                          "`if self.training`")
+            self.warn_once("the model's forward changes its buffers "
+                          f"{', '.join(sorted(moved)[:5])} in eval mode too; they are restored "
+                          "after each batch, since an evaluation must not change the model: guard "
+                          "the change with `if self.training`")
         if stream:  # all ranks have read to the end of the stream, and have its empty last batch
             if not rows:
                 raise ValueError("the stream to evaluate is empty")

@@ -183,7 +183,7 @@ def watch_optimizer(
             return
         hook.remove()
         if changed := differing(*observed):
-            log.announce(
+            log.warn_once(
                 f"{type(optimizer).__name__}: an update changes its attribute "
                 f"{', '.join(changed[:5])}, which no checkpoint holds; a restart gives other bits "
                 "if any result depends on it. Keep it in self.state[parameter] or in the groups")

@@ -40,18 +40,18 @@ def check_weights(work: Setup, world: World, log: Log) -> None:
     groups, and of initial weights that differ between ranks (which then use those of rank 0)."""
     model = work.model
     if unused := uncalled_methods(work.task):
-        log.announce(unused)
+        log.warn_once(unused)
     taken = {p for group in work.optimizer.param_groups for p in group["params"]}
     omitted = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
     if omitted:
-        log.announce(f"parameter_groups() omits trainable parameters, which stay unchanged: "
+        log.warn_once(f"parameter_groups() omits trainable parameters, which stay unchanged: "
                      f"{', '.join(omitted[:5])}{', …' * (len(omitted) > 5)}; freeze parameters "
                      "that must not be trained (requires_grad_(False))")
     everywhere = world.gather_json(checksums(model.parameters()).tolist())
     names = [n for (n, _), *sums in zip(model.named_parameters(), *everywhere, strict=True)
              if len(set(sums)) > 1]
     if names:
-        log.announce(
+        log.warn_once(
             f"initial weights differ between ranks ({', '.join(names[:5])}"
             f"{', …' * (len(names) > 5)}); those of rank 0 are used. model() uses a random "
             "generator that is not seeded, so another start without a checkpoint gives other "
@@ -86,9 +86,9 @@ def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> None:
                "same key: they depend on state that reading changes, on an unseeded generator, or "
                "set_epoch() continues from the previous epoch")
         if one == other and drawn[0] != drawn[2]:
-            log.announce(f"samples {names} of the training data cache the random numbers of their "
+            log.warn_once(f"samples {names} of the training data cache the random numbers of their "
                          "first read; a restart reads them first in another epoch, so it gives "
                          "other bits. Cache only what is the same each time, and draw each time")
     if one != other:
-        log.announce(f"{why}; a restart gives other bits. Draw from random, numpy.random, torch or "
-                     "a generator among the data set's attributes, in one thread")
+        log.warn_once(f"{why}; a restart gives other bits. Draw from random, numpy.random, torch "
+                     "or a generator among the data set's attributes, in one thread")

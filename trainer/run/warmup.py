@@ -109,7 +109,7 @@ def warm_up(
             torch.are_deterministic_algorithms_enabled()) and (
             why := hidden_state.describe_hidden_state(seen,
                                                       hidden_state.ForwardObservation.of(step))):
-        log.announce(why)
+        log.warn_once(why)
     return activations
 
 
@@ -138,7 +138,7 @@ def _find_changed_buffers(step: Step, world: World, log: Log) -> None:
     if world.rank == world.size - 1:  # unshared buffers are taken from this rank
         step.objective.nonfinite = step.buffers.nonfinite
     if lost := find_changed_nonpersistent_buffers(step):
-        log.announce(f"the model's forward changes {_listed(lost)}, registered with "
+        log.warn_once(f"the model's forward changes {_listed(lost)}, registered with "
                      "persistent=False, so no checkpoint holds it: unless it is only a cache, a "
                      "restart gives other bits")
 

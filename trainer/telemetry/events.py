@@ -87,7 +87,7 @@ class Log:
     def warning(self, text: str) -> None:
         self._line("warning", text)
 
-    def announce(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
         """Log a warning that is the same on all ranks; only rank 0 prints it."""
         if self.rank == 0:
             self.warning(text)

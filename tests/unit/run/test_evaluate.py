@@ -163,7 +163,7 @@ def test_an_evaluation_restores_buffers_and_warns_once():
     model(torch.ones(3, 1))
     kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
     mean = model.mean
-    evaluate = evaluator(model, announce=warnings.append)
+    evaluate = evaluator(model, warn_once=warnings.append)
 
     scores = evaluate()
 
