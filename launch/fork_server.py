@@ -30,10 +30,9 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from launch.signals import STOP_SIGNALS
 from launch.worker import Entry, run_worker
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
-from trainer.resilience.stop_signals import is_readable
+from trainer.resilience.stop_signals import STOP_SIGNALS, is_readable
 
 ORPHAN_TIMEOUT_S = 4.3
 """How long ranks may run after the launcher's death before they are killed."""

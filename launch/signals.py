@@ -9,9 +9,7 @@ from collections.abc import Callable
 from types import FrameType
 
 from trainer.errors import EXIT_STOPPED
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Each of these signals, to the launcher or to a rank, requests that the run saves and stops."""
+from trainer.resilience.stop_signals import STOP_SIGNALS
 
 
 class LauncherStop:

@@ -14,9 +14,9 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import NoReturn
 
-from launch.signals import STOP_SIGNALS
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE
 from trainer.resilience import processes
+from trainer.resilience.stop_signals import STOP_SIGNALS
 from trainer.telemetry.std_streams import say
 
 Entry = Callable[[list[str]], int]

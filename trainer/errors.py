@@ -1,6 +1,9 @@
 """Exit codes and exceptions."""
 
+from __future__ import annotations
+
 import errno
+from collections.abc import Iterable
 
 EXIT_COMPLETE = 0
 EXIT_FAILURE = 1
@@ -101,3 +104,9 @@ EMPTY_BATCH_NOTE = (
     "divide --batch.global-size / --batch.micro-size (check_task finds this beforehand)"
 )
 """Note that is added to an exception in the loss of an empty micro-batch."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """The first five names, for a message; an ellipsis stands for the others."""
+    first = list(names)
+    return f"{', '.join(first[:5])}{', …' * (len(first) > 5)}"

@@ -17,6 +17,7 @@ from trainer.checkpoint.train_state import EMA, MODEL, TrainState
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.storage import tensorfile
+from trainer.storage.layout import step_name
 from trainer.telemetry.events import Log
 
 STATE = "state.json"
@@ -87,7 +88,7 @@ def find_checkpoint(
                 without_best = found
             elif found.step < best:
                 return found
-            report["why"] = (f"step-{found.step:08d}: the best weights so far, of step {best}, "
+            report["why"] = (f"{step_name(found.step)}: the best weights so far, of step {best}, "
                              "are damaged")
         skipped.append(report["why"])
         bad.add(latest)

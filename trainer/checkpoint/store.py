@@ -26,6 +26,7 @@ from pathlib import Path
 from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint, read_manifest, verify
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
+from trainer.storage.layout import step_name
 from trainer.storage.locks import ByteLocks
 from trainer.telemetry.status import Phase
 
@@ -91,7 +92,8 @@ class Store:
             OSError: the disk is full; names the folder, the bytes needed and the bytes free.
         """
         stage = StagedCheckpoint(
-            self._temp_path(_name(step), f"tmp-{os.getpid()}"), step=step, generation=generation,
+            self._temp_path(step_name(step), f"tmp-{os.getpid()}"), step=step,
+            generation=generation,
             midway=lambda: self._mark(Phase.SAVE_MID),
             publish=lambda: self._publish(step, stage.path),
         )  # fmt: skip
@@ -133,7 +135,7 @@ class Store:
         for info in self.checkpoints():
             if info.step == step:
                 return self._verify(info.path, step)
-        raise CheckpointDamaged(f"{_name(step)}: there is no such checkpoint in {self.folder}")
+        raise CheckpointDamaged(f"{step_name(step)}: there is no such checkpoint in {self.folder}")
 
     def holds(self, step: int, generation: int) -> bool:
         """Whether a valid checkpoint of this step and generation exists."""
@@ -256,7 +258,8 @@ class Store:
     def _step_lock(self, step: int, wait_s: float) -> Iterator[None]:
         make_folder(self.folder)
         if not self._locks.lock(step, wait_s):
-            writers = [n for n in os.listdir(self.folder) if n.startswith(f"{_name(step)}.tmp-")]
+            writers = [n for n in os.listdir(self.folder)
+                       if n.startswith(f"{step_name(step)}.tmp-")]
             raise CheckpointBusy(
                 f"{self.folder}: another process has been writing step {step} for more than "
                 f"{wait_s:g} s ({', '.join(writers) or 'nothing written yet'})")
@@ -311,7 +314,8 @@ class Store:
         found = []
         for name in sorted(os.listdir(self.folder), reverse=True) if self.folder.is_dir() else ():
             match = _NAME.fullmatch(name)
-            if match and name.startswith(_name(int(match[1]))) and (self.folder / name).is_dir():
+            is_named = match and name.startswith(step_name(int(match[1])))
+            if match and is_named and (self.folder / name).is_dir():
                 found.append((name, int(match[1]), match[2] or ""))
         return found
 
@@ -331,7 +335,7 @@ class Store:
         return True
 
     def _paths(self, step: int) -> tuple[Path, Path]:
-        return self.folder / _name(step), self.folder / f"{_name(step)}.old"
+        return self.folder / step_name(step), self.folder / f"{step_name(step)}.old"
 
     def _temp_path(self, name: str, what: str) -> Path:
         return self.folder / f"{name}.{what}-{secrets.token_hex(4)}"
@@ -349,9 +353,6 @@ class Store:
         for path in self._hide(*paths):
             remove_folder(path)
 
-
-def _name(step: int) -> str:
-    return f"step-{step:08d}"
 
 
 def _age(info: CheckpointInfo) -> tuple[float, int, bool]:

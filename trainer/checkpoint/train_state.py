@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
-from trainer.errors import CheckpointDamaged, ConfigError
+from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.ema import Ema
 
 MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
@@ -107,7 +107,7 @@ class TrainState:
         if names:
             raise ConfigError(
                 f"--task: the model's forward has added, removed or unfrozen "
-                f"{', '.join(sorted(names)[:5])}{', …' * (len(names) > 5)}; the optimizer and the "
+                f"{listed(sorted(names))}; the optimizer and the "
                 "checkpoints need the model as model() returns it: do it there.")
 
     def export_weights(self) -> dict[str, Tensor]:
@@ -291,9 +291,9 @@ def _same_names(saved: set[str], live: set[str], what: str) -> None:
     if saved != live:
         parts = []
         if live - saved:
-            parts.append(f"missing from the checkpoint: {', '.join(sorted(live - saved)[:5])}")
+            parts.append(f"missing from the checkpoint: {listed(sorted(live - saved))}")
         if saved - live:
-            parts.append(f"unknown to this run: {', '.join(sorted(saved - live)[:5])}")
+            parts.append(f"unknown to this run: {listed(sorted(saved - live))}")
         raise CheckpointDamaged(f"{what}: {'; '.join(parts)}")
 
 

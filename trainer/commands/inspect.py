@@ -114,7 +114,7 @@ def _following(
 
 
 def _label_of_step(run: Path, step: int) -> tuple[str, str]:
-    facts = files.read_json(run / layout.CHECKPOINTS / f"step-{step:08d}" / STATE) or {}
+    facts = files.read_json(run / layout.CHECKPOINTS / layout.step_name(step) / STATE) or {}
     return resume_label(run, facts)
 
 

@@ -37,7 +37,7 @@ from trainer.errors import (
 )
 from trainer.optim import compile_cache
 from trainer.resilience.diagnosis import Failure
-from trainer.resilience.stop_signals import SIGNALS, StopSignals, attend
+from trainer.resilience.stop_signals import STOP_SIGNALS, StopSignals, attend
 from trainer.run.prepare import bind_seed
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.locks import release_locks
@@ -212,8 +212,8 @@ def _signals(stop: StopSignals, log: Log) -> Iterator[None]:
         if repeated or log.status.has_nothing_at_stake:  # a second Ctrl-C, or nothing to save
             raise KeyboardInterrupt if number == signal.SIGINT else SystemExit(EXIT_STOPPED)
 
-    before = {number: signal.getsignal(number) for number in (*SIGNALS, signal.SIGCHLD)}
-    for number in SIGNALS:
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+    for number in STOP_SIGNALS:
         if number != signal.SIGHUP or before[number] != signal.SIG_IGN:
             signal.signal(number, handle)
     try:

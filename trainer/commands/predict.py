@@ -18,7 +18,7 @@ from trainer.config import command_line
 from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.run.saved_run import SavedRun, config_error_on_write, open_saved_run, record_first_call
-from trainer.storage import files
+from trainer.storage import files, layout
 from trainer.telemetry.events import Log, writable
 
 KINDS = (".safetensors", ".jsonl")
@@ -54,7 +54,8 @@ def main(argv: Sequence[str]) -> int:
         reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
         split, rows = _predict(reader, options.split)
         step = reader.weights.step
-        out = options.out or options.run / "predictions" / f"{split}-step-{step:08d}.safetensors"
+        name = f"{split}-{layout.step_name(step)}.safetensors"
+        out = options.out or options.run / "predictions" / name
         origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
         encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
         with config_error_on_write(f"--out {out}", REMEDY):

@@ -28,6 +28,7 @@ from trainer.data.sample_errors import raise_if_error
 from trainer.data.sampler import MicroBatchSampler
 from trainer.resilience import processes, stack_dumps
 from trainer.resilience.progress_marks import ProgressMarks
+from trainer.resilience.stop_signals import STOP_SIGNALS
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 
@@ -239,7 +240,7 @@ def _start_worker(rank: int, number: int) -> None:
     ForkingPickler.register(torch.Tensor, _reduce_tensor)
     ForkingPickler.register(torch.UntypedStorage, _reduce_storage)
     # A launcher signals the whole process group, but the rank decides when its workers end.
-    for stop in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+    for stop in STOP_SIGNALS:
         signal.signal(stop, signal.SIG_IGN)
     if sys.platform == "linux":
         # The socket for sending tensors: an abstract name, which vanishes with the process, instead

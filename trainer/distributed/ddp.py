@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.waits import WaitsFor, waiting_for
-from trainer.errors import EMPTY_BATCH_NOTE, ConfigError
+from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.task import Outcome, check_outcome
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def check_reduced(wrapped: nn.Module, spec: MicroBatchSpec, trained: Sequence[st
                   for i in match[1].split()] if match else ["some parameters"]
         raise ConfigError(
             f"--parallel.find-unused off: the loss of step {spec.step}, micro-batch {spec.number}, "
-            f"does not depend on {', '.join(unused[:5])}{', …' * (len(unused) > 5)}, so DDP cannot "
+            f"does not depend on {listed(unused)}, so DDP cannot "
             "finish the step. Continue with --parallel.find-unused on.") from None
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.config.schema import Clip, Optim
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, listed
 from trainer.optim.adamw import AdamW
 from trainer.task import load_object
 
@@ -258,11 +258,11 @@ def sparse_gradient_problem(
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.SparseAdam):
         return (f"--optim.name torch.optim:SparseAdam: it supports only sparse gradients, and "
-                f"those of {_some(dense.values())} are dense; use adamw, with sparse=False in "
+                f"those of {listed(dense.values())} are dense; use adamw, with sparse=False in "
                 "embeddings" if dense else "")
     if not sparse:
         return ""
-    of = f"the gradient of {_some(sparse.values())} is sparse"
+    of = f"the gradient of {listed(sparse.values())} is sparse"
     remedy = "use sparse=False in embeddings"
     if clipping.value > 0:
         return (f"--clip.value {clipping.value}: {of}, and torch cannot clip it by value; use "
@@ -282,10 +282,6 @@ def sparse_gradient_problem(
                 "--optim.name torch.optim:Adagrad with --optim.weight-decay 0")
     return ""
 
-
-def _some(names: Iterable[str]) -> str:
-    first = list(names)
-    return f"{', '.join(first[:5])}{', …' * (len(first) > 5)}"
 
 
 def zero_grad(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> None:

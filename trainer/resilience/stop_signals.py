@@ -15,7 +15,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+"""Each of these, sent to the launcher or to a rank, requests that the run saves and stops."""
 LAST_S = 60.0
 """Time limit of the last part of a stop, in seconds: it may include a save."""
 
@@ -59,7 +60,7 @@ class StopSignals:
 
     def install(self) -> None:
         """Handle the signals from now on. Call it early, before torch is imported."""
-        for number in SIGNALS:
+        for number in STOP_SIGNALS:
             # `nohup` ignores SIGHUP so that the run outlives its terminal: keep that.
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
                 self._before[number] = signal.signal(number, self._handle)
@@ -67,9 +68,9 @@ class StopSignals:
         # Python's handlers wait for the main thread; the signal itself writes to this.
         self._wakeup_before = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: self._over or signal.set_wakeup_fd(-1))
-        signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)  # the thread inherits the mask
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the thread inherits the mask
         threading.Thread(target=self._attend, name="stop", daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
     def uninstall(self) -> None:
         """Restore the signals as they were before `install`. Main thread only."""
@@ -78,7 +79,7 @@ class StopSignals:
         if self._taker is not None:
             signal.pthread_kill(self._taker.ident or 0, signal.SIGUSR1)
             self._taker.join()
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
@@ -95,7 +96,7 @@ class StopSignals:
         signals blocked: they survive a signal to the whole process group.
         """
         if self._taker is None and self._numbers:  # signals with another handler are not shielded
-            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+            signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             self._taker = threading.Thread(target=self._take, name="stop-signals", daemon=True)
             self._taker.start()
 

@@ -21,7 +21,7 @@ from trainer.data.sample_errors import raise_if_error
 from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import StreamBatches
 from trainer.distributed.partition import block
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.task import Outcome, check_outcome
 from trainer.telemetry.classification import Figure
@@ -170,7 +170,7 @@ class Evaluator:
         if moved and not self.has_warned:
             self.has_warned = True
             self.warn_once("the model's forward changes its buffers "
-                          f"{', '.join(sorted(moved)[:5])} in eval mode too; they are restored "
+                          f"{listed(sorted(moved))} in eval mode too; they are restored "
                           "after each batch, since an evaluation must not change the model: guard "
                           "the change with `if self.training`")
         if stream:  # all ranks have read to the end of the stream, and have its empty last batch

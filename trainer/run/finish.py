@@ -95,7 +95,7 @@ def finish(run: Run) -> dict[str, Any]:
         "model.safetensors": f"the {'averaged ' * (run.state.ema is not None)}weights of step "
         f"{chosen}"
         + (f", which have the best {best.metric}" if is_best else ", the last step"),
-        "final_weights": f"{layout.CHECKPOINTS}/step-{last:08d}/{MODEL}",
+        "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{MODEL}",
         "attempts": run.identity.attempt + 1,
         "stopped_early": last < run.intervals.total,
         "save_waits": run.checkpoint.waits,

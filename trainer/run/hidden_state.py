@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.train_state import CONFIGURED, fits_json
 from trainer.distributed.comm_timer import CommunicationTimer
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, listed
 from trainer.step import Step
 from trainer.telemetry.events import Log
 
@@ -137,7 +137,7 @@ def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) ->
     names = differing(one.attributes, other.attributes)
     differs = one.loss != other.loss and not (math.isnan(one.loss) and math.isnan(other.loss))
     if names:
-        where = f"{', '.join(names[:5])}{', …' * (len(names) > 5)}"
+        where = listed(names)
         what = (f"the loss depends on it ({one.loss:.9g}, then {other.loss:.9g}), so a restart "
                 "gives other bits" if differs else
                 "a restart gives other bits if any result depends on it")
@@ -185,7 +185,7 @@ def watch_optimizer(
         if changed := differing(*observed):
             log.warn_once(
                 f"{type(optimizer).__name__}: an update changes its attribute "
-                f"{', '.join(changed[:5])}, which no checkpoint holds; a restart gives other bits "
+                f"{listed(changed)}, which no checkpoint holds; a restart gives other bits "
                 "if any result depends on it. Keep it in self.state[parameter] or in the groups")
 
     hook = optimizer.register_step_post_hook(check)

@@ -14,6 +14,7 @@ from torch import nn
 
 from trainer import rng
 from trainer.checkpoint.buffers import Buffers
+from trainer.storage import layout
 from trainer.storage.files import replace_bytes
 from trainer.telemetry.events import Log
 
@@ -86,7 +87,7 @@ class Pictures:
             self.log.warning(f"no animation of the pictures: {type(error).__name__}: {error}")
 
     def _path(self, step: int) -> Path:
-        return self.folder / f"step-{step:08d}.png"
+        return self.folder / f"{layout.step_name(step)}.png"
 
 
 def _open(array: np.ndarray) -> Any:

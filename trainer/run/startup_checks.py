@@ -12,7 +12,7 @@ from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import first_samples
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.world import World
-from trainer.errors import ConfigError, from_rank
+from trainer.errors import ConfigError, from_rank, listed
 from trainer.run.prepare import Setup, content
 from trainer.task import uncalled_methods
 from trainer.telemetry.events import Log
@@ -45,17 +45,16 @@ def check_weights(work: Setup, world: World, log: Log) -> None:
     omitted = [n for n, p in model.named_parameters() if p.requires_grad and p not in taken]
     if omitted:
         log.warn_once(f"parameter_groups() omits trainable parameters, which stay unchanged: "
-                     f"{', '.join(omitted[:5])}{', …' * (len(omitted) > 5)}; freeze parameters "
+                     f"{listed(omitted)}; freeze parameters "
                      "that must not be trained (requires_grad_(False))")
     everywhere = world.gather_json(checksums(model.parameters()).tolist())
     names = [n for (n, _), *sums in zip(model.named_parameters(), *everywhere, strict=True)
              if len(set(sums)) > 1]
     if names:
         log.warn_once(
-            f"initial weights differ between ranks ({', '.join(names[:5])}"
-            f"{', …' * (len(names) > 5)}); those of rank 0 are used. model() uses a random "
-            "generator that is not seeded, so another start without a checkpoint gives other "
-            "weights; draw from torch's default generators")
+            f"initial weights differ between ranks ({listed(names)}); those of rank 0 are used. "
+            "model() uses a random generator that is not seeded, so another start without a "
+            "checkpoint gives other weights; draw from torch's default generators")
 
 
 def check_sample_reproducibility(work: Setup, log: Log, seed: int) -> None:

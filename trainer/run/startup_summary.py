@@ -10,6 +10,7 @@ from trainer.checkpoint.restore import CheckpointRef
 from trainer.config import compatibility
 from trainer.config.schema import Config
 from trainer.distributed.world import World
+from trainer.errors import listed
 from trainer.run.run_dir import device_name
 from trainer.storage.files import display_path
 from trainer.telemetry.events import Log
@@ -72,7 +73,7 @@ def startup_warnings(
     warnings = [f"--init {config.init}: {line}" for line in card.get("init", ())]
     warmup, names = config.schedule.warmup, card.get("untrained", ())
     if names:
-        shown = f"{', '.join(names[:5])}{', …' * (len(names) > 5)}"
+        shown = listed(names)
         warnings.append(f"not trained: {shown}: not in any group of the task's parameter_groups(); "
                         "add it to a group, or freeze it")
     if (steps := warmup.steps(epoch=epoch, total=total)) > total:

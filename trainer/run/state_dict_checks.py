@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, listed
 from trainer.storage import tensorfile
 
 UNSENDABLE = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn,
@@ -55,7 +55,7 @@ def check_state_dict(model: nn.Module) -> None:
     lost = [n for n, p in model.named_parameters()
             if p.requires_grad and p.numel() and p.data_ptr() not in held]
     if lost:
-        raise ConfigError(f"--task: the model's state_dict omits {', '.join(lost[:5])}, which is "
+        raise ConfigError(f"--task: the model's state_dict omits {listed(lost)}, which is "
                           "trainable, so no checkpoint would hold it; include it, or freeze it "
                           "(requires_grad_(False)).")
 

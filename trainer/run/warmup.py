@@ -16,7 +16,7 @@ from trainer.data.map_dataset import MicroBatch
 from trainer.distributed.replica_check import checksums
 from trainer.distributed.sync_batchnorm import CudaSyncBatchNorm, SyncBatchNorm
 from trainer.distributed.world import World
-from trainer.errors import ConfigError, from_rank
+from trainer.errors import ConfigError, from_rank, listed
 from trainer.optim.optimizers import sparse_gradient_problem
 from trainer.run import hidden_state, memory
 from trainer.run.finish import best_rule
@@ -138,7 +138,7 @@ def _find_changed_buffers(step: Step, world: World, log: Log) -> None:
     if world.rank == world.size - 1:  # unshared buffers are taken from this rank
         step.objective.nonfinite = step.buffers.nonfinite
     if lost := find_changed_nonpersistent_buffers(step):
-        log.warn_once(f"the model's forward changes {_listed(lost)}, registered with "
+        log.warn_once(f"the model's forward changes {listed(lost)}, registered with "
                      "persistent=False, so no checkpoint holds it: unless it is only a cache, a "
                      "restart gives other bits")
 
@@ -210,7 +210,7 @@ def refuse_unused(step: Step, world: World, *, looked: bool = True) -> None:
     if unused:
         raise from_rank(0, ConfigError(
             f"--task: the loss of the first batch does not depend on the trainable parameters "
-            f"{_listed(unused)}; freeze them (requires_grad_(False)), use them, or set "
+            f"{listed(unused)}; freeze them (requires_grad_(False)), use them, or set "
             "--parallel.find-unused on."))
 
 
@@ -244,7 +244,7 @@ def refuse_partial_gradients(step: Step, world: World, times: Mapping[Tensor, in
     parts = sorted({name for names in world.gather_json(mine) for name in names})
     if parts:
         raise from_rank(0, ConfigError(
-            f"--parallel.reduction canonical: the gradients of {_listed(parts)} come in parts, so "
+            f"--parallel.reduction canonical: the gradients of {listed(parts)} come in parts, so "
             "their sum would depend on the number of ranks: they are sparse (use sparse=False), or "
             "a nested backward adds to them too (use use_reentrant=False in checkpoint()). "
             "Or use --parallel.reduction ddp."))
@@ -281,7 +281,7 @@ def refuse_changed_parameters(step: Step, moved: list[float]) -> None:
     if names:
         raise from_rank(0, ConfigError(
             "--parallel.reduction canonical: the model's forward changes the parameters "
-            f"{_listed(names)}, so they would depend on the number of ranks; make them buffers "
+            f"{listed(names)}, so they would depend on the number of ranks; make them buffers "
             "(register_buffer), or use --parallel.reduction ddp."))
 
 
@@ -299,7 +299,7 @@ def refuse_diverging_parameters(step: Step, world: World, sums: list[int]) -> No
              if len(set(values)) > 1]
     if names:
         raise from_rank(0, ConfigError(
-            f"--task: the model's forward changes the parameters {_listed(names)} differently on "
+            f"--task: the model's forward changes the parameters {listed(names)} differently on "
             "each rank, because it depends on the samples (as max_norm of an Embedding does, and "
             "an initialisation by the first batch); do not change parameters in the forward, make "
             "them buffers, or train with one rank."))
@@ -330,7 +330,3 @@ def find_changed_nonpersistent_buffers(step: Step) -> list[str]:
     moved = {id(live) for live, kept in step.buffers.pairs() if bool(torch.any(live != kept))}
     held = {id(tensor) for tensor in step.model.state_dict(keep_vars=True).values()}
     return [n for n, b in step.model.named_buffers() if id(b) in moved - held]
-
-
-def _listed(names: Sequence[str]) -> str:
-    return f"{', '.join(names[:5])}{', …' * (len(names) > 5)}"

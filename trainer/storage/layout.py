@@ -6,3 +6,8 @@ SUMMARY, PRODUCT, METRICS, EVENTS = (
 )  # fmt: skip
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
 COMPILED, TIMING, LAST_STEP = "compile-cache", "timing.jsonl", "last-step"
+
+
+def step_name(step: int) -> str:
+    """Name of what belongs to a step, such as its checkpoint."""
+    return f"step-{step:08d}"
