@@ -271,22 +271,20 @@ def ours(name: str, gate: Gate, ranks: int, folder: Path) -> None:
     """This trainer, with everything on; a block ends when its save is durable."""
     import trainer.loop
     from trainer.__main__ import main
-    from trainer.telemetry.events import Log
 
-    work, stepped, loop, runs = WORKS[name], Log.stepped, trainer.loop.train, []
+    work, loop = WORKS[name], trainer.loop.train
 
     def train(run: Any) -> Any:
-        runs.append(run)
+        def turn(step: int) -> None:
+            if step > work.block // 2 and gate.step():  # saves fall into the middle of the blocks
+                while run.checkpoint.in_flight is not None:
+                    time.sleep(0.0005)
+                gate.rest()
+
+        run.status.on_step(turn)
         return loop(run)
 
-    def turn(log: Log, step: int) -> None:
-        stepped(log, step)
-        if step > work.block // 2 and gate.step():  # the saves fall into the middle of the blocks
-            while runs[0].checkpoint.in_flight is not None:
-                time.sleep(0.0005)
-            gate.rest()
-
-    trainer.loop.train, Log.stepped = train, turn  # type: ignore[method-assign]
+    trainer.loop.train = train
     micro = work.micro_size
     raise SystemExit(main([
         f"--task={work.task}", f"--steps={FOREVER}", f"--batch.micro-size={micro}",
