@@ -91,8 +91,8 @@ def head_after_optimizer() -> Found:
 def clip_before_backward() -> Found:
     order = ("zero_grad", "forward", "clip", "backward", "step", "schedule")
     wrong, none = loop(order, make=sgd, clip=0.1), loop(make=sgd)
-    return (f"norm told {max(wrong.told):.0f}, norm used up to {max(wrong.used):.2f} at a limit of "
-            "0.1; same bits as without clipping",
+    return (f"reported norm {max(wrong.told):.0f}, norm used up to {max(wrong.used):.2f} at a "
+            "limit of 0.1; same bits as without clipping",
             not max(wrong.told) and max(wrong.used) > 0.1 and same(wrong.model, none.model))
 
 
@@ -129,8 +129,8 @@ def clip_without_unscale() -> Found:
 
     right = ("zero_grad", "forward", "backward", "unscale", "clip", "step", "schedule")
     with_sgd, good, with_adam = half(RIGHT, sgd), half(right, sgd), half(RIGHT, adamw)
-    return (f"norm told {with_sgd.told[0]:,.0f} instead of {good.told[0]:.2f}; SGD ends at loss "
-            f"{with_sgd.loss:.2f} instead of {good.loss:.2f}, AdamW at {with_adam.loss:.2f}",
+    return (f"reported norm {with_sgd.told[0]:,.0f} instead of {good.told[0]:.2f}; SGD ends at "
+            f"loss {with_sgd.loss:.2f} instead of {good.loss:.2f}, AdamW at {with_adam.loss:.2f}",
             with_sgd.told[0] > 1000 * good.told[0] and with_sgd.loss > 2 * good.loss)
 
 
