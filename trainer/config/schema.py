@@ -477,9 +477,9 @@ class Config(CheckedSection, Generic[TaskT]):
     seed: int = setting(0, "must_match")
     """Seed of all random numbers."""
     steps: int | None = setting(None, "may_change")
-    """Duration of the run in optimizer steps (global batches)."""
+    """Length of the run in optimizer steps (global batches)."""
     epochs: int | None = setting(None, "may_change")
-    """Duration of the run in epochs, if --steps is not given; 5 if neither is given."""
+    """Length of the run in epochs, if --steps is not given; 5 if neither is given."""
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "may_change")
     """auto: cuda if available, else mps for a single process, else cpu."""
     resume: str = setting("auto", "ignored")
@@ -540,7 +540,7 @@ class Config(CheckedSection, Generic[TaskT]):
         yield from _leaves(self, "", "ignored")
 
     def total_steps(self, epoch: int) -> int:
-        """Duration of the run in optimizer steps.
+        """Length of the run in optimizer steps.
 
         Args:
             epoch: steps of an epoch.

@@ -1,4 +1,4 @@
-"""BestTracker validation: any gain selects the weights, a gain above min_delta resets the
+"""Best validation: any gain selects the weights, a gain above min_delta resets the
 patience."""
 
 from __future__ import annotations
