@@ -436,7 +436,7 @@ def test_inconsistent_values_are_refused_with_a_remedy(argv, parts):
     (["--device", "gpu"], ["--device", "'gpu'", "'auto', 'cpu', 'cuda', 'mps'"]),
     (["--data.workers", "many"], ["--data.workers", "'many'", "auto"]),
     (["--steps"], ["--steps: expected a value"]),
-    (["--steps", "abc"], ["--steps 'abc': expected None or INT. Duration of the run"]),
+    (["--steps", "abc"], ["--steps 'abc': expected None or INT. Length of the run"]),
     (["--optim.betas", "a", "b"], ["--optim.betas 'a' 'b': expected FLOAT FLOAT."]),
     (["--seed=1.5"], ["--seed '1.5': expected INT."]),
     (["--init="], ["--init '': the value is empty"]),
