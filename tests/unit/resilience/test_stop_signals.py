@@ -87,6 +87,7 @@ ORPHAN = """\
 import os, signal, subprocess, sys, time
 from trainer.resilience import stop_signals as stop
 if sys.argv[1:]:
+    print("begun", flush=True)
     stop.ORPHAN_LIMIT_S, parent = 0, int(sys.argv[1])
     {first}
     {second}
@@ -111,4 +112,4 @@ def test_a_rank_of_torchruns_notices_that_torchrun_is_killed(first, second):
                                env={**os.environ, "TORCHELASTIC_RUN_ID": "none"},
                                stdout=subprocess.PIPE, text=True)
 
-    assert started.communicate(timeout=100)[0] == ""
+    assert started.communicate(timeout=100)[0] == "begun\n"
