@@ -8,15 +8,6 @@ from pathlib import Path
 import pytest
 from runs import train
 
-
-def patient_train(*arguments: str) -> int:
-    """Train without the time limit of the search for shared samples, for slow machines."""
-    from trainer.data import shared_samples
-
-    shared_samples.BUDGET_S = 60.0
-    return train(*arguments)
-
-
 BAD_RUN = ["--task=hinted_task:Hinted", "--device=cpu", "--batch.global-size=8",
         "--batch.micro-size=4", "--steps=240", "--schedule.name=constant", "--schedule.warmup=off",
         "--optim.lr=1e-4", "--task.scale=50", "--task.shuffled", "--task.leaked",
@@ -31,10 +22,10 @@ def hints(run: Path) -> list[str]:
 def test_a_bad_run_gets_each_hint_once_also_after_a_restart(ranks, tmp_path, capfd):
     run = tmp_path / "run"
     fault = "--inject=kill:step=150:phase=forward"
-    outcome, = ranks.outcomes(1, patient_train, *BAD_RUN, fault, f"--run-dir={run}", group=False)
+    outcome, = ranks.outcomes(1, train, *BAD_RUN, fault, f"--run-dir={run}", group=False)
     assert outcome.signal == 9
 
-    assert ranks(1, patient_train, *BAD_RUN, fault, f"--run-dir={run}", group=False) == [0]
+    assert ranks(1, train, *BAD_RUN, fault, f"--run-dir={run}", group=False) == [0]
 
     assert sorted(hints(run)) == ["clipped-steps", "constant-rate", "dead-gradient", "first-loss",
                                   "flat-loss", "shared-samples", "small-batchnorm"]

@@ -12,17 +12,16 @@ workers can't be loaded without workers.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from trainer.data.loader import loader_arguments, shut_down_workers
 from trainer.data.map_dataset import MicroBatch
-from trainer.data.sample_errors import raise_if_error
-from trainer.data.stream_reader import LanePosition, LaneReader, StreamSpec, WindowPart
+from trainer.data.stream_reader import LanePosition, LaneReader, StreamSpec
+from trainer.data.workers import DataReader
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.errors import ConfigError
 
@@ -51,9 +50,7 @@ class StreamReader:
         self._slots = micro_batches_per_rank(layout.lanes, num_ranks)
         self._step, self._gather = step, gather
         self._workers = min(workers, len(self._lanes) if layout.per_lane else 1)
-        lanes_each = -(-len(self._lanes) // max(1, self._workers))
-        self._reading = {**loader_arguments(self._workers, -(-prefetch // lanes_each), device),
-                         "persistent_workers": self._workers > 0}  # fmt: skip
+        self._prefetch, self._device = prefetch, device
         self._epoch = 0
         self._start = 0
         """The step before the first one of the epoch."""
@@ -61,20 +58,21 @@ class StreamReader:
         """Iterator → its last known position; missing: the start of the epoch."""
         self._taken: dict[int, dict[int, LanePosition]] = {}
         """Step → positions of this rank's iterators after it; from the last completed step on."""
-        self._loader: DataLoader[WindowPart] | None = None
-        self._iterator: Iterator[WindowPart] | None = None
+        self._readers: list[DataReader] = []
+        """One per loader process; empty before the first micro-batch."""
+        self._turns: Iterator[DataReader] = iter(())
         self._begun: dict[str, Any] = {}
         self._first = 0
-        """The step of the iterator's first window."""
+        """The step of the first window since the last (re)start of reading."""
         self._count = 0
-        """Number of micro-batches read from the iterator."""
+        """Number of micro-batches read since then."""
         self._ready: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
-        if self._iterator is None:
+        if not self._readers:
             self._begin()
         while not self._ready:
             self._fill()
@@ -92,10 +90,11 @@ class StreamReader:
                 f"{self._epoch} of the training stream ends before its first global batch is "
                 f"complete ({self._layout.lanes} lanes of {self._layout.micro_size} samples); use "
                 "a smaller --batch.global-size, or --data.drop-last off if the stream has samples.")
-        assert self._loader is not None, "the end of an epoch is found by reading"
         self._epoch, self._start = self._epoch + 1, self._step()
         self._marks, self._taken = {}, {}
-        self._iterate()
+        for reader in self._readers:
+            reader.restart()
+        self._start_window()
 
     def share(self) -> None:
         """Exchange the iterators' positions between all ranks before a save (collective).
@@ -126,7 +125,7 @@ class StreamReader:
         Raises:
             ConfigError: the saved position has another lane layout.
         """
-        if self._iterator is not None:
+        if self._readers:
             # Already loaded before reading began; this is the call with the rest of the state.
             assert state == self._begun, "the stream is already being read from another position"
             return
@@ -143,29 +142,37 @@ class StreamReader:
 
     def close(self) -> None:
         """End the loader's processes."""
-        shut_down_workers(self._iterator)
+        for reader in self._readers:
+            reader.close()
 
     def _begin(self) -> None:
         self._begun = self.state_dict()
-        reader = LaneReader(
-            self._spec, lanes=self._lanes, empty_slots=self._slots - len(self._lanes),
-            epoch=self._epoch, windows=self._step() - self._start, marks=self._marks,
-            rank=self._rank,
-        )  # fmt: skip
-        self._loader = DataLoader(reader, **self._reading)
-        self._iterate()
+        number = max(1, self._workers)
+        ahead = -(-self._prefetch // -(-len(self._lanes) // number))
+        for worker in range(number):
+            # A loader of its own for each process: a data set that divides itself by
+            # `get_worker_info()` would drop samples, since the lanes are divided already.
+            lanes = [self._lanes[i] for i in block(len(self._lanes), worker, number)]
+            last = worker == number - 1
+            reader = LaneReader(
+                self._spec, lanes=lanes, epoch=self._epoch, marks=self._marks,
+                empty_slots=self._slots - len(self._lanes) if last else 0,
+                windows=self._step() - self._start, rank=self._rank,
+                worker=worker if self._workers else None)
+            self._readers.append(DataReader(
+                reader, workers=min(1, self._workers), prefetch=ahead, device=self._device,
+                first_worker=worker))
+        self._start_window()
 
-    def _iterate(self) -> None:
-        """Start reading after the last completed step; prefetched micro-batches are dropped."""
-        assert self._loader is not None
-        self._iterator = iter(self._loader)
+    def _start_window(self) -> None:
+        """Go on after the last completed step; prefetched micro-batches are dropped."""
+        self._turns = itertools.cycle(self._readers)
         self._ready.clear()
         self._first, self._count = self._step() + 1, 0
 
     def _fill(self) -> None:
         """Receive the next worker's part of a window."""
-        assert self._iterator is not None
-        part = raise_if_error(next(self._iterator))
+        part = next(next(self._turns))
         window = self._count // self._slots
         for micro in part.micro_batches:
             self._count += 1

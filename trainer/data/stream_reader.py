@@ -5,18 +5,17 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch, begin_epoch
 from trainer.data.sample_errors import as_sample_error, this_worker, yield_items_and_error
 from trainer.data.sampler import MicroBatchSpec
-from trainer.distributed.partition import block
 from trainer.errors import ConfigError
 
 _OPEN = -1
@@ -83,8 +82,7 @@ class LaneIterator:
 
     def __init__(
         self, dataset: Any, layout: LaneLayout, *, number: int, seed: int, epoch: int,
-        mark: LanePosition = LanePosition(),
-        windows: int = 0,
+        mark: LanePosition = LanePosition(), windows: int = 0,
     ) -> None:  # fmt: skip
         self.number = number
         self.first: Any = None
@@ -139,7 +137,7 @@ class LaneIterator:
                 # Converted through JSON: the form in which it is restored, and a copy that later
                 # reads don't change.
                 live = self._holder.state_dict()
-                if windows <= 1 and (key := _odd_key(live)) is not None:
+                if (key := _odd_key(live)) is not None:
                     raise TypeError(f"it has the key {key!r}, which is not a string; the state is "
                                     "saved as JSON, which would restore the key as a string")
                 state = json.loads(json.dumps(live))
@@ -150,33 +148,20 @@ class LaneIterator:
         if self._generators:
             rng.key(self._generators, *self._keys, *place)
 
-    def _named(self, doing: str) -> as_sample_error:
+    def _named(self, doing: str) -> AbstractContextManager[None]:
         lane = f" of lane {self.number}" if self._layout.per_lane else ""
         return as_sample_error(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the "
                                "stream")
 
 
 def known_length(dataset: Any) -> int | None:
-    """Number of samples; None for a stream without `__len__`, or whose `__len__` raises TypeError.
-
-    Raises:
-        ConfigError: `__len__` doesn't return a number of samples.
-    """
-    stream = isinstance(dataset, IterableDataset)
+    """Number of samples; None for a stream without `__len__`, or whose `__len__` raises."""
     try:
         return len(dataset)
-    except (TypeError, ValueError, OverflowError):
-        if stream and not hasattr(type(dataset), "__len__"):
+    except TypeError:
+        if isinstance(dataset, IterableDataset):
             return None
-        try:
-            length = type(dataset).__len__(dataset)
-        except (TypeError, AttributeError):
-            if stream:
-                return None
-            raise
-    raise ConfigError(f"--task: __len__ of the data set {type(dataset).__name__} returned "
-                      f"{length!r} ({type(length).__name__}); return the number of samples, an "
-                      "int of 0 or more.")
+        raise
 
 
 def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[Any]:
@@ -231,46 +216,29 @@ class WindowPart:
 class LaneReader(IterableDataset[WindowPart]):
     """Yields the micro-batches of some lanes, one `WindowPart` per window.
 
-    In a loader worker it yields only the worker's share of the lanes. Each iteration is the next
-    epoch and never ends: only the ranks together know whether an epoch is over, so a lane that has
-    ended yields empty micro-batches.
+    Each iteration is the next epoch and never ends: only the ranks together know whether an epoch
+    is over, so a lane that has ended yields empty micro-batches.
 
     Args:
-        lanes: the lanes of this rank.
         empty_slots: empty micro-batches to append to each window.
         epoch, windows, marks: the position where the first iteration begins.
-        rank: used in error messages.
+        rank, worker: used in error messages.
     """
 
     def __init__(
         self, spec: StreamSpec, *, lanes: Sequence[int], empty_slots: int, epoch: int,
-        windows: int, marks: Mapping[int, LanePosition], rank: int = 0,
+        windows: int, marks: Mapping[int, LanePosition], rank: int, worker: int | None,
     ) -> None:  # fmt: skip
         self._dataset, self._layout = spec.dataset, spec.layout
         self._seed, self._collate = spec.seed, spec.collate
         self._lanes, self._empty_slots = lanes, empty_slots
-        self._first = (epoch, windows, dict(marks))
-        self._iterations = 0
-        self._rank = rank
-        self._worker: int | None = None
+        self._position = (epoch, windows, dict(marks))
+        self._rank, self._worker = rank, worker
         self._example: Any = None
-        self._copy_if_reused = batches.BatchCopier()
 
     def __iter__(self) -> Iterator[WindowPart]:
-        info = get_worker_info()
-        if info is not None:
-            count, self._worker = len(self._lanes), info.id
-            self._lanes = [self._lanes[i] for i in block(count, info.id, info.num_workers)]
-            self._empty_slots *= info.id == info.num_workers - 1
-            # The lanes are already divided among the workers: a data set that divides itself again
-            # by get_worker_info() would drop samples. In a worker's later epochs `info` is None, so
-            # the division above is done once.
-            torch.utils.data._utils.worker._worker_info = None
-        epoch, windows, marks = self._first
-        if self._iterations:
-            epoch, windows, marks = epoch + self._iterations, 0, {}
-        self._iterations += 1
-        parts = self._parts(epoch, windows, marks)
+        parts = self._parts(*self._position)
+        self._position = (self._position[0] + 1, 0, {})
         return yield_items_and_error(parts, rank=self._rank, worker=self._worker)
 
     def _parts(
@@ -302,13 +270,10 @@ class LaneReader(IterableDataset[WindowPart]):
         spec = MicroBatchSpec(0, epoch, lane, False, tuple(place for place, _ in taken))
         if not taken:
             return MicroBatch(spec, batches.empty(self._collate([self._some_sample(epoch)])))
-        rng.seed_all(
-            self._seed, rng.SAMPLE, epoch, lane, spec.indices[0], _COLLATE, devices=False
-        )
+        rng.seed_all(self._seed, rng.SAMPLE, epoch, lane, spec.indices[0], _COLLATE, devices=False)
         with as_sample_error(f"collating samples {list(spec.indices)} of lane {lane} of epoch "
                              f"{epoch}"):
-            return MicroBatch(spec,
-                              self._copy_if_reused(self._collate([sample for _, sample in taken])))
+            return MicroBatch(spec, batches.collated(self._collate, [one for _, one in taken]))
 
     def _some_sample(self, epoch: int) -> Any:
         """Any sample, as the template of an empty micro-batch; read from another lane if needed."""
@@ -344,7 +309,6 @@ class StreamBatches(IterableDataset[MicroBatch]):
         return yield_items_and_error(self._share(), rank=self._rank, worker=this_worker())
 
     def _share(self) -> Iterator[MicroBatch]:
-        torch.utils.data._utils.worker._worker_info = None  # as in LaneReader
         begin_epoch(self._dataset, 0, seed=self._seed)
         iterator = LaneIterator(self._dataset, self._layout, number=0, seed=self._seed, epoch=0)
         number = 0
@@ -352,7 +316,7 @@ class StreamBatches(IterableDataset[MicroBatch]):
             if number % self._num_ranks == self._rank:
                 spec = MicroBatchSpec(0, 0, number, True, tuple(place for place, _ in taken))
                 with as_sample_error(f"collating batch {number} of the stream"):
-                    batch = self._collate([sample for _, sample in taken])
+                    batch = batches.collated(self._collate, [sample for _, sample in taken])
                 yield MicroBatch(spec, batch)
             number += 1
         if number:
