@@ -67,9 +67,6 @@ class Shapes:
     """Determines the images; by default the run's seed."""
 
     def __post_init__(self) -> None:
-        if self.images < 4 or self.width % 4:
-            raise ConfigError(f"task.images {self.images}, task.width {self.width}: use 4 or more "
-                              "images, and a width that is a multiple of 4.")
         if self.balanced and self.target == "masks" and self.loss_name != "bce":
             raise ConfigError("task.balanced needs the loss bce: add --task.loss bce.")
 

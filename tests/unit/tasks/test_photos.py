@@ -115,7 +115,7 @@ def test_other_classes_in_validation_are_refused(root):
 
 def test_balanced_weights_come_from_the_training_images(root):
     task = small(root, validation_fraction=0.0)
-    assert task._counts() == (4, 6, 10)
+    assert photos.count_images(task) == (4, 6, 10)
 
     class Same(torch.nn.Module):
         def forward(self, images: Tensor) -> Tensor:
