@@ -24,7 +24,7 @@ from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
-from trainer.errors import EMPTY_BATCH_NOTE, ConfigError
+from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
 from trainer.optim.bad_step_check import Health
 from trainer.resilience.progress_marks import ProgressMarks
@@ -35,7 +35,6 @@ from trainer.task import (
     SPLITS,
     Outcome,
     check_outcome,
-    check_signatures,
     task_figures,
     uncalled_methods,
 )
@@ -168,7 +167,6 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     irreproducible = bool(problems)
     problems += [unused] if (unused := uncalled_methods(task)) else []
     try:
-        check_signatures(task)
         task_figures(task)
         case = _case(task, batch_size)
     except Exception as error:
@@ -211,12 +209,8 @@ def _case(task: Any, batch_size: int) -> _Case:
 # --- model, loss and gradients
 
 def _check_model(case: _Case) -> Iterator[str]:
-    try:
-        rng.seed_all(SEED, rng.MODEL)
-        model = case.task.model()
-    except Exception as error:
-        yield raised("model()", error)
-        return
+    rng.seed_all(SEED, rng.MODEL)
+    model = case.task.model()
     if not isinstance(model, nn.Module):
         yield f"model() returned {type(model).__name__}; return a torch.nn.Module."
     elif not any(p.requires_grad for p in model.parameters()):
@@ -229,12 +223,8 @@ def _check_model(case: _Case) -> Iterator[str]:
 
 
 def _check_loss(case: _Case) -> Iterator[str]:
-    try:
-        outcome = case.outcome(case.model(), case.whole)
-        total, _ = check_outcome(outcome)
-    except Exception as error:
-        yield raised(f"loss of {case.size} samples", error)
-        return
+    outcome = case.outcome(case.model(), case.whole)
+    total, _ = check_outcome(outcome)
     if not math.isfinite(total.item()):
         yield f"the loss of {case.size} samples is {total.item()}; it must be finite."
     if not _number(outcome.count) > 0:
@@ -256,12 +246,12 @@ def _check_gradients(case: _Case) -> Iterator[str]:
     trainable = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
     missing = [name for name, gradient in trainable.items() if gradient is None]
     if missing:
-        yield (f"no gradient reaches {_listed(missing)} (.grad is None): use it in the loss, or "
+        yield (f"no gradient reaches {listed(missing)} (.grad is None): use it in the loss, or "
                "set requires_grad to False.")
     broken = [n for n, g in trainable.items()
               if g is not None and not torch.isfinite(g.to_dense()).all()]
     if broken:
-        yield f"the gradient of {_listed(broken)} is not finite."
+        yield f"the gradient of {listed(broken)} is not finite."
 
 
 def _check_empty(case: _Case) -> Iterator[str]:
@@ -287,16 +277,12 @@ def _check_empty(case: _Case) -> Iterator[str]:
     moved = [n for n, b in model.named_buffers() if not same(before.get(n), b)]
     moved = [n for n in moved if not _moves_by_itself(model, n)]
     if moved:
-        yield (f"a micro-batch of 0 samples changes the buffer {_listed(moved)}: don't change it "
+        yield (f"a micro-batch of 0 samples changes the buffer {listed(moved)}: don't change it "
                "in a forward pass without samples.")
 
 
 def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
-    """Whether a buffer belongs to torch's spectral norm, which iterates in each forward pass.
-
-    It iterates independently of the input. A run takes the buffers of the last rank, which never
-    has only empty micro-batches.
-    """
+    """Whether a buffer belongs to torch's spectral norm, which iterates whatever the input is."""
     owner, _, name = buffer.rpartition(".")
     module = model.get_submodule(owner)
     return isinstance(module, _SpectralNorm) or any(
@@ -336,7 +322,7 @@ def _check_step(case: _Case) -> Iterator[str]:
     optimizer = optimizers.make_optimizer(Optim(), model,
                                           getattr(case.task, "parameter_groups", None))
     if names := optimizers.untrained(optimizer, model):
-        yield (f"no group of parameter_groups() has {_listed(names)}, so it isn't trained; add it "
+        yield (f"no group of parameter_groups() has {listed(names)}, so it isn't trained; add it "
                "to a group, or freeze it (requires_grad_(False)).")
     objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
                           device=torch.device("cpu"))
@@ -355,7 +341,7 @@ def _check_step(case: _Case) -> Iterator[str]:
     broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
     if result.skipped or broken:
         yield (f"a training step has a loss of {result.sums.loss}, a gradient norm of "
-               f"{result.grad_norm}" + (f", and non-finite {_listed(broken)}." if broken else "."))
+               f"{result.grad_norm}" + (f", and non-finite {listed(broken)}." if broken else "."))
 
 
 # --- state
@@ -379,12 +365,12 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
 
     hidden = differing(values(straight), values(restarted))
     if hidden:
-        yield (f"the training forward changes {_listed(hidden)} of the model, which isn't saved in "
+        yield (f"the training forward changes {listed(hidden)} of the model, which isn't saved in "
                "a checkpoint: make it a buffer (register_buffer with a tensor), or a function of "
                "the batch.")
     in_task = differing(values(case.task), values(pristine))
     if in_task:
-        yield (f"using the task changes its {_listed(in_task)}, which isn't saved in a checkpoint: "
+        yield (f"using the task changes its {listed(in_task)}, which isn't saved in a checkpoint: "
                "keep state in buffers of the model, not in the task.")
     total, again = (_number(check_outcome(outcome)[0]) for outcome in (expected, found))
     if not (hidden or in_task or total == again or math.isnan(total)):
@@ -406,8 +392,3 @@ def _copy_of(task: Any) -> Any:
         return copy.deepcopy(task)
     except TypeError:  # it contains something that can't be copied, such as a lock or a file
         return task
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"
