@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -93,12 +93,9 @@ class KeyedSamples(Dataset[MicroBatch]):
         self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] = batches.collate,
         augment: bool = True, skip: bool = False, rank: int = 0, advice: str = "",
     ) -> None:  # fmt: skip
-        self._dataset = dataset
+        self._dataset, self._seed, self._collate, self._augment = dataset, seed, collate, augment
         self._inner, self._maps = _inside(dataset)
         self._batched = hasattr(self._inner, "__getitems__")
-        self._seed = seed
-        self._collate = collate
-        self._augment = augment
         self._skip, self._rank, self._advice = skip, rank, advice
         self._epoch: int | None = None
         self._listeners: list[int] = []
@@ -234,11 +231,11 @@ class KeyedSamples(Dataset[MicroBatch]):
         self, indices: tuple[int, ...], epoch: int, doing: str = "reading"
     ) -> AbstractContextManager[None]:
         def what() -> str:
+            single = len(indices) == 1
             places = [self._place(index) for index in indices]
-            which = f"sample {places[0]}" if len(places) == 1 else f"samples {places}"
+            which = f"sample {places[0]}" if single else f"samples {places}"
             if self._maps:
-                own = indices[0] if len(indices) == 1 else list(indices)
-                which += f" (in the subset: {own})"
+                which += f" (in the subset: {indices[0] if single else list(indices)})"
             return f"{doing} {which} of epoch {epoch}"
 
         return as_sample_error(what)
@@ -277,30 +274,21 @@ def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
     return [id(one) for one in listeners]
 
 
-def _nested(dataset: Any) -> Iterator[Any]:
-    """A data set, and the data sets inside it as long as they are `Subset`s."""
-    yield dataset
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-        yield dataset
-
-
 def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
     """The data set inside plain `Subset`s, and the indices of each subset, outermost first."""
     maps = []
-    for layer in _nested(dataset):
-        kind = type(layer)
-        if not isinstance(layer, Subset) or (kind.__getitem__, kind.__getitems__) != (
-                Subset.__getitem__, Subset.__getitems__):  # it does more than select samples
-            break
-        maps.append(layer.indices)
-        dataset = layer.dataset
+    while isinstance(dataset, Subset) and (
+            type(dataset).__getitem__ is Subset.__getitem__
+            and type(dataset).__getitems__ is Subset.__getitems__):  # it only selects samples
+        maps.append(dataset.indices)
+        dataset = dataset.dataset
     return dataset, maps
 
 
 def in_memory(dataset: Any) -> bool:
     """Whether reading is cheap enough that loader processes would only add transfer cost."""
-    *_, dataset = _nested(dataset)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
     return hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset)
 
 

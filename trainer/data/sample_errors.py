@@ -1,5 +1,4 @@
-"""Errors of samples: their messages, their transfer out of a loader worker, and the limit on
-replaced samples."""
+"""Errors of samples: their messages, their way out of a loader worker, and their limit."""
 
 from __future__ import annotations
 
@@ -69,8 +68,8 @@ def raise_or_return(
 ) -> SampleError:
     """Add the process to an error's message and raise it.
 
-    In a loader worker the error is returned instead, and raised in the rank's process: an exception
-    that leaves a worker loses its cause and attributes.
+    In a loader worker it is returned instead, and raised in the rank's process: an exception that
+    leaves a worker loses its cause and attributes.
     """
     place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")
     located = SampleError(f"{error} ({place})" + (f"; {advice}" if advice and error.single else ""))
@@ -88,10 +87,7 @@ class WorkerTraceback(Exception):
 
 
 def check_replaced_share(replaced: int, consumed: int) -> None:
-    """Raise `TooManyBadSamples` if the replaced samples exceed `BAD_COUNT` and `BAD_SHARE`.
-
-    The decision is equal on all ranks because the arguments are.
-    """
+    """Raise `TooManyBadSamples` beyond `BAD_COUNT` and `BAD_SHARE`; the same on all ranks."""
     if replaced > max(BAD_COUNT, BAD_SHARE * consumed):
         raise TooManyBadSamples(
             f"--data.on-error skip: {replaced:,} of {consumed:,} samples were bad and have been "

@@ -1,12 +1,8 @@
 """The micro-batches of one rank of a stream, with a position that can be saved and resumed.
 
-The position is stored per lane, not per rank or worker, so a run can resume with other numbers of
-both. The state of each lane's iterator is transferred with each window read from it, and the saved
-position is that after the last trained window, regardless of prefetching.
-
-The worker processes are those of torch's DataLoader. torchdata's StatefulDataLoader (whose protocol
-the iterators may implement) stores its states per worker and for one rank only: a state of two
-workers can't be loaded without workers.
+The position is stored per lane, not per rank or worker (as in torchdata's StatefulDataLoader), so a
+run can resume with other numbers of both. Each window brings the states of its lanes' iterators,
+and the saved position is that after the last trained window, regardless of prefetching.
 """
 
 from __future__ import annotations
@@ -30,8 +26,7 @@ class StreamReader:
     """The micro-batches of one rank of a stream; a resumable part of the run's state.
 
     Whether a window is used for a step is known only after its sample count has been summed over
-    the ranks. The position follows from the number of completed steps. If a window isn't used, the
-    caller calls `next_epoch`.
+    the ranks: the position follows from the number of completed steps.
 
     Args:
         workers: loader processes; at most one per lane, or one if the data set has no `lane()`.
@@ -99,9 +94,8 @@ class StreamReader:
     def share(self) -> None:
         """Exchange the iterators' positions between all ranks before a save (collective).
 
-        Without it `state_dict` holds the other ranks' positions as of the last exchange or the
-        start of the epoch. That is exact too, but a resumed run has to read and drop the samples
-        in between.
+        Without it the other ranks' positions are those of the last exchange: exact too, but a
+        resumed run has to read and drop the samples in between.
         """
         own = self._marks | self._taken.get(self._step(), {})
         mine = {number: dataclasses.asdict(own.get(number, LanePosition()))

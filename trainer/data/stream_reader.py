@@ -37,12 +37,10 @@ class LaneLayout:
 
     @classmethod
     def of(cls, dataset: Any, *, lanes: int, micro_size: int) -> LaneLayout:
-        """The layout for a data set."""
         return cls(lanes=lanes, micro_size=micro_size, per_lane=hasattr(dataset, "lane"))
 
     @property
     def iterators(self) -> int:
-        """Number of iterators."""
         return self.lanes if self.per_lane else 1
 
     @property
@@ -100,8 +98,9 @@ class LaneIterator:
             source = dataset.lane(number, layout.lanes) if layout.per_lane else dataset
             self._generators = rng.find_generators(dataset, source)
             self._iterator = iter(source)
-            holders = (h for h in (self._iterator, source) if _is_stateful(h))
-            self._holder = next(holders, None)
+            self._holder = next((h for h in (self._iterator, source)
+                                 if hasattr(h, "state_dict") and hasattr(h, "load_state_dict")),
+                                None)
             if mark.state is not None and self._holder is not None:
                 self._holder.load_state_dict(mark.state)
                 if self._holder is not self._iterator:
@@ -172,18 +171,14 @@ def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[An
     return [s for _, s in LaneIterator(dataset, layout, number=0, seed=seed, epoch=0).take()]
 
 
-def _is_stateful(thing: Any) -> bool:
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-
-
 def _odd_key(value: Any) -> Any:
     """A dict key inside `value` that is not a string; None if there is none."""
+    entries: Any = value if isinstance(value, list | tuple) else ()
     if isinstance(value, dict):
-        odd = next((key for key in value if not isinstance(key, str)), None)
-        return odd if odd is not None else _odd_key(list(value.values()))
-    if isinstance(value, list | tuple):
-        return next((key for key in map(_odd_key, value) if key is not None), None)
-    return None
+        if odd := [key for key in value if not isinstance(key, str)]:
+            return odd[0]
+        entries = value.values()
+    return next((key for key in map(_odd_key, entries) if key is not None), None)
 
 
 Collate = Callable[[list[Any]], Any]
@@ -202,8 +197,7 @@ class StreamSpec:
 
 @dataclass(frozen=True)
 class WindowPart:
-    """What one process has read for a window: its micro-batches, and its iterators' positions
-    after the window."""
+    """What one process has read for a window, and its iterators' positions after the window."""
 
     micro_batches: list[MicroBatch]
     marks: dict[int, LanePosition]

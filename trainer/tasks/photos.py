@@ -53,7 +53,7 @@ def _read(path: str) -> Any:
 
 
 class CifarImages(Dataset):
-    """CIFAR-10 images in memory, read in batches; random crop and flip if the indices have keys."""
+    """CIFAR-10 images in memory; random crop and flip if the indices have keys."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean_std: Any, *,
                  augmented: bool) -> None:
