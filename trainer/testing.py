@@ -21,6 +21,7 @@ from trainer.checkpoint.progress import TrainProgress
 from trainer.config.schema import BadStepConfig, Clip, Optim
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
+from trainer.data.sample_errors import summarize_exception
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
@@ -43,7 +44,7 @@ SEED = 0
 
 
 def check_items(task: Any, batch_size: int) -> Iterator[str]:
-    """Yield the problems of a task's samples, one sentence each."""
+    """The problems of a task's samples, one sentence each."""
     for split in SPLITS:
         try:
             dataset, again = (dataset_of(task, split) for _ in range(2))
@@ -98,8 +99,7 @@ def read_items(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 
 
 def raised(doing: str, error: Exception) -> str:
     """An operation and the exception it raised, in one line."""
-    text = str(error).strip().splitlines()
-    return f"{doing} raised {type(error).__name__}: {text[0] if text else 'without a message'}"
+    return f"{doing} raised {summarize_exception(error)}"
 
 
 TOLERANCE = 1e-5
@@ -139,13 +139,13 @@ class _Case:
     """A task under test, and the batches to test it with."""
 
     task: Any
+    size: int
     whole: Any
     """A batch of `size` samples."""
     other: Any
-    """Another batch of at least one sample; `whole` if the data set has no more samples."""
+    """Another batch; `whole` if the data set has no more samples."""
     halves: tuple[Any, Any] | None
-    """`whole` split into two batches; None if it has a single sample."""
-    size: int
+    """`whole` in two batches; None for a single sample."""
 
     def model(self, task: Any = None) -> nn.Module:
         """A newly initialised model in training mode, with the same weights in each call."""

@@ -60,7 +60,6 @@ class ImageSet(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Image 1x28x28 float32 and label (scalar int64), without augmentation."""
         images, labels = self.__getitems__([index])
         return images[0], labels[0]
 
@@ -124,7 +123,6 @@ class Images:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the labels."""
         return fashion_mnist.CLASS_NAMES
 
     @property
@@ -143,17 +141,15 @@ class Images:
         if split not in SPLITS:
             raise ValueError(f"split {split!r}: use one of {', '.join(SPLITS)}")
         arrays = self._arrays()
-        train, validation = self._parts(len(arrays.train_labels))
         mean, std = self._statistics(arrays)
-        if split == "train":
-            images, labels = arrays.train_images[train], arrays.train_labels[train]
-            return ImageSet(images, labels, mean, std, self.augment)
         if split == "test":
             return ImageSet(arrays.test_images, arrays.test_labels, mean, std)
-        if not len(validation):
+        train, validation = self._parts(len(arrays.train_labels))
+        chosen = train if split == "train" else validation
+        if not len(chosen):
             return None
-        held_out = arrays.train_images[validation], arrays.train_labels[validation]
-        return ImageSet(*held_out, mean, std)
+        return ImageSet(arrays.train_images[chosen], arrays.train_labels[chosen], mean, std,
+                        self.augment if split == "train" else "none")
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         """Cross-entropy summed over the samples, and the accuracy.
@@ -174,15 +170,12 @@ class Images:
         return losses.classification(model, logits, labels, (total, count))
 
     def figures(self) -> dict[str, Figure]:
-        """Precision, recall and F1, as means over the classes."""
         return CLASS_FIGURES
 
     def first_loss(self) -> float:
-        """Expected loss of an untrained model; 0 (unknown) with a teacher."""
         return 0.0 if self.teacher is not None else math.log(len(self.class_names))
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """The first validation images with the model's predictions."""
         shown = self.dataset("validation") or self.dataset("test")
         assert shown is not None
         images, labels = shown.__getitems__(range(min(SHOWN, len(shown))))

@@ -283,9 +283,7 @@ def named(name: str, **options: Any) -> Any:
     return LOSSES[name](**options)
 
 
-def classification(
-    model: nn.Module, logits: Tensor, labels: Tensor, loss: SumAndCount
-) -> Outcome:
+def classification(model: nn.Module, logits: Tensor, labels: Tensor, loss: SumAndCount) -> Outcome:
     """The `Outcome` of a classifier: the loss, the accuracy, and in evaluation the confusion."""
     found = logits.detach().argmax(1)
     table = None if model.training else confusion(found, labels, logits.shape[1])
@@ -293,18 +291,14 @@ def classification(
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:
-    """Class weights inversely proportional to the class counts: n / (classes · n of the class).
-
-    All classes that occur then have the same total weight; a class without samples has weight 0.
-    """
+    """Class weights that give all classes the same total weight: n / (classes · n of the class)."""
     total = sum(counts)
     present = sum(count > 0 for count in counts)
     return tuple(total / (present * count) if count else 0.0 for count in counts)
 
 
 def balanced_positive(positives: Sequence[int], samples: int) -> tuple[float, ...]:
-    """`pos_weight` of BCE that gives positives and negatives of each label the same total weight;
-    1 for a label without positives."""
+    """`pos_weight` of BCE that gives positives and negatives of a label the same total weight."""
     return tuple((samples - count) / count if count else 1.0 for count in positives)
 
 

@@ -111,7 +111,6 @@ class Photos:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the labels: the folder names in alphabetical order."""
         if self.data == "cifar-10":
             return CIFAR_10
         return tuple(sorted(p.name for p in self._folder("train").iterdir() if p.is_dir()))
@@ -155,15 +154,12 @@ class Photos:
         return losses.classification(model, logits, labels, loss(logits, labels))
 
     def figures(self) -> dict[str, Figure]:
-        """Precision, recall and F1, as means over the classes."""
         return CLASS_FIGURES
 
     def first_loss(self) -> float:
-        """Expected loss of an untrained model; 0 (unknown) with pretrained weights."""
         return 0.0 if self.weights is not None else math.log(len(self.class_names))
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """Validation images with the model's predictions."""
         images, labels = _shown(self)
         logits = model(images.to(next(model.parameters()).device))
         return drawing.predictions(images, logits, labels, self.class_names)

@@ -72,7 +72,6 @@ class Shapes:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the labels and of the masks' channels."""
         return SHAPES
 
     def model(self) -> nn.Module:
@@ -105,11 +104,9 @@ class Shapes:
         return Outcome(total, count, {"accuracy": (right, target.numel())}, table)
 
     def figures(self) -> dict[str, Figure]:
-        """Precision, recall, F1 and intersection over union, as means over the shapes."""
         return {name: macro(name) for name in ("precision", "recall", "f1", "iou")}
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """Validation images above the model's predictions, with one colour per shape."""
         images, _ = self._drawn("validation")
         images = images[:8]
         device = next(model.parameters()).device

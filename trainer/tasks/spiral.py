@@ -57,15 +57,12 @@ class Spiral:
         return losses.classification(model, logits, arms, loss(logits, arms))
 
     def figures(self) -> dict[str, Figure]:
-        """Precision, recall and F1, as means over the arms."""
         return CLASS_FIGURES
 
     def first_loss(self) -> float:
-        """Expected loss of an untrained model."""
         return math.log(CLASSES)
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """The predicted arms of the plane, paler at lower confidence, and the validation points."""
         line = torch.linspace(-_REACH, _REACH, _PIXELS)
         y, x = torch.meshgrid(-line, line, indexing="ij")
         plane = torch.stack([x.flatten(), y.flatten()], 1)

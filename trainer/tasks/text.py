@@ -68,7 +68,6 @@ class PieceStream(IterableDataset):
         return self.lane(0, 1)
 
     def lane(self, number: int, lanes: int) -> PieceReader:
-        """The pieces of lane `number`."""
         return PieceReader(self.pieces, block(len(self.pieces), number, lanes))
 
 
@@ -85,11 +84,9 @@ class PieceReader(Iterator[tuple[Tensor, Tensor]]):
         return self._pieces[self._numbers[self._done - 1]]
 
     def state_dict(self) -> dict[str, int]:
-        """The number of pieces read."""
         return {"done": self._done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position."""
         self._done = state["done"]
 
 
@@ -156,12 +153,10 @@ class Text:
         return Outcome(*loss(logits.flatten(0, 1), targets.flatten()))
 
     def figures(self) -> dict[str, Figure]:
-        """Perplexity exp(loss), and bits per byte loss / ln 2."""
         return {"perplexity": lambda means, table: math.exp(min(means["loss"], 700.0)),
                 "bits_per_byte": lambda means, table: means["loss"] / math.log(2)}
 
     def first_loss(self) -> float:
-        """Expected loss of an untrained model."""
         return math.log(BYTES)
 
     def fingerprint(self) -> str:
