@@ -60,14 +60,6 @@ def test_keys_determine_the_draws_of_a_generator(kind):
     assert draw(one) != first
 
 
-def test_a_generator_of_an_object_does_not_repeat_the_process_wide_draws():
-    own = random.Random()
-    rng.seed_all(1, 2)
-    rng.key([own], 1, 2)
-
-    assert own.random() != random.random()
-
-
 @pytest.mark.parametrize("nest", [
     lambda g: Draws(g),
     lambda g: Subset(Draws(g), [0]),

@@ -39,12 +39,11 @@ class StreamReader:
         self, spec: StreamSpec, *, rank: int, num_ranks: int, workers: int, prefetch: int,
         device: torch.device, step: Callable[[], int], gather: Callable[[Any], list[Any]],
     ) -> None:  # fmt: skip
-        layout = spec.layout
-        self._spec, self._layout = spec, layout
-        self._rank, self._lanes = rank, block(layout.lanes, rank, num_ranks)
-        self._slots = micro_batches_per_rank(layout.lanes, num_ranks)
+        self._spec = spec
+        self._rank, self._lanes = rank, block(spec.lanes, rank, num_ranks)
+        self._slots = micro_batches_per_rank(spec.lanes, num_ranks)
         self._step, self._gather = step, gather
-        self._workers = min(workers, len(self._lanes) if layout.per_lane else 1)
+        self._workers = min(workers, len(self._lanes) if spec.per_lane else 1)
         self._prefetch, self._device = prefetch, device
         self._epoch = 0
         self._start = 0
@@ -81,9 +80,9 @@ class StreamReader:
         """
         if self._step() == self._start:
             raise ConfigError(
-                f"--batch.global-size {self._layout.lanes * self._layout.micro_size}: epoch "
+                f"--batch.global-size {self._spec.lanes * self._spec.micro_size}: epoch "
                 f"{self._epoch} of the training stream ends before its first global batch is "
-                f"complete ({self._layout.lanes} lanes of {self._layout.micro_size} samples); use "
+                f"complete ({self._spec.lanes} lanes of {self._spec.micro_size} samples); use "
                 "a smaller --batch.global-size, or --data.drop-last off if the stream has samples.")
         self._epoch, self._start = self._epoch + 1, self._step()
         self._marks, self._taken = {}, {}
@@ -99,7 +98,7 @@ class StreamReader:
         """
         own = self._marks | self._taken.get(self._step(), {})
         mine = {number: dataclasses.asdict(own.get(number, LanePosition()))
-                for number in self._layout.iterators_of(self._lanes)}
+                for number in self._spec.iterators_of(self._lanes)}
         for theirs in self._gather(mine):
             self._marks |= {int(number): LanePosition(**mark) for number, mark in theirs.items()}
 
@@ -107,10 +106,10 @@ class StreamReader:
         """The position of all lanes after the last completed step."""
         marks = self._marks | self._taken.get(self._step(), {})
         return {
-            "epoch": self._epoch, "start": self._start, "lanes": self._layout.lanes,
-            "micro_size": self._layout.micro_size,
+            "epoch": self._epoch, "start": self._start, "lanes": self._spec.lanes,
+            "micro_size": self._spec.micro_size,
             "feeds": [dataclasses.asdict(marks.get(n, LanePosition()))
-                      for n in range(self._layout.iterators)],
+                      for n in range(self._spec.iterators)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,7 +123,7 @@ class StreamReader:
             assert state == self._begun, "the stream is already being read from another position"
             return
         was = (state["lanes"], state["micro_size"], len(state["feeds"]))
-        now = (self._layout.lanes, self._layout.micro_size, self._layout.iterators)
+        now = (self._spec.lanes, self._spec.micro_size, self._spec.iterators)
         if was != now:
             raise ConfigError(
                 f"--batch.micro-size {now[1]}: the saved position in the training stream is for "

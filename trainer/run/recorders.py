@@ -27,7 +27,7 @@ from trainer.data.loader import MicroBatchSource, SampledSource
 from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
-from trainer.data.stream_reader import LaneLayout, StreamSpec
+from trainer.data.stream_reader import StreamSpec
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
@@ -72,8 +72,7 @@ def open_source(
         batch = config.batch
         stream = StreamReader(
             StreamSpec(dataset=data, seed=config.seed, collate=collate,
-                       layout=LaneLayout.of(data, lanes=batch.micro_batches,
-                                            micro_size=batch.micro_size)),
+                       lanes=batch.micro_batches, micro_size=batch.micro_size),
             rank=world.rank, num_ranks=world.size,
             workers=workers, prefetch=config.data.prefetch, device=world.device,
             step=lambda: progress.step, gather=world.gather_json,

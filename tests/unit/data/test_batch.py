@@ -52,16 +52,6 @@ def test_mapping_keeps_the_nesting_and_reaches_each_tensor(make):
     assert all(torch.equal(a, b * 10) for a, b in zip(after, before, strict=True))
 
 
-def test_mapping_leaves_what_is_no_tensor_alone():
-    value = {"id": 3, "name": "a", "none": None, "x": torch.ones(1)}
-
-    mapped = batch.map_tensors(torch.zeros_like, value)
-
-    assert {k: v for k, v in mapped.items() if k != "x"} == {"id": 3, "name": "a", "none": None}
-    assert mapped["x"] == 0
-    assert value["x"] == 1, "the original is untouched"
-
-
 @pytest.mark.parametrize("make", NESTINGS)
 def test_samples_are_stacked_in_their_own_nesting(make):
     samples = [make(torch.full((2,), i)) for i in range(3)]
@@ -122,11 +112,6 @@ def test_a_scalar_that_belongs_to_the_whole_batch_stays_in_an_empty_one():
 
     assert empty["scale"] == 2
     assert empty["kind"] == "train"
-
-
-def test_the_size_is_the_first_dimension_of_the_first_tensor_that_has_one():
-    assert batch.size({"scale": torch.tensor(1.0), "x": torch.ones(5, 2)}) == 5
-    assert batch.size({"scale": torch.tensor(1.0)}) == 0
 
 
 def test_a_copy_shares_no_memory_and_keeps_graphs():

@@ -104,10 +104,6 @@ def test_a_subset_that_does_more_than_select_is_read_itself(kind):
     assert [row[2] for row in found] == [row[2] for row in read(Batched(), 0, 1)]
 
 
-def test_a_single_sample_of_a_subset_is_the_selected_one():
-    assert KeyedSamples(Subset(Plain(), torch.tensor([9, 8])), seed=1).sample(1)[0] == 8
-
-
 def test_a_subset_of_data_in_memory_is_in_memory():
     assert in_memory(Subset(Subset(Batched(), [1, 2]), [0]))
     assert not in_memory(Subset(Plain(), [1, 2]))

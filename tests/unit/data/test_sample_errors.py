@@ -81,21 +81,6 @@ def test_a_bad_sample_is_replaced_by_the_documented_choice(kind, indices):
     assert {r.epoch for r in micro.replaced} == {EPOCH}
 
 
-def test_the_replacement_depends_on_seed_and_epoch():
-    def choices(seed: int, epoch: int) -> list[int]:
-        samples = KeyedSamples(Bad(COUNT, 3, BAD), seed=seed, skip=True)
-        return [r.by for r in samples[MicroBatchSpec(1, epoch, 0, True, tuple(BAD))].replaced]
-
-    assert len({tuple(choices(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
-
-
-def test_a_bad_replacement_is_skipped():
-    first = rng.mix(SEED, rng.REPLACE, EPOCH, 3, 1) % COUNT
-    bad = {3, first}
-
-    assert read(reader(bad=bad), 3).replaced[0].by == in_place_of(3, bad) != first
-
-
 @pytest.mark.parametrize("kind", [Bad, BadAtOnce])
 @pytest.mark.parametrize(("num_ranks", "workers"), [(1, 2), (2, 0), (3, 2)])
 def test_the_replacement_is_independent_of_ranks_and_workers(kind, num_ranks, workers):

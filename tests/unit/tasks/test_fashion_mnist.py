@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import fcntl
-import functools
 import gzip
-import hashlib
-import http.server
 import importlib.util
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -264,43 +260,3 @@ def wait_until(happened, deadline_s: float = 200) -> None:
     while not happened():
         assert time.monotonic() < end, "it didn't happen in time"
         time.sleep(0.01)
-
-
-@pytest.fixture
-def mirror(tmp_path):
-    """A folder with the compressed files, and the address of an HTTP server for it."""
-    folder = write(tmp_path / "mirror", contents(), packed=True)
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    handler = functools.partial(Quiet, directory=str(folder))
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        yield folder, f"http://127.0.0.1:{server.server_port}/"
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.parametrize("whole", [True, False])
-def test_torchvision_downloads_and_checks_the_sums(whole, mirror, tmp_path, monkeypatch):
-    from torchvision.datasets import FashionMNIST
-
-    folder, address = mirror
-    sums = [(path.name, hashlib.md5(path.read_bytes()).hexdigest())
-            for path in sorted(folder.iterdir())]
-    monkeypatch.setattr(FashionMNIST, "mirrors", [address])
-    monkeypatch.setattr(FashionMNIST, "resources", sums)
-    for variable in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
-        monkeypatch.delenv(variable, raising=False)
-    if not whole:
-        (folder / f"{FILES[2]}.gz").write_bytes(gzip.compress(b"something else"))
-
-    if whole:
-        found = look(tmp_path / "root", tmp_path, None)
-        assert len(fashion_mnist.read_folder(found).train_labels) == 20
-    else:
-        with pytest.raises(ConfigError, match="not found or corrupted"):
-            look(tmp_path / "root", tmp_path, None)

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import math
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import tyro
 from torch.nn import functional
 
 from trainer.errors import ConfigError
@@ -67,16 +65,6 @@ def test_the_split_depends_on_the_seed_alone_and_is_stable():
     assert first[1][:8].tolist() == [3, 4, 5, 7, 15, 20, 23, 30]
 
 
-@pytest.mark.parametrize(("fraction", "sizes"), [(0.0, (50, None)), (0.5, (25, 25))])
-def test_the_held_out_share_can_be_chosen(fraction, sizes, tmp_path):
-    task = tiny(tmp_path, validation_fraction=fraction)
-
-    train, validation = task.dataset("train"), task.dataset("validation")
-
-    assert len(train) == sizes[0]
-    assert (validation if validation is None else len(validation)) == sizes[1]
-
-
 def test_the_pixels_are_normalised_by_the_training_part_alone(tmp_path):
     plain = tiny(tmp_path / "plain")
     held_out = int(plain._parts(50)[1][0])
@@ -108,20 +96,6 @@ def test_one_by_one_and_batched_give_the_same_bits(augment):
     for place, image, label in zip(places, images, labels, strict=True):
         assert torch.equal(data[place][0], image)
         assert torch.equal(data[place][1], label)
-
-
-@pytest.mark.parametrize("augment", ["flip", "flip+crop"])
-def test_an_augmented_sample_is_the_same_in_any_batch(augment):
-    data = Images(augment=augment).dataset("train")
-    draw = np.random.default_rng(0)
-    places, keys = draw.permutation(9_600)[:64], draw.integers(0, 2**64, 64, dtype=np.uint64)
-
-    whole, _ = data.__getitems__(Indices(places, keys))
-    parts = [data.__getitems__(Indices(places[i : i + 7], keys[i : i + 7]))[0]
-             for i in range(0, 64, 7)]
-
-    assert torch.equal(torch.cat(parts), whole)
-    assert not torch.equal(whole, data.__getitems__(places)[0])
 
 
 def test_flip_mirrors_and_crop_lets_black_in():
@@ -164,12 +138,6 @@ def test_the_fingerprint_tells_data_and_splits_apart_but_not_folders(tmp_path):
 # --- settings ---
 
 
-def test_the_flag_and_the_recipe_key_of_the_model_are_model():
-    assert tyro.cli(Images, args=["--model", "resnet18"]).architecture == "resnet18"
-    field = {f.name: f for f in dataclasses.fields(Images)}["architecture"]
-    assert field.metadata["flag"] == "model"
-
-
 @pytest.mark.parametrize(("fields", "message"), [
     ({"validation_fraction": 1.0}, r"task\.validation_fraction is 1\.0"),
     ({"validation_fraction": -0.1}, r"task\.validation_fraction is -0\.1"),
@@ -182,17 +150,6 @@ def test_an_invalid_setting_is_refused_by_name(fields, message):
 
 
 # --- models ---
-
-
-@pytest.mark.parametrize("norm", ["batch", "group", "none"])
-def test_the_cnn_has_two_blocks_and_a_head_of_128_units(norm):
-    model = Images(norm=norm, dropout=0.5).model()
-
-    shapes = [tuple(p.shape) for p in model.parameters() if p.dim() > 1]
-    assert shapes == [(32, 1, 3, 3), (64, 32, 3, 3), (128, 3136), (10, 128)]
-    assert sum("Norm" in type(m).__name__ for m in model.modules()) == (0 if norm == "none" else 2)
-    assert [m.p for m in model.modules() if isinstance(m, torch.nn.Dropout)] == [0.5]
-    assert model(torch.zeros(3, 1, 28, 28)).shape == (3, 10)
 
 
 def test_a_torchvision_model_takes_grey_images_and_keeps_its_names():
