@@ -91,7 +91,7 @@ def read_items(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 
         rng.seed_all(SEED, rng.SAMPLE, epoch)
         rng.key(rng.find_generators(dataset), SEED, rng.SAMPLE, epoch)
         items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]
-        return collate(items)
+        return batches.collated(collate, items)
     indices = tuple(range(first, min(first + count, len(dataset))))
     return KeyedSamples(dataset, seed=SEED, collate=collate)[
         MicroBatchSpec(1, epoch, 0, True, indices)].batch
@@ -130,8 +130,7 @@ def check_task(task: Any, *, batch_size: int = 4) -> None:
         problems = list(dict.fromkeys(_problems(task, batch_size)))  # without duplicates
     if problems:
         found = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
-        listed = "\n".join(f"- {problem}" for problem in problems)
-        raise AssertionError(f"{type(task).__name__} has {found}:\n{listed}")
+        raise AssertionError("\n- ".join([f"{type(task).__name__} has {found}:", *problems]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -192,8 +191,6 @@ def _problems(task: Any, batch_size: int) -> list[str]:
         return [*problems, raised("a second training forward", error)]
 
 
-# --- data
-
 def _case(task: Any, batch_size: int) -> _Case:
     data = dataset_of(task, "train")
     known = len(data) if hasattr(data, "__len__") else 2 * batch_size
@@ -205,8 +202,6 @@ def _case(task: Any, batch_size: int) -> _Case:
               read_items(task, data, half, size - half)) if half else None
     return _Case(task=task, whole=whole, other=other, halves=halves, size=size)
 
-
-# --- model, loss and gradients
 
 def _check_model(case: _Case) -> Iterator[str]:
     rng.seed_all(SEED, rng.MODEL)
@@ -244,13 +239,11 @@ def _check_gradients(case: _Case) -> Iterator[str]:
                    "compute it from detached values (.detach()).")
     check_outcome(outcome)[0].backward()
     trainable = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    missing = [name for name, gradient in trainable.items() if gradient is None]
-    if missing:
+    if missing := [name for name, gradient in trainable.items() if gradient is None]:
         yield (f"no gradient reaches {listed(missing)} (.grad is None): use it in the loss, or "
                "set requires_grad to False.")
-    broken = [n for n, g in trainable.items()
-              if g is not None and not torch.isfinite(g.to_dense()).all()]
-    if broken:
+    if broken := [n for n, g in trainable.items()
+                  if g is not None and not torch.isfinite(g.to_dense()).all()]:
         yield f"the gradient of {listed(broken)} is not finite."
 
 
@@ -270,13 +263,11 @@ def _check_empty(case: _Case) -> Iterator[str]:
         yield "the loss of 0 samples has no graph: an empty micro-batch needs a backward pass too."
     sums = {"Outcome.total": total, "Outcome.count": outcome.count,
             **{f"the metric {name!r}": pair[0] for name, pair in metrics.items()}}
-    off = [f"{n} is {_number(v):g}" for n, v in sums.items() if _number(v) != 0]
-    if off:
+    if off := [f"{n} is {_number(v):g}" for n, v in sums.items() if _number(v) != 0]:
         yield (f"for 0 samples, {' and '.join(off)}, but an empty sum is 0: return sums, not "
                "means, and add no constant per micro-batch.")
-    moved = [n for n, b in model.named_buffers() if not same(before.get(n), b)]
-    moved = [n for n in moved if not _moves_by_itself(model, n)]
-    if moved:
+    if moved := [n for n, b in model.named_buffers()
+                 if not same(before.get(n), b) and not _moves_by_itself(model, n)]:
         yield (f"a micro-batch of 0 samples changes the buffer {listed(moved)}: don't change it "
                "in a forward pass without samples.")
 
@@ -344,8 +335,6 @@ def _check_step(case: _Case) -> Iterator[str]:
                f"{result.grad_norm}" + (f", and non-finite {listed(broken)}." if broken else "."))
 
 
-# --- state
-
 def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     """An uninterrupted run and one restarted from the contents of a checkpoint must be equal."""
     straight = case.model()
@@ -363,13 +352,11 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
                 entries[name].copy_(value)
     found = case.outcome(restarted, case.other, key=2, task=pristine)
 
-    hidden = differing(values(straight), values(restarted))
-    if hidden:
+    if hidden := differing(values(straight), values(restarted)):
         yield (f"the training forward changes {listed(hidden)} of the model, which isn't saved in "
                "a checkpoint: make it a buffer (register_buffer with a tensor), or a function of "
                "the batch.")
-    in_task = differing(values(case.task), values(pristine))
-    if in_task:
+    if in_task := differing(values(case.task), values(pristine)):
         yield (f"using the task changes its {listed(in_task)}, which isn't saved in a checkpoint: "
                "keep state in buffers of the model, not in the task.")
     total, again = (_number(check_outcome(outcome)[0]) for outcome in (expected, found))
