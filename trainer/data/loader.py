@@ -5,28 +5,17 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
+from trainer.data.stream import StreamReader
 from trainer.data.workers import DataReader
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
-
-
-class MicroBatchSource(Protocol):
-    """Iterator over the micro-batches of a rank."""
-
-    def __next__(self) -> MicroBatch: ...
-
-    def next_epoch(self) -> None:
-        """Drop the last window, because its epoch had ended, and begin the next epoch."""
-
-    def close(self) -> None:
-        """Stop prefetching and end the loader processes."""
 
 
 class SampledSource(DataReader):
@@ -34,6 +23,9 @@ class SampledSource(DataReader):
 
     def next_epoch(self) -> None:
         raise AssertionError("a sampler yields whole epochs only, so each window is used")
+
+
+MicroBatchSource = SampledSource | StreamReader
 
 
 class Loader:
