@@ -125,20 +125,11 @@ def test_if_all_replacements_are_bad_the_first_error_is_raised():
     assert str(caught.value.__cause__) == "no picture in 3"
 
 
-@pytest.mark.parametrize("kind", [Bad, BadAtOnce])
-def test_a_memory_error_is_not_blamed_on_the_sample(kind):
-    samples = KeyedSamples(kind(COUNT, 3, BAD, "MemoryError"), seed=SEED, skip=True, advice="skip")
-
-    with pytest.raises(SampleError, match="MemoryError") as caught:
-        read(samples, 1, 3)
-
-    assert "skip" not in str(caught.value)
-
-
 @pytest.mark.parametrize("error", [
     RuntimeError("unable to allocate shared memory(shm) for file </torch_1_2_3>: No space left "
                  "on device (28)"),
     OSError(errno.EMFILE, "Too many open files"),
+    MemoryError(),
 ])  # fmt: skip
 def test_a_resource_shortage_is_not_blamed_on_the_sample(error):
     def collate(samples: list[Any]) -> Any:

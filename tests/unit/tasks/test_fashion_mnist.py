@@ -91,12 +91,6 @@ def test_the_sample_is_what_its_script_takes_from_the_full_set():
         sample.train_images, sample.train_labels, sample.test_images, sample.test_labels)))
 
 
-def test_the_script_takes_the_first_of_each_class_in_the_files_order():
-    labels = np.array([1, 0, 0, 1, 1, 0], dtype=np.uint8)
-
-    assert make_sample.first_of_each_class(labels, 2).tolist() == [0, 1, 2, 3]
-
-
 # --- finding ---
 
 

@@ -98,20 +98,6 @@ def test_one_by_one_and_batched_give_the_same_bits(augment):
         assert torch.equal(data[place][1], label)
 
 
-def test_flip_mirrors_and_crop_lets_black_in():
-    data = Images(augment="flip+crop").dataset("train")
-    plain = data[3][0]
-    black = data.__getitems__([3])[0].min()  # background of Fashion-MNIST
-
-    centre = 0x8000 << 16 | 0x8000 << 32  # the third of five places, each way
-    (flipped,), _ = data.__getitems__(Indices([3], [centre | 1]))
-    (shifted,), _ = data.__getitems__(Indices([3], [0]))
-
-    assert torch.equal(flipped, plain.flip(-1))
-    assert torch.equal(shifted[:, 2:, 2:], plain[:, :-2, :-2])
-    assert (shifted[:, :2] == black).all()
-
-
 def test_validation_and_test_images_are_never_augmented():
     for split in ("validation", "test"):
         data = Images(augment="flip+crop").dataset(split)
@@ -245,5 +231,3 @@ def test_a_model_of_ones_own_is_named_by_an_import_path():
 
     assert type(model).__name__ == "Classifier"
     assert model(torch.zeros(2, 1, 28, 28)).shape == (2, 10)
-    with pytest.raises(ConfigError, match=r"--task\.model small_task:Clasifier: .* did you mean"):
-        Images(architecture="small_task:Clasifier").model()
