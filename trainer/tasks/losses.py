@@ -77,7 +77,8 @@ def refuse_activated(name: str, output: Tensor) -> None:
         made = "softmax"
     elif operation == "Sigmoid" or (
             # A compiled function doesn't show its operations.
-            inside and operation in ("", "CompiledFunction") and values.numel() >= _ENOUGH):
+            inside and (not operation or operation.startswith("CompiledFunction"))
+            and values.numel() >= _ENOUGH):
         made = "sigmoid"
     else:
         return
