@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.commands.report.charts import DARK, LIGHT, Plot, css_variables, format_duration
+from trainer.commands.report.charts import Plot, css_variables, format_duration
 from trainer.commands.report.figures import affected_rank, notable_events
 from trainer.commands.report.history import History, flatten
 from trainer.resilience.attempts import failure_sentence
@@ -20,7 +20,8 @@ _LEFT_OUT = ("command",)
 
 _STYLE = """
 :root { color-scheme: light dark; --page: #f5f6f9; --card: #ffffff; --soft: #5b6472;
-  --mark: #fff3c9; %(light)s }
+  --mark: #fff3c9; --ink: var(--c1f2430); --faint: var(--cd4d8e0); --alarm: var(--cc62828);
+  %(light)s }
 @media (prefers-color-scheme: dark) { :root { --page: #14171d; --card: #1d222b; --soft: #9aa3b2;
   --mark: #4a3f14; %(dark)s } }
 * { box-sizing: border-box }
@@ -87,7 +88,7 @@ def page(
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n"
-        f"<style>{_STYLE % {'light': css_variables(LIGHT), 'dark': css_variables(DARK)}}</style>\n"
+        f"<style>{_STYLE % {'light': css_variables(), 'dark': css_variables(dark=True)}}</style>\n"
         f"</head>\n<body>\n<main>\n<h1>{_text(title)}</h1>\n"
         f"<p class=soft>Made {_text(made)}</p>\n" + "\n".join(parts)
         + "\n</main>\n</body>\n</html>\n"
