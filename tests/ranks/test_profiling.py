@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from trainer.commands import profile
+from trainer.__main__ import main
 
 
 def profiled(*arguments: str) -> int:
     """Run `python -m trainer profile` in a rank. Return its exit code."""
-    return profile.main([*arguments, "--world.threads=1", "--device=cpu"])
+    return main(["profile", *arguments, "--world.threads=1", "--device=cpu"])
 
 
 def test_phases_and_operations_are_printed_and_the_trace_is_complete(ranks, tmp_path, capfd):

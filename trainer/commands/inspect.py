@@ -19,7 +19,7 @@ from trainer.storage.locks import owner_is_alive
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the contents of a run folder; exit code 2 if it contains no run."""
+    """Print the contents of a run folder."""
     parser = argparse.ArgumentParser(
         prog="trainer inspect",
         description="Print the checkpoints and their validity, the attempts, the step, the uses of "
@@ -30,9 +30,6 @@ def main(argv: Sequence[str]) -> int:
                         help="folders of the same run on other nodes, for their events")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
-    if files.read_json(options.run / layout.IDENTITY) is None:
-        print(f"{options.run}: there is no run in this folder (no whole {layout.IDENTITY})")
-        return 2
     report = inspect(options.run, *options.others)
     print(json.dumps(report, indent=2) if options.json else _table(report, options.run))
     return 0

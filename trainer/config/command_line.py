@@ -428,6 +428,17 @@ def _docs(cls: type) -> dict[str, str]:
     return found
 
 
+def saved_run_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser for a command that takes a run, a checkpoint, and flags of the run."""
+    parser = argparse.ArgumentParser(
+        prog=f"trainer {command}", allow_abbrev=False, description=description,
+        epilog="Any flag of the run may follow; it overrides the saved configuration (--device "
+        "cpu).")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
+    return parser
+
+
 def split(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:

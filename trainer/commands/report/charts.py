@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 NARROW, WIDE = 5.2, 11.4
@@ -83,7 +82,6 @@ class Plot:
             "ytick.major.size": 3,
         }):  # fmt: skip
             figure = Figure(figsize=(width, self.height), layout="constrained")
-            FigureCanvasAgg(figure)
             self.draw(figure.add_subplot())
             yield figure
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import ConfigError
 from trainer.resilience.attempts import Attempt, Event, read_attempts
 from trainer.storage import files, layout
 from trainer.storage.jsonl import read_records
@@ -30,10 +31,6 @@ FATAL = ("kill", "exit", "raise", "hang", "stop", "corrupt")
 """Injected faults that end the step in which they happen."""
 _NOTICES = ("failure", "lost-peer", "death", "hang")
 _BEFORE_TRAINING = ("stop", "rendezvous", "fork")  # phases of the launcher, in the field `entered`
-
-
-class RunNotFound(ValueError):
-    """A folder contains no run."""
 
 
 @dataclass(kw_only=True)
@@ -114,12 +111,12 @@ def read_history(path: Path, *others: Path) -> History:
         others: folders of the same run on other nodes. Their events are included.
 
     Raises:
-        NoRun: the folder contains no run.
+        ConfigError: the folder contains no run.
     """
     if not path.is_dir():
-        raise RunNotFound(f"{path}: there is no such folder")
+        raise ConfigError(f"{path}: there is no such folder")
     if files.read_json(path / layout.IDENTITY) is None and not (path / layout.EVENTS).exists():
-        raise RunNotFound(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
+        raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS)
     history = History(
         name=path.resolve().name, path=path,
