@@ -12,17 +12,23 @@ import inspect
 import shutil
 import textwrap
 import tomllib
-import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tomli_w
 
-from trainer.config.fields import SEVERAL, Duration, InvalidSetting, convert_value, flag_of
+from trainer.config.fields import (
+    SEVERAL,
+    Duration,
+    InvalidSetting,
+    convert_value,
+    flag_of,
+    type_name,
+)
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
@@ -383,7 +389,7 @@ def _help_text(settings: Mapping[str, Setting], recipe: Mapping[str, Any], comma
                 off = f"--{setting.name.rpartition('.')[0]}.no-{flag.rpartition('.')[2]}"
                 group.add_argument(flag, off, action="store_true", help=about)
             else:
-                group.add_argument(flag, metavar=_metavar(setting.hint), help=about)
+                group.add_argument(flag, metavar=type_name(setting.hint), help=about)
     return parser.format_help()
 
 
@@ -394,21 +400,6 @@ def _as_words(value: Any) -> str:
     if isinstance(value, SEVERAL):
         return " ".join(map(_as_words, value)) or "none"
     return value.name if isinstance(value, enum.Enum) else str(value) or "''"
-
-
-def _metavar(hint: Any) -> str:
-    origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return _metavar(inner[0])
-    if origin in (typing.Union, types.UnionType):
-        return "|".join(_metavar(kind) for kind in inner if kind is not types.NoneType)
-    if origin is Literal:
-        return f"{{{','.join(map(str, inner))}}}"
-    if isinstance(hint, enum.EnumMeta):
-        return f"{{{','.join(hint.__members__)}}}"
-    if origin in (*SEVERAL, dict):
-        return " ".join("…" if kind is Ellipsis else _metavar(kind) for kind in inner)
-    return {int: "INT", float: "FLOAT", Duration: "LENGTH", Path: "PATH"}.get(hint, "STR")
 
 
 @functools.cache

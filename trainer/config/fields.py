@@ -119,7 +119,7 @@ class Section:
             except ValueError as error:
                 raise InvalidSetting(self.prefix + field.name, repr(given), f"{error}.") from error
             allowed = field.metadata.get("allowed", "")
-            self.check(_fits(value, allowed), field.name, f"use {described(hint)} {allowed}.")
+            self.check(_fits(value, allowed), field.name, f"use {type_name(hint)} {allowed}.")
             object.__setattr__(self, field.name, value)
 
     def check(self, condition: bool, name: str, remedy: str, value: object = None) -> None:
@@ -204,7 +204,7 @@ def convert_value(hint: Any, value: Any, *, text: bool = False) -> Any:
     elif isinstance(hint, type) and isinstance(value, hint):
         return value
     near = difflib.get_close_matches(str(value), map(str, inner), n=1) if origin is Literal else []
-    raise ValueError(f"expected {described(hint)}" + "".join(f" (did you mean {n}?)" for n in near))
+    raise ValueError(f"expected {type_name(hint)}" + "".join(f" (did you mean {n}?)" for n in near))
 
 
 def _kinds(hint: Any, count: int) -> list[Any]:
@@ -224,20 +224,20 @@ def _number(kind: Any, word: str) -> Any:
         return None
 
 
-def described(hint: Any) -> str:
-    """A type in words."""
+def type_name(hint: Any) -> str:
+    """A type in the help text and in messages: INT, auto|INT, on|off, FLOAT FLOAT, STR …."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin is typing.Annotated:
-        return described(inner[0])
+        return type_name(inner[0])
     if origin in (typing.Union, types.UnionType):
         kinds = sorted(inner, key=lambda kind: typing.get_origin(kind) is not Literal)
-        return " or ".join(described(kind) for kind in kinds if kind is not types.NoneType)
-    if origin is Literal or isinstance(hint, enum.EnumMeta):
-        choices = list(hint.__members__ if isinstance(hint, enum.EnumMeta) else map(str, inner))
-        return " or ".join([", ".join(choices[:-1]), choices[-1]]) if choices[1:] else choices[0]
-    if hint in SEVERAL or origin in SEVERAL:
-        number = "several" if origin is not tuple or Ellipsis in inner else len(inner)
-        return f"{number} values" + (f", each {described(inner[0])}" if inner else "")
-    names = {int: "a whole number", float: "a number", str: "text", bool: "on or off",
-             Duration: "a length (200, 1ep, 5% or off)", Path: "a path"}
-    return names.get(hint) or f"a value of type {getattr(hint, '__name__', hint)}"
+        return "|".join(type_name(kind) for kind in kinds if kind is not types.NoneType)
+    if origin is Literal:
+        return "|".join(map(str, inner))
+    if isinstance(hint, enum.EnumMeta):
+        return "|".join(hint.__members__)
+    if origin in (*SEVERAL, dict):
+        return " ".join(map(type_name, inner)) + " …" * (origin is not tuple and origin is not dict)
+    names = {int: "INT", float: "FLOAT", str: "STR", bool: "on|off", Path: "PATH",
+             Duration: "LENGTH", Ellipsis: "…"}
+    return names.get(hint) or str(getattr(hint, "__name__", hint))

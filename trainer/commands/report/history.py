@@ -6,7 +6,6 @@ Only `read_history` reads files; the other functions are pure.
 from __future__ import annotations
 
 import itertools
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -129,30 +128,9 @@ def read_history(path: Path, *others: Path) -> History:
         environment=files.read_json(path / layout.ENVIRONMENT) or {},
         summary=files.read_json(path / layout.SUMMARY),
     )  # fmt: skip
-    correct_clock_setbacks(history.events, history.timing)
     history.attempt_times = attempt_times(history.events, history.timing)
     history.goodput = goodput(history.attempt_times, history.events, history.timing)
     return history
-
-
-def correct_clock_setbacks(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -> None:
-    """Shift the times of an attempt, in place, if the clock was set back since the previous one."""
-    shift, previous = 0.0, (-math.inf, 0.0)
-    for number in sorted({event["attempt"] for event in events}):
-        own = [event for event in events if event["attempt"] == number]
-        lines = [line for line in timing if line["attempt"] == number]
-        times = [record["time"] for record in (*own, *lines)]
-        times += [at for event in own for at in (event.get("entered") or {}).values()]
-        if min(times) + shift < previous[0]:
-            shift = previous[1] - min(times)
-        previous = min(times) + shift, max(times) + shift
-        if shift:
-            for record in (*own, *lines):
-                record["time"] += shift
-            for event in own:
-                if event.get("entered"):
-                    event["entered"] = {k: at + shift for k, at in event["entered"].items()}
-    events.sort(key=lambda event: event["time"])
 
 
 def attempt_times(

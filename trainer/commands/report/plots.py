@@ -86,9 +86,8 @@ def primary_metric(runs: Sequence[History]) -> str | None:
 
 
 def _curves(
-    runs: Sequence[History], key: str, label: str, axes: Axes, *,
-    marks: bool = True,
-) -> None:  # fmt: skip
+    runs: Sequence[History], key: str, label: str, axes: Axes, *, marks: bool = True
+) -> None:
     several = len(runs) > 1
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
         points = [(s["step"], s[key]) for s in run.steps if s.get(key) is not None]
@@ -284,9 +283,8 @@ def _memory(runs: Sequence[History], axes: Axes) -> None:
 
 
 def _over_steps(
-    axes: Axes, runs: Sequence[History],
-    value: Callable[[Mapping[str, Any]], float | None],
-) -> None:  # fmt: skip
+    axes: Axes, runs: Sequence[History], value: Callable[[Mapping[str, Any]], float | None]
+) -> None:
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
         points = [(line["step"], value(line)) for line in timing_windows(run.timing)]
         known = [(x, y) for x, y in points if y is not None]
