@@ -28,11 +28,7 @@ class RunUnreadable(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare two runs and print the first difference.
-
-    Returns:
-        0: same bits; 1: they differ; 2: they cannot be compared.
-    """
+    """Compare two runs and print the first difference. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="trainer compare",
         description="Compare two runs bit by bit: the last checkpoint (weights, optimizer, "
@@ -61,7 +57,7 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
     """Yield a description of each difference between two runs.
 
     Raises:
-        Unreadable: a run cannot be read or is not finished (with `at`: has no such checkpoint).
+        RunUnreadable: a run cannot be read or is not finished (with `at`: has no such checkpoint).
     """
     infos = [_checkpoint(run, at) for run in (run_a, run_b)]
     if infos[0].step != infos[1].step:
@@ -101,14 +97,11 @@ def _facts(info: CheckpointInfo) -> dict[str, Any]:
 
 
 def _metric_differences(run_a: Path, run_b: Path, step: int) -> Iterator[str]:
-    tables = [
-        {line_key(line): line for line in read_metrics(run / layout.METRICS)
-         if line["step"] <= step}
-        for run in (run_a, run_b)
-    ]  # fmt: skip
-    for run, table in zip((run_a, run_b), tables, strict=True):
+    tables = []
+    for run in (run_a, run_b):
         lines = [line for line in read_metrics(run / layout.METRICS) if line["step"] <= step]
-        if len(lines) != len(table):
+        tables.append({line_key(line): line for line in lines})
+        if len(lines) != len(tables[-1]):
             yield f"metrics.jsonl of {run} has a step twice"
     for key in sorted({**tables[0], **tables[1]}):
         what = f"metrics.jsonl, {'validation of ' if key[1] else ''}step {key[0]}"

@@ -30,11 +30,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def evaluate(reader: SavedRun) -> dict[str, Any]:
-    """Return, for each split that the task has, "loss", its metrics and "samples".
-
-    Raises:
-        ConfigError: the task has neither a validation nor a test set.
-    """
+    """Return, for each split that the task has, "loss", its metrics and "samples"."""
     found = {}
     for split in ("validation", "test"):
         evaluator = reader.evaluator(split)

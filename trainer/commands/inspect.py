@@ -124,27 +124,24 @@ def resume_label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
     Args:
         facts: content of the state.json of the checkpoint.
     """
+    import numpy
+    import torch
+
     determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
     if not {"settings", "circumstances"} <= facts.keys():
         return last
+    then = facts["circumstances"]
     try:
         verdict = compatibility.compare_settings(
             command_line.load(run / layout.CONFIG), facts["settings"],
             before=facts.get("inexact", ()),
-            now=_here(facts["circumstances"]), then=facts["circumstances"])
+            now={**then, "torch": torch.__version__, "numpy": numpy.__version__}, then=then)
     except ConfigError as error:
         # The task can't be imported from here: use the label of the last start.
         return ("refused", str(error)) if "--accept" in str(error) else last
     # The last start may have had a reason that isn't known here, such as its kernels.
     return last if verdict.label == "exact" else (verdict.label, verdict.why)
-
-
-def _here(then: Mapping[str, Any]) -> dict[str, Any]:
-    import numpy
-    import torch
-
-    return {**then, "torch": torch.__version__, "numpy": numpy.__version__}
 
 
 def _table(report: dict[str, Any], run: Path) -> str:

@@ -110,11 +110,7 @@ def _check_plot_path(plot: Path) -> None:
 def run_range_test(
     argv: Sequence[str], low: float, high: float, points: int
 ) -> tuple[list[float], list[float]]:
-    """Return the rates, and for each the loss of its step before the update, until they diverge.
-
-    Raises:
-        ConfigError: the configuration is wrong.
-    """
+    """Return the rates, and for each the loss of its step before the update, until they diverge."""
     from trainer.commands.scratch_run import scratch_run
 
     rates: list[float] = []

@@ -58,11 +58,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _prepare_folder(out: Path) -> None:
-    """Create the folder of the file, before anything is computed.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Create the folder of the file, before anything is computed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_dir():
         raise IsADirectoryError("this is a folder")

@@ -86,11 +86,7 @@ def main(argv: Sequence[str]) -> int:
 def profile_steps(
     argv: Sequence[str], active: int, folder: Path
 ) -> tuple[dict[str, float], list[Any], bool]:
-    """Return the seconds of each phase, the profiler's sums by operation, and whether on a GPU.
-
-    Raises:
-        ConfigError: the configuration is wrong.
-    """
+    """Return the seconds of each phase, the profiler's sums by operation, and whether on a GPU."""
     from trainer.commands.scratch_run import scratch_run
 
     clock = PhaseClock()
