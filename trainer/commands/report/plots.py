@@ -63,7 +63,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                    "Mean over the ranks; communication is the part that isn't hidden.",
                    partial(_step_time, runs))
         yield Plot("samples", "Samples per second", "Sum over all ranks, while they train.",
-                   partial(_samples, runs))
+                   partial(_over_steps, runs, _samples_per_s, "samples/s"))
     for number, run in enumerate(runs):
         if any(len(line["step_s"]) > 1 and None not in line["step_s"] for line in run.timing):
             own = f" of {run.name}" * several
@@ -72,7 +72,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                        partial(_ranks, run))
     if any(run.timing for run in runs):
         yield Plot("memory", "Memory", "Largest of all ranks: resident memory, or GPU memory.",
-                   partial(_memory, runs))
+                   partial(_over_steps, runs, _memory_mb, "MB"))
 
 
 def primary_metric(runs: Sequence[History]) -> str | None:
@@ -270,21 +270,18 @@ def _step_time(runs: Sequence[History], axes: Axes) -> None:
     axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1)
 
 
-def _samples(runs: Sequence[History], axes: Axes) -> None:
-    _over_steps(axes, runs, lambda line: line["samples"] / line["step_s"][0] if (
-        line["step_s"][0]) else None)
-    axes.set_ylabel("samples/s")
+def _samples_per_s(line: Mapping[str, Any]) -> float | None:
+    return line["samples"] / line["step_s"][0] if line["step_s"][0] else None
 
 
-def _memory(runs: Sequence[History], axes: Axes) -> None:
-    _over_steps(axes, runs, lambda line: max(
-        (m for m in line["memory_mb"] if m), default=None))
-    axes.set_ylabel("MB")
+def _memory_mb(line: Mapping[str, Any]) -> float | None:
+    return max((m for m in line["memory_mb"] if m), default=None)
 
 
 def _over_steps(
-    axes: Axes, runs: Sequence[History], value: Callable[[Mapping[str, Any]], float | None]
-) -> None:
+    runs: Sequence[History], value: Callable[[Mapping[str, Any]], float | None], unit: str,
+    axes: Axes,
+) -> None:  # fmt: skip
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
         points = [(line["step"], value(line)) for line in timing_windows(run.timing)]
         known = [(x, y) for x, y in points if y is not None]
@@ -292,6 +289,7 @@ def _over_steps(
             axes.plot(*zip(*known, strict=True), color=color, linewidth=1.5, label=run.name,
                       marker="." if len(known) < 30 else None)
     axes.set_ylim(bottom=0)
+    axes.set_ylabel(unit)
     _steps_along(axes)
     if len(runs) > 1:
         axes.legend()
