@@ -70,7 +70,6 @@ its fields are the flags --task.FIELD.
 """
 
 
-
 @dataclass(frozen=True)
 class Setting:
     """A field of the configuration, of one of its sections, or of the task."""
@@ -192,6 +191,7 @@ def _flatten(table: Mapping[str, Any], sections: set[str], path: Path, prefix: s
     return flat
 
 
+@functools.cache
 def _settings(task: type) -> dict[str, Setting]:
     """All settings by dotted name, those of a class of task included."""
     found = {s.name: s for s in (*_leaves(Config, ""), *_leaves(task, "task."))}

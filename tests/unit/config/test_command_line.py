@@ -240,13 +240,6 @@ def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_at
         for key in (value if isinstance(value, dict) else [None])}
 
 
-@pytest.mark.parametrize("name", ["--seed", "--optim.lr"])
-def test_a_flag_changes_what_config_toml_says(tmp_path, name):
-    path = recipe(tmp_path, command_line.to_toml(command_line.parse_config([])))
-
-    assert command_line.parse_config([path, name, "7"]) != command_line.parse_config([path])
-
-
 # --- refusals
 
 @pytest.mark.parametrize(("argv", "message"), [
