@@ -275,21 +275,20 @@ def _with_words(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
 def _value_of_flag(setting: Setting, given: Sequence[Sequence[str]]) -> Any:
     """The value of a flag from its words, for each time it is given."""
     flag = flag_of(setting.name)
-    for words in given:
-        typed = " ".join([flag, *words])
-        if not setting.takes_several and not words:
+    for words in given if not setting.takes_several else ():
+        if not words:
             raise ConfigError(f"{flag}: expected a value; write one that begins with - as "
                               f"{flag}=-…")
-        if not setting.takes_several and len(words) > 1:
+        if len(words) > 1:
             remedy = (f"repeat {flag} for each value, and quote a pattern, which the shell would "
                       "expand to file names" if setting.repeatable else
                       "quote a value that contains blanks")
-            raise ConfigError(f"{typed}: {words[1]!r} is an excess value; {remedy}.")
+            raise ConfigError(f"{flag} {' '.join(words)}: {words[1]!r} is an excess value; "
+                              f"{remedy}.")
     every = [word for words in given for word in words]
+    whole = setting.takes_several or setting.repeatable
     try:
-        if setting.takes_several or setting.repeatable:
-            return convert_value(setting.hint, every, text=True)
-        return convert_value(setting.hint, every[-1], text=True)
+        return convert_value(setting.hint, every if whole else every[-1], text=True)
     except ValueError as error:
         raise ConfigError(f"{' '.join([flag, *every])}: {error}.") from error
 

@@ -165,6 +165,8 @@ def convert_value(hint: Any, value: Any, *, text: bool = False) -> Any:
     if origin is typing.Annotated:
         return convert_value(inner[0], value, text=text)
     if origin in (typing.Union, types.UnionType):
+        if text and types.NoneType in inner and value in ("None", ["None"]):
+            return None
         for choice in sorted(inner, key=lambda kind: kind is str):  # any text is a str
             with contextlib.suppress(ValueError):
                 return convert_value(choice, value, text=text)
@@ -195,9 +197,9 @@ def convert_value(hint: Any, value: Any, *, text: bool = False) -> Any:
             return hint(value)
     elif hint is Duration and isinstance(value, int | str) and not isinstance(value, bool):
         return Duration.parse(str(value))
-    elif text and hint in (bool, types.NoneType):
-        words = {"on": True, "true": True, "off": False, "false": False, "none": None}
-        if isinstance(words.get(value.lower(), value), hint):
+    elif text and hint is bool:
+        words = {"on": True, "true": True, "off": False, "false": False}
+        if value.lower() in words:
             return words[value.lower()]
     elif isinstance(hint, enum.EnumMeta) and isinstance(value, str) and value in hint.__members__:
         return hint[value]
