@@ -120,26 +120,31 @@ def _goodput(runs: Sequence[History], axes: Axes) -> None:
         shown = [("wall time", runs[0].goodput)]
         if runs[0].goodput["waiting"] > 0:
             shown += [("while it ran", runs[0].goodput | {"waiting": 0.0})]
-    names = [name for name, _ in shown]
-    left = [0.0] * len(shown)
-    for part, color in zip(PARTS, PARTS_COLORS, strict=True):
-        widths = [100 * parts[part] / (sum(parts.values()) or 1.0) for _, parts in shown]
-        if max(widths) > 0:
-            axes.barh(names, widths, left=left, color=color, height=0.6,
-                      label=_labelled(part, runs))
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
+    labels = {part: part if len(runs) > 1 else f"{part} {format_duration(runs[0].goodput[part])}"
+              for part in PARTS}
+    _stacked_bars(axes, [name for name, _ in shown], PARTS_COLORS, {
+        labels[part]: [100 * parts[part] / (sum(parts.values()) or 1.0) for _, parts in shown]
+        for part in PARTS})
     axes.set_xlim(0, 100)
     axes.set_xlabel("%")
+
+
+def _stacked_bars(
+    axes: Axes, names: Sequence[str], colors: Sequence[str], widths: Mapping[str, Sequence[float]]
+) -> None:
+    left = [0.0] * len(names)
+    for (label, own), color in zip(widths.items(), colors, strict=True):
+        if max(own) > 0:
+            axes.barh(names, own, left=left, color=color, height=0.6, label=label)
+        left = [a + b for a, b in zip(left, own, strict=True)]
+    axes.invert_yaxis()
     axes.grid(False, axis="y")
-    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
+    _legend_above(axes)
+
+
+def _legend_above(axes: Axes, ncols: int = 3) -> None:
+    axes.legend(ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
                 columnspacing=1.2)
-
-
-def _labelled(part: str, runs: Sequence[History]) -> str:
-    if len(runs) > 1:
-        return part
-    return f"{part} {format_duration(runs[0].goodput[part])}"
 
 
 def _timeline(run: History, axes: Axes) -> None:
@@ -190,8 +195,7 @@ def _timeline(run: History, axes: Axes) -> None:
     axes.set_xlabel(f"{name} since the start" + f", without {format_duration(left_out)} of waiting"
                     * bool(gaps))
     axes.grid(False, axis="y")
-    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
-                columnspacing=1.2)
+    _legend_above(axes)
 
 
 def shorten_waiting(
@@ -257,17 +261,13 @@ def _step_time(runs: Sequence[History], axes: Axes) -> None:
         _steps_along(axes)
         axes.set_ylabel("ms a step")
         axes.set_ylim(bottom=0)
+        _legend_above(axes, 2)
     else:
-        names, left = [_short(run.name) for run in runs], [0.0] * len(runs)
-        for part, color in zip(STEP_PARTS, palette, strict=True):
-            widths = [1000 * sum(_mean(line[f"{part}_s"]) for line in run.timing)
-                      / max(1, sum(line["steps"] for line in run.timing)) for run in runs]
-            axes.barh(names, widths, left=left, color=color, height=0.6, label=part)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
+        _stacked_bars(axes, [_short(run.name) for run in runs], palette, {
+            part: [1000 * sum(_mean(line[f"{part}_s"]) for line in run.timing)
+                   / max(1, sum(line["steps"] for line in run.timing)) for run in runs]
+            for part in STEP_PARTS})
         axes.set_xlabel("ms a step")
-    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1)
 
 
 def _samples_per_s(line: Mapping[str, Any]) -> float | None:
