@@ -198,15 +198,6 @@ def test_a_page_fits_its_window(request, tmp_path, width, name):
     assert pictures.scroll_width(page, width, tmp_path) <= width
 
 
-@needs_a_browser
-def test_a_page_with_a_wide_part_does_not_fit_its_window(out, tmp_path):
-    page = tmp_path / "wide.html"
-    text = (out / "report.html").read_text()
-    page.write_text(text.replace("</body>", '<div style="width: 600px">wide</div></body>'))
-
-    assert pictures.scroll_width(page, 380, tmp_path) >= 600
-
-
 @pytest.mark.long
 def test_a_slow_rank_of_a_real_run_is_reported(ranks, tmp_path):
     outcomes = ranks.outcomes(

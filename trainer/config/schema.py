@@ -23,6 +23,8 @@ SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restar
 
 MIN_RATIO = 0.1
 """Default final rate of cosine and linear, as a fraction of the peak."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch(Section, prefix="batch."):
     """Batch sizes; gradient accumulation follows from them and the number of ranks."""
@@ -227,6 +229,7 @@ HINTS = (
     "constant-rate",
 )  # fmt: skip
 """Names of all hints; each has a row in docs/hints.md."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class WorldConfig(Section, prefix="world."):
