@@ -36,5 +36,5 @@ def undisturbed(ranks, tmp_path_factory) -> Callable[..., Path]:
     """`undisturbed(size, *flags)`: the folder of a run with these flags, which trains once."""
     from runs import run
 
-    return functools.cache(lambda size, *flags: run(
-        ranks, size, tmp_path_factory.mktemp("undisturbed") / "run", *flags))
+    return functools.cache(lambda size, *flags, **options: run(
+        ranks, size, tmp_path_factory.mktemp("undisturbed") / "run", *flags, **options))

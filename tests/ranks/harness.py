@@ -58,24 +58,24 @@ class Ranks:
         self._start()
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any,
-                 timeout_s: float = 100.0, group: bool = True,
-                 env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Any]:
+                 **options: Any) -> list[Any]:
         """The results of `function(*args, **kwargs)` in `world_size` new processes, by rank.
+
+        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors.
 
         Args:
             function: at module level; arguments and results are pickled.
-            timeout_s: seconds from the fork to the last result.
-            group: True: a gloo process group is formed before and destroyed after the call.
+            options: `timeout_s` (100): seconds from the fork to the last result.
+                `group` (True): a gloo process group is formed before and destroyed after the call;
                 False: no group, only the variables that torchrun sets, with a free port.
-            env: more environment variables. {rank} in a value becomes the rank.
-
-        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors.
+                `env`: more environment variables. {rank} in a value becomes the rank.
+                The others are arguments of the function.
 
         Raises:
             the exception of the rank that failed first, with rank and traceback as a note;
             RankDied: the first failure was a death; RankHung: time was up, with all stacks.
         """
-        outcomes = self._run(world_size, function, args, kwargs, timeout_s, group, env, GRACE_S)
+        outcomes = self._run(world_size, function, args, GRACE_S, **options)
         for outcome in outcomes:
             if outcome.output and (outcome.ok or outcome.error):  # else it is in the exception
                 print(f"--- output of rank {outcome.rank}\n{outcome.output}")
@@ -83,13 +83,12 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any,
-                 timeout_s: float = 100.0, group: bool = True,
-                 env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Outcome]:
+                 **options: Any) -> list[Outcome]:
         """Like a call, but tells how each rank ended: for tests in which ranks die on purpose.
 
-        After a death the others go on until they end themselves or `timeout_s` is up.
+        After a death the others go on until they end themselves or the time is up.
         """
-        return self._run(world_size, function, args, kwargs, timeout_s, group, env, timeout_s)
+        return self._run(world_size, function, args, None, **options)
 
     def close(self) -> None:
         """End the server, and with it every process that it started."""
@@ -117,15 +116,15 @@ class Ranks:
         self._connection = Connection(ours.detach())
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...],
-             kwargs: dict[str, Any], timeout_s: float, group: bool,
-             env: Mapping[str, str] | None, grace_s: float) -> list[Outcome]:
+             grace_s: float | None, *, timeout_s: float = 100.0, group: bool = True,
+             env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Outcome]:
         try:
             call = pickle.dumps((function, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"{function!r} or its arguments can't be sent to another process; "
                             "use a function at module level and plain arguments") from error
         request = {"world_size": world_size, "call": call, "timeout_s": timeout_s, "group": group,
-                   "module": getattr(function, "__module__", None), "grace_s": grace_s,
+                   "module": getattr(function, "__module__", None), "grace_s": grace_s or timeout_s,
                    "path": sys.path, "cwd": os.getcwd(), "environ": dict(os.environ),
                    "env": dict(env or {})}
         if self._connection is None:

@@ -13,9 +13,7 @@ from runs import TAPE, codes, events, run, state, steps, train, until_done, weig
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.optim.bad_step_check import NONFINITE
 from trainer.run import bad_steps
-from trainer.run.bad_steps import describe_bad_step
 from trainer.step import Step
 
 TASK = (*TAPE, "--task=sick_task:Sick", "--task.norm=batch", "--data.shuffle=off")

@@ -28,7 +28,7 @@ from trainer.commands.inspect import inspect
 
 NET = (*TAPE, "--task.norm=batch", "--task.dropout=0.3")
 EPOCHS = (*NET, "--task.validation=6", "--epochs=3", "--eval.every=10")
-VALIDATED = (*NET, "--task.validation=6", "--steps=12", "--checkpoint.every=1000")
+VALIDATED = (*TAPE, "--task.validation=6", "--steps=12", "--checkpoint.every=1000")
 BEST = (*VALIDATED, "--eval.every=5", "--eval.best=val_loss:max", "--optim.lr=0.02")
 """The first validation, of step 5, stays the best."""
 SHORT = (*NET, "--steps=9", "--checkpoint.every=1000")
@@ -211,8 +211,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
 
 def test_damaged_best_weights_are_computed_again(ranks, undisturbed, tmp_path):
     command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
-               "--eval.best=val_loss:min", "--task.samples=40", "--task.norm=",
-               "--task.dropout=0"]  # fmt: skip
+               "--eval.best=val_loss:min", "--task.samples=40"]  # fmt: skip
     stop = "--inject=term:step=5:rank=1"
     harmed = run(ranks, 2, tmp_path / "harmed", *command, stop, code=75)
     assert state(harmed, 5)["best"]["step"] == 4
@@ -226,17 +225,19 @@ def test_damaged_best_weights_are_computed_again(ranks, undisturbed, tmp_path):
 
 
 def test_lost_best_weights_are_replaced_by_the_last_with_a_warning(ranks, tmp_path, capfd):
-    command = [*BEST, "--inject=term:step=8", "--checkpoint.keep=1"]
+    command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
+               "--eval.best=val_loss:max", "--task.samples=40", "--inject=term:step=6",
+               "--checkpoint.keep=1"]
     harmed = run(ranks, 2, tmp_path / "run", *command, code=75)
-    assert state(harmed, 8)["best"]["step"] == 5
-    flip_a_bit(harmed / "checkpoints/step-00000005/model.safetensors")
+    assert state(harmed, 6)["best"]["step"] == 2
+    flip_a_bit(harmed / "checkpoints/step-00000002/model.safetensors")
 
     run(ranks, 2, harmed, *command)
 
-    assert "the best weights, of step 5, are lost" in capfd.readouterr().out
-    assert summary(harmed)["model.safetensors"] == "the weights of step 12, the last step"
+    assert "the best weights, of step 2, are lost" in capfd.readouterr().out
+    assert summary(harmed)["model.safetensors"] == "the weights of step 8, the last step"
     product = (harmed / "model.safetensors").read_bytes()
-    assert product == (harmed / "checkpoints/step-00000012/model.safetensors").read_bytes()
+    assert product == (harmed / "checkpoints/step-00000008/model.safetensors").read_bytes()
 
 
 def test_a_run_starts_from_a_given_checkpoint_and_later_continues_from_its_own(
@@ -385,7 +386,7 @@ def struck(folder: str, *arguments: str) -> int:
 
 def test_a_loader_process_dies_while_the_state_is_updated(ranks, undisturbed, tmp_path):
     arguments = [*VALIDATED, "--data.workers=1", "--eval.every=5", "--checkpoint.every=3",
-                 "--optim.ema=0.9", "--task.dropout=0"]
+                 "--optim.ema=0.9", "--task.norm=batch"]
 
     # At the same time, because torch looks for a dead loader process only every 5 s.
     assert codes(ranks, len(PLACES), str(tmp_path), *arguments, function=struck) == [1, 1, 1]

@@ -20,6 +20,7 @@ from trainer.distributed.sync_batchnorm import (
 )
 
 CHANNELS = 5
+DOUBLE = torch.float64
 SPLITS = ([1, 3], [0, 1, 3])
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -58,11 +59,10 @@ def train(module: nn.Module, x: Tensor, steps: int = 2) -> dict[str, Tensor | No
     return result | {name: tensor.clone() for name, tensor in module.named_buffers()}
 
 
-def train_share(module: nn.Module, shares: Sequence[Tensor], steps: int = 2,
-                convert_it: bool = True) -> dict[str, Tensor | None]:
-    if convert_it:
-        module, number = convert(module, dist.get_world_size(), "cpu")
-        assert number == sum(isinstance(m, SyncBatchNorm) for m in module.modules()) > 0
+def train_share(module: nn.Module, shares: Sequence[Tensor],
+                steps: int = 2) -> dict[str, Tensor | None]:
+    module, number = convert(module, dist.get_world_size(), "cpu")
+    assert number == sum(isinstance(m, SyncBatchNorm) for m in module.modules()) > 0
     return train(module, shares[dist.get_rank()], steps)
 
 
@@ -94,14 +94,6 @@ def test_unequal_shares_equal_one_process(
     assert_equal_to_one_process(ranks, layer(kind), samples(4, kind), split)
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("kind", ["flat", "2d"])
-def test_a_mean_of_100_costs_no_precision(ranks: Ranks, kind: str, split: list[int]) -> None:
-    double = torch.float64
-    assert_equal_to_one_process(ranks, layer(kind, double), samples(4, kind, 100.0, double), split,
-                                tolerance=1e-9)
-
-
 def test_the_variance_of_fp32_values_around_100_is_right(ranks: Ranks) -> None:
     x = samples(4, mean=100.0)
     exact = train(layer(dtype=torch.float64), x.double())
@@ -112,23 +104,26 @@ def test_the_variance_of_fp32_values_around_100_is_right(ranks: Ranks) -> None:
                                atol=0)
 
 
-@pytest.mark.parametrize("options", [
-    {"momentum": None}, {"momentum": 0.0}, {"affine": False}, {"track_running_stats": False},
-], ids=str)
+def shared_layer() -> nn.Module:
+    """A layer that is called twice in each forward."""
+    shared = layer(dtype=DOUBLE)
+    return nn.Sequential(shared, nn.Conv2d(CHANNELS, CHANNELS, 1, dtype=DOUBLE), nn.ReLU(), shared)
+
+
+@pytest.mark.parametrize(("module", "mean", "dtype", "tolerance"), [
+    (layer(momentum=None), 0.0, torch.float32, 1e-6),
+    (layer(momentum=0.0), 0.0, torch.float32, 1e-6),
+    (layer(affine=False), 0.0, torch.float32, 1e-6),
+    (layer(track_running_stats=False), 0.0, torch.float32, 1e-6),
+    (layer().requires_grad_(False), 0.0, torch.float32, 1e-6),
+    (layer(dtype=DOUBLE), 100.0, DOUBLE, 1e-9),
+    (shared_layer(), 0.0, DOUBLE, 1e-9),
+], ids=["cumulative", "no-momentum", "not-affine", "no-statistics", "frozen", "mean-100", "twice"])
 def test_every_option_of_batch_norm_equals_one_process(
-        ranks: Ranks, options: dict[str, Any]) -> None:
-    assert_equal_to_one_process(ranks, layer(**options), samples(4), [0, 1, 3])
-
-
-def test_a_layer_used_twice_in_one_forward_equals_one_process(ranks: Ranks) -> None:
-    double = torch.float64
-    shared = layer(dtype=double)
-    model = nn.Sequential(shared, nn.Conv2d(CHANNELS, CHANNELS, 1, dtype=double), nn.ReLU(), shared)
-    assert_equal_to_one_process(ranks, model, samples(4, dtype=double), [0, 1, 3], tolerance=1e-9)
-
-
-def test_with_frozen_weights_only_the_input_gets_a_gradient(ranks: Ranks) -> None:
-    assert_equal_to_one_process(ranks, layer().requires_grad_(False), samples(4), [0, 1, 3])
+        ranks: Ranks, module: nn.Module, mean: float, dtype: torch.dtype,
+        tolerance: float) -> None:
+    assert_equal_to_one_process(ranks, module, samples(4, mean=mean, dtype=dtype), [0, 1, 3],
+                                tolerance)
 
 
 def test_a_first_layer_whose_input_needs_no_gradient_trains(ranks: Ranks) -> None:
@@ -154,16 +149,9 @@ def test_a_repeated_run_has_the_same_bits(ranks: Ranks) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_memory_format_of_the_input_is_kept(ranks: Ranks) -> None:
-    for result in ranks(2, train_share, layer(), samples(6, "channels-last").split([2, 4])):
-        assert result["output"].is_contiguous(memory_format=torch.channels_last)
-        assert result["input.grad"].is_contiguous(memory_format=torch.channels_last)
-
-
 def outputs_under_autocast(module: nn.Module, shares: Sequence[Tensor]) -> dict[str, Tensor]:
-    module, _ = convert(module, dist.get_world_size(), "cpu")
     with torch.autocast("cpu", torch.bfloat16):
-        return train(module, shares[dist.get_rank()], steps=1)
+        return train_share(module, shares, steps=1)
 
 
 def test_bf16_inputs_have_statistics_in_fp32(ranks: Ranks) -> None:
@@ -308,13 +296,6 @@ def test_a_state_dict_loads_both_ways() -> None:
     assert all(torch.equal(synced.state_dict()[k], v) for k, v in plain.state_dict().items())
 
 
-def test_one_rank_keeps_plain_batch_norm() -> None:
-    model, number = convert(nn.Sequential(nn.BatchNorm2d(3)), 1, "cpu")
-
-    assert number == 0
-    assert type(model[0]) is nn.BatchNorm2d
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torchs_own_synchronised_layer_trains_on_cpu_after_conversion(world_size: int) -> None:
     model, number = convert(nn.SyncBatchNorm(3), world_size, "cpu")
@@ -366,14 +347,3 @@ def test_the_guard_skips_synchronised_layers_and_those_without_statistics() -> N
     assert guard_plain(model) == 2
     assert model(torch.empty(0, 3, 2, 2)).shape == (0, 3, 2, 2)
     assert int(model[2].num_batches_tracked) == 0
-
-
-def train_guarded(shares: Sequence[Tensor]) -> int:
-    module = layer()
-    guard_plain(module)
-    module(shares[dist.get_rank()])
-    return int(module.num_batches_tracked)
-
-
-def test_without_conversion_an_empty_rank_counts_no_batch(ranks: Ranks) -> None:
-    assert ranks(2, train_guarded, samples(4).split([0, 4])) == [0, 1]
