@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
-from runs import steps, train, validations
+from runs import run, steps, summary, train, until_done, validations
 
 from trainer.commands.compare import differences
 
@@ -36,14 +35,12 @@ def command(folder: str, *arguments: str) -> int:
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_killed_run_of_the_users_package_has_the_same_bits(ranks, tmp_path, capfd, size):
     kill = f"--inject=kill:rank={size - 1}:step=4:phase=backward"
-    assert ranks(size, elsewhere, str(tmp_path), "--run-dir=straight", group=False) == [0] * size
+    straight = run(ranks, size, tmp_path / "straight", str(tmp_path), function=elsewhere)
 
-    outcomes = ranks.outcomes(size, elsewhere, str(tmp_path), "--run-dir=run", kill, group=False)
-    again = ranks(size, elsewhere, str(tmp_path), "--run-dir=run", kill, group=False)
+    ends = until_done(ranks, size, tmp_path / "run", str(tmp_path), kill, function=elsewhere)
 
-    assert outcomes[size - 1].signal == signal.SIGKILL
-    assert again == [0] * size
-    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
+    assert [ends[0][-1], *ends[1:]] == [-9, [0] * size]
+    assert not list(differences(straight, tmp_path / "run"))
     curve = [text.split(",") for text in (tmp_path / "run/curve.csv").read_text().splitlines()]
     assert [(int(step), float(loss)) for step, loss in curve] == [
         (line["step"], line["loss"]) for line in steps(tmp_path / "run")]
@@ -55,7 +52,7 @@ def test_a_killed_run_of_the_users_package_has_the_same_bits(ranks, tmp_path, ca
                       "--json", group=False)
         said = capfd.readouterr().out
         found = json.loads(next(t for t in said.splitlines() if t.startswith("{")))
-        logged = json.loads((tmp_path / "run/summary.json").read_text())["test"]
+        logged = summary(tmp_path / "run")["test"]
         if split == "validation":
             logged = {name.removeprefix("val_"): value for name, value in
                       validations(tmp_path / "run")[-1].items()
