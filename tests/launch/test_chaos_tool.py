@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import alive, wait_gone
+from machine import alive, wait_gone
 from scripted import wait_for
 
 from launch import chaos

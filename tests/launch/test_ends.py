@@ -12,8 +12,16 @@ from pathlib import Path
 
 import pytest
 import scripted
-from launching import AT_ONCE_S, GONE_S, Launched, listeners, listening, wait_gone
-from machine import left_in_shared_memory, shared_memory
+from launching import Launched
+from machine import (
+    AT_ONCE_S,
+    GONE_S,
+    left_in_shared_memory,
+    listeners,
+    listening,
+    shared_memory,
+    wait_gone,
+)
 
 from launch import fork_server, worker
 from trainer.resilience import stop_signals

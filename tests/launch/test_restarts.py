@@ -8,7 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from launching import AT_ONCE_S, Launched, alive, wait_gone
+from launching import Launched
+from machine import AT_ONCE_S, alive, wait_gone
 
 GRACE_S = 0.3
 
