@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 import pytest
+from launches import finish
 
 from benchmarks import pictures
 
 STEPS, KILLS = 60, (15, 30, 45)
-
-
-@pytest.fixture(scope="module")
-def work(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("page")
-    faults = [f"--inject=kill:step={step}:rank=0:phase=backward" for step in KILLS]
-    command = [sys.executable, "-m", "launch", "--nproc-per-node=1", "--max-restarts=9", "--",
-               "--world.threads=1", f"--steps={STEPS}", "--log.tensorboard-every=1",
-               "--checkpoint.every=20", "--eval.every=30", f"--run-dir={folder / pictures.RUN}",
-               *faults]
-    subprocess.run(command, check=True, cwd=pictures.ROOT, timeout=200)
-    return folder
 
 
 def request(address: str, what: str) -> Any:
@@ -36,8 +22,11 @@ def request(address: str, what: str) -> Any:
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_the_server_has_each_step_once_and_the_page_its_tags(work):
-    with pictures.tensorboard(work) as address:
+def test_the_server_has_each_step_once_and_the_page_its_tags(tmp_path):
+    finish(tmp_path / pictures.RUN, f"--steps={STEPS}", "--log.tensorboard-every=1",
+           "--checkpoint.every=20", "--eval.every=30",
+           *(f"--inject=kill:step={step}:rank=0:phase=backward" for step in KILLS), size=1)
+    with pictures.tensorboard(tmp_path) as address:
         address = address.rstrip("/")
         [(run, tags)] = request(address, "scalars/tags").items()
         points = request(address, f"scalars/scalars?tag=train%2Floss&run={run}&format=json")
