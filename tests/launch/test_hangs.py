@@ -69,11 +69,11 @@ def launches(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Lau
            for number, places in enumerate(both)},
         "loader": start(folder / "loader.run", "--data.workers=2", "--task.endless=50",
                         "--task.stops=120", f"--task.marks={folder / 'loader'}",
-                        task="stuck_task:Stuck"),
+                        task="failing_task:Failing"),
         # Rank 1 must die while rank 0 is computing; the limit is longer than that computation.
         "busy": start(folder / "busy.run", "--task.busy-at=31", f"--task.marks={folder / 'busy'}",
                       "--inject=slow:rank=1:step=15:phase=forward:seconds=8",
-                      "--inject=kill:rank=1:step=15:phase=forward", task="stuck_task:Stuck",
+                      "--inject=kill:rank=1:step=15:phase=forward", task="failing_task:Failing",
                       limit=20),
         "alone": start(folder / "alone.run", "--inject=hang:step=12:phase=backward", size=1),
         "straight alone": start(folder / "straight-alone.run", size=1),
@@ -154,7 +154,7 @@ def test_a_stuck_or_stopped_loader_worker_is_named(launches: dict[str, Launch]) 
     for hang in hangs:
         assert hang["at_phase"] == "data"
         assert "its loader " in hang["why"]
-        expected = "stuck_task.py" if hang["why"].endswith("reading") else "State:\tT (stopped)"
+        expected = "failing_task.py" if hang["why"].endswith("reading") else "State:\tT (stopped)"
         assert expected in stacks(launch, hang["attempt"], hang["culprit"])
     check_same_bits(launches["straight"], launch)
 
@@ -230,7 +230,7 @@ def test_hangs_and_stops_of_either_rank_in_each_phase_and_under_torchrun(
 def test_a_long_first_forward_and_a_long_validation_are_no_hang(tmp_path: Path) -> None:
     began_s = time.monotonic()
     with start(tmp_path / "run", "--task.first-s=30", "--task.validation-s=5", "--steps=12",
-               "--eval.every=6", task="stuck_task:Stuck", limit=3) as launch:  # fmt: skip
+               "--eval.every=6", task="failing_task:Failing", limit=3) as launch:  # fmt: skip
         launch.end()
 
     assert time.monotonic() - began_s > 40

@@ -42,8 +42,8 @@ class Run:
 
     @contextmanager
     def launch(self) -> Iterator[Launch]:
-        launch = Launch(self.path, *FLAGS, "--task.how=slow", by=self.by,
-                        options=["--max-restarts=3"], TMPDIR=str(self.temporary)).start()
+        launch = Launch(self.path, *FLAGS, by=self.by, options=["--max-restarts=3"],
+                        TMPDIR=str(self.temporary), SLOW_TRAIN_S="0.005").start()
         try:
             yield launch
         finally:

@@ -20,10 +20,6 @@ import torch.utils.tensorboard  # noqa: F401
 from runs import events
 
 # Imported here, in the process that launchers are forked from.
-import launch.__main__
-import launch.agent
-import launch.rendezvous
-import launch.workers
 import trainer.__main__
 import trainer.loop
 import trainer.run.build
@@ -32,9 +28,9 @@ from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 from trainer.resilience import processes
 
-TASK = ["--task=slow_task:Slow", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",
-        "--task.samples=160", "--task.norm=batch", "--task.dropout=0.2", "--world.threads=1",
-        "--checkpoint.every=1000"]  # fmt: skip
+TASK = ["--task=failing_task:Failing", "--device=cpu", "--batch.global-size=8",
+        "--batch.micro-size=2", "--task.samples=160", "--task.norm=batch", "--task.dropout=0.2",
+        "--world.threads=1", "--checkpoint.every=1000"]  # fmt: skip
 GRACE_S = 30.0
 DEADLINE_S = 200.0
 

@@ -34,7 +34,7 @@ def test_the_last_line_is_the_failure_with_the_users_line(ranks, tmp_path, size,
     assert codes == [1] * size
     *_, last = said[rank].splitlines()
     assert f"error: rank {rank}, step 12 (forward), attempt 0: {RAISED}" in last
-    assert last.endswith(" in loss)")
+    assert last.endswith(" in _fail)")
     failures = {e["rank"]: e["echo"] for e in events(tmp_path / "run", "failure")}
     assert failures == {r: r != rank for r in range(size)}
 
@@ -107,7 +107,7 @@ def test_what_an_exception_after_the_update_leaves_is_not_saved(ranks, tmp_path)
 
 
 def test_a_killed_loader_worker_costs_no_step(ranks, undisturbed, tmp_path):
-    arguments = ["--data.workers=2", "--task.how=killed-worker", f"--task.marks={tmp_path}/mark"]
+    arguments = ["--data.workers=2", "--task.kills=88", f"--task.marks={tmp_path}"]
 
     codes, [said] = run(ranks, 1, tmp_path / "run", *arguments)
     failure = events(tmp_path / "run", "failure")[0]
@@ -173,7 +173,7 @@ def test_torchrun_finds_the_first_failure_in_the_files_that_it_gave_the_ranks(ra
     shown = str(ChildFailedError("trainer", failures))
     first, _ = ChildFailedError("trainer", failures).get_first_failure()
     assert first == 1
-    assert re.search(rf"rank 1, step 12 \(forward\), attempt 0: {re.escape(RAISED)}\d+ in loss\)\n"
+    assert re.search(rf"rank 1, step 12 \(forward\), attempt 0: {re.escape(RAISED)}\d+ in _fail\)\n"
                      "=+$", shown)
     assert "a peer of rank 1 was lost" not in shown
     assert json.loads((tmp_path / "0.json").read_text())["message"]["message"].startswith(

@@ -58,10 +58,6 @@ def survive(rank: int) -> str:
     return "nothing"
 
 
-def draws() -> tuple[float, torch.Tensor]:
-    return float(torch.rand(())), torch.randn(3)
-
-
 def warn() -> None:
     warnings.warn("look here", stacklevel=1)
 
@@ -101,13 +97,6 @@ def test_outcomes_tell_of_survivors_and_dead(ranks: Ranks) -> None:
 
     assert (first.ok, first.value) == (True, "RuntimeError")
     assert (second.ok, second.exit_code, second.signal) == (False, 7, None)
-
-
-def test_ranks_start_from_the_same_seeds_each_time(ranks: Ranks) -> None:
-    once, again = ranks(2, draws), ranks(2, draws)
-
-    assert {number for number, _ in once} == {number for number, _ in again}
-    assert torch.equal(once[0][1], again[1][1])
 
 
 def test_a_warning_in_a_rank_is_an_error(ranks: Ranks) -> None:

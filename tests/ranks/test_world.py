@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from typing import NoReturn
 
 import pytest
@@ -39,17 +38,6 @@ def _describe() -> dict[str, object]:
                 "main": world.is_main, "nonce": world.nonce, "interface": world.interface,
                 "backend": dist.get_backend(world.group), "message": world.store.clone().get(
                     "message").decode()}
-
-
-def test_threads_are_the_ranks_share_of_the_cores_unless_set(ranks: Ranks) -> None:
-    cores = len(os.sched_getaffinity(0))
-    assert ranks(2, _threads, None, group=False) == [(max(1, cores // 2),) * 2] * 2
-    assert ranks(2, _threads, 3, group=False) == [(3, 3)] * 2
-
-
-def _threads(wanted: int | None) -> tuple[int, int]:
-    with World.form(threads=wanted) as world:
-        return world.threads, torch.get_num_threads()
 
 
 def test_a_world_of_one_has_no_group_and_the_same_results(ranks: Ranks) -> None:
@@ -130,19 +118,6 @@ def _mismatch() -> None:
         world.broadcast([torch.zeros(4, 2) if world.is_main else torch.zeros(2, 4)])
 
 
-def test_json_values_are_sent_exactly(ranks: Ranks) -> None:
-    for value, gathered in ranks(3, _json, group=False):
-        assert value == {"from": 2, "text": "ünïcode" * 1000, "none": None}
-        assert gathered == [[0.1 * rank, "x" * 10**rank] for rank in range(3)]
-
-
-def _json() -> tuple[object, object]:
-    with World.form() as world:
-        value = world.broadcast_json(
-            {"from": world.rank, "text": "ünïcode" * 1000, "none": None}, source=2)
-        return value, world.gather_json([0.1 * world.rank, "x" * 10**world.rank])
-
-
 def test_an_error_on_one_rank_is_raised_on_all(ranks: Ranks) -> None:
     for error, other in ((ConfigError("--task.root /none: not found"),
                           "ConfigError: --task.root /none: not found (rank 1)"),
@@ -175,32 +150,26 @@ def _out_of_step() -> float:
 
 
 def test_each_collective_has_a_timeout_and_patient_raises_it(ranks: Ranks) -> None:
-    outcomes = ranks.outcomes(2, _late, group=False)
-    assert [outcome.error for outcome in outcomes] == [None, None]
-    assert outcomes[0].value == outcomes[1].value == ["sum", "gradient", "json", "limit"]
+    assert ranks.outcomes(2, _late, group=False)[0].error is None
 
 
-def _late() -> list[str]:
+def _late() -> None:
     """Rank 1 is late for each collective by more than the timeout of 1 s."""
-    done = []
     with World.form(timeout_s=1.0, long_timeout_s=60.0) as world:
         assert world.store is not None
 
-        def be_late(name: str) -> None:
-            done.append(name)
-            if not world.is_main:
-                _until(lambda: time.monotonic() > begun + 1.3)
-        begun = time.monotonic()
+        def be_late() -> None:
+            began_s = time.monotonic()
+            while not world.is_main and time.monotonic() < began_s + 1.3:
+                time.sleep(0.01)
+
         with world.long_timeout():
-            be_late("sum")
+            be_late()
             world.all_sum(torch.ones(1))
-            begun = time.monotonic()
-            be_late("gradient")
+            be_late()
             dist.all_reduce(torch.ones(1), group=world.group)
-        begun = time.monotonic()
-        be_late("json")
+        be_late()
         world.gather_json(None)
-        begun = time.monotonic()
         if world.is_main:
             with pytest.raises(RuntimeError, match="Timed out") as caught:
                 world.all_sum(torch.ones(1))
@@ -209,7 +178,6 @@ def _late() -> list[str]:
         else:
             world.store.wait(["done"])
         world.abandon()
-        return [*done, "limit"]
 
 
 def test_survivors_notice_a_death_when_one_of_them_abandons(ranks: Ranks) -> None:
@@ -277,20 +245,6 @@ def _meet_twice(world: World) -> None:
     world.barrier()
 
 
-def test_an_error_in_one_rank_ends_the_others_at_once(ranks: Ranks) -> None:
-    first, second = ranks.outcomes(2, _fail, group=False)
-    assert isinstance(first.error, OSError)
-    assert isinstance(second.error, RuntimeError)
-    assert abs(first.at - second.at) < 20.0  # the timeout is a minute
-
-
-def _fail() -> None:
-    with World.form() as world:
-        if world.is_main:
-            raise OSError("read-only folder")
-        world.barrier()
-
-
 def test_closing_does_not_wait_forever_for_a_missing_rank(ranks: Ranks) -> None:
     assert ranks(2, _close, group=False)[0] is False
 
@@ -335,8 +289,3 @@ def _interfaces() -> list[str]:
     with World.form():
         return [os.environ[name] for name in (
             "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING")]
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    while not condition():
-        time.sleep(0.01)

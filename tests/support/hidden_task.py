@@ -145,8 +145,6 @@ class Keeps(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
         self.kept, self.count = kept, 0
         self.inner = [torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)]
-        if kept == "shared":
-            self.inner[0].state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -166,7 +164,7 @@ class Keeps(torch.optim.Optimizer):
                         self.state["all"] = {"count": 1}
                     case "attribute":
                         self.count += 1
-                    case "optimizer" | "shared":
+                    case "optimizer":
                         self.inner[0].step()
                         break
                 assert parameter.grad is not None
@@ -178,5 +176,4 @@ keeps_list = partial(Keeps, kept="list")
 keeps_tensor = partial(Keeps, kept="tensor")
 keeps_elsewhere = partial(Keeps, kept="elsewhere")
 keeps_optimizer = partial(Keeps, kept="optimizer")
-keeps_shared = partial(Keeps, kept="shared")
 keeps_attribute = partial(Keeps, kept="attribute")

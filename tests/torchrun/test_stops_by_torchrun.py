@@ -13,7 +13,7 @@ from launches import Launch, finish
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 
-FLAGS = ("--task=slow_task:Slow", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",
+FLAGS = ("--task=failing_task:Failing", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",
          "--task.samples=160", "--task.norm=batch", "--data.workers=2", "--checkpoint.every=1000")
 
 
