@@ -5,6 +5,7 @@ Linux only. A rank costs a fork (milliseconds) instead of an import of torch (se
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+NOTHING = pickle.dumps({})
 GRACE_S = 5.0  # how long the others may go on after a rank failed: their own errors come in it
 
 
@@ -95,18 +97,16 @@ class Ranks:
         if self._connection is not None:
             self._connection.close()
         if self._server is not None:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
+            self._server.kill()
+            self._server.wait()
         self._server = self._connection = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            module = f"{__name__.removesuffix('harness')}rank_server"
-            code = f"from {module} import serve; serve({theirs.fileno()})"
+            code = f"from rank_server import serve; serve({theirs.fileno()})"
             env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1",
                                 "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             # Its own session: Ctrl-C reaches pytest alone, and the server ends when pytest does.
@@ -141,7 +141,8 @@ class Ranks:
             raise
         if isinstance(reply, str):
             raise RuntimeError(reply)
-        return [Outcome(**(fields | pickle.loads(result))) for fields, result in reply]
+        return [Outcome(**(fields | pickle.loads(fields.pop("result", NOTHING))))
+                for fields in reply]
 
 
 def _raise_first_failure(outcomes: list[Outcome]) -> None:

@@ -13,8 +13,9 @@ from launches import Launch, finish
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 
-FLAGS = ("--task=failing_task:Failing", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",
-         "--task.samples=160", "--task.norm=batch", "--data.workers=2", "--checkpoint.every=1000")
+FLAGS = ("--task=failing_task:Failing", "--device=cpu", "--batch.global-size=8",
+         "--batch.micro-size=2", "--task.samples=160", "--task.norm=batch", "--data.workers=2",
+         "--checkpoint.every=1000")  # fmt: skip
 
 
 def torchrun(run: Path, *arguments: str, **env: str) -> Launch:
