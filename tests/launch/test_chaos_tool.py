@@ -155,18 +155,6 @@ def test_a_launcher_is_found_by_the_program_and_not_by_its_arguments(
     assert chaos._is_launcher(process.pid) is launches
 
 
-def test_ctrl_c_ends_a_drill_quietly(tmp_path, processes):
-    processes.rank(tmp_path, 0)
-    tool = processes.start(*CHAOS, str(tmp_path), "--mtbf=0.01", "--kinds=stop",
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    assert b"SIGSTOP to rank 0" in tool.stdout.readline()
-
-    tool.send_signal(signal.SIGINT)
-
-    assert tool.wait(200) == 0
-    assert tool.stdout.read() == b""
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--mtbf=0"], "--mtbf is 0"), (["--mtbf=1", "--kinds=kill,maim"], "'maim'"),
     (["--mtbf=1", "--count=0"], "--count is 0"), (["--mtbf=1", "--wait-s=-1"], "--wait-s is -1"),

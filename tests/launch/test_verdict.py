@@ -116,10 +116,9 @@ def test_an_exception_before_a_death_is_the_cause_and_after_it_is_not() -> None:
     assert (before["rank"], after["rank"]) == (0, 1)
 
 
-@pytest.mark.parametrize("code", [None, 2, 75, 76, 77])
-def test_an_exit_reported_by_the_trainer_itself_is_no_death(code: int | None) -> None:
-    assert first_failure(died(0, 2, code), [], attempt=4, reached_step=3) is None
-
-
-def test_ranks_that_die_before_the_run_knows_its_attempt_leave_no_event() -> None:
-    assert first_failure(died(0, 2, KILL), [], attempt=None, reached_step=0) is None
+@pytest.mark.parametrize(("code", "attempt"), [
+    (None, 4), (2, 4), (75, 4), (76, 4), (77, 4),  # reported by the trainer itself
+    (KILL, None),  # before the run knows its attempt
+])
+def test_no_death_is_recorded(code: int | None, attempt: int | None) -> None:
+    assert first_failure(died(0, 2, code), [], attempt=attempt, reached_step=3) is None

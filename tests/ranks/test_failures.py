@@ -106,35 +106,6 @@ def test_what_an_exception_after_the_update_leaves_is_not_saved(ranks, tmp_path)
     assert inspect(tmp_path / "run")["step"] == 10
 
 
-def test_a_killed_loader_worker_costs_no_step(ranks, undisturbed, tmp_path):
-    arguments = ["--data.workers=2", "--task.kills=88", f"--task.marks={tmp_path}"]
-
-    codes, [said] = run(ranks, 1, tmp_path / "run", *arguments)
-    failure = events(tmp_path / "run", "failure")[0]
-    kept = inspect(tmp_path / "run")["step"]
-    again, _ = run(ranks, 1, tmp_path / "run", *arguments)
-
-    assert codes == [1]
-    assert failure["memory"] == "worker"
-    assert kept == failure["failed_step"] - 1 > 0
-    assert "1. fewer loader workers, and less read ahead: --data.workers 1 --data.pref" in said
-    assert again == [0]
-    assert not list(differences(undisturbed(1, *TASK), tmp_path / "run"))
-
-
-@pytest.mark.parametrize("workers", [0, 1])
-def test_a_bad_sample_is_told_with_its_number_and_the_users_line(ranks, tmp_path, workers):
-    codes, [said] = run(ranks, 1, tmp_path / "run", "--task.how=bad-sample",
-                        "--task.at=90", f"--data.workers={workers}")
-
-    assert codes == [1]
-    place = ", loader worker 0" if workers else ""
-    assert re.search(rf"error: rank 0, step \d+ \(data\), attempt 0: SampleError: reading sample 90"
-                     rf" of epoch 0 raised KeyError: 'no such picture' \(rank 0{place}\); correct "
-                     rf"it"
-                     r".*\(tests/support/failing_task.py:\d+ in __getitem__\)$", said.strip())
-
-
 def test_out_of_memory_names_the_phase_and_the_remedies_in_order_and_all_leave(ranks, tmp_path):
     codes, said = run(ranks, 2, tmp_path / "run", "--task.how=memory", "--task.at=92")
 

@@ -15,6 +15,8 @@ import torch
 import torch.distributed as dist
 from harness import RankDied, RankHung, Ranks
 
+from benchmarks.chaos_run import children
+
 
 def rank_plus(number: int, *, factor: int = 1) -> tuple[int, int, int]:
     total = torch.tensor([dist.get_rank() + number])
@@ -45,17 +47,6 @@ def hang_on(rank: int, folder: str) -> None:
     Path(folder, str(here)).write_text(f"{os.getpid()} {child.pid}")
     if here == rank:
         a_name_to_find_in_the_stack()
-
-
-def survive(rank: int) -> str:
-    try:
-        dist.barrier()  # else the others may still be joining the group
-        if dist.get_rank() == rank:
-            os._exit(7)
-        dist.barrier()
-    except RuntimeError as error:
-        return type(error).__name__
-    return "nothing"
 
 
 def warn() -> None:
@@ -92,13 +83,6 @@ def test_a_hang_is_reported_with_its_stack_and_nothing_is_left(
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_outcomes_tell_of_survivors_and_dead(ranks: Ranks) -> None:
-    first, second = ranks.outcomes(2, survive, 1)
-
-    assert (first.ok, first.value) == (True, "RuntimeError")
-    assert (second.ok, second.exit_code, second.signal) == (False, 7, None)
-
-
 def test_a_warning_in_a_rank_is_an_error(ranks: Ranks) -> None:
     with pytest.raises(UserWarning, match="look here"):
         ranks(1, warn)
@@ -107,15 +91,6 @@ def test_a_warning_in_a_rank_is_an_error(ranks: Ranks) -> None:
 def test_what_cannot_be_sent_is_refused_by_name(ranks: Ranks) -> None:
     with pytest.raises(TypeError, match=r"lambda.*module level"):
         ranks(1, lambda: None)
-
-
-def children_of(pid: int) -> list[int]:
-    """None once the process has ended: short-lived ones come and go while the server imports."""
-    try:
-        return [int(child) for child in
-                Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def test_ranks_end_with_the_process_that_asked_for_them() -> None:
@@ -128,9 +103,9 @@ def test_ranks_end_with_the_process_that_asked_for_them() -> None:
     while len(sleeping) < 2:
         assert time.monotonic() < deadline
         assert asker.poll() is None
-        servers = children_of(asker.pid)
-        started = [rank for server in servers for rank in children_of(server)]
-        sleeping = [child for rank in started for child in children_of(rank)]
+        servers = children(asker.pid)
+        started = [rank for server in servers for rank in children(server)]
+        sleeping = [child for rank in started for child in children(rank)]
 
     asker.kill()
     asker.wait()

@@ -117,20 +117,28 @@ def test_of_a_dataclass_with_tensors_the_form_is_recorded_and_the_rest_holds(cal
     assert "--task.holds was" in call(error_of, one_step, run, Kept(drift=0.5))
 
 
-@pytest.mark.parametrize(("number", "raised"), [
-    (signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit"),
-])  # fmt: skip
-def test_a_stop_is_saved_raised_and_gone_on_from_with_the_same_bits(
-        call, undisturbed, run, number, raised):
-    (kind, code, cause), moved = call(train, run, 12, "signal", number)
-    kept = inspect(Path(run))
+@pytest.mark.parametrize(("at", "act", "number", "expected", "kept"), [
+    # The warm-up is the first micro-batch, two make a step.
+    (12, "signal", signal.SIGINT, ("KeyboardInterrupt", "", "StopRequested"), 6),
+    (12, "signal", signal.SIGTERM, ("SystemExit", "75", "StopRequested"), 6),
+    # A second interrupt does not wait for the step.
+    (13, "twice", 0, ("KeyboardInterrupt", "", "StopRequested"), 5),
+    (13, "fail", 0, ("KeyError", '"the user\'s own mistake"', "NoneType"), 5),
+])
+def test_what_ends_a_call_is_saved_and_raised_and_the_next_call_goes_on_with_the_same_bits(
+        call, undisturbed, run, at, act, number, expected, kept):
+    outcome, moved = call(train, run, at, act, number)
+    saved = inspect(Path(run))["step"]
     call(straight, run)
 
-    assert (kind, cause) == (raised, "StopRequested")
-    assert code == ("" if number == signal.SIGINT else "75")
+    assert outcome == expected
     assert len(moved) <= 2, "descriptors and threads that a first call makes"
-    assert kept["step"] == 6  # the warm-up is the first micro-batch, two make a step
+    assert saved == kept
     assert not list(differences(undisturbed, Path(run)))
+    if act == "fail":
+        where = events(Path(run), "failure")[0]["where"]
+        assert "small_task.py:" in where
+        assert where.endswith(" in fail")
 
 
 def interrupted_in_a_notebook(run: str) -> Any:
@@ -153,16 +161,6 @@ def test_an_interrupt_that_is_kept_keeps_no_model(call, run):
     assert call(interrupted_in_a_notebook, run) == ("StopRequested", [True])
 
 
-def test_a_second_interrupt_does_not_wait_for_the_step(call, undisturbed, run):
-    outcome, _ = call(train, run, 13, "twice")
-    kept = inspect(Path(run))["step"]
-    call(straight, run)
-
-    assert outcome == ("KeyboardInterrupt", "", "StopRequested")
-    assert kept == 5
-    assert not list(differences(undisturbed, Path(run)))
-
-
 def killed(run: str) -> None:
     trainer.train(config(run, inject=("kill:step=7:phase=backward",)))
 
@@ -172,23 +170,6 @@ def test_a_run_that_was_killed_goes_on_with_the_same_bits(ranks, call, undisturb
     call(straight, run)
 
     assert outcome.signal == signal.SIGKILL
-    assert not list(differences(undisturbed, Path(run)))
-
-
-def fail_and_go_on(run: str) -> Any:
-    failed = train(run, 13, "fail")
-    return failed[0], inspect(Path(run))["step"], train(run)[0][:2]  # the folder is free
-
-
-def test_the_users_own_exception_is_raised_and_the_boundary_before_it_saved(
-        call, undisturbed, run):
-    outcome, kept, then = call(fail_and_go_on, run)
-
-    assert outcome == ("KeyError", '"the user\'s own mistake"', "NoneType")
-    assert (kept, then) == (5, (False, 12))
-    failure = events(Path(run), "failure")[0]
-    assert "small_task.py:" in failure["where"]
-    assert failure["where"].endswith(" in fail")
     assert not list(differences(undisturbed, Path(run)))
 
 
@@ -220,11 +201,12 @@ def in_a_thread(run: str) -> Any:
     failed = threading.Thread(target=lambda: found.append(train(f"{run}-2", 12, "fail")[0]))
     failed.start()
     failed.join()
-    return found[0][:2], found[1][0], process_state()[0] == before
+    again = train(f"{run}-2")[0]  # the folder is free
+    return found[0][:2], found[1][0], again[:2], process_state()[0] == before
 
 
 def test_in_another_thread_it_trains_and_leaves_the_signals_alone(call, run):
-    assert call(in_a_thread, run) == ((False, 12), "KeyError", True)
+    assert call(in_a_thread, run) == ((False, 12), "KeyError", (False, 12), True)
 
 
 def in_a_pool(run: str) -> Any:

@@ -38,23 +38,20 @@ def copy(run, tmp_path) -> Path:
 
 
 class Page(HTMLParser):
-    """Parsed page: its elements, attributes and texts."""
+    """The elements, attributes and text of a page."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
-        self.tags, self.attributes, self.texts = set[str](), list[tuple[str, str]](), list[str]()
+        self.tags, self.attributes, self.text = set[str](), list[tuple[str, str]](), ""
         self.feed((path / "report.html").read_text())
+        self.text = " ".join(self.text.split())
 
     def handle_starttag(self, tag, attrs):
         self.tags.add(tag)
         self.attributes += attrs
 
     def handle_data(self, data):
-        self.texts.append(data)
-
-    @property
-    def text(self) -> str:
-        return " ".join(" ".join(self.texts).split())
+        self.text += f" {data}"
 
 
 def written(*runs: Path, out: Path) -> Path:

@@ -16,9 +16,7 @@ from torch.nn import functional
 
 from trainer import rng
 from trainer.commands.compare import differences
-from trainer.tasks.fashion_mnist import FILES
 from trainer.tasks.image_models import SmallCNN
-from trainer.tasks.shapes import SHAPES, draw
 from trainer.tasks.text import Text
 
 TEXT = argparse.__file__
@@ -96,9 +94,6 @@ SHORT = {
                 "--task.teacher={data}/teacher.safetensors"),
     "folder": (*EIGHT, "--task.root={data}", "--task.model=squeezenet1_1", "--task.crop=32",
                "--task.class-weights=balanced", "--data.workers=1"),
-    "fashion-mnist": (*SIXTEEN, "--task.root={data}"),
-    "cifar-10": ("--batch.global-size=8", "--batch.micro-size=4", "--eval.every=off",
-                 "--task.root={data}"),
 }  # fmt: skip
 """Recipe → flags that make it a matter of seconds."""
 
@@ -114,19 +109,6 @@ def write_data(folder: Path, recipe: str) -> None:
             path = folder / "train" / "ab"[number % 2] / f"{number}.png"
             path.parent.mkdir(parents=True, exist_ok=True)
             Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(path)
-    elif recipe == "fashion-mnist":
-        for name in FILES:
-            count = 200 if name.startswith("train") else 40
-            images = "images" in name
-            head = [0x803 if images else 0x801, count, *([28, 28] if images else [])]
-            content = generator.integers(0, 256 if images else 10, count * (784 if images else 1))
-            (folder / name).write_bytes(
-                np.array(head, ">u4").tobytes() + content.astype(np.uint8).tobytes())
-    elif recipe == "cifar-10":
-        for name in (*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"):
-            content = generator.integers(0, 256, (24, 3073), dtype=np.uint8)
-            content[:, 0] %= 10
-            (folder / name).write_bytes(content.tobytes())
 
 
 @pytest.mark.timeout(300)
@@ -248,22 +230,3 @@ def test_a_student_of_few_images_is_better_with_a_teacher_than_without(trained):
                      for more in ((), ("--task.teacher-share=0",)))
 
     assert summary(teacher)["test"]["accuracy"] > taught > alone + 0.02
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_folder_of_images_is_learnt(ranks, tmp_path):
-    for split, count in (("train", 400), ("test", 100)):
-        images, masks = draw(4 * count, 0.1, (0, count))
-        single = np.flatnonzero(masks.any((2, 3)).sum(1) == 1)[:count]
-        for number in single:
-            name = SHAPES[int(masks[number].any((1, 2)).argmax())]
-            path = tmp_path / "data" / split / name / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((images[number, 0].clip(0, 1) * 255).astype(np.uint8)).save(path)
-
-    folder = run(ranks, 2, tmp_path / "run", "folder", f"--task.root={tmp_path / 'data'}",
-                 "--task.crop=32", "--device=cpu", timeout_s=550)
-
-    assert list(summary(folder)["test_classes"]) == sorted(SHAPES)
-    assert summary(folder)["test"]["accuracy"] > 0.6

@@ -192,13 +192,6 @@ def test_a_small_data_set_gives_the_right_number_of_steps(ranks, tmp_path, sampl
     assert len(steps(folder)) == count
 
 
-def test_too_few_samples_for_a_step_is_an_error_on_all_ranks(ranks, tmp_path):
-    run(ranks, 2, tmp_path / "run", *tape_arguments(tmp_path / "tape", samples=3),
-        "--batch.global-size=4", code=2)
-
-    assert not (tmp_path / "run").exists()
-
-
 def test_parameters_without_gradients_survive_saves_and_a_restart(ranks, tmp_path):
     arguments = [*TAPE, "--task=tape_task:Unused", "--checkpoint.every=2"]
 

@@ -28,7 +28,7 @@ def wait(what: str) -> None:
 
 
 class Fragile(Indexed):
-    """Samples with slow reads; in a loader worker some end or stop it, or are never read, once."""
+    """Samples with slow reads; in a loader worker one stops it and one is never read, once."""
 
     def __init__(self, task: Failing, count: int, split: str) -> None:
         super().__init__(count, task.width)
@@ -37,11 +37,7 @@ class Fragile(Indexed):
     def __getitem__(self, index: int) -> dict[str, Any]:
         wait(self.split.upper())
         task = self.task
-        if index == task.at and task.how == "bad-sample":
-            raise KeyError("no such picture")
         if self.split == "train" and get_worker_info() is not None:
-            if index == task.kills and task.once("kills"):
-                os.kill(os.getpid(), signal.SIGKILL)
             if index == task.endless and task.once("endless"):
                 time.sleep(3600)
             if index == task.stops and task.once("stops"):
@@ -63,8 +59,6 @@ class Failing(Tape):
     """Sample in whose loss it fails."""
     marks: str = ""
     """An empty folder, created by the test."""
-    kills: int = -1
-    """Sample whose loader worker is killed."""
     endless: int = -1
     """Sample whose read never ends."""
     stops: int = -1
