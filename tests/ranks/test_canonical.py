@@ -117,7 +117,7 @@ def test_a_survivor_saves_the_last_boundary(ranks, undisturbed, tmp_path):
     assert starts == [0, 4]
 
 
-UNFIT = ["--task=unfit_task:Unfit", "--device=cpu", "--batch.global-size=8",
+UNFIT = ["--task=hidden_task:Hidden", "--task.samples=13", "--device=cpu", "--batch.global-size=8",
          "--batch.micro-size=2", "--data.drop-last=off", "--data.workers=0",
          "--parallel.reduction=canonical"]  # fmt: skip
 
@@ -146,7 +146,8 @@ def test_a_changed_non_persistent_buffer_is_named(ranks, tmp_path, capfd):
 
 
 def test_a_start_at_a_window_with_fewer_micro_batches_than_ranks(ranks, undisturbed, tmp_path):
-    arguments = [*UNFIT, "--epochs=2"]  # of 13 samples: windows of 4 and 3 micro-batches
+    # Of 13 samples: windows of 4 and 3 micro-batches.
+    arguments = [*UNFIT, "--task.way=skips", "--epochs=2"]
 
     until_done(ranks, [1, 4], tmp_path / "changed", *arguments, "--inject=term:step=1")
 

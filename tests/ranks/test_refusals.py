@@ -12,7 +12,7 @@ import pytest
 from runs import codes, run, train
 
 TAPE = ["--task=tape_task:Tape", "--device=cpu", "--task.samples=200"]
-UNFIT = ["--task=unfit_task:Unfit", "--task.way=sparse", "--device=cpu", "--steps=4",
+UNFIT = ["--task=hidden_task:Hidden", "--task.way=sparse", "--device=cpu", "--steps=4",
          "--batch.global-size=8", "--batch.micro-size=2"]
 BAD = {
     "unknown flag": (["--optm.lr=1"], ["--optm.lr", "optim.lr"]),

@@ -157,46 +157,10 @@ def full_disk_run(folder: Path, size: int, *arguments: str) -> int:
     return train(*arguments)
 
 
-def restart_on_full_disk(folder: Path, room_at: str, *arguments: str) -> int:
-    """In a rank: train on a disk that is full until this is said."""
-    import trainer.run.run_dir
-    from trainer.telemetry.events import Log
-
-    trainer.run.run_dir.DISK_FULL_WAIT_S = 1.0
-    used = sum(-(-p.stat().st_blocks // 8) * 4096 for p in folder.rglob("*"))
-    resize(folder, used)
-    original = Log.warning
-
-    def warning(self, text: str) -> None:
-        original(self, text)
-        if room_at in text:
-            resize(folder, 64 << 20)
-
-    Log.warning = warning  # type: ignore[method-assign]
-    return train(*arguments)
-
-
 def room_for_two(run: Path) -> int:
     """The size of a disk on which a third checkpoint has no room."""
     newest = sorted((run / "checkpoints").glob("step-????????"))[-1]
     return int(2.6 * sum(-(-p.stat().st_size // 4096) * 4096 for p in newest.iterdir()))
-
-
-def test_a_restart_on_a_disk_that_takes_nothing_any_more_is_no_bad_configuration(
-    ranks, undisturbed, small_disk, capfd
-):
-    full = run(ranks, 1, small_disk / "run", *TASK, "--inject=raise:step=6:phase=forward", code=1)
-
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    run(ranks, 1, full, *TASK, code=1)
-    assert "Read-only file system" in capfd.readouterr().out
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    for room_at, code in (("never", 1), ("for free space", 0)):
-        again = ranks(1, restart_on_full_disk, small_disk, room_at, *TASK, f"--run-dir={full}",
-                      group=False)
-        assert again == [code]
-    assert "No space left on device" in capfd.readouterr().out
-    assert not list(differences(undisturbed(1, *TASK), full))
 
 
 def test_a_full_disk_is_said_once_and_nothing_is_missing_when_space_comes_back(

@@ -108,16 +108,6 @@ def _broadcast(source: int) -> tuple[list[bytes], list[bytes]]:
         return content(), before
 
 
-def test_broadcast_refuses_tensors_of_different_shapes(ranks: Ranks) -> None:
-    with pytest.raises(ValueError, match="the sender's tensors differ"):
-        ranks(2, _mismatch, group=False)
-
-
-def _mismatch() -> None:
-    with World.form() as world:
-        world.broadcast([torch.zeros(4, 2) if world.is_main else torch.zeros(2, 4)])
-
-
 def test_an_error_on_one_rank_is_raised_on_all(ranks: Ranks) -> None:
     for error, other in ((ConfigError("--task.root /none: not found"),
                           "ConfigError: --task.root /none: not found (rank 1)"),
@@ -258,23 +248,6 @@ def _close() -> bool:
         return whole
     world.store.wait(["closed"])
     return True
-
-
-@pytest.mark.parametrize(("size", "absent", "message"), [
-    (3, 2, "rank 2 of 3 did not join within 2 s"),
-    (2, 0, "rank 1 of 2 cannot reach the store at MASTER_ADDR:MASTER_PORT"),
-])  # fmt: skip
-def test_a_missing_rank_or_store_is_named(
-    ranks: Ranks, size: int, absent: int, message: str
-) -> None:
-    outcomes = ranks.outcomes(size, _absent, absent, group=False)
-    for outcome in outcomes:
-        assert outcome.rank == absent or message in str(outcome.error)
-
-
-def _absent(rank: int) -> None:
-    if os.environ["RANK"] != str(rank):
-        World.form(join_timeout_s=2.0)
 
 
 def test_the_users_choice_of_interface_is_kept(ranks: Ranks) -> None:
