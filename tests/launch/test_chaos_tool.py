@@ -135,26 +135,6 @@ def test_a_process_without_the_events_file_open_for_appending_is_no_target(tmp_p
     assert reader.poll() is None
 
 
-WAITS = "import sys; print(flush=True); sys.stdin.read()"
-
-
-@pytest.mark.parametrize(("command", "launches"), [
-    (["-u", "-X", "dev", "-m", "launch", "--", "x"], True), (["{here}/torchrun"], True),
-    (["-c", WAITS, "tests/torchrun"], False),  # for example a test runner
-    (["-c", WAITS, "-m", "launch"], False),
-])  # fmt: skip
-def test_a_launcher_is_found_by_the_program_and_not_by_its_arguments(
-    tmp_path, processes, command, launches
-):
-    for name in ("launch.py", "torchrun"):
-        (tmp_path / name).write_text(WAITS)
-    process = processes.start(sys.executable, *(word.format(here=tmp_path) for word in command),
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, at=tmp_path)
-    assert process.stdout.readline() == b"\n"
-
-    assert chaos._is_launcher(process.pid) is launches
-
-
 @pytest.mark.parametrize(("arguments", "message"), [
     (["--mtbf=0"], "--mtbf is 0"), (["--mtbf=1", "--kinds=kill,maim"], "'maim'"),
     (["--mtbf=1", "--count=0"], "--count is 0"), (["--mtbf=1", "--wait-s=-1"], "--wait-s is -1"),

@@ -168,36 +168,6 @@ def test_joining_and_leaving_nodes_keep_batch_schedule_and_order(tmp_path, more)
     assert {attempt["world_size"] for attempt in inspect(a.run)["attempts"]} == {1, 3}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_a_temporarily_cut_link_changes_no_bit_if_all_nodes_are_needed(
-    tmp_path: Path,
-) -> None:
-    with two_hosts() as hosts:
-        a, b = nodes(hosts, tmp_path, "2")
-        with a, b:
-            a.start(), b.start()
-            reach(8, a, b)
-            cut_at = time.time()
-            hosts.cut()
-            wait_until(lambda: time.time() > cut_at + 20, "20 s")
-            back_at = time.time()
-            hosts.join()
-            assert time_to_first_step(a, b, since=back_at) < BOUND_S
-
-            b.process.kill()  # the launcher alone: its ranks are orphans
-            b.process.wait()
-            wait_until(lambda: not b.pids(), "orphans exit", a, b)
-            b.start()
-            time_to_first_step(a, b, since=time.time())
-            (tmp_path / "hurry").touch()
-            end(0, a, b)
-
-    straight = undisturbed(tmp_path)
-    assert not list(differences(straight, a.run))
-    assert not list(differences(straight, b.run))
-
-
 @pytest.mark.timeout(600)
 def test_stopping_one_node_stops_all_and_two_nodes_may_share_a_machine_and_folder(
     tmp_path: Path,

@@ -69,30 +69,3 @@ def test_the_package_predicts_what_it_wants_to(ranks, tmp_path):
     lines = [json.loads(text) for text in (tmp_path / "p.jsonl").read_text().splitlines()]
     assert len(lines) == 80
     assert all(line["form"] in range(4) and 0.25 <= line["share"] <= 1 for line in lines)
-
-
-MISTAKES = {
-    "when it is imported": ("import nothing_of_this_name\n", 2, "nothing_of_this_name"),
-    "when it is made": ("def Net():\n    raise ValueError('no net today')\n", 1, "no net today"),
-    "when it is called": (
-        "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self):\n"
-        "        super().__init__(64, 4)\n    def forward(self, x):\n        return x.nothing\n",
-        1, "'Tensor' object has no attribute 'nothing'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("when", MISTAKES)
-def test_a_mistake_in_another_model_is_told_with_the_users_line(ranks, tmp_path, when):
-    text, code, expected = MISTAKES[when]
-    (tmp_path / "mine.py").write_text(text)
-
-    [outcome] = ranks.outcomes(1, elsewhere, str(tmp_path), "--run-dir=run", "--task.net=mine:Net",
-                               group=False)
-
-    assert outcome.value == code
-    *_, last = outcome.output.splitlines()
-    assert last.startswith("error: ")
-    assert expected in last
-    if code == 1:
-        assert f"(mine.py:{len(text.splitlines())} in " in last
-    assert f'mine.py", line {len(text.splitlines())}' in outcome.output

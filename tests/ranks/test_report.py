@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
-from runs import TAPE, steps, train, until_done
+from runs import TAPE, steps, until_done
 
 from benchmarks import pictures
 from trainer.commands import inspect
@@ -161,16 +161,6 @@ def test_an_unfinished_run_can_be_reported(copy, tmp_path):
     assert "model.safetensors" in page.text  # of the torn checkpoint
 
 
-@pytest.mark.parametrize("rest", [["run.json"], ["run.json", "metrics.jsonl"]])
-def test_a_run_with_few_files_can_be_reported(copy, tmp_path, rest):
-    for path in copy.iterdir():
-        if path.is_file() and path.name not in rest:
-            path.unlink()
-    shutil.rmtree(copy / "checkpoints")
-
-    assert "copy" in Page(written(copy, out=tmp_path / "out")).text
-
-
 def test_a_folder_without_a_run_is_one_error(tmp_path, capsys):
     assert [report.main([str(tmp_path / "none")]), report.main([str(tmp_path)])] == [2, 2]
     assert capsys.readouterr().err.splitlines() == [
@@ -196,17 +186,6 @@ def test_a_page_fits_its_window_and_one_with_a_wide_part_does_not(out, both, tmp
     (tmp_path / "wide.html").write_text(
         text.replace("</body>", '<div style="width: 600px">wide</div></body>'))
     assert pictures.scroll_width(tmp_path / "wide.html", 380, tmp_path) >= 600
-
-
-@pytest.mark.long
-def test_a_slow_rank_of_a_real_run_is_reported(ranks, tmp_path):
-    outcomes = ranks.outcomes(
-        2, train, *TASK, "--steps=80", "--inject=slow:rank=1:seconds=0.05:always",
-        f"--run-dir={tmp_path}/run", group=False)  # fmt: skip
-
-    assert [o.value for o in outcomes] == [0, 0]
-    assert outcomes[0].output.count("rank 1 holds the others back: it needs ") == 1
-    assert "Ranks" in Page(written(tmp_path / "run", out=tmp_path)).text
 
 
 # --- inspect

@@ -50,18 +50,6 @@ def test_all_ranks_end_within_seconds_and_the_sample_is_named(
     assert saved == ["step-00000002"], "a survivor's"
 
 
-def test_a_sample_that_ends_its_loader_worker_is_reported_and_not_replaced(ranks, tmp_path, capfd):
-    arguments = [*TASK, "--task.samples=48", "--epochs=1", "--data.shuffle=off", "--task.bad=32",
-                 "--task.error=SystemExit", "--data.workers=1", "--data.on-error=skip"]
-
-    run(ranks, 2, tmp_path / "run", *arguments, code=1)
-
-    output = capfd.readouterr().out
-    assert ("reading sample 32 of epoch 0 raised SystemExit: no picture in 32 (rank 1, loader "
-            "worker 0) (") in output
-    assert "out of memory" not in output
-
-
 def test_a_bad_sample_of_the_validation_is_never_replaced(ranks, tmp_path, capfd):
     arguments = [*TASK, "--task.samples=48", "--epochs=1", "--task.validation=9",
                  "--task.bad-validation=7", "--data.on-error=skip"]

@@ -188,16 +188,6 @@ def test_lengths_in_epochs_of_a_stream_without_a_length_are_refused(
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(("drop_last", "count"), [("on", 6), ("off", 8)])
-def test_a_stream_with_a_length_can_be_trained_for_epochs(
-    ranks, tmp_path, drop_last, count
-):
-    folder = run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--epochs=2",
-                 f"--data.drop-last={drop_last}", kind="measured", samples="26")  # fmt: skip
-
-    assert [line["epoch"] for line in steps(folder)] == [0] * (count // 2) + [1] * (count // 2)
-
-
 @pytest.mark.parametrize(("sizes", "drop_last"), [("9,9,9,1", "on"), ("0,0,0,0", "off")])
 def test_an_epoch_without_a_global_batch_is_an_error(
     ranks, tmp_path, sizes, drop_last

@@ -199,6 +199,40 @@ def test_one_value_is_refused_evaluation_does_not_wait_and_grad_is_not_needed(
         torch.testing.assert_close(buffers, dict(expected.named_buffers()))
 
 
+def train_in_ddp(shares: Sequence[Tensor]) -> list[Tensor]:
+    torch.manual_seed(0)
+    model, _ = convert(conv_net(), dist.get_world_size(), "cpu")
+    parallel = nn.parallel.DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (parallel(shares[dist.get_rank()]).square().sum() * dist.get_world_size() / 8).backward()
+        optimizer.step()
+    return [tensor.detach() for tensor in model.state_dict().values()]
+
+
+def conv_net() -> nn.Sequential:
+    return nn.Sequential(nn.Conv2d(CHANNELS, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(),
+                         nn.MaxPool2d(2), nn.Flatten(), nn.Linear(16, 2))
+
+
+def test_training_under_ddp_with_an_empty_rank_equals_one_process(ranks: Ranks) -> None:
+    torch.manual_seed(0)
+    single = conv_net()
+    optimizer = torch.optim.SGD(single.parameters(), lr=0.1)
+    for _ in range(3):
+        optimizer.zero_grad()
+        (single(samples(4)).square().sum() / 8).backward()
+        optimizer.step()
+
+    results = ranks(3, train_in_ddp, samples(4).split([0, 1, 3]))
+
+    for tensors in zip(single.state_dict().values(), *results, strict=True):
+        expected, first, *others = tensors
+        assert all(torch.equal(first, other) for other in others)
+        torch.testing.assert_close(first, expected, rtol=1e-5, atol=1e-6)
+
+
 class Scaled(nn.BatchNorm2d):
     """A batch norm that overrides `forward`."""
 
