@@ -120,8 +120,8 @@ def send_signal(launcher: int, stop: Stop) -> None:
         os.kill(launcher, stop.number)
         return
     ranks = {processes.name(pid): pid for server in children(launcher) for pid in children(server)}
-    processes = [launcher, *(q for p in ranks.values() for q in [p, *children(p)])]
-    targets = {"ranks": list(ranks.values()), "orphans": list(ranks.values()), "all": processes}
+    every = [launcher, *(q for p in ranks.values() for q in [p, *children(p)])]
+    targets = {"ranks": list(ranks.values()), "orphans": list(ranks.values()), "all": every}
     for pid in targets.get(stop.who) or [ranks[stop.who]]:
         with contextlib.suppress(ProcessLookupError):  # it has exited after another rank's stop
             os.kill(pid, stop.number)

@@ -12,6 +12,7 @@ import importlib
 import os
 import pickle
 import random
+import shutil
 import signal
 import sys
 import tempfile
@@ -63,15 +64,16 @@ def serve(fd: int) -> NoReturn:
 
 def _run_ranks(request: dict[str, Any], client: Connection) -> list[dict[str, Any]]:
     """Fork, wait and clean up; by rank: fields of Outcome, some of them pickled in `result`."""
-    with tempfile.TemporaryDirectory() as name:
-        port, living = free_port(), Living()
-        try:
-            for rank in range(request["world_size"]):
-                pid = _fork(request, rank, Path(name), port, client)
-                living[os.pidfd_open(pid)] = rank, pid
-            ended = _watch(living, Path(name), client, request["timeout_s"], request["grace_s"])
-        finally:
-            _kill_all_children()
+    # Not a TemporaryDirectory, which a process that a rank forks would delete at its own exit.
+    folder, port, living = Path(tempfile.mkdtemp()), free_port(), Living()
+    try:
+        for rank in range(request["world_size"]):
+            pid = _fork(request, rank, folder, port, client)
+            living[os.pidfd_open(pid)] = rank, pid
+        ended = _watch(living, folder, client, request["timeout_s"], request["grace_s"])
+    finally:
+        _kill_all_children()
+        shutil.rmtree(folder)
     return sorted(ended, key=lambda fields: fields["rank"])
 
 
