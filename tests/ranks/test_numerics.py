@@ -57,10 +57,9 @@ def test_a_window_in_fp16_is_clipped_once_in_real_units(ranks, tmp_path):
     assert all(torch.allclose(half[name], plain[name], atol=1e-3) for name in plain)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_nan_on_one_rank_is_skipped_by_all_and_changes_nothing(ranks, tmp_path, size):
-    run(ranks, size, tmp_path / "run", *TASK, "--steps=8", "--task.norm=batch",
-        "--checkpoint.every=1", "--checkpoint.keep=9", f"--inject=nan:step=5:rank={size - 1}")
+def test_a_nan_on_one_rank_is_skipped_by_all_and_changes_nothing(ranks, tmp_path):
+    run(ranks, 2, tmp_path / "run", *TASK, "--steps=8", "--task.norm=batch",
+        "--checkpoint.every=1", "--checkpoint.keep=9", "--inject=nan:step=5:rank=1")
 
     line = steps(tmp_path / "run")[4]
     assert line["skipped"]
