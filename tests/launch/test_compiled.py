@@ -8,12 +8,11 @@ from pathlib import Path
 
 import pytest
 from launches import Launch
+from runs import TAPE
 
 from trainer.resilience import processes
 
-FLAGS = ("--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
-         "--batch.micro-size=2", "--task.norm=group", "--eval.every=off", "--precision.compile=on",
-         "--steps=8")  # fmt: skip
+FLAGS = (*TAPE, "--task.norm=group", "--eval.every=off", "--precision.compile=on", "--steps=8")
 
 
 @pytest.mark.long

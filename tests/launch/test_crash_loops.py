@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 from launches import Launch
+from runs import TAPE
 
 from trainer.commands.inspect import inspect
 
 RAISED = "ValueError: sample 88 is not to be borne (tests/support/failing_task.py:"
-FLAGS = ("--task=failing_task:Failing", "--device=cpu", "--batch.global-size=8",
-         "--batch.micro-size=2", "--task.samples=160", "--steps=20", "--data.shuffle=off",
-         "--data.workers=0", "--checkpoint.every=5", "--log.level=warning")  # fmt: skip
+FLAGS = (*TAPE, "--task=failing_task:Failing", "--steps=20", "--data.shuffle=off",
+         "--checkpoint.every=5", "--log.level=warning")  # fmt: skip
 RAISES = ("--task.how=raise", "--task.at=92")
 
 

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 from launches import Launch
+from runs import TAPE
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 from trainer.resilience.fault_injection import PHASES
 
 LIMIT_S = 2.0
-FLAGS = ("--device=cpu", "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160",
-         "--task.validation=6", "--task.norm=batch", "--data.workers=0", "--steps=40",
-         "--eval.every=8", "--checkpoint.every=5")  # fmt: skip
+FLAGS = (*TAPE, "--task.validation=6", "--task.norm=batch", "--steps=40", "--eval.every=8",
+         "--checkpoint.every=5")  # fmt: skip
 
 Places = tuple[tuple[str, int, int | None], ...]
 """Phase, rank and step of each fault."""

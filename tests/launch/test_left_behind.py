@@ -20,14 +20,14 @@ from machine import (
     shared_memory,
     wait_gone,
 )
+from runs import TAPE
 
 from benchmarks.chaos_run import children
 from trainer.commands.compare import differences
 from trainer.storage.files import read_json
 
 STEPS = 200
-FLAGS = ("--task=failing_task:Failing", "--device=cpu", "--batch.global-size=8",
-         "--batch.micro-size=2", "--task.samples=160", "--task.norm=batch", "--data.workers=2",
+FLAGS = (*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--data.workers=2",
          f"--steps={STEPS}", "--checkpoint.every=50", "--log.level=warning")  # fmt: skip
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch.utils.tensorboard  # noqa: F401
-from runs import events
+from runs import TAPE, events
 
 # Imported here, in the process that launchers are forked from.
 import trainer.__main__
@@ -28,8 +28,7 @@ from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 from trainer.resilience import processes
 
-TASK = ["--task=failing_task:Failing", "--device=cpu", "--batch.global-size=8",
-        "--batch.micro-size=2", "--task.samples=160", "--task.norm=batch", "--task.dropout=0.2",
+TASK = [*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--task.dropout=0.2",
         "--world.threads=1", "--checkpoint.every=1000"]  # fmt: skip
 GRACE_S = 30.0
 DEADLINE_S = 200.0
@@ -175,7 +174,7 @@ def until_done(start: Any, finish: Any) -> Callable[..., list[int | None]]:
 def straight(finish: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run of 80 steps."""
     return finish(tmp_path_factory.mktemp("undisturbed") / "straight",
-                  ["--steps=80", "--data.workers=0"])
+                  ["--steps=80"])
 
 
 def log(run: Path) -> str:
@@ -204,7 +203,7 @@ def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(until_done, t
     stops = [Stop(when="first-step", who="rank 1", number=signal.SIGUSR1, times=20),
              Stop(when="first-step", who="ranks", number=signal.SIGHUP)]
 
-    codes = until_done(tmp_path / "run", ["--steps=80", "--data.workers=0"], stops, TRAIN=0.01)
+    codes = until_done(tmp_path / "run", ["--steps=80"], stops, TRAIN=0.01)
 
     assert codes == [75, 75], log(tmp_path / "run")
     steps = [(e["rank"], e["step"]) for e in events(tmp_path / "run", "stop")]
@@ -218,7 +217,7 @@ def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(until_done, t
 def test_before_the_first_step_a_stop_is_immediate_even_if_the_main_thread_hangs(
         until_done, tmp_path, phase):
     run, fault = tmp_path / "run", f"--inject=hang:phase={phase}:rank=1"
-    arguments = ["--steps=30", "--data.workers=0", "--checkpoint.every=10", fault]
+    arguments = ["--steps=30", "--checkpoint.every=10", fault]
     stops = [Stop(when='"event": "fault"', who="rank 0")]
     if phase == "restore":
         stops.insert(0, Stop(when="first-step"))
@@ -243,7 +242,7 @@ def test_a_stop_interrupts_validation_and_test_which_the_next_start_repeats(
 
 
 def test_a_stop_waits_for_a_slow_save_within_the_grace_time(until_done, tmp_path):
-    arguments = ["--steps=30", "--data.workers=0", "--checkpoint.every=10"]
+    arguments = ["--steps=30", "--checkpoint.every=10"]
     slow = [*arguments, "--inject=slow:phase=save-mid:step=10:seconds=2"]
     late = [*arguments, "--stop.grace-s=1", "--inject=slow:phase=save-mid:step=10:seconds=40"]
     stop = Stop(when='"at_phase": "save-mid"')
@@ -263,7 +262,7 @@ def test_a_stop_waits_for_a_slow_save_within_the_grace_time(until_done, tmp_path
 
 
 def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_exits_immediately(start, tmp_path):
-    run, arguments = tmp_path / "run", ["--steps=1000", "--data.workers=0"]
+    run, arguments = tmp_path / "run", ["--steps=1000"]
     once = Stop(when="first-step", number=signal.SIGINT)
     twice = Stop(when='"event": "fault"', number=signal.SIGINT, times=100, gap_s=0.05)
 
@@ -274,7 +273,7 @@ def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_exits_immediately(
 
 
 def test_threads_that_delay_the_exit_are_named_and_a_stop_ends_the_wait(start, tmp_path):
-    run, arguments = tmp_path / "run", ["--steps=2", "--data.workers=0", "--stop.grace-s=0.2"]
+    run, arguments = tmp_path / "run", ["--steps=2", "--stop.grace-s=0.2"]
 
     code, took_s = start(run, 1, arguments, Stop(when="waits for threads.*: upload;"), THREAD=80)
 

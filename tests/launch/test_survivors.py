@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import pytest
 from launches import finish
+from runs import TAPE
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 
 PHASES = ("stop", "rendezvous", "fork", "start", "join", "build", "warm-up", "restore", "train")
 """Phases of a restart, from the exit of a rank to the first step."""
-FLAGS = ("--task=tape_task:Tape", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",
-         "--task.samples=160", "--task.norm=batch", "--data.workers=0", "--checkpoint.every=1000",
-         "--steps=40")  # fmt: skip
+FLAGS = (*TAPE, "--task.norm=batch", "--checkpoint.every=1000", "--steps=40")
 
 
 @pytest.mark.parametrize(("size", "sync_bn"), [

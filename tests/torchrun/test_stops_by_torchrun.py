@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 from launches import Launch, finish
+from runs import TAPE
 
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
 
-FLAGS = ("--task=failing_task:Failing", "--device=cpu", "--batch.global-size=8",
-         "--batch.micro-size=2", "--task.samples=160", "--task.norm=batch", "--data.workers=2",
+FLAGS = (*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--data.workers=2",
          "--checkpoint.every=1000")  # fmt: skip
 
 
