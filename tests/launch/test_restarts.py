@@ -97,9 +97,7 @@ def test_a_rank_has_its_own_session_and_the_variables_that_torchrun_sets(
     assert len(ports) == 4  # one store for each attempt
 
 
-def test_the_count_of_failures_restarts_when_a_later_step_was_saved(
-    tmp_path: Path,
-) -> None:
+def test_the_count_of_failures_restarts_when_a_later_step_was_saved(tmp_path: Path) -> None:
     script = {"0.0": "save=10", "1.0": "save=20", "2.0": "save=20", "3.0": "save=30"}
 
     with Launched(tmp_path / "run", script, "--max-restarts=1") as launch:

@@ -83,9 +83,7 @@ def test_sbatch_exits_with_the_launchers_code_and_does_not_requeue(code, tmp_pat
     (signal.SIGTERM, "RUNNING", True),  # preempted, during the grace time
     (signal.SIGTERM, "COMPLETING", False),  # cancelled
 ])  # fmt: skip
-def test_sbatch_forwards_a_signal_waits_and_requeues_a_saved_run(
-    number, state, again, tmp_path
-):
+def test_sbatch_forwards_a_signal_waits_and_requeues_a_saved_run(number, state, again, tmp_path):
     batch = Batch(tmp_path, code=75, hold=True, state=state)
     wait_for(lambda: batch.calls("srun"), 1)
 

@@ -49,9 +49,7 @@ def test_a_loss_that_cannot_bear_0_samples_is_told_what_they_are_and_what_helps(
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_rank_that_fails_before_its_update_saves_the_boundary(
-    ranks, undisturbed, tmp_path, size
-):
+def test_a_rank_that_fails_before_its_update_saves_the_boundary(ranks, undisturbed, tmp_path, size):
     once = "--inject=raise:step=12:phase=optimizer"
 
     codes, _ = run(ranks, size, tmp_path / "run", once)

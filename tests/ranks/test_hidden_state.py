@@ -71,9 +71,7 @@ def test_only_state_that_no_checkpoint_holds_is_reported(ranks, tmp_path, capfd,
     ("optimizer", "its attribute inner[0], a SGD, has a separate state (share the outer one: "
                   "self.inner[0].state = self.state)"),
 ])  # fmt: skip
-def test_optimizer_state_that_no_checkpoint_holds_is_refused(
-    ranks, tmp_path, capfd, kept, message
-):
+def test_optimizer_state_that_no_checkpoint_holds_is_refused(ranks, tmp_path, capfd, kept, message):
     run(ranks, 1, tmp_path / "run", *TASK, "--checkpoint.every=off",
         f"--optim.name=hidden_task:keeps_{kept}", code=2)
 

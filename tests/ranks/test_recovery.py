@@ -64,9 +64,7 @@ def test_a_run_without_any_update_is_not_complete(ranks, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("reduction", ["ddp", "canonical"])
-def test_a_non_finite_buffer_of_an_empty_micro_batch_makes_no_step_bad(
-    ranks, tmp_path, reduction
-):
+def test_a_non_finite_buffer_of_an_empty_micro_batch_makes_no_step_bad(ranks, tmp_path, reduction):
     # 4 micro-batches on 3 ranks: the first two ranks compute an empty one as well. The last rank's
     # buffers count.
     run(ranks, 3, tmp_path, *TASK, "--task.centred", "--steps=3", "--task.norm=group",

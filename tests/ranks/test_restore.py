@@ -86,9 +86,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
                 for i in store.checkpoints()}
 
 
-def test_the_resumed_and_the_best_checkpoint_replace_those_of_an_abandoned_history(
-    ranks, tmp_path
-):
+def test_the_resumed_and_the_best_checkpoint_replace_those_of_an_abandoned_history(ranks, tmp_path):
     stale, good = ranks(2, levelled, str(tmp_path), group=False)
 
     assert good == {10: (1, 1), 20: (1, 1), 29: (1, 1)}

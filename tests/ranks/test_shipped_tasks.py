@@ -127,9 +127,7 @@ def test_a_killed_run_of_a_recipe_ends_with_the_same_bits(ranks, undisturbed, tm
     assert not list(differences(undisturbed(2, *arguments), tmp_path / "run"))
 
 
-def test_a_picture_that_died_with_rank_0_is_drawn_by_the_next_attempt(
-    ranks, undisturbed, tmp_path
-):
+def test_a_picture_that_died_with_rank_0_is_drawn_by_the_next_attempt(ranks, undisturbed, tmp_path):
     arguments = [*SPIRAL, "--steps=8", "--checkpoint.every=4"]
     straight, killed = undisturbed(2, *arguments), tmp_path / "killed"
     inject = "--inject=kill:rank=0:step=5:phase=forward"  # rank 1 saves step 4, validated

@@ -54,9 +54,7 @@ def test_samples_and_draws_are_independent_of_ranks_and_workers(
 
 
 @pytest.mark.parametrize(("size", "workers"), [(1, 0), (2, 2), (3, 0)])
-def test_lanes_that_end_unevenly_give_short_and_empty_micro_batches(
-    ranks, tmp_path, size, workers
-):
+def test_lanes_that_end_unevenly_give_short_and_empty_micro_batches(ranks, tmp_path, size, workers):
     folder = run(ranks, size, tmp_path / "run", tmp_path / "tape", "--steps=6",
                  "--data.drop-last=off", f"--data.workers={workers}", kind="lanes",
                  sizes="5,2,0,3", norm="group", dropout="0.1")  # fmt: skip
@@ -189,9 +187,7 @@ def test_lengths_in_epochs_of_a_stream_without_a_length_are_refused(
 
 
 @pytest.mark.parametrize(("sizes", "drop_last"), [("9,9,9,1", "on"), ("0,0,0,0", "off")])
-def test_an_epoch_without_a_global_batch_is_an_error(
-    ranks, tmp_path, sizes, drop_last
-):
+def test_an_epoch_without_a_global_batch_is_an_error(ranks, tmp_path, sizes, drop_last):
     run(ranks, 2, tmp_path / "run", tmp_path / "tape", "--steps=4", "--data.workers=0",
         f"--data.drop-last={drop_last}", code=2, kind="lanes", sizes=sizes)  # fmt: skip
 
