@@ -92,20 +92,23 @@ class Failing(Tape):
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
         if self.how == "empty" and not len(batch["index"]):
             raise ValueError("nothing to reshape")
-        outcome = super().loss(model, batch)
-        if not model.training:
+        if model.training:
+            self._delay()
+        else:
             time.sleep(self.validation_s)
-            return outcome
+        outcome = super().loss(model, batch)
+        if model.training and self.at in batch["index"].tolist():
+            self._fail()
+        return outcome
+
+    def _delay(self) -> None:
         FORWARDS[0] += 1
         if FORWARDS[0] == 1:
             time.sleep(self.first_s)
-        if FORWARDS[0] == self.busy_at and os.environ.get("RANK") == "0" and self.once("busy"):
+        elif FORWARDS[0] == self.busy_at and os.environ.get("RANK") == "0" and self.once("busy"):
             until_s, noise = time.monotonic() + 60, torch.ones(300, 300)
             while time.monotonic() < until_s:
                 noise = torch.mm(noise, noise).sign()
-        if self.at in batch["index"].tolist():
-            self._fail()
-        return outcome
 
     def _fail(self) -> None:
         match self.how:
