@@ -101,6 +101,7 @@ SHORT = {
 def write_data(folder: Path, recipe: str) -> None:
     """Write random data, or a teacher, for a recipe that needs files."""
     generator = np.random.default_rng(1)
+    folder.mkdir()
     if recipe == "distill":
         torch.manual_seed(1)
         save_file(SmallCNN().state_dict(), folder / "teacher.safetensors")
@@ -116,9 +117,9 @@ def write_data(folder: Path, recipe: str) -> None:
     name if name in ("spiral", "shapes", "text-stream") else
     pytest.param(name, marks=pytest.mark.long) for name in SHORT])
 def test_a_killed_run_of_a_recipe_ends_with_the_same_bits(ranks, undisturbed, tmp_path, recipe):
-    write_data(tmp_path, recipe)
-    arguments = (recipe, *(flag.format(data=tmp_path) for flag in SHORT[recipe]), "--steps=12",
-                 "--checkpoint.every=5", "--device=cpu")
+    write_data(tmp_path / "data", recipe)
+    arguments = (recipe, *(flag.format(data=tmp_path / "data") for flag in SHORT[recipe]),
+                 "--steps=12", "--checkpoint.every=5", "--device=cpu")
 
     ends = until_done(ranks, 2, tmp_path / "run", *arguments,
                       "--inject=kill:rank=1:step=8:phase=backward")
