@@ -1,4 +1,4 @@
-"""The models that `benchmarks.gpu` trains on a card, and a step of each under a set of levers."""
+"""The models of `benchmarks.gpu`, and a training step of each with a set of optimisations."""
 
 from __future__ import annotations
 
@@ -9,18 +9,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import resnet
 
 from trainer.optim.precision import set_tf32
-
-UNTOUCHED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-"""Operations that make memory and leave it as it is."""
+from trainer.tasks.gpt import GPT
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Lever:
-    """A step's settings. Each lever of `LEVERS` keeps what those before it have set."""
+    """The settings of a step, named after the last one that was added."""
 
     name: str
     tf32: bool = False
@@ -32,7 +30,7 @@ class Lever:
 
 
 def levers(*, images: bool) -> list[Lever]:
-    """From plain fp32 on, one more at a time; for a model without images no channels_last."""
+    """From plain fp32, one setting more at a time; channels_last only for images."""
     changes: list[dict[str, Any]] = [
         {"name": "fp32"}, {"name": "tf32", "tf32": True}, {"name": "bf16", "bf16": True},
         *([{"name": "channels_last", "channels_last": True}] if images else []),
@@ -48,26 +46,19 @@ def levers(*, images: bool) -> list[Lever]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model to train, and batches for it.
-
-    Attributes:
-        batch: images, or sequences, a step.
-        host: makes a batch on the host: inputs (uint8 images or int64 tokens) and labels.
-    """
+    """A model to train, and its batches."""
 
     name: str
     make: Callable[[], nn.Module]
     batch: int
+    """Images or sequences per step."""
     host: Callable[[int], tuple[Tensor, Tensor]]
+    """Makes a batch on the host: inputs (uint8 images or int64 tokens) and labels."""
     images: bool = True
 
 
 def subjects(*, tiny: bool) -> list[Subject]:
-    """ResNet-50 (224²), ResNet-18 (32²), a GPT of 124M parameters; `tiny`: the same, small."""
-    from torchvision.models import resnet
-
-    from trainer.tasks.gpt import GPT
-
+    """ResNet-50 (224²), ResNet-18 (32²), a GPT of 124M parameters; `tiny` versions for a CPU."""
     def pictures(size: int, classes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
         return lambda count: (torch.randint(256, (count, 3, size, size), dtype=torch.uint8),
                               torch.randint(classes, (count,)))
@@ -99,7 +90,7 @@ def subjects(*, tiny: bool) -> list[Subject]:
 
 
 class Trainee:
-    """A subject on the device under a lever: `step()` is one optimizer step from host memory."""
+    """A subject on the device with a lever: `step()` is one optimizer step from host memory."""
 
     def __init__(self, subject: Subject, lever: Lever, device: torch.device, *,
                  backend: str = "inductor") -> None:
@@ -116,11 +107,10 @@ class Trainee:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=lever.fused,
                                            foreach=not lever.fused)
         batches = [subject.host(subject.batch) for _ in range(3)]
-        self.host_bytes = sum(part.nbytes for part in batches[0])
         self._batches = _prefetched(batches, device) if lever.prefetch else _copied(batches, device)
 
     def step(self) -> None:
-        """Copy a batch, forward, backward, update; waits for nothing on the card."""
+        """Copy a batch, forward, backward, update; does not wait for the card."""
         if self._device.type == "cuda":
             set_tf32(self.lever.tf32)
             if self.lever.compile == "reduce-overhead":
@@ -131,7 +121,7 @@ class Trainee:
         self.optimizer.step()
 
     def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
-        """Of a batch on the device; images are normalised there."""
+        """The loss of a batch on the device, where images are normalised."""
         if self.subject.images:
             inputs = inputs.to(memory_format=self._format).float().sub_(128).div_(64)
         with torch.autocast(self._device.type, torch.bfloat16, enabled=self.lever.bf16):
@@ -139,19 +129,19 @@ class Trainee:
         return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
 
     def close(self) -> None:
-        """Let go of what the card holds for it."""
+        """Release the card's memory."""
         self._forward = self.model = self.optimizer = self._batches = None  # type: ignore[assignment]
 
 
 def _copied(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
-    """From pageable memory, which the copy waits for."""
+    """Batches from pageable memory, whose copy is waited for."""
     while True:
         for batch in batches:
             yield tuple(part.to(device) for part in batch)
 
 
 def _prefetched(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
-    """From pinned memory, a step ahead, by a stream of its own."""
+    """Batches from pinned memory, copied a step ahead on a separate stream."""
     if device.type != "cuda":
         yield from _copied(batches, device)
     pinned = [tuple(part.pin_memory() for part in batch) for batch in batches]
@@ -172,32 +162,9 @@ def _prefetched(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> I
         yield ready
 
 
-class Traffic(TorchDispatchMode):
-    """Counts the bytes that operations read and write, each on its own; views move nothing."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.bytes = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None
-                           ) -> Any:
-        result = function(*args, **(kwargs or {}))
-        sources = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
-        known = {t.untyped_storage().data_ptr() for t in sources if t.numel()}
-        made = [t for t in tree_leaves(result) if isinstance(t, Tensor)]
-        if function.overloadpacket.__name__ in UNTOUCHED:
-            return result
-        is_view = made and not function._schema.is_mutable and all(
-            t.numel() and t.untyped_storage().data_ptr() in known for t in made)
-        if not is_view:
-            self.bytes += sum(t.numel() * t.element_size() for t in (*sources, *made))
-        return result
-
-
 def count_flops(trainee: Trainee) -> int:
-    """Of a forward and backward of the whole batch (attention without its causal half)."""
-    from torch.utils.flop_counter import FlopCounterMode
-
+    """Operations of a forward and backward of the whole batch (attention without its causal
+    half)."""
     few = min(2, trainee.subject.batch)
     inputs, labels = (part.to(trainee._device) for part in trainee.subject.host(few))
     with FlopCounterMode(display=False) as counter:
@@ -206,8 +173,8 @@ def count_flops(trainee: Trainee) -> int:
     return counter.get_total_flops() * trainee.subject.batch // few
 
 
-def count_traffic(trainee: Trainee) -> int:
-    """Bytes that the operations of one step read and write, if none is fused with another."""
-    with Traffic() as traffic:
-        trainee.step()
-    return traffic.bytes
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Tensor]]:
+    """File → name → tensor, as in a checkpoint."""
+    moments = {f"{number}.{name}": value for number, entry in enumerate(optimizer.state.values())
+               for name, value in entry.items() if isinstance(value, Tensor)}
+    return {"model": dict(model.state_dict()), "optimizer": moments}

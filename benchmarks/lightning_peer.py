@@ -1,23 +1,23 @@
-"""The small CNN on the bundled sample with Lightning, as plain use of it resumes: started anew by
-torchrun, from its last checkpoint.
+"""The small CNN on the bundled sample with Lightning, restarted by torchrun from its last checkpoint.
 
     python -m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=3 \\
         -m benchmarks.lightning_peer FOLDER --steps 33 --deaths 12:0,22:1
 
-Global batch, optimizer and clipping are those of the default recipe; a rank takes its 64 samples in
-one forward, and neither augmentation, schedule nor synchronised batch norm cost it anything. Each
-rank appends a line to FOLDER/steps.jsonl when it starts, when the training begins and after each
-step. In the step of a death its rank says so and waits to be killed from outside.
+Global batch, optimizer and clipping are those of the default recipe; a rank processes its 64
+samples in one forward, without augmentation, schedule and synchronised batch norm. Each rank
+appends a line to FOLDER/steps.jsonl when it starts, when the training begins and after each step.
+In the step of a death its rank writes a line and waits to be killed from outside.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
+
+from benchmarks import reporting
 
 STEPS = "steps.jsonl"
 GLOBAL_BATCH = 128
@@ -29,11 +29,6 @@ def parse_deaths(text: str) -> list[tuple[int, int]]:
     """(step, rank) of each death, of `STEP:RANK,…`."""
     pairs = [death.split(":") for death in text.split(",")]
     return [(int(step), int(rank)) for step, rank in pairs]
-
-
-def show_deaths(deaths: list[tuple[int, int]]) -> str:
-    """What `parse_deaths` reads."""
-    return ",".join(f"{step}:{rank}" for step, rank in deaths)
 
 
 def say(folder: Path, event: str, step: int) -> None:
@@ -103,10 +98,7 @@ def train(folder: Path, steps: int, every: int, deaths: list[tuple[int, int]]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lightning_peer", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.parser("lightning_peer", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=10, help="steps from save to save (10)")
