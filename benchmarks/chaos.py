@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import chaos_plan as plans
@@ -32,9 +31,9 @@ COLD = 3
 """Factor of these limits if each start imports everything."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Disturb runs, report how each ended, and return the exit code."""
-    options = _parse(argv)
+    options = _parse()
     draw = random.Random(options.seed)
     cards, left = plans.deck(draw, soak=options.soak), list[Card]()
     deal = functools.partial(plans.plan, cards=cards, left=left, draw=draw, seed=options.seed,
@@ -165,10 +164,10 @@ def _command(run: Run, path: Path) -> str:
             f"-- {shlex.join(words)}")
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse() -> argparse.Namespace:
     parser = reporting.parser("chaos", __doc__)
-    parser.add_argument("--faults", type=int, required=True, metavar="N",
-                        help="number of faults, 1 or more")
+    parser.add_argument("--faults", type=int, default=40, metavar="N",
+                        help="number of faults, 1 or more (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S",
                         help="of the plan and of the runs")
     parser.add_argument("--soak", action="store_true", help="also kinds that take long")
@@ -178,7 +177,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         "time; torchrun")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all run folders, there")
     parser.add_argument("--only", type=int, metavar="K", help="only the run with this number")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if options.faults < 1:
         parser.error(f"--faults is {options.faults}; use 1 or more")
     return options

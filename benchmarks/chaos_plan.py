@@ -58,7 +58,7 @@ class Setting:
         """The trainer's arguments: three epochs, each with a last global batch that is smaller."""
         size = self.micro_batches * MICRO_SIZE
         values = {
-            "run": run, "task": "benchmarks.chaos_task:Chaos", "steps": STEPS,
+            "run-dir": run, "task": "benchmarks.chaos_task:Chaos", "steps": STEPS,
             "seed": self.seed, "device": "cpu", "world.threads": 1, "log.level": "warning",
             "task.samples": 8 * size + min(3, size - 1), "data.drop-last": "off",
             "batch.global-size": size, "batch.micro-size": MICRO_SIZE,

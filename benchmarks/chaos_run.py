@@ -16,7 +16,6 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks import reporting
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
@@ -29,12 +28,9 @@ from trainer.telemetry.events import read_events
 
 MAX_RESTARTS = 20
 POLL_S, IDLE_POLL_S = 0.004, 0.05
-"""How often a run is looked at: while something is to be done to it, and otherwise."""
-
+"""Time between two looks at a run: while a fault waits for its moment, and otherwise."""
 GONE_S = 20.0
-"""How long after the end of a run its last orphan may still live: 5 s, and what a busy machine
-adds."""
-
+"""How long orphans may live after the end of a run: 5 s, more on a busy machine."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 PR_SET_PDEATHSIG = 1
 MOST_SHOWN = 3
@@ -74,22 +70,16 @@ class Launcher:
 
     def start(self, num_ranks: int, arguments: Sequence[str], log: Path) -> int:
         """The pid of a new launcher, leader of a process group; its output goes to `log`."""
-        # torchrun would take --run for its own --run-path.
-        own = ["--run-dir" if word == "--run" else word for word in arguments]
-        options = [str(num_ranks), "--max-restarts", str(self._max_restarts)]
+        options = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(self._max_restarts)]
         if self.kind == "launch":
-            return _fork(["--nproc-per-node", *options, "--", *arguments], log)
-        command = {
-            "launch-cold": ["launch", "--nproc-per-node", *options, "--"],
-            "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", *options,
-                         "-m", "trainer"],
-        }[self.kind]  # fmt: skip
+            return _fork([*options, "--", *arguments], log)
+        command = (["launch", *options, "--"] if self.kind == "launch-cold" else
+                   ["torch.distributed.run", "--standalone", *options, "-m", "trainer"])
         actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                    (os.POSIX_SPAWN_OPEN, 1, str(log), APPEND, 0o666),
                    (os.POSIX_SPAWN_DUP2, 1, 2)]
-        return os.posix_spawn(
-            sys.executable, [sys.executable, "-m", *command, *own],
-            reporting.environment(), file_actions=actions, setpgroup=0)
+        return os.posix_spawn(sys.executable, [sys.executable, "-m", *command, *arguments],
+                              reporting.environment(), file_actions=actions, setpgroup=0)
 
     def ranks(self, launcher: int) -> list[int]:
         """Pids of the living ranks."""
@@ -127,10 +117,9 @@ def train(run: Run, folder: Path, launcher: Launcher, *, limit_s: float) -> Resu
     wall_s = time.monotonic() - began_s
     if left := watch.wait_gone():
         problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
-    return Result(
-        fired=watch.fired(), starts=_starts(folder), launches=launches, wall_s=wall_s,
-        problem=problem,
-    )  # fmt: skip
+    starts = (read_json(folder / IDENTITY) or {"attempt": -1})["attempt"] + 1
+    return Result(fired=watch.fired(), starts=starts, launches=launches, wall_s=wall_s,
+                  problem=problem)
 
 
 class _Watch:
@@ -236,7 +225,7 @@ def differences(reference: Path, run: Path) -> list[str]:
     """
     read_fd, write_fd = os.pipe()
 
-    def compare() -> int:
+    def report() -> int:
         import torch
 
         from trainer.commands import compare
@@ -250,7 +239,7 @@ def differences(reference: Path, run: Path) -> list[str]:
             json.dump(found, pipe)
         return 0
 
-    pid = _in_fork(compare)
+    pid = _in_fork(report)
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
         text = pipe.read()
@@ -304,12 +293,6 @@ def _in_fork(function: Callable[[], int]) -> int:
 
 
 def _stopped(folder: Path, code: int) -> bool:
-    """Whether the run has saved and stopped on request: torchrun itself always ends with 1."""
-    if code == EXIT_STOPPED:
-        return True
+    """Whether the run has saved and stopped on request. torchrun itself always ends with 1."""
     ends = [e for e in read_events(folder / EVENTS) if e["event"] in ("stop", "failure")]
-    return bool(ends) and ends[-1].get("exit_code") == EXIT_STOPPED
-
-
-def _starts(folder: Path) -> int:
-    return (read_json(folder / IDENTITY) or {"attempt": -1})["attempt"] + 1
+    return code == EXIT_STOPPED or (bool(ends) and ends[-1].get("exit_code") == EXIT_STOPPED)

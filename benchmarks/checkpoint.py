@@ -2,11 +2,9 @@
 
     python -m benchmarks.checkpoint [--sizes 10,100,1000] [--parts stall,overhead]
 
-stall     How long the training thread is held, and when the state is durable: this trainer's save
-          (held: in the save, and before the next update until the copy of what an update changes
-          is complete), the same without that overlap, torch.save without and with fsync,
-          torch.distributed.checkpoint's save and async_save. The reference is a copy of the same
-          tensors into memory that is already in use, by as many threads.
+stall     The time for which the training thread is held, and the time to durable, compared with
+          torch.save, torch.distributed.checkpoint, and a copy of the same tensors into memory that
+          is already in use.
 overhead  The cost of a durable save every 10 steps, as paired blocks of steps with and without.
 """
 
@@ -27,8 +25,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 
 from benchmarks import reporting
+from benchmarks.reporting import in_turn, ratios
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
-from benchmarks.turns import in_turn, ratios
 
 BLOCK = 10
 """Steps from save to save in `overhead`."""
@@ -41,14 +39,12 @@ Times = tuple[float, float | None]
 
 
 class Savers:
-    """The ways to save a state that are compared; each writes other files than its last time."""
+    """The ways to save a state that are compared."""
 
     def __init__(self, subject: Subject, folder: Path) -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        self.alone: list[float] = []
-        """Seconds of a forward and backward without a save."""
-        self.during: list[float] = []
-        """The same during a save."""
+        self.alone, self.during = list[float](), list[float]()
+        """Seconds of a forward and backward alone, and during a save."""
         self._subject, self._folder = subject, folder
         self._ours = make_checkpointer(subject, folder / "ours")
         self._inputs = torch.randn(BATCH, subject.width)
@@ -61,9 +57,8 @@ class Savers:
     def all(self) -> dict[str, Callable[[], Times]]:
         return {
             COPY: self._copy, OURS: self._save,
-            "this trainer, no overlap": self._save_at_once,
-            "torch.save": lambda: self._torch_save(fsync=False),
-            FSYNC: lambda: self._torch_save(fsync=True),
+            "this trainer, no overlap": lambda: self._save(overlap=False),
+            "torch.save": self._torch_save, FSYNC: lambda: self._torch_save(fsync=True),
             "dcp.save": lambda: self._dcp(dcp.save),
             "dcp.async_save": lambda: self._dcp(dcp.async_save),
         }  # fmt: skip
@@ -80,29 +75,23 @@ class Savers:
         torch._foreach_copy_(self._touched, self._subject.live)
         return time.perf_counter() - began, None
 
-    def _save(self) -> Times:
-        self.alone.append(self._forward_backward())
-        began, held = self._begin(overlap=True)
-        self.during.append(self._forward_backward())
-        joined = time.perf_counter()
-        self._ours.finish_copy()
-        held += time.perf_counter() - joined
-        self._ours.finish_pending(must=True)
-        return held, time.perf_counter() - began
-
-    def _save_at_once(self) -> Times:
-        began, held = self._begin(overlap=False)
-        self._ours.finish_pending(must=True)
-        return held, time.perf_counter() - began
-
-    def _begin(self, *, overlap: bool) -> tuple[float, float]:
+    def _save(self, *, overlap: bool = True) -> Times:
+        if overlap:
+            self.alone.append(self._forward_backward())
         self._ours.overlap = overlap
         self._subject.state.progress.step += 1
         began = time.perf_counter()
         self._ours.save("periodic")
-        return began, time.perf_counter() - began
+        held = time.perf_counter() - began
+        if overlap:
+            self.during.append(self._forward_backward())
+            joined = time.perf_counter()
+            self._ours.finish_copy()
+            held += time.perf_counter() - joined
+        self._ours.finish_pending(must=True)
+        return held, time.perf_counter() - began
 
-    def _torch_save(self, *, fsync: bool) -> Times:
+    def _torch_save(self, *, fsync: bool = False) -> Times:
         with (self._folder / "state.pt").open("wb") as file:
             began = time.perf_counter()
             torch.save(self._subject.dictionary(), file)

@@ -2,14 +2,6 @@
 
     python -m benchmarks.claims [--parts optimizers,…] [--rounds N] [--quick]
 
-optimizers   AdamW as a for-loop, foreach and fused, on many small tensors and on few large ones
-inference    a forward in inference_mode, in no_grad, and in grad mode
-zero_grad    gradients set to None or to zero, with a forward and backward
-bf16         autocast to bf16: what the forward keeps for the backward, and the step's time
-recompute    activation checkpointing of each block, of every second, of none
-loading      DataLoader workers for per-sample transforms
-compile      torch.compile of a small MLP's and the small CNN's training step
-
 What a forward keeps is counted: the bytes of all distinct storages that autograd saves, without
 those of the parameters.
 """
@@ -27,8 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks import reporting
-from benchmarks.loader import Trainee, other
-from benchmarks.turns import in_turn, ratios
+from benchmarks.reporting import in_turn, ratios
 from trainer.optim.activation_checkpointing import recompute as recompute_blocks
 from trainer.tasks.gpt import GPT
 from trainer.tasks.image_models import SmallCNN
@@ -37,12 +28,9 @@ CLAIMS = {
     "foreach": "foreach is usually faster than the for-loop (torch.optim docs)",
     "fused": "fused is usually the fastest of the three (torch.optim docs)",
     "compile": "torch.compile: ×1.43 in training, on 163 models on an A100 (PyTorch 2.0)",
-    "inference": "inference_mode is faster than no_grad (torch docs)",
-    "no_grad": "no_grad keeps nothing for a backward and is faster than neither (torch docs)",
-    "set_to_none": "set_to_none needs less memory and can be a little faster (torch docs)",
+    "no_grad": "no_grad keeps nothing, and is faster than grad mode (torch docs)",
     "bf16": "16-bit activations nearly halve memory (Micikevicius et al. 2018)",
     "recompute": "checkpointing: less memory for one more forward (Chen et al. 2016)",
-    "workers": "num_workers > 0 overlaps loading with computing (PyTorch tuning guide)",
 }
 
 
@@ -111,17 +99,14 @@ def compiled(rounds: int) -> list[Finding]:
     for where, make, shape in (("MLP, batch 32", functools.partial(_mlp, 256), (32, 64)),
                                ("small CNN, batch 32", _cnn, (32, 1, 28, 28))):
         inputs, labels = torch.randn(*shape), torch.randint(10, shape[:1])
-        steps = {name: _step(compiler(make()), inputs, labels)
-                 for name, compiler in (("eager", lambda model: model), ("compiled", torch.compile))}
-        times = in_turn(steps, rounds, warm=3)
+        times = in_turn({"eager": _step(make(), inputs, labels),
+                         "compiled": _step(torch.compile(make()), inputs, labels)}, rounds, warm=3)
         found.append(Finding("compile", where, ratios(times["eager"], times["compiled"])))
     return found
 
 
-def inference(rounds: int) -> list[Finding]:
+def no_grad(rounds: int) -> list[Finding]:
     found = []
-    modes = {"grad mode": contextlib.nullcontext, "no_grad": torch.no_grad,
-             "inference": torch.inference_mode}
     for where, model, shape, calls in (
         ("MLP, batch 1", _mlp(64), (1, 64), 200),  # one forward is too short for the clock
         ("small CNN, batch 64", _cnn(), (64, 1, 28, 28), 1),
@@ -135,28 +120,12 @@ def inference(rounds: int) -> list[Finding]:
                 with mode():
                     model(inputs)
 
-        times = in_turn({name: functools.partial(forward, mode, calls)
-                         for name, mode in modes.items()}, rounds, warm=2)
-        kept = {name: kept_bytes(model, functools.partial(forward, mode, 1))
-                for name, mode in modes.items()}
-        found += [Finding("no_grad", where, ratios(times["grad mode"], times["no_grad"]),
-                          (kept["grad mode"], kept["no_grad"])),
-                  Finding("inference", where, ratios(times["no_grad"], times["inference"]))]
+        modes = (contextlib.nullcontext, torch.no_grad)
+        times = in_turn({str(mode): functools.partial(forward, mode, calls) for mode in modes},
+                        rounds, warm=2)
+        kept = [kept_bytes(model, functools.partial(forward, mode, 1)) for mode in modes]
+        found.append(Finding("no_grad", where, ratios(*times.values()), (kept[0], kept[1])))
     return found
-
-
-def zero_grad(rounds: int) -> list[Finding]:
-    inputs, labels = torch.randn(32, 1, 28, 28), torch.randint(10, (32,))
-    steps, held = {}, []
-    for name in ("to zero", "to None"):
-        model = _cnn()
-        steps[name] = _step(model, inputs, labels, to_none=name == "to None")
-        steps[name]()
-        model.zero_grad(set_to_none=name == "to None")
-        held.append(sum(p.grad.nbytes for p in model.parameters() if p.grad is not None))
-    times = in_turn(steps, rounds)
-    return [Finding("set_to_none", "small CNN, batch 32; gradients between steps",
-                    ratios(times["to zero"], times["to None"]), (held[0], held[1]))]
 
 
 def bf16(rounds: int) -> list[Finding]:
@@ -188,16 +157,6 @@ def recompute(rounds: int) -> list[Finding]:
                     (kept["none"], kept[name])) for name in ("each block", "every second block")]
 
 
-def loading(rounds: int) -> list[Finding]:
-    trainee, sources = Trainee(), {n: other("PIL a sample", n) for n in (0, 1, 2)}
-    times = in_turn({str(n): lambda s=source: trainee.step(s.batches)[0]  # type: ignore[misc]
-                     for n, source in sources.items()}, rounds)
-    for source in sources.values():
-        source.close()
-    return [Finding("workers", f"PIL transforms, small CNN, {n} worker(s)",
-                    ratios(times["0"], times[n])) for n in ("1", "2")]
-
-
 def _mlp(width: int) -> nn.Module:
     return nn.Sequential(nn.Linear(64, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
                          nn.Linear(width, 10))
@@ -216,13 +175,13 @@ def _loss(model: nn.Module, inputs: Tensor, labels: Tensor) -> Tensor:
 
 
 def _step(
-    model: Any, inputs: Tensor, labels: Tensor, *, to_none: bool = True, autocast: bool = False
+    model: Any, inputs: Tensor, labels: Tensor, *, autocast: bool = False
 ) -> Callable[[], None]:
     """Forward, backward and update by fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def step() -> None:
-        optimizer.zero_grad(set_to_none=to_none)
+        optimizer.zero_grad()
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = _loss(model, inputs, labels)
         loss.backward()
@@ -232,8 +191,8 @@ def _step(
 
 
 PARTS: dict[str, Callable[[int], list[Finding]]] = {
-    "optimizers": optimizers, "inference": inference, "zero_grad": zero_grad, "bf16": bf16,
-    "recompute": recompute, "loading": loading, "compile": compiled,
+    "optimizers": optimizers, "no_grad": no_grad, "bf16": bf16,
+    "recompute": recompute, "compile": compiled,
 }  # fmt: skip
 
 

@@ -2,20 +2,15 @@
 
     python -m benchmarks.compile [--repeats N] [--argument WORD …] [--quick]
 
-One rank under `python -m launch` on the small CNN, `--precision.compile on`. In each repeat:
-
 off       a new run without compiling
 cold      a new run; the cache of compiled code is empty
 restart   the same run: its rank is killed at step 3, and the launcher starts it again
 warm      the same command again after the run was stopped: new processes, the cache kept
-
-Measured are the seconds from the start of the command (restart: from the kill) to the first step,
-those of the warm-up, in which code is compiled or loaded, and the new files in the cache, which
-show whether anything was compiled again.
 """
 
 from __future__ import annotations
 
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -24,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import reporting
-from benchmarks.turns import ratios
+from benchmarks.reporting import ratios
 from trainer.storage.layout import COMPILED, EVENTS
 from trainer.telemetry.events import read_events
 
@@ -108,13 +103,12 @@ def main() -> None:
              for name in NAMES}
     found = {name: {key: reporting.summary(values) for key, values in own.items()}
              for name, own in times.items()}
-    print(reporting.table(
-        [f"n = {len(repeats)}", "first step after, s", "warm-up in this time, s",
-         "new files of code"],
-        [[name, reporting.spread(f["seconds"], digits=1), reporting.spread(f["warm-up"], digits=1),
-          f"{f['new_files']['max']:.0f}"] for name, f in found.items()]))
+    rows = [[name, reporting.spread(f["seconds"]), reporting.spread(f["warm-up"]),
+             f"{f['new_files']['max']:.0f}"] for name, f in found.items()]
+    print(reporting.table([f"n = {len(repeats)}", "first step after, s", "warm-up in this time, s",
+                           "new files of code"], rows))
     for name in ("restart", "warm"):
-        seconds, warm_up = (reporting.summary(ratios(times["cold"][key], times[name][key]))["median"]
+        seconds, warm_up = (statistics.median(ratios(times["cold"][key], times[name][key]))
                             for key in ("seconds", "warm-up"))
         print(f"{name}: 1/{seconds:.1f} of the cold time to the first step, 1/{warm_up:.1f} of its "
               f"warm-up (wanted: 1/{WANTED:.0f} or less, and no new files)")

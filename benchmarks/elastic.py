@@ -24,11 +24,8 @@ from benchmarks.chaos_plan import IN_STEP, STEPS, Setting
 from benchmarks.chaos_run import Launcher, differences, ends
 from trainer.errors import EXIT_COMPLETE
 
-LIMIT_S = 120.0
-"""For a whole run."""
-
+LIMIT_S = 120.0  # for a whole run
 MOST_RANKS, CHANGES = 4, 4
-
 CANONICAL = ("--parallel.reduction", "canonical")
 
 

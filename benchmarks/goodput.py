@@ -1,24 +1,11 @@
-"""What share of the time makes new steps if ranks die at random: measured, forecast, scaled.
+"""What share of the time makes new steps if ranks die at random: measured, forecast, simulated.
 
     python -m benchmarks.goodput [--quick] [--parts measure,scale]
 
-measure   The small CNN on the bundled sample, 2 ranks, under `python -m launch`. A first run
-          measures the recovery time R, from SIGKILL to the next new step. Then a random rank is
-          killed from outside at random times (exponential gaps) with a mean of 10 R and of 100 R,
-          in slices of about 40 s, with an undisturbed run of as many steps before and after each.
-          Goodput is the time that the steps take undisturbed / the time that they took. It says
-          little if other work slows down one of the runs. Therefore the table also has 1 - the
-          share of the time from deaths to the next first steps, which needs no second run, and the
-          forecast by Daly's formula for the same costs and the actual failures.
-scale     A simulation from the measured costs of data-parallel jobs on 1,024 to 131,072 GPUs at
-          published failure rates, with and without saves by survivors. The times of a step, a
-          restart and a save on such machines are assumed.
-
-Failures per 1,000 node-days (8 GPUs per node): 6.5 on Meta's cluster RSC-1 (Kokolis et al. 2025,
-"Revisiting Reliability in Large-Scale Machine Learning Research Clusters", arXiv 2410.21680; its
-projections of 1.8 h at 16,384 and 0.23 h at 131,072 GPUs follow from it; at 1,024 GPUs 7.9 h were
-observed, 4 times as often); 3.8 in the pre-training of Llama 3 405B (419 unexpected interruptions
-in 54 days on 16,384 GPUs, arXiv 2407.21783).
+measure   The small CNN on 2 ranks, a random one of which is killed with a mean time between
+          failures of 10 and of 100 times a recovery, compared with undisturbed runs before and
+          after, and with Daly's formula.
+scale     A simulation of jobs on up to 131,072 GPUs at published failure rates.
 """
 
 from __future__ import annotations
@@ -57,7 +44,7 @@ POLL_S, IDLE_POLL_S = 0.002, 0.05
 
 GPUS = (1024, 16384, 131072)
 RATES = {"RSC-1": 6.5, "Llama 3": 419 / 54 / (16384 / 8) * 1000}
-"""Failures per 1,000 node-days."""
+"""Failures per 1,000 node-days (arXiv 2410.21680, 2407.21783)."""
 SAVE_S = 0.006
 """For which a save holds the training."""
 STEP_S, DURABLE_S, RESTARTS_S, FAILURES = 5.0, 30.0, (60.0, 300.0), 20_000

@@ -1,40 +1,176 @@
-"""What does each optimisation gain on one CUDA card, and what does a save cost?
+"""What does each optimisation gain on one CUDA card, and for how long does a save stall it?
 
     python -m benchmarks.gpu [--models …] [--rounds N] [--limit-s 440]
     python -m benchmarks.gpu --dry-run
 
-ResNet-50 (224², batch 256), ResNet-18 (32², batch 512), a GPT of 124M parameters (8 × 1,024
-tokens), each trained by AdamW from batches in host memory. Each optimisation is added to those
-before it: fp32, tf32, bf16 autocast, channels_last, torch.compile, fused AdamW (instead of
-foreach), torch.compile's reduce-overhead (CUDA graphs), batches copied a step ahead from pinned
-memory. All versions of a model are built and warmed up first, then take turns. For each: samples
-per second; the share of the rate at which the card multiplies large bf16 matrices (MFU; 8192³,
-measured first); the memory of a step.
-
-Then, with the state of the GPT (1.5 GB): for how long a snapshot stalls the training. `pytest -m
-gpu` tests a survivor's copy on its own stream while the main stream is stuck in a kernel.
-
-`--dry-run` makes a step of each on the CPU with tiny models, compiled without code generation. It
-shows that the script works; its figures mean nothing.
+Each optimisation is added to those before it. All versions of a model are built and warmed up
+first, then take turns. `--dry-run` makes a step of each on the CPU with tiny models, compiled
+without code generation: it shows that the script works; its figures mean nothing.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import gc
 import time
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import resnet
 
 from benchmarks import reporting
-from benchmarks.gpu_models import Subject, Trainee, count_flops, levers, state_of, subjects
-from benchmarks.turns import in_turn, ratios
+from benchmarks.reporting import in_turn, ratios
 from trainer.checkpoint.snapshot import Snapshot
+from trainer.optim.precision import set_tf32
+from trainer.tasks.gpt import GPT
 
 WARM_UP = 4
 TURN_S = 0.5
 """About how long a turn takes, in steps of at least one."""
+
+
+LEVERS = ("fp32", "tf32", "bf16", "channels_last", "compile", "fused AdamW", "reduce-overhead",
+          "prefetch")
+"""Optimisations, each used with those before it. channels_last is for images only; reduce-overhead
+compiles to CUDA graphs; prefetch copies batches a step ahead from pinned memory."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model to train, and its batches."""
+
+    name: str
+    make: Callable[[], nn.Module]
+    batch: int
+    """Images or sequences per step."""
+    host: Callable[[int], tuple[Tensor, Tensor]]
+    """Makes a batch on the host: inputs (uint8 images or int64 tokens) and labels."""
+    images: bool = True
+
+
+def subjects(*, tiny: bool) -> list[Subject]:
+    """ResNet-50 (224²), ResNet-18 (32²), a GPT of 124M parameters; `tiny` versions for a CPU."""
+    def pictures(size: int, classes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+        return lambda count: (torch.randint(256, (count, 3, size, size), dtype=torch.uint8),
+                              torch.randint(classes, (count,)))
+
+    def resnet50() -> nn.Module:
+        return resnet.ResNet(resnet.Bottleneck, [1] * 4 if tiny else [3, 4, 6, 3])
+
+    def resnet18() -> nn.Module:
+        model = resnet.ResNet(resnet.BasicBlock, [1 if tiny else 2] * 4, num_classes=10)
+        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # as is usual for 32x32
+        model.maxpool = nn.Identity()
+        return model
+
+    gpt = ({"tokens": 64, "context": 16, "layers": 2, "heads": 2, "width": 32} if tiny else
+           {"tokens": 50304, "context": 1024, "layers": 12, "heads": 12, "width": 768})
+
+    def text(count: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(gpt["tokens"], (count, gpt["context"] + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return [
+        Subject("ResNet-50, 224²", resnet50, 2 if tiny else 256,
+                pictures(32 if tiny else 224, 1000)),
+        Subject("ResNet-18, 32²", resnet18, 2 if tiny else 512, pictures(32, 10)),
+        Subject("GPT, 124M", lambda: GPT(**gpt), 2 if tiny else 8, text, images=False),
+    ]
+
+
+class Trainee:
+    """A subject on the device with some levers: `step()` is one optimizer step from host memory.
+
+    Args:
+        compiles: whether torch.compile generates code, or only traces.
+    """
+
+    def __init__(self, subject: Subject, levers: Collection[str], device: torch.device, *,
+                 compiles: bool = True) -> None:
+        torch.manual_seed(0)
+        self.subject, self._levers, self.device = subject, levers, device
+        self._format = (torch.channels_last if "channels_last" in levers else
+                        torch.contiguous_format)
+        self.model = subject.make().to(device)
+        self.model.to(memory_format=self._format)  # type: ignore[call-overload]
+        mode = "reduce-overhead" if "reduce-overhead" in levers else "default"
+        options = {"mode": mode} if compiles else {"backend": "eager"}
+        self._forward: Any = self.model
+        if "compile" in levers:
+            self._forward = torch.compile(self.model, **options)  # type: ignore[call-overload]
+        fused = "fused AdamW" in levers
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused,
+                                           foreach=not fused)
+        batches = [subject.host(subject.batch) for _ in range(3)]
+        self._batches = (_prefetched if "prefetch" in levers else _copied)(batches, device)
+
+    def step(self) -> None:
+        """Copy a batch, forward, backward, update; does not wait for the card."""
+        if self.device.type == "cuda":
+            set_tf32("tf32" in self._levers)
+            if "reduce-overhead" in self._levers:
+                torch.compiler.cudagraph_mark_step_begin()
+        self.optimizer.zero_grad(set_to_none=True)
+        inputs, labels = next(self._batches)
+        self.loss(inputs, labels).backward()
+        self.optimizer.step()
+
+    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a batch on the device, where images are normalised."""
+        if self.subject.images:
+            inputs = inputs.to(memory_format=self._format).float().sub_(128).div_(64)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled="bf16" in self._levers):
+            logits = self._forward(inputs)
+        return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+    def close(self) -> None:
+        """Release the card's memory."""
+        self._forward = self.model = self.optimizer = self._batches = None  # type: ignore[assignment]
+
+
+def _copied(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
+    """Batches from pageable memory, whose copy is waited for."""
+    while True:
+        for batch in batches:
+            yield tuple(part.to(device) for part in batch)
+
+
+def _prefetched(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
+    """Batches from pinned memory, copied a step ahead on a separate stream."""
+    if device.type != "cuda":
+        yield from _copied(batches, device)
+    pinned = [tuple(part.pin_memory() for part in batch) for batch in batches]
+    stream = torch.cuda.Stream(device)
+
+    def fetch(number: int) -> tuple[Tensor, ...]:
+        with torch.cuda.stream(stream):
+            return tuple(part.to(device, non_blocking=True)
+                         for part in pinned[number % len(pinned)])
+
+    ahead, number = fetch(0), 0
+    while True:
+        number += 1
+        torch.cuda.current_stream().wait_stream(stream)
+        for part in ahead:
+            part.record_stream(torch.cuda.current_stream())
+        ready, ahead = ahead, fetch(number)
+        yield ready
+
+
+def count_flops(trainee: Trainee) -> int:
+    """Operations of a forward and backward of the whole batch (attention without its causal
+    half)."""
+    few = min(2, trainee.subject.batch)
+    inputs, labels = (part.to(trainee.device) for part in trainee.subject.host(few))
+    with FlopCounterMode(display=False) as counter:
+        trainee.loss(inputs, labels).backward()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    return counter.get_total_flops() * trainee.subject.batch // few
 
 
 def matmul_rate(device: torch.device, size: int, repeats: int) -> float:
@@ -71,21 +207,22 @@ def measure(subject: Subject, device: torch.device, rate: float, rounds: int, de
         synchronise(device)
         return (time.perf_counter() - began) / count
 
-    for lever in levers(images=subject.images):
+    names = [name for name in LEVERS if subject.images or name != "channels_last"]
+    for place, lever in enumerate(names):
         if time.monotonic() > deadline_s and not dry:
-            left_out.append(lever.name)
+            left_out.append(lever)
             continue
         began = time.perf_counter()
-        trainee = Trainee(subject, lever, device, backend="eager" if dry else "inductor")
+        trainee = Trainee(subject, names[:place + 1], device, compiles=not dry)
         flops = flops or count_flops(trainee)
         steps(trainee, 1 if dry else WARM_UP)
-        found[lever.name] = {"warm_up_s": time.perf_counter() - began}
-        if not dry and lever.compile != "reduce-overhead":  # a graph keeps its memory
+        found[lever] = {"warm_up_s": time.perf_counter() - began}
+        if not dry and "reduce-overhead" not in names[:place + 1]:  # a graph keeps its memory
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()
             steps(trainee, 1)
-            found[lever.name]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        trainees[lever.name] = trainee
+            found[lever]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        trainees[lever] = trainee
     turns = {name: functools.partial(steps, trainee, 1 if dry else
                                      max(1, round(TURN_S / steps(trainee, 2))))
              for name, trainee in trainees.items()}
@@ -121,9 +258,12 @@ def show(name: str, found: dict[str, Any]) -> str:
 
 def measure_stall(subject: Subject, device: torch.device, repeats: int) -> dict[str, float]:
     """Seconds for which a snapshot of a model and its optimizer holds the training."""
-    trainee = Trainee(subject, levers(images=False)[0], device)
+    trainee = Trainee(subject, ["fp32"], device)
     trainee.step()
-    snapshot, live = Snapshot(), state_of(trainee.model, trainee.optimizer)
+    moments = {f"{number}.{name}": value
+               for number, entry in enumerate(trainee.optimizer.state.values())
+               for name, value in entry.items() if isinstance(value, Tensor)}
+    snapshot, live = Snapshot(), {"model": trainee.model.state_dict(), "optimizer": moments}
 
     def take() -> float:
         synchronise(device)
@@ -166,8 +306,8 @@ def main() -> None:
                                       deadline_s)
         print(show(subject.name, found[subject.name]), flush=True)
     stall = measure_stall(known[-1], device, 2 if dry else 10)
-    print(f"a snapshot of {known[-1].name} holds the training for {reporting.spread(stall, 1e3)} ms\n"
-          f"{time.monotonic() - began_s:.0f} s in all")
+    print(f"a snapshot of {known[-1].name} holds the training for "
+          f"{reporting.spread(stall, 1e3)} ms\n{time.monotonic() - began_s:.0f} s in all")
     reporting.print_json("gpu", machine=machine, dry_run=dry, bf16_matmul_flops_per_s=rate,
                          models=found, stall=stall)
 

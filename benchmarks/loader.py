@@ -2,19 +2,10 @@
 
     python -m benchmarks.loader [--workers 0,2] [--rounds N] [--quick]
 
-All make batches of 32 images of the bundled sample (28x28), mirrored at random and normalised:
-
-trainer           the keyed loader: whole batches, each draw a function of (seed, epoch, sample)
-by hand           examples/bare_loop.py: whole batches in a DataLoader
-v2 a batch        torchvision.transforms.v2 on whole batches, in a DataLoader: one coin for all
-v2 a sample       torchvision.transforms.v2 on each image, in a DataLoader
-PIL a sample      torchvision.transforms on each image as a PIL image, in a DataLoader
-
-They take turns. An iterator lives through all of them; the batches that its workers have made
-during other turns are read first and do not count. Then the small CNN makes steps of 4
-micro-batches with each: the share of a step in which it waits for data. Batches are read with one
-thread, as in a loader's process; the CNN computes with all cores. Without workers the processor
-time is also compared, which other work does not prolong.
+All make batches of 32 images of the bundled sample, mirrored at random and normalised. An iterator
+lives through all turns; the batches that its workers have made during other turns are read first
+and do not count. Batches are read with one thread, as in a loader's process; the CNN computes with
+all cores.
 """
 
 from __future__ import annotations
@@ -24,12 +15,17 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
+from PIL import Image
 from torch.nn import functional, utils
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+from torchvision import transforms
+from torchvision.transforms import v2
 
-from benchmarks import reporting, transformed
-from benchmarks.turns import in_turn, ratios
+from benchmarks import reporting
+from benchmarks.reporting import in_turn, ratios
+from examples import bare_loop
 from trainer.config.schema import Optim
 from trainer.data.loader import Loader, SampledSource
 from trainer.data.map_dataset import KeyedSamples
@@ -78,16 +74,69 @@ def ours(workers: int) -> Contestant:
 
 
 def other(name: str, workers: int) -> Contestant:
-    """A DataLoader over one of the data sets of `benchmarks.transformed`."""
-    data: Any = transformed.dataset(name)
+    """A DataLoader over the data set of another contestant."""
+    data: Any = dataset(name)
     loader = DataLoader(
         data, MICRO, sampler=RandomSampler(data, num_samples=ENDLESS), drop_last=True,
         num_workers=workers, prefetch_factor=AHEAD if workers else None,
         multiprocessing_context="fork" if workers else None,
-        collate_fn=transformed.unchanged if hasattr(data, "__getitems__") else None,
+        collate_fn=unchanged if hasattr(data, "__getitems__") else None,
     )  # fmt: skip
     iterator = iter(loader)
     return Contestant(iterator, getattr(iterator, "_shutdown_workers", lambda: None))
+
+
+def unchanged(batch: Any) -> Any:
+    """Collate what is already a batch."""
+    return batch
+
+
+def dataset(name: str) -> Dataset[Any]:
+    """The training images of the sample, for a contestant."""
+    if name == "by hand":
+        return bare_loop.load_data(0)[0]
+    kind = {"v2 a batch": Batches, "v2 a sample": Samples, "PIL a sample": Pictures}[name]
+    return kind()
+
+
+class Samples(Dataset[Any]):
+    """Single images as tensors, by torchvision.transforms.v2."""
+
+    def __init__(self) -> None:
+        images, labels, *_ = bare_loop.read_sample()
+        self.pictures, self.labels = images, torch.from_numpy(labels.astype(np.int64))
+        self.images = torch.from_numpy(images.copy()).unsqueeze(1)
+        self.scale = [float(images.mean() / 255)], [float(images.std() / 255)]
+        self.transform: Any = v2.Compose([
+            v2.RandomHorizontalFlip(), v2.ToDtype(torch.float32, scale=True),
+            v2.Normalize(*self.scale)])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.transform(self.images[index]), self.labels[index]
+
+
+class Batches(Samples):
+    """Whole batches by the same transforms, which draw once for a whole batch."""
+
+    def __getitems__(self, indices: list[int]) -> tuple[Any, Any]:
+        where = torch.tensor(indices)
+        return self.transform(self.images[where]), self.labels[where]
+
+
+class Pictures(Samples):
+    """Single images as PIL images, by torchvision.transforms."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.transform = transforms.Compose([
+            transforms.RandomHorizontalFlip(), transforms.ToTensor(),
+            transforms.Normalize(*self.scale)])
+
+    def __getitem__(self, index: int) -> tuple[Any, Any]:
+        return self.transform(Image.fromarray(self.pictures[index])), int(self.labels[index])
 
 
 def reader(contestant: Contestant, workers: int, seconds: float

@@ -2,16 +2,9 @@
 
     python -m benchmarks.overhead [--steps N] [--models mlp,cnn,cnn-64,cnn-128]
 
-Everything is on: metrics.jsonl each step, TensorBoard every 50, the watchdog, checksums of all
-ranks every 100, a durable checkpoint every 50 steps (500 on the MLP); one rank, one thread. The
-rest of a step is its time outside of data, forward, backward, clip, update (zero_grad and step) and
-schedule, each timed by perf_counter around its call. It includes the time in which torch frees the
-graph and the batch. Therefore the same loop by hand, with the same model, data and stopwatch,
-alternates with the trainer (`BLOCK` steps each, in one process), and its rest is subtracted.
-
-If a forward leaves nothing in the processor's caches, the code that runs after it waits for memory:
-the trainer's code, or by hand the next forward. Therefore whole steps are compared as well, block
-by block: the median of (trainer - by hand) / by hand, with its 95 % interval by bootstrap.
+The rest of a step is its time outside of data, forward, backward, clip, update and schedule, each
+timed around its call. The rest of the same loop by hand is subtracted: torch frees the graph and
+the batch in it. Whole steps are compared as well, block by block.
 """
 
 from __future__ import annotations
@@ -123,7 +116,6 @@ class Recorder:
         self._by_hand, self._watch, self._last = by_hand, watch, (0.0, 0.0)
 
     def mark(self, step: int) -> None:
-        """The trainer has made a step."""
         whole = time.perf_counter() - self._last[0]
         timed = self._watch.spent_s - self._last[1]
         if step % BLOCK and step > WARM_UP:  # the first of a block has cold caches

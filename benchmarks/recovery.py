@@ -1,20 +1,17 @@
 """How long from SIGKILL of a rank to the next new step?
 
     python -m benchmarks.recovery [--repeats 20] [--torchrun-repeats 5] [--lightning-repeats 5]
-                                  [--rounds 3]
 
-The small CNN on the bundled sample trains on two ranks and saves its state at every tenth step. Two
-steps later, when that save is durable and one step old, a rank is killed: the first and the last in
-turn. The launchers are `python -m launch`, plain torchrun, and torchrun with Lightning, which
-resumes from its last checkpoint. They take turns, in `--rounds` runs each. The phases are those of
-rank 0 in events.jsonl; `stop` includes the survivor's save, if it makes one. Lightning is killed
-from outside, and its rank 0 reports its own phases.
+The state is saved at every tenth step. Two steps later, when that save is durable and one step old,
+a rank is killed: the first and the last in turn. The launchers take turns. The phases are those of
+rank 0 in events.jsonl. Lightning is killed from outside, and its rank 0 reports its own phases.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib.util
+import json
 import os
 import signal
 import subprocess
@@ -26,7 +23,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from benchmarks import lightning_peer, reporting
-from trainer.storage.jsonl import newest_step
+from trainer.storage.jsonl import newest_step, read_records
 from trainer.storage.layout import EVENTS, METRICS
 from trainer.telemetry.events import read_events
 
@@ -59,6 +56,8 @@ LAUNCHERS = {
 FRESH_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """For Lightning: otherwise torchrun's agent keeps one store for all attempts, where the ranks of
 the second find the addresses of the first ("Gloo connectFullMesh … Connection refused")."""
+Deaths = list[tuple[int, int]]
+"""(step, rank) of each."""
 T = TypeVar("T")
 
 
@@ -67,13 +66,11 @@ def measure(launcher: str, repeats: range, folder: Path) -> list[dict[str, Any]]
     folder.mkdir(exist_ok=True)
     deaths = [(EVERY * (place + 1) + 2, number % 2 * (RANKS - 1))
               for place, number in enumerate(repeats)]
-    return (measure_lightning if launcher == "lightning" else measure_trainer)(
-        launcher, deaths, folder)
+    watch = measure_lightning if launcher == "lightning" else measure_trainer
+    return watch(launcher, deaths, folder)
 
 
-def measure_trainer(
-    launcher: str, deaths: list[tuple[int, int]], folder: Path
-) -> list[dict[str, Any]]:
+def measure_trainer(launcher: str, deaths: Deaths, folder: Path) -> list[dict[str, Any]]:
     """Each rank kills itself, by injected faults."""
     run = folder / launcher
     faults = [f"--inject={kind}:rank={rank}:step={step}" for step, rank in deaths
@@ -81,9 +78,10 @@ def measure_trainer(
     arguments = ["sample", "--run-dir", str(run), f"--steps={deaths[-1][0] + 1}",
                  "--eval.every=off", f"--checkpoint.every={EVERY}", *faults]
     with running(launcher, arguments, folder) as process:
-        # A step has no time stamp, so its line is watched for.
-        made = [wait_for(process, f"step {step}", lambda step=step: seen(  # type: ignore[misc]
-            run / METRICS, step)) for step, _ in deaths]
+        def wait_for_step(step: int) -> float:
+            return wait_for(process, f"step {step}", lambda: seen(run / METRICS, step))
+
+        made = [wait_for_step(step) for step, _ in deaths]
         process.wait(DEADLINE_S)
     events = read_events(run / EVENTS)
     kills = [e["time"] for e in events if e["event"] == "fault" and e["fault"].startswith("kill")]
@@ -98,18 +96,16 @@ def measure_trainer(
     ]  # fmt: skip
 
 
-def measure_lightning(
-    launcher: str, deaths: list[tuple[int, int]], folder: Path
-) -> list[dict[str, Any]]:
+def measure_lightning(launcher: str, deaths: Deaths, folder: Path) -> list[dict[str, Any]]:
     """The rank stands still in the step of its death and reports it; then it is killed."""
     run = folder / launcher
     arguments = [str(run), f"--steps={deaths[-1][0] + 1}", f"--every={EVERY}",
-                 "--deaths=" + ",".join(f"{step}:{rank}" for step, rank in deaths)]
+                 f"--deaths={json.dumps(deaths)}"]
     kills: list[float] = []
     with running(launcher, arguments, folder) as process:
         def line(**wanted: Any) -> dict[str, Any]:
             return wait_for(process, f"a line with {wanted}", lambda: next(
-                (line for line in lightning_peer.lines_of(run)
+                (line for line in read_records(run / lightning_peer.STEPS)
                  if wanted.items() <= line.items()), None))
 
         for step, rank in deaths:
@@ -121,7 +117,7 @@ def measure_lightning(
         process.wait(DEADLINE_S)
     found = []
     for kill, (death, _) in zip(kills, deaths, strict=True):
-        after = [line for line in lightning_peer.lines_of(run)
+        after = [line for line in read_records(run / lightning_peer.STEPS)
                  if line["rank"] == 0 and line["time"] > kill]
         new = next(place for place, line in enumerate(after)
                    if line["event"] == "step" and line["step"] == death)
@@ -137,9 +133,7 @@ def measure_lightning(
 
 
 @contextlib.contextmanager
-def running(
-    launcher: str, arguments: list[str], folder: Path
-) -> Iterator[subprocess.Popen[bytes]]:
+def running(launcher: str, arguments: list[str], folder: Path) -> Iterator[subprocess.Popen]:
     """The launch; its output is shown if a step does not come."""
     command = (["launch", f"--nproc-per-node={RANKS}", "--max-restarts=3", "--"]
                if launcher == "launch" else
@@ -162,7 +156,7 @@ def running(
                 process.wait()
 
 
-def wait_for(process: subprocess.Popen[bytes], what: str, look: Callable[[], T | None]) -> T:
+def wait_for(process: subprocess.Popen, what: str, look: Callable[[], T | None]) -> T:
     """The first result of `look` that is not None.
 
     Raises:
@@ -181,7 +175,7 @@ def wait_for(process: subprocess.Popen[bytes], what: str, look: Callable[[], T |
 
 
 def seen(metrics: Path, step: int) -> float | None:
-    """The time, if the line of a step is there."""
+    """The time, if the line of a step is there: lines have no time stamp."""
     now = time.time()
     return now if newest_step(metrics) >= step else None
 

@@ -1,4 +1,8 @@
-"""Shared by all benchmarks: options, the machine, medians with their spread, tables, JSON line."""
+"""Shared by all benchmarks: options, measuring in turn, medians with their spread, tables, JSON.
+
+Contestants are measured in turn (A B C A B C …), so that other work on the machine affects all
+equally.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,10 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import sys
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -53,8 +59,9 @@ def environment(**more: str) -> dict[str, str]:
 
 def machine() -> dict[str, Any]:
     """The machine, and its load before the benchmark; prints it in one line."""
+    names = re.findall(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
     found = {
-        "cpu": _cpu_name(), "cores": len(os.sched_getaffinity(0)),
+        "cpu": names[0] if names else platform.machine(), "cores": len(os.sched_getaffinity(0)),
         "memory_gb": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(), "torch": metadata.version("torch"),
@@ -64,6 +71,29 @@ def machine() -> dict[str, Any]:
           f"Python {found['python']}, torch {found['torch']}, load {found['load_average']}",
           flush=True)
     return found
+
+
+def in_turn(
+    contestants: Mapping[str, Callable[[], object]], rounds: int, *, warm: int = 1
+) -> dict[str, list[Any]]:
+    """Results of each contestant, one a round, after `warm` rounds that do not count.
+
+    A result is what the call returns, or its seconds if it returns None.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in contestants}
+    for turn in range(warm + rounds):
+        for name, run in contestants.items():
+            began = time.perf_counter()
+            result = run()
+            seconds = time.perf_counter() - began
+            if turn >= warm:
+                found[name].append(seconds if result is None else result)
+    return found
+
+
+def ratios(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """first / second, turn by turn, so that what slows down a whole turn cancels out."""
+    return [a / b for a, b in zip(first, second, strict=True)]
 
 
 def summary(values: Sequence[float]) -> dict[str, float]:
@@ -106,9 +136,3 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 def print_json(name: str, **fields: Any) -> None:
     """The last line of the output, for programs."""
     print(json.dumps({"benchmark": name, **fields}))
-
-
-def _cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.machine()

@@ -2,16 +2,10 @@
 
     python -m benchmarks.throughput [--models mlp,cnn,resnet18] [--ranks 1,2] [--minutes 15]
 
-The trainer has everything on: metrics.jsonl each step, TensorBoard every 50, the watchdog,
-checksums of the ranks every 100, and in each block of 50 steps (500 of the MLP) a checkpoint, for
-whose durability the block waits. The others save, log and watch nothing; with -logging (on the MLP)
-Lightning and accelerate also log each step and save in each block, by their own means, without
-fsync.
-
 All contestants are started and then take turns, a block of steps each, in an order that rotates by
 one each round. A ratio is that of two blocks of the same round; the median over all rounds has a
-95 % interval by bootstrap. The loop by hand runs twice, as control: the rounds of a model end when
-the control's interval is within 1 %, or its share of the time is up.
+95 % interval by bootstrap. The rounds of a model end when the interval of the control, a second
+loop by hand, is within 1 %, or its share of the time is up.
 """
 
 from __future__ import annotations
@@ -30,8 +24,7 @@ from typing import Any
 
 from benchmarks import reporting
 from benchmarks.peers import NAMES, WORKS
-from benchmarks.reporting import interval
-from benchmarks.turns import ratios
+from benchmarks.reporting import interval, ratios
 
 ALWAYS = ("by-hand", "control", "trainer")
 ONLY = {"usual": "cnn", "lightning-logging": "mlp", "accelerate-logging": "mlp"}

@@ -150,12 +150,11 @@ def resume(command: list[str], run: Path, reference: Path) -> int:
 
 
 def choose_clip(norms: Sequence[float]) -> float:
-    """Print the norms of a run without clipping, and choose a clip value."""
+    """A clip value, from the printed norms of a run without clipping."""
     late = norms[len(norms) // 2:]
     clip = choose(late)
-    print(histogram(norms))
-    print("  late steps: " + ", ".join(f"{p} % below {v:.2f}" for p, v in percentiles(late).items())
-          + f"; {clip:g} clips fewer than 5 % of them")
+    below = ", ".join(f"{p} % below {value:.2f}" for p, value in percentiles(late).items())
+    print(f"{histogram(norms)}\n  late steps: {below}; {clip:g} clips fewer than 5 % of them")
     return clip
 
 

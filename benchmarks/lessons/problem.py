@@ -52,6 +52,7 @@ class Run:
     reported: list[float] = field(default_factory=list)
     """What clip_grad_norm_ returned."""
     rates: list[float] = field(default_factory=list)
+    """Learning rates as fractions of the optimizer's."""
 
     @property
     def loss(self) -> float:
@@ -83,7 +84,7 @@ def loop(order: Sequence[str] = RIGHT, *, model: nn.Module | None = None,
             elif name == "clip":
                 run.reported.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
             elif name == "step":
-                run.rates.append(run.optimizer.param_groups[0]["lr"])
+                run.rates.append(run.optimizer.param_groups[0]["lr"] / run.optimizer.defaults["lr"])
                 if scaler:
                     scaler.step(run.optimizer)
                     scaler.update()
@@ -96,7 +97,7 @@ def loop(order: Sequence[str] = RIGHT, *, model: nn.Module | None = None,
 
 
 def norm_of(model: nn.Module) -> float:
-    return float(flat(p.grad for p in model.parameters()).norm())
+    return float(nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None))
 
 
 @torch.no_grad()

@@ -45,7 +45,7 @@ def test_the_server_has_each_step_once_and_the_page_its_tags(work):
         assert [step for _, step, _ in points] == list(range(1, STEPS + 1))
         if pictures.browser() is None:
             pytest.skip(f"no browser for the page: looked for {', '.join(pictures.BROWSERS)}")
-        page = pictures._draw(f"{address}/?tagFilter=%5Etrain%2F#timeseries", 1200, 2000,
+        page = pictures.draw(f"{address}/?tagFilter=%5Etrain%2F#timeseries", 1200, 2000,
                               "--dump-dom", "--virtual-time-budget=20000")
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page))
     shown = text[text.index("Tags matching filter"):]
