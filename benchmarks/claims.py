@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -41,18 +41,12 @@ class Finding:
 
     claim: str
     where: str
-    faster: list[float] = field(default_factory=list)
+    faster: list[float]
     bytes: tuple[int, int] | None = None
 
-    @property
-    def speedup(self) -> dict[str, float] | None:
-        return reporting.summary(self.faster) if self.faster else None
 
-
-def verdict(speedup: Mapping[str, float] | None) -> str:
+def verdict(speedup: Mapping[str, float]) -> str:
     """What the quartiles of the speed-up show."""
-    if speedup is None:
-        return "not measured"
     if speedup["q1"] > 1:
         return "faster"
     return "slower" if speedup["q3"] < 1 else "no difference"
@@ -198,9 +192,9 @@ PARTS: dict[str, Callable[[int], list[Finding]]] = {
 
 def show(found: list[Finding]) -> str:
     rows = [[CLAIMS[finding.claim], finding.where,
-             reporting.spread(finding.speedup, digits=2) if finding.speedup else "–",
+             reporting.spread(reporting.summary(finding.faster), digits=2),
              f"{finding.bytes[1] / finding.bytes[0]:.2f}" if finding.bytes else "–",
-             verdict(finding.speedup)] for finding in found]
+             verdict(reporting.summary(finding.faster))] for finding in found]
     return reporting.table(["claim", "measured on", "times as fast", "bytes", "time"], rows)
 
 

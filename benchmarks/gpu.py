@@ -32,8 +32,6 @@ from trainer.tasks.gpt import GPT
 WARM_UP = 4
 TURN_S = 0.5
 """About how long a turn takes, in steps of at least one."""
-
-
 LEVERS = ("fp32", "tf32", "bf16", "channels_last", "compile", "fused AdamW", "reduce-overhead",
           "prefetch")
 """Optimisations, each used with those before it. channels_last is for images only; reduce-overhead

@@ -33,8 +33,7 @@ from examples import bare_loop
 from trainer.distributed import allocator
 
 NAMES = ("by-hand", "control", "trainer", "lightning", "accelerate", "lightning-logging",
-         "accelerate-logging", "usual", "memory-kept", "independent",
-         "canonical")
+         "accelerate-logging", "usual", "memory-kept", "independent", "canonical")
 """`control` is by-hand again; `memory-kept` is by-hand with the trainer's settings of glibc, which
 keep freed memory; `independent` ranks are by-hand without DDP; `canonical` is the trainer with
 `--parallel.reduction canonical`."""

@@ -10,7 +10,6 @@ rank 0 in events.jsonl. Lightning is killed from outside, and its rank 0 reports
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import os
 import signal
@@ -222,11 +221,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3,
                         help="runs of each launcher, in turn, that share the deaths (%(default)s)")
     options = parser.parse_args()
-    chosen = [name for name in options.launchers if getattr(options, name)]
-    if "lightning" in chosen and importlib.util.find_spec("pytorch_lightning") is None:
-        print("lightning is left out: pytorch-lightning isn't installed (pip install -e .[bench])",
-              file=sys.stderr)
-        chosen.remove("lightning")
+    chosen = reporting.installed([name for name in options.launchers if getattr(options, name)])
     machine = reporting.machine()
     deaths: dict[str, list[dict[str, Any]]] = {name: [] for name in chosen}
     with tempfile.TemporaryDirectory() as folder:

@@ -7,6 +7,7 @@ equally.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -45,6 +46,17 @@ def some_of(known: Collection[str]) -> Callable[[str], list[str]]:
                 f"no {', '.join(sorted(unknown))}; there are {', '.join(known)}")
         return chosen
     return parse
+
+
+def installed(contestants: Sequence[str]) -> list[str]:
+    """The contestants without those whose package is missing; prints which."""
+    packages = {"lightning": "pytorch_lightning", "accelerate": "accelerate"}
+    missing = [name for name in contestants
+               if (package := packages.get(name.removesuffix("-logging")))
+               and importlib.util.find_spec(package) is None]
+    if missing:
+        print(f"left out: {', '.join(missing)}; pip install -e '.[bench]' for them", flush=True)
+    return [name for name in contestants if name not in missing]
 
 
 def numbers(text: str) -> list[float]:

@@ -128,11 +128,11 @@ def main() -> None:
                         help="in addition to by-hand, control and trainer, of "
                              f"{', '.join(NAMES)} (%(default)s)")
     options = parser.parse_args()
-    machine = reporting.machine()
+    machine, contestants = reporting.machine(), reporting.installed(options.contestants)
     pairs = [(model, int(ranks)) for model in options.models for ranks in options.ranks]
     rows, found = [], {}
     for model, ranks in pairs:
-        names = [name for name in NAMES if name in (*ALWAYS, *options.contestants)
+        names = [name for name in NAMES if name in (*ALWAYS, *contestants)
                  and ONLY.get(name, model) == model]
         result = compare(model, ranks, names, 60 * options.minutes / len(pairs))
         found[f"{model}, W = {ranks}"] = result
