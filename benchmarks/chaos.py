@@ -32,7 +32,6 @@ COLD = 3
 
 
 def main() -> int:
-    """Disturb runs, report how each ended, and return the exit code."""
     options = _parse()
     draw = random.Random(options.seed)
     cards, left = plans.deck(draw, soak=options.soak), list[Card]()

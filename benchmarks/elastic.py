@@ -96,7 +96,6 @@ def same_bits(runs: int, seed: int, folder: Path) -> bool:
 
 
 def main() -> int:
-    """Run, compare and print."""
     parser = reporting.parser("elastic", __doc__)
     parser.add_argument("--runs", type=int, default=10, help="disturbed runs (10)")
     parser.add_argument("--seed", type=int, default=1, help="of what happens to them (1)")

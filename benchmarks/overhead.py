@@ -174,7 +174,6 @@ def time_updates(optimizer: Any, schedule: Any, watch: Stopwatch) -> None:
 
 
 def main() -> None:
-    """Measure and print."""
     parser = reporting.parser("overhead", __doc__)
     parser.add_argument("--steps", type=int, default=1500, help="steps of each run (1500)")
     parser.add_argument("--models", type=reporting.some_of(MODELS), default=",".join(MODELS),

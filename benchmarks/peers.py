@@ -270,7 +270,6 @@ def ours(name: str, gate: Gate, ranks: int, folder: Path, reduction: str) -> Non
 
 
 def main() -> None:
-    """Train as the socket tells."""
     parser = reporting.parser("peers", __doc__)
     parser.add_argument("name", choices=NAMES)
     parser.add_argument("model", choices=list(WORKS))
@@ -291,13 +290,14 @@ def main() -> None:
             lightning(model, gate, rank, ranks, logs)
         case "accelerate":
             accelerate(model, gate, ranks, logs)
-    if name == "memory-kept" and not allocator.keep_freed():
-        raise SystemExit("this C library, or the environment, has settings of its own")
-    if ranks > 1:
-        dist.init_process_group("gloo")
-    for _ in usual_steps(rank, ranks) if name == "usual" else hand_steps(
-            model, rank, ranks, ddp=name != "independent"):
-        gate.step()
+        case _:
+            if name == "memory-kept" and not allocator.keep_freed():
+                raise SystemExit("the C library, or the environment, does not allow these settings")
+            if ranks > 1:
+                dist.init_process_group("gloo")
+            for _ in usual_steps(rank, ranks) if name == "usual" else hand_steps(
+                    model, rank, ranks, ddp=name != "independent"):
+                gate.step()
 
 
 if __name__ == "__main__":

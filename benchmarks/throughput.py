@@ -44,7 +44,7 @@ class Contestant:
         self.name, self.seconds = name, list[float]()
         self._connections: list[socket.socket] = []
         self._log = folder / f"{name}.log"
-        path = str(folder / f"{name}.socket")
+        path, threads = str(folder / f"{name}.socket"), max(1, (os.cpu_count() or 1) // ranks)
         server = socket.socket(socket.AF_UNIX)
         server.bind(path)
         server.listen(ranks)
@@ -55,7 +55,7 @@ class Contestant:
                  f"--nproc_per_node={ranks}", "-m", "benchmarks.peers", name, model, path,
                  str(folder / name)],
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
-                env={**os.environ, "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks))},
+                env=reporting.environment(OMP_NUM_THREADS=str(threads)),
             )  # fmt: skip
         try:
             for _ in range(ranks):
@@ -118,7 +118,6 @@ def compare(model: str, ranks: int, names: Sequence[str], seconds: float) -> dic
 
 
 def main() -> None:
-    """Measure and print."""
     parser = reporting.parser("throughput", __doc__)
     parser.add_argument("--models", type=reporting.some_of(WORKS), default=",".join(WORKS),
                         help="(%(default)s)")

@@ -159,7 +159,6 @@ def choose_clip(norms: Sequence[float]) -> float:
 
 
 def main() -> None:
-    """Run the steps in turn, and print."""
     names = [recipe.name for recipe in RECIPES]
     parser = reporting.parser("lessons.lab", __doc__)
     parser.add_argument("--epochs", type=int, default=4, help="of each run (4), 3 or more")

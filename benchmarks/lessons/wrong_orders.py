@@ -45,7 +45,6 @@ def measure(names: Sequence[str]) -> list[dict[str, Any]]:
 
 
 def main() -> int:
-    """Measure and print."""
     parser = reporting.parser("lessons.wrong_orders", __doc__)
     parser.add_argument("--rows", type=reporting.some_of(rows()), default=",".join(rows()),
                         help="names, separated by commas (all)")
