@@ -195,8 +195,8 @@ class _Watch:
         if len(ranks) != self._num_ranks or not all(map(processes.start_time, ranks)):
             return False
         self.killed_launcher |= fault.kind == "launcher"
-        victims = {"ranks": ranks, "launcher": [launcher],
-                   "server": [self._launcher.server(launcher)]}
+        victims: dict[str, list[int | None]] = {
+            "ranks": [*ranks], "launcher": [launcher], "server": [self._launcher.server(launcher)]}
         kill(victims[fault.kind])
         return True
 

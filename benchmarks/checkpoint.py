@@ -122,10 +122,11 @@ def measure_stall(megabytes: float, repeats: int, folder: Path) -> dict[str, Any
     with warnings.catch_warnings(action="ignore"):  # dcp's, about a world of one
         times = in_turn(savers.all(), repeats)
     savers.close()
-    found = {name: {"held": reporting.summary([held for held, _ in own]),
-                    "durable": None if own[0][1] is None else
-                    reporting.summary([durable for _, durable in own])}
-             for name, own in times.items()}
+    found: dict[str, dict[str, Any]] = {
+        name: {"held": reporting.summary([held for held, _ in own]),
+               "durable": None if own[0][1] is None else
+               reporting.summary([durable for _, durable in own])}
+        for name, own in times.items()}
     held = {name: figures["held"]["median"] for name, figures in found.items()}
     return {"bytes": subject.bytes, "tensors": len(subject.live),
             "threads": torch.get_num_threads(), "contestants": found,
