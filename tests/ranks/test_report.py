@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
@@ -170,14 +171,33 @@ def test_a_folder_without_a_run_is_one_error(tmp_path, capsys):
         f"error: {tmp_path}: there is no run in this folder (no run.json)"]
 
 
+def scroll_width(page: Path, width: int, work: Path) -> int:
+    """Width in pixels of a page in a viewport of `width`: more than `width` if it scrolls sideways.
+
+    The viewport is a frame, because a window of headless Chromium is at least 500 pixels wide.
+    """
+    probe = work / "probe.html"
+    probe.write_text(
+        f'<!DOCTYPE html><title></title><iframe srcdoc="{html.escape(page.read_text())}" '
+        f'style="border: 0; width: {width}px; height: 1000px"></iframe><script>onload = () => '
+        '{ const { contentWindow: view, contentDocument: page } = document.querySelector("iframe");'
+        ' document.title = `wide ${view.innerWidth} ${page.documentElement.scrollWidth}` }'
+        '</script>')
+    text = pictures.draw(probe.as_uri(), max(width, 500), 1000, "--dump-dom")
+    found = re.search(r"<title>wide (\d+) (\d+)</title>", text)
+    if found is None or int(found[1]) != width:
+        raise RuntimeError(f"{page} was not laid out at {width} pixels")
+    return int(found[2])
+
+
 @pytest.mark.skipif(pictures.browser() is None, reason="no Chromium here")
 def test_a_page_fits_its_window_and_one_with_a_wide_part_does_not(out, both, tmp_path):
     for page, width in ((out, 380), (both, 380), (both, 1200)):
-        assert pictures.scroll_width(page / "report.html", width, tmp_path) <= width
+        assert scroll_width(page / "report.html", width, tmp_path) <= width
     text = (out / "report.html").read_text()
     (tmp_path / "wide.html").write_text(
         text.replace("</body>", '<div style="width: 600px">wide</div></body>'))
-    assert pictures.scroll_width(tmp_path / "wide.html", 380, tmp_path) >= 600
+    assert scroll_width(tmp_path / "wide.html", 380, tmp_path) >= 600
 
 
 # --- inspect
