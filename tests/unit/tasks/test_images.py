@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn import functional
 
+from trainer.config.command_line import parse_config
 from trainer.errors import ConfigError
 from trainer.tasks.fashion_mnist import FILES
 from trainer.tasks.images import Images
@@ -122,6 +123,10 @@ def test_the_fingerprint_tells_data_and_splits_apart_but_not_folders(tmp_path):
 
 
 # --- settings ---
+
+
+def test_the_flag_of_the_model_is_model():
+    assert parse_config(["--task.model", "resnet18"]).task.architecture == "resnet18"
 
 
 @pytest.mark.parametrize(("fields", "message"), [
