@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from launch.options import Options, parse_options
 from launch.output import Output
@@ -30,9 +29,6 @@ def main(argv: Sequence[str]) -> int:
         check_cache_folder()
     except ConfigError as error:
         print(f"launch: error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
-    if not hasattr(os, "pidfd_open"):
-        print("launch: error: the launcher needs Linux; use torchrun instead", file=sys.stderr)
         return EXIT_CONFIG
     stop = LauncherStop()
     stop.install()
@@ -58,8 +54,7 @@ def _launch(options: Options, stop: LauncherStop) -> int:
 
     entry, argv = options.entry, options.trainer_argv
     output = Output()
-    server = fork_server_process(entry, argv)
-    ranks = Workers(server, entry=entry, argv=argv, stop=stop, output=output)
+    ranks = Workers(fork_server_process(entry, argv), entry, argv, stop, output)
     stop.on_second_interrupt = ranks.kill_and_exit
     try:
         # These imports overlap with the fork server's. From here on this process may have threads.
@@ -73,20 +68,12 @@ def _launch(options: Options, stop: LauncherStop) -> int:
             return code
         if stop.signal is not None:
             return EXIT_STOPPED
-        settings: dict[str, Any] = {
-            "num_ranks": options.nproc_per_node, "max_restarts": options.max_restarts,
-            "grace_s": options.grace_s, "stop": stop, "output": output,
-        }  # fmt: skip
         agent: HotAgent
         if options.rdzv_endpoint is None:
-            agent = HotAgent(LoopbackRendezvous(), ranks, **settings)
+            agent = HotAgent(LoopbackRendezvous(), ranks, options, stop, output)
         else:
-            nodes = NodesRendezvous(
-                *options.rdzv_endpoint, min_nodes=options.nnodes[0], max_nodes=options.nnodes[1],
-                rejoin_timeout_s=options.rejoin_timeout_s, print_line=output.print_line,
-                stopped=lambda: stop.signal is not None,
-            )  # fmt: skip
-            agent = NodeAgent(nodes, ranks, **settings)
+            nodes = NodesRendezvous(options, lambda: stop.signal is not None, output.print_line)
+            agent = NodeAgent(nodes, ranks, options, stop, output)
         agent.run()
         return agent.decision.code
     except ConfigError as error:

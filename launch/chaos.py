@@ -1,9 +1,8 @@
 """`python -m launch.chaos RUN --mtbf S`: kill or stop ranks of a running job at random times.
 
-The times are those of a Poisson process. Only ranks on this host are targets; for a run on several
-hosts, run the command on each. A process is a target if an event of the run's newest attempt names
-its pid on this host and it has the run's `events.jsonl` open for appending, which no process
-outside the run does.
+The times are those of a Poisson process. A process is a target if an event of the run's newest
+attempt names its pid on this host and it has the run's `events.jsonl` open for appending, which no
+process outside the run does.
 """
 
 from __future__ import annotations
@@ -27,13 +26,10 @@ from trainer.resilience import processes
 from trainer.telemetry.events import read_events
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM,
-         "node": signal.SIGKILL}  # fmt: skip
+         "node": signal.SIGKILL}
 EVENTS = "events.jsonl"  # not from `trainer.run.run_dir`, which imports torch
-POLL_S = 0.05
-"""Interval of checks while a fault is due and there is no target."""
-
-CHECK_S = 1.0
-"""Interval of checks otherwise."""
+POLL_S, CHECK_S = 0.05, 1.0
+"""Interval of checks while a fault is due and there is no target, and otherwise."""
 
 SETTLE_S = 5.0
 """Time limit for a signal to take effect, so that the next fault does not hit the same process."""
@@ -69,7 +65,7 @@ def local_ranks(run: Path) -> dict[int, int]:
     pids = {e["rank"]: e["pid"] for e in starts
             if e["attempt"] == newest and e["node"] == socket.gethostname() and "pid" in e}
     return {rank: pid for rank, pid in sorted(pids.items())
-            if processes.state(pid) not in "ZX" and _writes(pid, run / EVENTS)}
+            if processes.is_alive(pid) and _writes(pid, run / EVENTS)}
 
 
 def launcher_of(pid: int) -> list[int]:
@@ -98,14 +94,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     options.kinds = options.kinds.split(",")
     if unknown := [kind for kind in options.kinds if kind not in KINDS]:
         raise ConfigError(f"--kinds has {unknown[0]!r}; use some of {','.join(KINDS)}")
-    if not 0 < options.mtbf < float("inf"):
-        raise ConfigError(f"--mtbf is {options.mtbf:g}; use a number of seconds above 0")
-    if options.count is not None and options.count < 1:
-        raise ConfigError(f"--count is {options.count}; use 1 or more, or leave it out")
-    if not options.wait_s >= 0:
-        raise ConfigError(f"--wait-s is {options.wait_s:g}; use a number of seconds, 0 or more")
-    if not os.path.isdir("/proc/self/fd"):
-        raise ConfigError("launch.chaos reads /proc and so needs Linux; run it on a Linux host")
+    for flag, value, is_valid, remedy in (
+        ("--mtbf", options.mtbf, 0 < options.mtbf < float("inf"), "a number of seconds above 0"),
+        ("--count", options.count, options.count is None or options.count >= 1, "1 or more"),
+        ("--wait-s", options.wait_s, options.wait_s >= 0, "a number of seconds, 0 or more"),
+    ):
+        if not is_valid:
+            raise ConfigError(f"{flag} is {value:g}; use {remedy}")
     return options
 
 
@@ -138,14 +133,15 @@ def _targets(kind: str, ranks: dict[int, int]) -> dict[int, int]:
     """Ranks that may be targets now. Only one is stopped at a time: the others must notice it."""
     if KINDS[kind] == signal.SIGKILL:
         return ranks
-    stopped = {rank for rank, pid in ranks.items() if processes.state(pid) == "T"}
+    stopped = {rank for rank, pid in ranks.items() if processes.is_stopped(pid)}
     if kind == "stop" and stopped:
         return {}
     return {rank: pid for rank, pid in ranks.items() if rank not in stopped}
 
 
-def _inject(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
-            began_s: float) -> None:  # fmt: skip
+def _inject(
+    kind: str, ranks: dict[int, int], run: Path, draw: random.Random, began_s: float
+) -> None:
     number, extra = KINDS[kind], []
     if kind == "node":
         # The launcher first: as in a power failure, no process is left that could save.
@@ -176,8 +172,8 @@ def _inject(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
 
 def _took_effect(number: signal.Signals, pid: int) -> bool:
     """Whether a signal has taken effect. SIGTERM counts at once: the rank saves before it exits."""
-    return number == signal.SIGTERM or processes.state(pid) in "ZX" or (
-        number == signal.SIGSTOP and processes.state(pid) == "T")
+    return number == signal.SIGTERM or not processes.is_alive(pid) or (
+        number == signal.SIGSTOP and processes.is_stopped(pid))
 
 
 def _print_line(began_s: float, text: str) -> None:
@@ -194,17 +190,14 @@ def _is_complete(run: Path) -> bool:
 
 def _writes(pid: int, path: Path) -> bool:
     """Whether a process has the file open for appending. (`tail -f` only reads it.)"""
-    try:
+    with contextlib.suppress(OSError):  # it has exited, or belongs to another user
         wanted = path.stat()
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile, or a socket
                 if os.path.samestat(wanted, entry.stat()):
                     info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
-                    flags = int(info.partition("flags:")[2].split()[0], 8)
-                    if flags & os.O_APPEND:
+                    if int(info.partition("flags:")[2].split()[0], 8) & os.O_APPEND:
                         return True
-    except OSError:  # it has exited, or belongs to another user
-        pass
     return False
 
 
@@ -213,11 +206,8 @@ def _is_launcher(pid: int) -> bool:
 
     The parent of an orphan is init or a subreaper, which is no launcher.
     """
-    try:
-        words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    for before, word, after in zip(words, words[1:], words[2:], strict=False):
+    words = processes.command_line(pid)
+    for before, word, after in zip(words, words[1:], [*words[2:], ""], strict=False):
         if re.fullmatch("-[a-zA-Z]*m", word):
             return after in ("launch", "torch.distributed.run")
         if not word.startswith("-") and before not in ("-W", "-X"):

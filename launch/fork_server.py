@@ -4,9 +4,9 @@ The launcher forks it as soon as torch is imported; `python -m launch.fork_serve
 that was killed. The launcher and the server exchange JSON packets over a socket:
 
 - to the launcher: `{"ready": true}` or `{"nothing_to_start": EXIT_CODE}`, once; `{"started":
-  LOCAL_RANK, "pid": PID}` with the rank's file descriptors attached; `{"exited": PID, "code":
-  CODE}`;
-- to the server: `{"fork": [{"local_rank": …, "env": {…}, "tagged": …}, …]}`.
+  LOCAL_RANK, "pid": PID}` with the rank's pidfd, its channel and the read ends of its output, if
+  it is not rank 0; `{"exited": PID, "code": CODE}`;
+- to the server: `{"fork": LOCAL_RANK, "env": {…}}`.
 
 When the launcher dies, the server waits a few seconds for the ranks to save, then kills the rest.
 """
@@ -30,9 +30,10 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from launch.worker import Entry, run_worker
+from launch.worker import Entry, exit_code, run_worker
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
-from trainer.resilience.stop_signals import STOP_SIGNALS, is_readable
+from trainer.resilience import processes
+from trainer.resilience.stop_signals import STOP_SIGNALS, is_readable, wakeup_pipe
 
 ORPHAN_TIMEOUT_S = 4.3
 """How long ranks may run after the launcher's death before they are killed."""
@@ -57,10 +58,8 @@ def receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def fork() -> int:
-    """`os.fork`, without Python's warning about threads.
-
-    Python counts the thread pool of numpy's BLAS, which handles a fork by itself.
-    """
+    """`os.fork`, without Python's warning about threads: it counts the pool of numpy's BLAS, which
+    handles a fork by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -69,8 +68,7 @@ def fork() -> int:
 def run_server(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
     """Import `entry` (`module:function`), then fork ranks on request until the launcher dies."""
     os.setsid()
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
-        name.write("fork server")  # shown by `ps` and `top`
+    processes.set_name("fork server")
     # Blocked, not ignored: an early stop request stays pending until the new rank handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -85,13 +83,9 @@ class _Server:
     """The event loop of the fork server, and its file descriptors for each living rank."""
 
     def __init__(self, control: socket.socket, entry: str, argv: Sequence[str]) -> None:
-        self._control = control
-        self._entry = entry
-        self._argv = list(argv)
+        self._control, self._entry, self._argv = control, entry, list(argv)
         self._pipes: dict[int, list[int]] = {}  # pid of a living rank -> read ends of its output
-        self._wakeup_fd, write_fd = os.pipe()
-        os.set_blocking(self._wakeup_fd, False)
-        os.set_blocking(write_fd, False)
+        self._wakeup_fd, write_fd = wakeup_pipe()
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only wakes the loop
         self._inherited = [control.fileno(), self._wakeup_fd, write_fd]
@@ -118,12 +112,11 @@ class _Server:
                 message, _ = receive(self._control)
                 if message is None:
                     self._wait_for_orphans()
-                for rank in message["fork"]:
-                    self._fork(main, **rank)
+                self._fork(main, message["fork"], message["env"])
 
-    def _fork(self, main: Entry, local_rank: int, env: dict[str, str], tagged: bool) -> None:
+    def _fork(self, main: Entry, local_rank: int, env: dict[str, str]) -> None:
         launcher_end, rank_end = socket.socketpair()
-        pipes = [os.pipe(), os.pipe()] if tagged else []
+        pipes = [os.pipe(), os.pipe()] if env["RANK"] != "0" else []  # their output gets a tag
         read_fds = [read_fd for read_fd, _ in pipes]
         write_fds = [write_fd for _, write_fd in pipes]
         sys.stdout.flush()
@@ -132,10 +125,8 @@ class _Server:
         if pid == 0:
             unwanted = [*self._inherited, launcher_end.detach(), *read_fds]
             unwanted += [fd for others in self._pipes.values() for fd in others]
-            run_worker(
-                main, self._argv, env, launcher_fd=rank_end.detach(),
-                output_fds=write_fds, close_fds=unwanted,
-            )  # fmt: skip
+            run_worker(main, self._argv, env, launcher_fd=rank_end.detach(),
+                       output_fds=write_fds, close_fds=unwanted)
         with contextlib.suppress(OSError):  # the launcher has died: the loop notices it
             message = {"started": local_rank, "pid": pid}
             pidfd = os.pidfd_open(pid)  # by the parent: before it reaps, the pid is not reused
@@ -150,10 +141,8 @@ class _Server:
 
     def _reap(self) -> None:
         while ended := _ended_child():
-            if ended.si_pid in self._pipes and (ended.si_code, ended.si_status) != (
-                os.CLD_EXITED,
-                EXIT_COMPLETE,
-            ):
+            complete = (ended.si_code, ended.si_status) == (os.CLD_EXITED, EXIT_COMPLETE)
+            if ended.si_pid in self._pipes and not complete:
                 # Child processes of a failed rank (loader workers, compilers) keep its sockets
                 # open, so its peers would wait for it. Before waitpid its pid cannot be reused.
                 _kill_group(ended.si_pid)
@@ -185,9 +174,8 @@ class _Server:
 def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
     """Import the entry function and the modules that it will need.
 
-    Returns:
-        (0, the function), or (exit code, None) if there is nothing to start: after an error, which
-        is printed on stderr, or after `--help` (exit code 0).
+    Returns (0, the function), or (exit code, None) if there is nothing to start: after an error,
+    which is printed on stderr, or after `--help` (exit code 0).
     """
     module_name, _, function_name = entry.partition(":")
     try:
@@ -203,23 +191,20 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
             # do it concurrently after the fork, and the first restart waits for this one.
             importlib.import_module("torch._dynamo")
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or EXIT_COMPLETE, None
-        print(end.code, file=sys.stderr)
-        return EXIT_CONFIG, None
+        return exit_code(end, EXIT_CONFIG), None
     except BaseException:
         traceback.print_exc()
         print(f"launch: cannot import {entry} (see above); nothing was started",
-              file=sys.stderr)  # fmt: skip
+              file=sys.stderr)
         return EXIT_CONFIG, None
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         print(f"launch: importing {entry} for {list(argv)} has initialized CUDA, which does not "
-              "survive a fork; use CUDA only in the task's methods", file=sys.stderr)  # fmt: skip
+              "survive a fork; use CUDA only in the task's methods", file=sys.stderr)
         return EXIT_CONFIG, None
     if threading.active_count() > 1:
         names = ", ".join(sorted(t.name for t in threading.enumerate()[1:]))
         print(f"launch: warning: importing {entry} has started threads ({names}), which do not "
-              "survive a fork; start them in the task's methods", file=sys.stderr)  # fmt: skip
+              "survive a fork; start them in the task's methods", file=sys.stderr)
     return EXIT_COMPLETE, main
 
 

@@ -1,9 +1,7 @@
 """Read from the run folder how far the run has come: newest finished step, newest saved step.
 
-The files are read only when a rank has died, and only their new lines. In `events.jsonl`, `at_step`
-(or else `step`) of each line is the step of the run; the events `save` and `restore` contain the
-step from which the run would resume. The file `last-step` and the last line of `metrics.jsonl`
-contain the newest finished step.
+The files are read only when a rank has died. The events `save` and `restore` contain the step from
+which the run would resume; `last-step` and the end of `metrics.jsonl`, the newest finished one.
 """
 
 from __future__ import annotations
@@ -25,11 +23,10 @@ class RunFollower:
     """Tracks the newest finished step of the run, and the newest step it would resume from."""
 
     def __init__(self) -> None:
-        self.reached_step = 0
-        self.saved_step = 0
-        self._known = False
+        self.reached_step = self.saved_step = 0
+        self._known = False  # whether any event has been read
         self._offset = 0
-        self._kept_before = 0
+        self._saved_before = 0
         self._attempt: int | None = None
 
     def update(self, run_folder: str | None) -> None:
@@ -53,7 +50,7 @@ class RunFollower:
 
     def has_advanced(self) -> bool:
         """Whether a later step has been saved since the last call."""
-        advanced, self._kept_before = self.saved_step > self._kept_before, self.saved_step
+        advanced, self._saved_before = self.saved_step > self._saved_before, self.saved_step
         return advanced
 
     @property
@@ -62,10 +59,8 @@ class RunFollower:
         return max(0, self.reached_step - self.saved_step) if self._known else None
 
     def new_attempt(self, run_folder: str | None, launch_id: str) -> int | None:
-        """The number of the attempt that this launch has begun since the last call.
-
-        None if there is none: the ranks died before the run counted their attempt.
-        """
+        """The number of the attempt that this launch has begun since the last call; None if the
+        ranks died before the run counted their attempt."""
         if run_folder is None:
             return None
         with contextlib.suppress(OSError, ValueError):

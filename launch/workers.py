@@ -27,12 +27,6 @@ from trainer.resilience.stop_signals import is_readable
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
 
-TRAINER_EXIT_CODES = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
-"""Exit codes that are valid only if the trainer itself returned them."""
-
-MAX_FORKS_PER_REQUEST = 64
-"""Maximum number of ranks in one request: the fork server reads `PACKET_BYTES` of a message."""
-
 SERVER_CHECKS, CHECK_S = 4, 0.5
 """A fork server found stopped (SIGSTOP) in this many consecutive checks, while something waits for
 it, is continued."""
@@ -52,10 +46,8 @@ class _Worker:
 
 
 def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """Fork the fork server from this process, which must not have threads yet.
-
-    Returns its pid and the socket to it.
-    """
+    """Fork the fork server from this process, which must not have threads yet; returns its pid and
+    the socket to it."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = fork_server.fork()
     if pid == 0:
@@ -66,10 +58,7 @@ def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.so
 
 
 def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """Start the fork server from a process with threads: the new server imports everything itself.
-
-    Returns its pid and the socket to it.
-    """
+    """The same from a process with threads: the new server has to import everything itself."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.set_inheritable(True)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -89,27 +78,19 @@ class Workers:
     """
 
     def __init__(
-        self,
-        server: tuple[int, socket.socket],
-        *,
-        entry: str,
-        argv: Sequence[str],
-        stop: LauncherStop,
-        output: Output,
+        self, server: tuple[int, socket.socket], entry: str, argv: Sequence[str],
+        stop: LauncherStop, output: Output,
     ) -> None:
         self.run_folder: str | None = None
         self.failures: list[dict[str, Any]] = []
-        self._entry = entry
-        self._argv = list(argv)
-        self._stop = stop
-        self._output = output
+        self._entry, self._argv = entry, list(argv)
+        self._stop, self._output = stop, output
         self._living: dict[int, _Worker] = {}  # by pid
         self._exits: list[Exit] = []  # not yet returned by `wait`
         self._starting: dict[int, int] = {}  # local rank -> rank, of ranks without a pid so far
         self._pids: dict[int, int] = {}  # local rank -> pid
         self._selector = selectors.DefaultSelector()
         self._watch(stop.wakeup_fd, stop.drain)
-        self.server_lives = False
         self._adopt(server)
 
     @property
@@ -142,15 +123,10 @@ class Workers:
             if (code := self.wait_ready()) is not None:
                 self._end_starting(code)
                 return {}
-        requests = [
-            {"local_rank": local_rank, "env": env, "tagged": env["RANK"] != "0"}
-            for local_rank, env in envs.items()
-        ]
-        for first in range(0, len(requests), MAX_FORKS_PER_REQUEST):
-            batch = requests[first : first + MAX_FORKS_PER_REQUEST]
+        for local_rank, env in envs.items():
             with contextlib.suppress(OSError):  # the server has died: `_poll` detects it
-                fork_server.send(self._control, {"fork": batch})
-            while any(rank["local_rank"] in self._starting for rank in batch):
+                fork_server.send(self._control, {"fork": local_rank, "env": env})
+            while local_rank in self._starting:
                 self._poll(CHECK_S)
         return self._pids
 
@@ -165,8 +141,7 @@ class Workers:
         """Send a signal to each living rank; `forced` marks their exits as the launcher's doing."""
         for rank in self._living.values():
             rank.forced |= forced
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(rank.pidfd, number)
+            _send_signal(rank, number)
 
     def send_keyword(self, word: str) -> None:
         """Send a keyword to each living rank over its channel: `lost`, `stale` or `absent`."""
@@ -184,8 +159,7 @@ class Workers:
             rank.stopped_checks = rank.stopped_checks + 1 if processes.state(pid) == "T" else 0
             if rank.stopped_checks == checks:
                 killed.append(rank.rank)
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+                _send_signal(rank, signal.SIGKILL)
         return killed
 
     def kill_and_exit(self) -> NoReturn:
@@ -214,8 +188,7 @@ class Workers:
 
     def _adopt(self, server: tuple[int, socket.socket]) -> None:
         self._server_pid, self._control = server
-        self.server_lives = True
-        self._server_imports = True
+        self.server_lives = self._server_imports = True
         self._stopped_checks = 0
         self._code: int | None = None  # exit code if the server found nothing to start
         self._watch(self._control.fileno(), self._on_message)
@@ -243,7 +216,7 @@ class Workers:
         """
         stopped = self.server_lives and processes.is_stopped(self._server_pid) and (
             self._server_imports or self._starting
-            or any(processes.state(pid) in "ZX" for pid in self._living))
+            or not all(map(processes.is_alive, self._living)))
         self._stopped_checks = self._stopped_checks + 1 if stopped else 0
         if self._stopped_checks >= SERVER_CHECKS:
             self._stopped_checks = 0
@@ -264,11 +237,8 @@ class Workers:
             self._code = message.get("nothing_to_start")
 
     def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
-        rank = _Worker(
-            rank=self._starting.pop(local_rank),
-            pidfd=pidfd,
-            channel=socket.socket(fileno=channel_fd),
-        )
+        rank = _Worker(rank=self._starting.pop(local_rank), pidfd=pidfd,
+                       channel=socket.socket(fileno=channel_fd))
         self._living[pid] = rank
         self._pids[local_rank] = pid
         self._watch(channel_fd, functools.partial(self._on_channel, rank))
@@ -306,9 +276,9 @@ class Workers:
         self._forget(rank.pidfd)
         rank.channel.close()
         os.close(rank.pidfd)
-        end = Exit(rank=rank.rank, code=code, at_s=time.monotonic(), forced=rank.forced,
-                   early=code in TRAINER_EXIT_CODES and not rank.returned)
-        self._exits.append(end)
+        early = code in (EXIT_COMPLETE, *FINAL_EXIT_CODES) and not rank.returned
+        self._exits.append(Exit(rank=rank.rank, code=code, at_s=time.monotonic(),
+                                forced=rank.forced, early=early))
 
     def _lose_server(self) -> None:
         """The fork server has died: exits of its ranks are still noticed, without exit codes."""
@@ -327,3 +297,8 @@ class Workers:
         now_s = time.monotonic()
         self._exits += [Exit(rank=r, code=code, at_s=now_s) for r in self._starting.values()]
         self._starting = {}
+
+
+def _send_signal(rank: _Worker, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(rank.pidfd, number)

@@ -28,7 +28,6 @@ from typing import Any
 from torch.distributed import Store, TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
-    RendezvousHandler,
     RendezvousInfo,
     RendezvousStoreInfo,
     RendezvousTimeoutError,
@@ -38,13 +37,9 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
     RendezvousTimeout,
 )
 
-from launch.nodes.endpoint import (
-    STORE_ERRORS,
-    STORE_TIMEOUT_S,
-    Endpoint,
-    GuardedBackend,
-    host_store,
-)
+from launch.nodes.endpoint import STORE_ERRORS, STORE_TIMEOUT_S, Endpoint, GuardedBackend
+from launch.options import Options
+from launch.rendezvous import LauncherRendezvous, host_store
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
 
 KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5
@@ -58,63 +53,52 @@ RETRY_S, LINGER_S = 0.3, 8.0
 
 
 class RunEnded(Exception):
-    """The run ends on this node, with this exit code.
-
-    Attributes:
-        reason: message for the user; empty if it has been printed before.
-    """
+    """The run ends on this node, with this exit code and message (empty: it has been printed)."""
 
     def __init__(self, code: int, reason: str = "") -> None:
         super().__init__(reason)
-        self.code = code
-        self.reason = reason
+        self.code, self.reason = code, reason
 
 
 @dataclasses.dataclass(frozen=True)
 class MembershipChange:
-    """A change of the set of nodes that requires a restart of the ranks.
-
-    Attributes:
-        kind: "join": a node waits to join, the group is complete. "lost": a node or the store is
-            gone. "stale": a newer attempt has begun without this node.
-        reason: message for the user.
-    """
+    """A change of the set of nodes that requires a restart of the ranks."""
 
     kind: str
+    """`join`: a node waits to join, the group is complete. `lost`: a node or the store is gone.
+    `stale`: a newer attempt has begun without this node."""
     reason: str
+    """Message for the user."""
 
 
-class NodesRendezvous(RendezvousHandler):
+class NodesRendezvous(LauncherRendezvous):
     """Repeated rendezvous of the nodes at one endpoint, until the run ends.
 
     Args:
-        host, port: endpoint of the store; the node with this address hosts it.
-        min_nodes, max_nodes: number of nodes that a round needs, and accepts.
-        rejoin_timeout_s: time limit while the store does not answer or too few nodes join.
         stopped: returns whether this node received a stop request.
         print_line: prints a line for the user.
-
-    Attributes:
-        stop_requested: whether any node received a stop request.
-        change: the change that requires a restart, once `num_nodes_waiting` has detected it.
-        members: address and pid of each node of this round.
 
     Raises:
         ConfigError: the host name cannot be resolved, or there is no route to it.
     """
 
     def __init__(
-        self, host: str, port: int, *, min_nodes: int, max_nodes: int, rejoin_timeout_s: float,
-        stopped: Callable[[], bool], print_line: Callable[[str], None],
-    ) -> None:  # fmt: skip
+        self, options: Options, stopped: Callable[[], bool], print_line: Callable[[str], None]
+    ) -> None:
+        super().__init__()
+        assert options.rdzv_endpoint is not None
         self.stop_requested = False
+        """Whether any node received a stop request."""
         self.change: MembershipChange | None = None
+        """The change that requires a restart, once `num_nodes_waiting` has detected it."""
         self.members: frozenset[tuple[str, int]] = frozenset()
-        self._endpoint = Endpoint(host, port)
-        self._min_nodes, self._max_nodes = min_nodes, max_nodes
-        self._rejoin_timeout_s = rejoin_timeout_s
-        self._stopped, self._say = stopped, print_line
-        self._launch_id = uuid.uuid4().hex
+        """Address and pid of each node of this round."""
+        self._endpoint = Endpoint(*options.rdzv_endpoint)
+        self._min_nodes, self._max_nodes = options.nnodes
+        self._timeout_s = options.rejoin_timeout
+        self._stopped, self._print_line = stopped, print_line
+        self._me = (self._endpoint.own_address, os.getpid())
+        self._description = f"the rendezvous at {self._endpoint}"
         self._nonce = ""
         self._joining = False
         self._attempt_server: TCPStore | None = None
@@ -129,18 +113,11 @@ class NodesRendezvous(RendezvousHandler):
             name = f"torch.distributed.elastic.rendezvous.{module}"
             logging.getLogger(name).setLevel(logging.ERROR)
 
-    def get_backend(self) -> str:
-        return "c10d"
-
-    @property
-    def use_agent_store(self) -> bool:
-        return True  # one for each attempt, in the launcher of its first node
-
     def next_rendezvous(self) -> RendezvousInfo:
         """Join the next round; reconnect as often as the store is lost meanwhile.
 
         Raises:
-            RunEnded: the run has ended, a stop was requested, or `rejoin_timeout_s` has passed.
+            RunEnded: the run has ended, a stop was requested, or `--rejoin-timeout` has passed.
             ConfigError: another program listens at the endpoint.
         """
         began_s, warned = time.monotonic(), False
@@ -154,36 +131,24 @@ class NodesRendezvous(RendezvousHandler):
                 return self._open_attempt(handler, info)
             except RendezvousTimeoutError as error:
                 raise RunEnded(EXIT_FAILURE, f"fewer than {self._min_nodes} nodes joined within "
-                               f"--rejoin-timeout {self._rejoin_timeout_s:g} s") from error
+                               f"--rejoin-timeout {self._timeout_s:g} s") from error
             except STORE_ERRORS:  # or a peer has died during the rendezvous
                 self._joining = True
                 self._drop_connections()
             waited_s = time.monotonic() - began_s
-            if waited_s > self._rejoin_timeout_s:
+            if waited_s > self._timeout_s:
                 raise RunEnded(EXIT_FAILURE, f"{self._description} did not answer within "
-                               f"--rejoin-timeout {self._rejoin_timeout_s:g} s")
+                               f"--rejoin-timeout {self._timeout_s:g} s")
             if not warned and waited_s > STORE_TIMEOUT_S:
                 warned = True
-                self._say(f"{self._description} does not answer; retrying for "
-                          f"{self._rejoin_timeout_s:g} s (--rejoin-timeout)")
+                self._print_line(f"{self._description} does not answer; retrying for "
+                                 f"{self._timeout_s:g} s (--rejoin-timeout)")
             time.sleep(RETRY_S)
-
-    def is_closed(self) -> bool:
-        return False
-
-    def set_closed(self) -> None:
-        """Nothing to do: `end` publishes the end of the run."""
 
     def num_nodes_waiting(self) -> int:
         """1 if a change requires a restart, else 0. torch's agent restarts the ranks if not 0."""
         self.change = self.change or self._find_change()
         return int(self.change is not None)
-
-    def get_run_id(self) -> str:
-        return self._launch_id
-
-    def shutdown(self) -> bool:
-        return True
 
     def begin_change(self) -> None:
         """Announce that this node stops its ranks because a node joins, so all nodes restart."""
@@ -242,19 +207,11 @@ class NodesRendezvous(RendezvousHandler):
                 return
             time.sleep(RETRY_S)
 
-    @property
-    def _description(self) -> str:
-        return f"the rendezvous at {self._endpoint}"
-
-    @property
-    def _me(self) -> tuple[str, int]:
-        return self._endpoint.own_address, os.getpid()
-
     def _connect(self) -> DynamicRendezvousHandler:
         self._backend, waiting = self._endpoint.connect(self._check_requests)
         if not self._nonce:
-            self._say(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
-                      f"at {self._endpoint}")
+            self._print_line(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
+                             f"at {self._endpoint}")
         self._call = self._backend.call
         if self._nonce:  # a new store: the launch keeps the id that this node knows
             self._call("set", "trainer/launch", self._launch_id)
@@ -262,26 +219,23 @@ class NodesRendezvous(RendezvousHandler):
             self._call("compare_set", "trainer/launch", "", self._launch_id)
         self._handler = DynamicRendezvousHandler.from_backend(
             "trainer", waiting, self._backend, self._min_nodes, self._max_nodes, self._me[0],
-            RendezvousTimeout(join=timedelta(seconds=self._rejoin_timeout_s),
+            RendezvousTimeout(join=timedelta(seconds=self._timeout_s),
                               last_call=timedelta(seconds=LAST_CALL_S)),
             keep_alive_interval=KEEP_ALIVE_S, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
-        )  # fmt: skip
+        )
         return self._handler
 
     def _open_attempt(
         self, handler: DynamicRendezvousHandler, info: RendezvousInfo
     ) -> RendezvousInfo:
-        """Publish or read the store address and the nonce of this round's attempt.
-
-        The first node of the round creates both.
-        """
+        """Publish (the first node of the round) or read the address of the attempt's store, and
+        its nonce."""
         self._round = info.store
         self._attempt_server = None
         if info.rank == 0:
-            address = self._me[0]
-            self._attempt_server, port = host_store(address)
-            attempt = {"address": address, "port": port, "nonce": uuid.uuid4().hex,
-                       "launch": self._call("get", "trainer/launch").decode()}  # fmt: skip
+            self._attempt_server, port = host_store(self._me[0])
+            attempt = {"address": self._me[0], "port": port, "nonce": uuid.uuid4().hex,
+                       "launch": self._call("get", "trainer/launch").decode()}
             self._call("set", "trainer/newest", attempt["nonce"])
             self._round.set("trainer/attempt", json.dumps(attempt))
         attempt = json.loads(self._round.get("trainer/attempt"))

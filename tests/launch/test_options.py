@@ -54,7 +54,7 @@ def test_numbers_of_nodes_and_rendezvous_endpoint() -> None:
 
     assert options.nnodes == (1, 4)
     assert options.rdzv_endpoint == ("fd00::1", 5000)
-    assert options.rejoin_timeout_s == 9
+    assert options.rejoin_timeout == 9
     assert parse_options(["--nnodes=2", "--rdzv-endpoint=node0"]).rdzv_endpoint == ("node0", 29400)
 
 

@@ -57,7 +57,7 @@ class Pace:
 
 
 class MainThreadActivity:
-    """Activity of the main thread: what it waits for, and when this process was last active."""
+    """What the main thread waits for, and when this process was last active."""
 
     def __init__(self, thread: int, clock: Callable[[], float]) -> None:
         self._thread, self._clock = thread, clock
@@ -65,7 +65,7 @@ class MainThreadActivity:
         self._busy_s = -math.inf
 
     def look(self, place: Place, closely: bool) -> tuple[WaitsFor, float]:
-        """(what it waits for, time of its last activity); the process is inspected if `closely`."""
+        """(what it waits for, time of its last activity); inspects the process if `closely`."""
         if not closely:
             self._activity = None
             return WaitsFor.NOBODY, place.at_s
@@ -78,7 +78,7 @@ class MainThreadActivity:
 
 
 class WriterActivity:
-    """Activity of the checkpoint writer: its place, and when its thread was last active."""
+    """The place of the checkpoint writer, and when its thread was last active."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -87,11 +87,8 @@ class WriterActivity:
         self._activity: Activity | None = None
 
     def look(self, mark: Place, step: int, limit_s: float) -> tuple[Place, float]:
-        """(place of the writer, seconds without activity) in the save of this step.
-
-        Args:
-            mark: the last mark of the writer, perhaps of an earlier save.
-        """
+        """(place of the writer, seconds without activity) in the save of this step; `mark`, the
+        writer's last one, may belong to an earlier save."""
         now = self._clock()
         if step != self._step:
             self._step, self._since_s, self._activity = step, now, None
@@ -99,16 +96,12 @@ class WriterActivity:
             Phase.SAVE_BEGIN, step, self._since_s)
         if now - place.at_s > limit_s / 4:
             if self._activity is None:
-                self._activity = Activity(os.getpid(), thread=_writer(), clock=self._clock)
+                thread = next((t.native_id for t in threading.enumerate()
+                               if t.name.startswith("checkpoint-writer")), None)
+                self._activity = Activity(os.getpid(), thread=thread, clock=self._clock)
             elif self._activity.seen():
                 self._busy_s = now
         return place, now - max(place.at_s, self._busy_s)
-
-
-def _writer() -> int | None:
-    """The writer's thread id in the operating system."""
-    return next((t.native_id for t in threading.enumerate()
-                 if t.name.startswith("checkpoint-writer")), None)
 
 
 LEAST_S = 30.0
@@ -139,6 +132,10 @@ class Patience:
     flag: str = ""
     """The flag that sets this time, with its current value."""
 
+    def is_exceeded(self, idle_s: float, quiet_s: float) -> bool:
+        """Whether there was no mark for `idle_s`, or nothing at all for `quiet_s`, too long."""
+        return quiet_s > self.quiet_s or idle_s > self.idle_s
+
 
 def learnt_limit(longest_pause_s: float) -> float:
     """The limit inside steps, in seconds, from the longest recent pause between two marks."""
@@ -148,11 +145,10 @@ def learnt_limit(longest_pause_s: float) -> float:
 def patience(
     phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None
 ) -> Patience:
-    """Time limits of a rank's main thread.
+    """Time limits of a rank's main thread, or of the checkpoint writer (in `Phase.SAVE`).
 
     Args:
-        phase: stage of the attempt.
-        point: last progress mark, the position within the stage.
+        point: last progress mark, the position within the stage `phase`.
         limit_s: limit inside steps.
         start_s: limit while the rank builds and warms up; None: a long one.
     """
@@ -165,11 +161,6 @@ def patience(
         quiet_s = max(START_S, 2 * limit_s) if start_s is None else start_s
         return Patience(quiet_s=quiet_s, idle_s=math.inf, flag=f"--watchdog.start-s {quiet_s:g}")
     return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)
-
-
-def saving_patience(limit_s: float) -> Patience:
-    """Time limits of the checkpoint writer."""
-    return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s))
 
 
 def name_place(phase: Phase, point: Phase | None) -> str:
@@ -198,7 +189,7 @@ class RankReport:
     dumped: bool = False
     """Whether it has written its stacks."""
     flag: str = ""
-    """See `Patience`."""
+    """The flag that sets that limit, with its value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +213,7 @@ class HangReport:
 def find_hang(
     rank: int, own: RankReport, peers: Mapping[int, Peer], *, limit_s: float,
     store_silent_s: float = 0.0, store_host: int | None = None,
-) -> HangReport | None:  # fmt: skip
+) -> HangReport | None:
     """Decide whether the run hangs, and which ranks cause it; None: it does not hang.
 
     A rank that does not wait for others decides about itself. A rank that waits looks at the

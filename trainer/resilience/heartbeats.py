@@ -7,12 +7,13 @@ import json
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import Store
 
 from trainer.resilience import processes
 from trainer.resilience.hang_detection import Peer, RankReport
+from trainer.telemetry.step_timing import StepTiming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,23 +25,6 @@ class ProcessIdentity:
     host: str
 
 
-class Times(Protocol):
-    """Step times that the ranks send to rank 0 with their heartbeats."""
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time for rank 0 to collect."""
-        ...
-
-    def message(self) -> Any:
-        """Times of this rank, as a JSON value."""
-        ...
-
-    def collect(self, messages: Any) -> None:
-        """Rank 0: take the times of all ranks."""
-        ...
-
-
 class Heartbeats:
     """Sends this rank's report at each tick, and reads those of the others while `listening`.
 
@@ -50,25 +34,22 @@ class Heartbeats:
     Args:
         store: a separate connection (`store.clone()`).
         identity: this process.
+        report: what to send first.
         tick_s: time between two heartbeats.
-
-    Attributes:
-        report: what to send; set by the caller.
-        listening: read the reports of the others at each tick.
-        alarm: raised by the first rank that found a hang; None before.
-        identities: processes of the other ranks, as far as they are known.
-        times: collected by rank 0, one tick late; no rank waits for it.
     """
 
     def __init__(
         self, store: Store, *, rank: int, size: int, identity: ProcessIdentity, report: RankReport,
         tick_s: float, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.report = report
         self.listening = False
         self.alarm: dict[str, Any] | None = None
+        """Raised by the first rank that found a hang; None before."""
         self.identities: dict[int, ProcessIdentity] = {}
-        self.times: Times | None = None
+        """Processes of the other ranks, as far as they are known."""
+        self.times: StepTiming | None = None
+        """Step times, which rank 0 collects, one tick late; no rank waits for it."""
         self._store, self._rank, self._tick_s, self._clock = store, rank, tick_s, clock
         self._peers = [peer for peer in range(size) if peer != rank]
         self._identity = identity
@@ -110,11 +91,8 @@ class Heartbeats:
         return max(0.0, self._clock() - self._round_s - self._tick_s)
 
     def raise_alarm(self, alarm: dict[str, Any], timeout_s: float) -> bool:
-        """Raise an alarm on all ranks. If another rank was first, `alarm` is its alarm.
-
-        Returns:
-            whether this rank was first, or the store does not answer.
-        """
+        """Raise an alarm on all ranks; returns whether this rank was first, or the store does not
+        answer. If another rank was first, `self.alarm` is its alarm."""
         self._own_alarm = alarm
         self._wake.set()
         deadline_s = self._clock() + timeout_s
@@ -146,8 +124,8 @@ class Heartbeats:
         self._store.set(f"beat/{self._rank}", json.dumps(message))
         for peer in self._peers:
             if peer not in self.identities and self._store.check([f"who/{peer}"]):
-                self.identities[
-                    peer] = ProcessIdentity(**json.loads(self._store.get(f"who/{peer}")))
+                who = json.loads(self._store.get(f"who/{peer}"))
+                self.identities[peer] = ProcessIdentity(**who)
         if self._own_alarm is not None and self.alarm is None:
             own = json.dumps(self._own_alarm)
             self.alarm = json.loads(self._store.compare_set("alarm", "", own))
@@ -163,7 +141,7 @@ class Heartbeats:
         else:
             self._seen, self._since = {}, {}
 
-    def _gather(self, times: Times) -> None:
+    def _gather(self, times: StepTiming) -> None:
         if self._rank:
             self._store.set(f"times/{self._rank}", json.dumps(times.message()))
         elif times.due:

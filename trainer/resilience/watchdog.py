@@ -18,7 +18,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
 from trainer.distributed.waits import WaitsFor
 from trainer.distributed.world import World
@@ -26,20 +25,20 @@ from trainer.resilience import processes
 from trainer.resilience.hang_detection import (
     MainThreadActivity,
     Pace,
-    Patience,
     Peer,
     RankReport,
     WriterActivity,
     find_hang,
     name_place,
     patience,
-    saving_patience,
 )
 from trainer.resilience.hang_response import Alarm
-from trainer.resilience.heartbeats import Heartbeats, Times, own_identity
+from trainer.resilience.heartbeats import Heartbeats, own_identity
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import is_readable
 from trainer.telemetry.events import Log
+from trainer.telemetry.status import Phase
+from trainer.telemetry.step_timing import StepTiming
 
 TICK_S = 1.0
 LEAST_SILENCE_S = 2.0
@@ -56,26 +55,21 @@ class Watchdog:
         limit_s: limit inside steps; None: learn it.
         start_s: limit while the rank builds and warms up; None: a long one.
         clock: seconds, monotonic, of the host.
-        tell: called with the event that names the culprit.
-
-    Attributes:
-        marks: progress marks of this rank; the parts of the run pass them.
-        in_flight: returns the step that the checkpoint writer saves, or None.
     """
 
     def __init__(
         self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None,
         clock: Callable[[], float] = time.monotonic,
-        tell: Callable[[dict[str, Any]], None] = lambda event: None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.marks = ProgressMarks(log.status, clock)
         self.in_flight: Callable[[], int | None] = lambda: None
+        """Returns the step that the checkpoint writer saves, or None."""
         self._world, self._log, self._clock = world, log, clock
         self._pace, self._start_s = Pace(limit_s), start_s
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
         self._identity = own_identity(os.getpid())
         self._alarm = Alarm(world, log, self.marks, identity=self._identity, tick_s=self._tick_s,
-                            clock=clock, tell=tell)
+                            clock=clock)
         self._woken, self._wake = os.pipe()
         self._resumed_s = -math.inf
         self._doing = MainThreadActivity(threading.get_ident(), clock)
@@ -88,7 +82,7 @@ class Watchdog:
                 self._world.store.clone(), rank=self._world.rank, size=self._world.size,
                 identity=self._identity, report=self._look(self._clock()), tick_s=self._tick_s,
                 clock=self._clock,
-            )  # fmt: skip
+            )
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -104,7 +98,7 @@ class Watchdog:
         """Set how to save in place of the main thread; it returns whether it could."""
         self._alarm.rescue = rescue
 
-    def gather(self, times: Times) -> None:
+    def gather(self, times: StepTiming) -> None:
         """Send these times to rank 0 with the heartbeats."""
         if self._alarm.beats is not None:
             self._alarm.beats.times = times
@@ -171,7 +165,7 @@ class Watchdog:
         hang = find_hang(
             self._world.rank, own, peers, limit_s=max(limit_s, LEAST_SILENCE_S),
             store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None,
-        )  # fmt: skip
+        )
         if hang is not None:
             self._alarm.sound(hang, own, limit_s)
 
@@ -183,18 +177,18 @@ class Watchdog:
         if step is not None:
             place, quiet_s = self._writing.look(self.marks.writer, step, limit_s)
             idle_s = now - max(place.at_s, self._resumed_s)
-            if _is_over(saving_patience(limit_s), idle_s, min(idle_s, quiet_s)):
+            if patience(Phase.SAVE, None, limit_s).is_exceeded(idle_s, min(idle_s, quiet_s)):
                 return RankReport(phase=str(place.point), step=step, idle_s=round(idle_s, 1),
                                   waits=False, over=True)
         idle_s = now - max(main.at_s, self._resumed_s)
         whom, busy_s = self._doing.look(main, idle_s > limit_s / 4)
         allowed = patience(phase, main.point, limit_s, self._start_s)
-        over = whom not in (WaitsFor.WRITER, WaitsFor.PERSON) and _is_over(
-            allowed, idle_s, min(idle_s, now - busy_s))
+        over = whom not in (WaitsFor.WRITER, WaitsFor.PERSON) and allowed.is_exceeded(
+            idle_s, min(idle_s, now - busy_s))
         return RankReport(
             phase=name_place(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
             waits=whom is WaitsFor.PEERS and self._world.size > 1, flag=allowed.flag,
-        )  # fmt: skip
+        )
 
     def _listen(self, beats: Heartbeats) -> None:
         """Count processor time as a sign of life of the ranks on this host: code that holds the
@@ -209,7 +203,3 @@ class Watchdog:
                 self._others[peer] = processes.Activity(who.pid, clock=self._clock)
             elif self._others[peer].seen() and not processes.is_stopped(who.pid):
                 beats.note_alive(peer)
-
-
-def _is_over(allowed: Patience, idle_s: float, quiet_s: float) -> bool:
-    return quiet_s > allowed.quiet_s or idle_s > allowed.idle_s
