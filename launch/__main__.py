@@ -15,8 +15,7 @@ from trainer.resilience.diagnosis import remedy
 from trainer.resilience.preflight import allow_files, check_cache_folder, check_current_folder
 from trainer.telemetry.std_streams import fill_descriptors
 
-OUTPUT_S = 1.0
-"""Seconds to wait at the end for output pipes that some process still holds open."""
+OUTPUT_S = 1.0  # seconds to wait at the end for output pipes that some process still holds open
 
 
 def main(argv: Sequence[str]) -> int:

@@ -31,9 +31,7 @@ ROLE = "trainer"
 POLL_S = 0.5
 """Interval at which deadlines are checked; rank exits and signals are noticed immediately."""
 
-TERM_S = 5.0
-"""Seconds between SIGTERM and SIGKILL for a rank that does not exit by itself."""
-
+TERM_S = 5.0  # seconds between SIGTERM and SIGKILL for a rank that does not exit by itself
 STOPPED_CHECKS, CHECK_S = 120, 1.0
 """A rank found stopped (SIGSTOP) in this many consecutive checks, this many seconds apart, is
 killed. A running peer would do that earlier."""

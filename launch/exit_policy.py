@@ -20,10 +20,8 @@ class Exit:
     code: int | None
     """Exit code, or minus the number of the signal that killed it; None if unknown, because the
     fork server, its parent, had died."""
-    at_s: float
-    """When the launcher noticed it, on the monotonic clock."""
-    forced: bool = False
-    """The launcher killed it or requested it to exit."""
+    at_s: float  # when the launcher noticed it, on the monotonic clock
+    forced: bool = False  # the launcher killed it or requested it to exit
     early: bool = False
     """The code is reserved for the trainer, but something else called `os._exit`."""
 
@@ -60,10 +58,8 @@ class Exit:
 class ExitDecision:
     """What follows from the exits of one attempt."""
 
-    code: int
-    """The launcher's exit code if it does not restart the ranks."""
-    restart: bool
-    """Whether a restart may help."""
+    code: int  # the launcher's exit code if it does not restart the ranks
+    restart: bool  # whether a restart may help
     cause: Exit | None = None
     """The exit that caused the end of the attempt; None if all ranks have finished."""
 

@@ -33,11 +33,9 @@ from typing import Any, NoReturn
 from launch.worker import Entry, exit_code, run_worker
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
 from trainer.resilience import processes
-from trainer.resilience.stop_signals import STOP_SIGNALS, is_readable, wakeup_pipe
+from trainer.resilience.stop_signals import STOP_SIGNALS, drain, is_readable, wakeup_pipe
 
-ORPHAN_TIMEOUT_S = 4.3
-"""How long ranks may run after the launcher's death before they are killed."""
-
+ORPHAN_TIMEOUT_S = 4.3  # how long ranks may run after the launcher's death before they are killed
 PACKET_BYTES = 1 << 17
 MAX_FDS = 4
 PR_SET_PDEATHSIG = 1
@@ -80,11 +78,11 @@ def run_server(control: socket.socket, entry: str, argv: Sequence[str]) -> NoRet
 
 
 class _Server:
-    """The event loop of the fork server, and its file descriptors for each living rank."""
+    """The event loop of the fork server."""
 
     def __init__(self, control: socket.socket, entry: str, argv: Sequence[str]) -> None:
         self._control, self._entry, self._argv = control, entry, list(argv)
-        self._pipes: dict[int, list[int]] = {}  # pid of a living rank -> read ends of its output
+        self._living: set[int] = set()  # pids of ranks
         self._wakeup_fd, write_fd = wakeup_pipe()
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only wakes the loop
@@ -106,7 +104,7 @@ class _Server:
             send(self._control, {"ready": True})
         while True:
             readable, _, _ = select.select([self._control.fileno(), self._wakeup_fd], [], [])
-            self._drain()
+            drain(self._wakeup_fd)
             self._reap()
             if self._control.fileno() in readable:
                 message, _ = receive(self._control)
@@ -123,32 +121,27 @@ class _Server:
         sys.stderr.flush()
         pid = fork()
         if pid == 0:
-            unwanted = [*self._inherited, launcher_end.detach(), *read_fds]
-            unwanted += [fd for others in self._pipes.values() for fd in others]
-            run_worker(main, self._argv, env, launcher_fd=rank_end.detach(),
-                       output_fds=write_fds, close_fds=unwanted)
+            run_worker(main, self._argv, env, launcher_fd=rank_end.detach(), output_fds=write_fds,
+                       close_fds=[*self._inherited, launcher_end.detach(), *read_fds])
+        self._living.add(pid)
+        pidfd = os.pidfd_open(pid)  # by the parent: before it reaps, the pid is not reused
         with contextlib.suppress(OSError):  # the launcher has died: the loop notices it
-            message = {"started": local_rank, "pid": pid}
-            pidfd = os.pidfd_open(pid)  # by the parent: before it reaps, the pid is not reused
-            send(self._control, message, [pidfd, launcher_end.fileno(), *read_fds])
-            os.close(pidfd)
+            send(self._control, {"started": local_rank, "pid": pid},
+                 [pidfd, launcher_end.fileno(), *read_fds])
         launcher_end.close()
         rank_end.close()
-        for write_fd in write_fds:
-            os.close(write_fd)
-        # Kept open, never read: if the launcher dies, a rank's last output does not break the pipe.
-        self._pipes[pid] = read_fds
+        for fd in (pidfd, *read_fds, *write_fds):
+            os.close(fd)
 
     def _reap(self) -> None:
         while ended := _ended_child():
             complete = (ended.si_code, ended.si_status) == (os.CLD_EXITED, EXIT_COMPLETE)
-            if ended.si_pid in self._pipes and not complete:
+            if ended.si_pid in self._living and not complete:
                 # Child processes of a failed rank (loader workers, compilers) keep its sockets
                 # open, so its peers would wait for it. Before waitpid its pid cannot be reused.
                 _kill_group(ended.si_pid)
             _, status = os.waitpid(ended.si_pid, 0)
-            for fd in self._pipes.pop(ended.si_pid, []):
-                os.close(fd)
+            self._living.discard(ended.si_pid)
             with contextlib.suppress(OSError):
                 code = os.waitstatus_to_exitcode(status)
                 send(self._control, {"exited": ended.si_pid, "code": code})
@@ -158,17 +151,13 @@ class _Server:
         deadline_s = time.monotonic() + ORPHAN_TIMEOUT_S
         self._control.close()
         self._reap()
-        while self._pipes and time.monotonic() < deadline_s:
+        while self._living and time.monotonic() < deadline_s:
             is_readable(self._wakeup_fd, deadline_s - time.monotonic())
-            self._drain()
+            drain(self._wakeup_fd)
             self._reap()
-        for pid in self._pipes:
+        for pid in self._living:
             _kill_group(pid)
         os._exit(EXIT_COMPLETE)
-
-    def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wakeup_fd, 4096)
 
 
 def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:

@@ -39,14 +39,12 @@ class Options:
 
     nproc_per_node: int = 1
     max_restarts: int = 3
-    nnodes: tuple[int, int] = (1, 1)
-    """Minimum and maximum number of nodes."""
+    nnodes: tuple[int, int] = (1, 1)  # minimum and maximum number of nodes
     rdzv_endpoint: tuple[str, int] | None = None
     """Host and port of the rendezvous of several nodes; None for one node."""
     rejoin_timeout: float = 600.0
     grace_s: float = 30.0
-    entry: str = "trainer.__main__:main"
-    """`module:function` that each rank runs."""
+    entry: str = "trainer.__main__:main"  # `module:function` that each rank runs
     trainer_argv: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -31,11 +30,6 @@ class LauncherStop:
         self.wakeup_fd, write_fd = wakeup_pipe()
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         handle_stop_signals(self._handle)
-
-    def drain(self) -> None:
-        """Empty `wakeup_fd`, so that it is readable again only at the next signal."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wakeup_fd, 4096)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
         if self.exit_at_first_signal:

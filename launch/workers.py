@@ -22,7 +22,7 @@ from launch.output import Output
 from launch.signals import LauncherStop
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
 from trainer.resilience import processes
-from trainer.resilience.stop_signals import is_readable
+from trainer.resilience.stop_signals import drain, is_readable
 
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
@@ -90,7 +90,7 @@ class Workers:
         self._starting: dict[int, int] = {}  # local rank -> rank, of ranks without a pid so far
         self._pids: dict[int, int] = {}  # local rank -> pid
         self._selector = selectors.DefaultSelector()
-        self._watch(stop.wakeup_fd, stop.drain)
+        self._watch(stop.wakeup_fd, functools.partial(drain, stop.wakeup_fd))
         self._adopt(server)
 
     @property

@@ -24,9 +24,7 @@ nodes declare this node dead."""
 
 GUARD_S = 0.3
 CONNECT_S = 3.0
-WAIT_S = 5.0
-"""How long to wait in the store for a value that another node writes."""
-
+WAIT_S = 5.0  # how long to wait in the store for a value that another node writes
 STORE_ERRORS = (RendezvousError, RuntimeError, TimeoutError, OSError)
 """Exceptions of torch's rendezvous and stores (store errors are RuntimeErrors)."""
 

@@ -46,9 +46,7 @@ KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5
 """A node without heartbeats for 5 s counts as dead. torch's defaults (3 times 5 s) take longer.
 With 2 s, a slow node was declared dead, and both nodes continued alone."""
 
-LAST_CALL_S = 1.0
-"""How long a round waits for more nodes once the minimum has joined (torch: 30 s)."""
-
+LAST_CALL_S = 1.0  # how long a round waits for more nodes once the minimum has joined (torch: 30 s)
 RETRY_S, LINGER_S = 0.3, 8.0
 
 
@@ -67,8 +65,7 @@ class MembershipChange:
     kind: str
     """`join`: a node waits to join, the group is complete. `lost`: a node or the store is gone.
     `stale`: a newer attempt has begun without this node."""
-    reason: str
-    """Message for the user."""
+    reason: str  # message for the user
 
 
 class NodesRendezvous(LauncherRendezvous):
@@ -87,8 +84,7 @@ class NodesRendezvous(LauncherRendezvous):
     ) -> None:
         super().__init__()
         assert options.rdzv_endpoint is not None
-        self.stop_requested = False
-        """Whether any node received a stop request."""
+        self.stop_requested = False  # whether any node received a stop request
         self.change: MembershipChange | None = None
         """The change that requires a restart, once `num_nodes_waiting` has detected it."""
         self.members: frozenset[tuple[str, int]] = frozenset()

@@ -10,7 +10,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -59,39 +58,6 @@ def check_ends(ranks: Workers, server: socket.socket, num_ranks: int) -> None:
         exits += ranks.wait(10.0)
 
     assert [(end.rank, end.code) for end in exits] == [(rank, rank) for rank in range(num_ranks)]
-    assert ranks.living == []
-
-
-def test_more_ranks_than_one_request_can_contain_are_started() -> None:
-    environment = {"TRAINER_LAUNCH_PHASES": "x" * 600}  # as long as the agent's environment
-
-    def fork_all(server: socket.socket) -> None:
-        started = 0
-        with server:  # closed if the server fails
-            while started < 300:
-                message, _ = fork_server.receive(server)
-                for rank in message["fork"]:
-                    ours, theirs = socket.socketpair()
-                    pidfd = os.pidfd_open(os.getpid())
-                    reply = {"started": rank["local_rank"], "pid": 10**6 + rank["local_rank"]}
-                    fork_server.send(server, reply, [pidfd, ours.fileno()])
-                    os.close(pidfd)
-                    ours.close()
-                    theirs.close()
-                    started += 1
-            for rank in range(300):
-                fork_server.send(server, {"exited": 10**6 + rank, "code": 0})
-
-    with served() as (ranks, server):
-        thread = threading.Thread(target=fork_all, args=(server,))
-        thread.start()
-        pids = ranks.start({rank: {"RANK": str(rank), **environment} for rank in range(300)})
-        exits = []
-        while len(exits) < 300:
-            exits += ranks.wait(10.0)
-        thread.join()
-
-    assert pids == {rank: 10**6 + rank for rank in range(300)}
     assert ranks.living == []
 
 

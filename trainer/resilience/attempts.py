@@ -28,16 +28,13 @@ class Attempt:
     end_step: int
     end: str = "died"
     """finished, stopped, gave up, refused, failure, or died (no event about the end)."""
-    launch: str | None = None
-    """Equal in all attempts started by one launcher."""
-    version: str | None = None
-    """Digest of the configuration and the task's code."""
+    launch: str | None = None  # equal in all attempts started by one launcher
+    version: str | None = None  # digest of the configuration and the task's code
     cause: Event | None = None
     """The event of the first failure, or a secondary failure if there is no other."""
     relaunched: bool = False
     """Whether its launcher started the next attempt; if so, the end was no preemption."""
-    reached: int | None = None
-    """The last step in metrics.jsonl when the next attempt started."""
+    reached: int | None = None  # the last step in metrics.jsonl when the next attempt started
 
     @property
     def failed(self) -> bool:

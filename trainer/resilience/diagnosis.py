@@ -127,17 +127,13 @@ report them as RuntimeError or ImportError, which only the message distinguishes
 class Diagnosis:
     """What an exception means."""
 
-    kind: str
-    """Name of its class."""
-    message: str
-    """One line."""
+    kind: str  # name of its class
+    message: str  # one line
     where: str | None
     """`file:line in function`: the innermost line of user code that the trainer has called;
     without user code, the innermost line."""
-    is_import: bool
-    """Whether an import failed: another attempt would fail in the same way."""
-    memory: str | None
-    """What ran out of memory: `rank` or `worker`."""
+    is_import: bool  # whether an import failed: another attempt would fail in the same way
+    memory: str | None  # what ran out of memory: `rank` or `worker`
 
 
 def diagnose(error: BaseException) -> Diagnosis:

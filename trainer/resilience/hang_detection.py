@@ -1,18 +1,13 @@
-"""Decide from all ranks' reports whether the run hangs, and which rank causes it.
-
-Pure functions, except for the classes that observe a thread.
-"""
+"""Decide from all ranks' reports whether the run hangs, and which rank causes it."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trainer.distributed.waits import WaitsFor, waits_for
 from trainer.resilience.processes import Activity
 from trainer.resilience.progress_marks import Place
 from trainer.telemetry.status import PREPARING, Phase
@@ -56,60 +51,32 @@ class Pace:
         return self.limit_s
 
 
-class MainThreadActivity:
-    """What the main thread waits for, and when this process was last active."""
+class QuietTime:
+    """For how long this process, or one thread of it, has been inactive."""
 
-    def __init__(self, thread: int, clock: Callable[[], float]) -> None:
-        self._thread, self._clock = thread, clock
+    def __init__(self, find_thread: Callable[[], int | None] = lambda: None) -> None:
+        self._find_thread = find_thread
         self._activity: Activity | None = None
-        self._busy_s = -math.inf
 
-    def look(self, place: Place, closely: bool) -> tuple[WaitsFor, float]:
-        """(what it waits for, time of its last activity); inspects the process if `closely`."""
-        if not closely:
+    def measure(self, idle_s: float, limit_s: float) -> float:
+        """Seconds without activity, of `idle_s` seconds without a mark. Activity counts only from a
+        quarter of the limit on."""
+        if idle_s <= limit_s / 4:
             self._activity = None
-            return WaitsFor.NOBODY, place.at_s
+            return idle_s
         if self._activity is None:
-            self._activity = Activity(os.getpid(), clock=self._clock)
-        elif self._activity.seen():
-            self._busy_s = self._clock()
-        frame = sys._current_frames().get(self._thread)
-        return waits_for(self._thread, frame), self._busy_s
+            self._activity = Activity(os.getpid(), thread=self._find_thread())
+        return min(idle_s, self._activity.quiet_s())
 
 
-class WriterActivity:
-    """The place of the checkpoint writer, and when its thread was last active."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._step: int | None = None
-        self._since_s = self._busy_s = 0.0
-        self._activity: Activity | None = None
-
-    def look(self, mark: Place, step: int, limit_s: float) -> tuple[Place, float]:
-        """(place of the writer, seconds without activity) in the save of this step; `mark`, the
-        writer's last one, may belong to an earlier save."""
-        now = self._clock()
-        if step != self._step:
-            self._step, self._since_s, self._activity = step, now, None
-        place = mark if mark.point and mark.step == step else Place(
-            Phase.SAVE_BEGIN, step, self._since_s)
-        if now - place.at_s > limit_s / 4:
-            if self._activity is None:
-                thread = next((t.native_id for t in threading.enumerate()
-                               if t.name.startswith("checkpoint-writer")), None)
-                self._activity = Activity(os.getpid(), thread=thread, clock=self._clock)
-            elif self._activity.seen():
-                self._busy_s = now
-        return place, now - max(place.at_s, self._busy_s)
+def find_writer() -> int | None:
+    """Thread id, in the operating system, of the checkpoint writer."""
+    return next((t.native_id for t in threading.enumerate()
+                 if t.name.startswith("checkpoint-writer")), None)
 
 
-LEAST_S = 30.0
-"""Shortest learnt limit inside steps; a shorter one has to be set by the flag."""
-
-TIMES_LONGEST = 10.0
-"""The learnt limit, as a multiple of the longest recent pause inside steps."""
-
+LEAST_S = 30.0  # shortest learnt limit inside steps; a shorter one has to be set by the flag
+TIMES_LONGEST = 10.0  # the learnt limit, as a multiple of the longest recent pause inside steps
 START_S = 300.0
 """How long a rank may be inactive while it builds and warms up: user code may wait there for a
 network, a download or a licence."""
@@ -117,8 +84,7 @@ network, a download or a licence."""
 BUSY_S, BUSY_TIMES = 600.0, 10.0
 """How long a rank may compute in a step without a mark: seconds, or multiples of the limit."""
 
-LONG_S = 1800.0
-"""The same outside of steps: as long as ranks wait for each other there."""
+LONG_S = 1800.0  # the same outside of steps: as long as ranks wait for each other there
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,10 +93,8 @@ class Patience:
 
     quiet_s: float
     """Limit without a mark and without activity: no processor time, no bytes read or written."""
-    idle_s: float
-    """Limit without a mark, even with activity."""
-    flag: str = ""
-    """The flag that sets this time, with its current value."""
+    idle_s: float  # limit without a mark, even with activity
+    flag: str = ""  # the flag that sets this time, with its current value
 
     def is_exceeded(self, idle_s: float, quiet_s: float) -> bool:
         """Whether there was no mark for `idle_s`, or nothing at all for `quiet_s`, too long."""
@@ -178,18 +142,12 @@ class RankReport:
 
     phase: str
     step: int
-    idle_s: float
-    """Seconds since its last progress mark."""
-    waits: bool
-    """Whether it waits for other ranks, in a collective."""
-    over: bool
-    """Whether it exceeds a time limit of its phase."""
-    saving: str = ""
-    """Position of its checkpoint writer; empty if the writer is idle."""
-    dumped: bool = False
-    """Whether it has written its stacks."""
-    flag: str = ""
-    """The flag that sets that limit, with its value."""
+    idle_s: float  # seconds since its last progress mark
+    waits: bool  # whether it waits for other ranks, in a collective
+    over: bool  # whether it exceeds a time limit of its phase
+    saving: str = ""  # position of its checkpoint writer; empty if the writer is idle
+    dumped: bool = False  # whether it has written its stacks
+    flag: str = ""  # the flag that sets that limit, with its value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,8 +164,7 @@ class HangReport:
 
     culprits: tuple[int, ...]
     why: str
-    run: bool = True
-    """Whether the culprits can run code, and so end themselves."""
+    run: bool = True  # whether the culprits can run code, and so end themselves
 
 
 def find_hang(

@@ -27,31 +27,23 @@ from trainer.telemetry.std_streams import say
 LATE_S = 5.0
 """Seconds before the launcher would kill it, at which a rank without peers leaves anyway."""
 
-DUMP_S = 5.0
-"""Time limit of writing stacks, in seconds: the disk may be what hangs."""
+DUMP_S = 5.0  # time limit of writing stacks, in seconds: the disk may be what hangs
 
 
 class Alarm:
-    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`.
-
-    Args:
-        tick_s: time between two heartbeats.
-        clock: seconds, monotonic, of the host.
-    """
+    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`."""
 
     def __init__(
-        self, world: World, log: Log, marks: ProgressMarks, *, identity: ProcessIdentity,
-        tick_s: float, clock: Callable[[], float],
+        self, world: World, log: Log, marks: ProgressMarks, identity: ProcessIdentity,
+        tick_s: float,
     ) -> None:
         self.beats: Heartbeats | None = None  # None in a world of one rank
         self.rescue: Callable[[], bool] = lambda: False
         """Saves the last boundary in place of the main thread; returns whether it could."""
-        self.stopped = False
-        """The main thread leaves by itself."""
-        self.at_s = math.inf
-        """Time of the alarm; inf before."""
+        self.stopped = False  # the main thread leaves by itself
+        self.at_s = math.inf  # time of the alarm; inf before
         self._given_up = self._dumped = False
-        self._world, self._log, self._marks, self._clock = world, log, marks, clock
+        self._world, self._log, self._marks = world, log, marks
         self._identity, self._tick_s = identity, tick_s
         self.late_s = max(0.0, world.launch.grace_s - LATE_S)
         self._leaving = threading.Lock()
@@ -105,7 +97,7 @@ class Alarm:
         if places is None:
             return last
         main, writer = places
-        idle_s = round(self._clock() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
+        idle_s = round(time.monotonic() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
         warming_up = main.point is Phase.WARM_UP
         phase = last.phase if warming_up else name_place(Phase.TRAIN, main.point)
         saving = f"{writer.point} of step {writer.step}" if writer.point else ""
@@ -134,7 +126,7 @@ class Alarm:
 
     def follow(self, alarm: dict[str, Any], own: RankReport) -> None:
         """Follow an alarm: write the stacks, then do this rank's part."""
-        self.at_s, rank = self._clock(), self._world.rank
+        self.at_s, rank = time.monotonic(), self._world.rank
         self._dump(own)
         culprits = {int(culprit) for culprit in alarm["culprits"]}
         others = set(range(self._world.size)) - culprits - {rank}
@@ -157,8 +149,8 @@ class Alarm:
             return
         beats.report = dataclasses.replace(beats.report, dumped=True)
         beats.listening = True
-        deadline_s = self._clock() + 3 * self._tick_s + 1
-        while self._clock() < deadline_s and not self.stopped:
+        deadline_s = time.monotonic() + 3 * self._tick_s + 1
+        while time.monotonic() < deadline_s and not self.stopped:
             peers = beats.peers()
             reports = [peers[other].report for other in others]
             if all(report is not None and report.dumped for report in reports):

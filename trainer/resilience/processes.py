@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
 
 
 def separate_reads() -> None:
@@ -37,12 +37,8 @@ def _reopen(fd: int) -> None:
         os.close(reopened)
 
 
-BUSY = 0.1
-"""Share of a core above which a process counts as active."""
-
-BUSY_BYTES = 1 << 16
-"""Bytes read and written between two looks above which it counts as active."""
-
+BUSY = 0.1  # share of a core above which a process counts as active
+BUSY_BYTES = 1 << 16  # bytes read and written between two looks above which it counts as active
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -139,16 +135,20 @@ def kill(pid: int, started: int) -> bool:
 class Activity:
     """Processor time, reads and writes of a process and its children, or of one thread."""
 
-    def __init__(
-        self, pid: int, *, thread: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._pid, self._thread, self._clock = pid, thread, clock
-        self._at_s = clock()
+    def __init__(self, pid: int, *, thread: int | None = None) -> None:
+        self._pid, self._thread = pid, thread
+        self._at_s, self._active_s = time.monotonic(), -math.inf
         self._cpu_s, self._bytes, _ = self._used()
+
+    def quiet_s(self) -> float:
+        """Look, and return for how long no activity was seen; inf: in no look so far."""
+        if self.seen():
+            self._active_s = self._at_s
+        return time.monotonic() - self._active_s
 
     def seen(self) -> bool:
         """Whether there was activity since the last look; looks within 0.5 s count as one."""
-        now = self._clock()
+        now = time.monotonic()
         if now - self._at_s < 0.5:
             return False
         cpu_s, count, blocked = self._used()

@@ -16,9 +16,7 @@ from dataclasses import dataclass
 from trainer.resilience import processes
 from trainer.telemetry.status import Phase, Status
 
-NAME = "trainer-progress"
-"""Name of the memory file, by which another process finds it."""
-
+NAME = "trainer-progress"  # name of the memory file, by which another process finds it
 LEAVING = frozenset((Phase.READING, Phase.DATA, Phase.FORWARD, Phase.BACKWARD, Phase.EVALUATE))
 """Marks at which the main thread may leave: the state is that of the last step boundary."""
 
@@ -42,11 +40,9 @@ _MAIN, _WRITER = 0, 2
 class Place:
     """The last mark of a thread."""
 
-    point: Phase | None
-    """None: the thread is idle."""
+    point: Phase | None  # None: the thread is idle
     step: int
-    at_s: float
-    """When it was passed, on the monotonic clock of the host."""
+    at_s: float  # when it was passed, on the monotonic clock of the host
 
 
 Subscriber = Callable[[Phase, int, int], None]
@@ -57,16 +53,14 @@ class ProgressMarks:
     """The last marks that the main thread and the checkpoint writer have passed; `status` receives
     those of the main thread. A mark costs half a microsecond: no lock and no system call."""
 
-    def __init__(
-        self, status: Status | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, status: Status | None = None) -> None:
         descriptor = os.memfd_create(NAME)
         os.ftruncate(descriptor, _PLACES.size)
         # The mapping keeps its own descriptor: /proc/PID/fd shows it under NAME.
         self._memory = memoryview(mmap.mmap(descriptor, _PLACES.size))
         os.close(descriptor)
         self._words, self._times = self._memory.cast("q"), self._memory.cast("d")
-        self._status, self._clock, self._step = status or Status(), clock, 0
+        self._status, self._step = status or Status(), 0
         self._subscribers: list[Subscriber] = []
         self._peer_lost = False
         self.mark(Phase.BUILD)
@@ -83,7 +77,7 @@ class ProgressMarks:
         """
         number = _NUMBERS[point]
         if number >= _SAVING:
-            self._times[_WRITER + 1] = self._clock()
+            self._times[_WRITER + 1] = time.monotonic()
             self._words[_WRITER] = (step or 0) * _COUNT + number
         else:
             if step is not None:
@@ -103,7 +97,7 @@ class ProgressMarks:
 
     def _pass(self, point: Phase, number: int) -> None:
         # The time first: a reader in between sees a mark as newer than it is, never as older.
-        self._times[_MAIN + 1] = self._clock()
+        self._times[_MAIN + 1] = time.monotonic()
         self._words[_MAIN] = self._step * _COUNT + number
         self._status.reach(point)
 

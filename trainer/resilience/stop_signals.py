@@ -19,11 +19,8 @@ from trainer.resilience import processes
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each of these, sent to the launcher or to a rank, requests that the run saves and stops."""
-LAST_S = 60.0
-"""Time limit of the last part of a stop, in seconds: it may include a save."""
-
-ORPHAN_LIMIT_S = 4.0
-"""Seconds that a rank has to save after its launcher is gone."""
+LAST_S = 60.0  # time limit of the last part of a stop, in seconds: it may include a save
+ORPHAN_LIMIT_S = 4.0  # seconds that a rank has to save after its launcher is gone
 
 
 class StopSignals:
@@ -34,13 +31,12 @@ class StopSignals:
     runs C code: the thread ends the process if nothing has to be saved, or when the time is up.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.requested = False
         self.reason = ""
         self.since_s = 0.0
         self.senders: Counter[int] = Counter()
         """After `shield`: number of signals by sending process."""
-        self._clock = clock
         self._interrupts = 0
         self._wake_reader, self._wake_writer = wakeup_pipe()
         self._grace_s = math.inf
@@ -94,7 +90,7 @@ class StopSignals:
     def request(self, reason: str) -> None:
         """Request a stop at the next step boundary."""
         if not self.requested:
-            self.reason, self.since_s = reason, self._clock()
+            self.reason, self.since_s = reason, time.monotonic()
             self.requested = True
             self._wake()
 
@@ -152,21 +148,18 @@ class StopSignals:
 
     def _attend(self) -> None:
         while not self._over:
-            left_s = self.since_s + self._grace_s - self._clock() if self.requested else math.inf
+            left_s = self.since_s + self._grace_s - time.monotonic() if self.requested else math.inf
             if is_readable(self._wake_reader, left_s):
                 for number in self._read_signals():
                     if number in self._before:  # not 0, or a signal of others (SIGCHLD)
                         self.request(signal.Signals(number).name)
-            elif self.requested and self._clock() - self.since_s >= self._grace_s:
+            elif self.requested and time.monotonic() - self.since_s >= self._grace_s:
                 self._end(self._late)
             self.leave_if_idle()
 
     def _read_signals(self) -> bytes:
         """Numbers of the signals since the last call; exits at the second SIGINT."""
-        try:
-            numbers = os.read(self._wake_reader, 512)
-        except BlockingIOError:  # another thread was faster
-            return b""
+        numbers = drain(self._wake_reader)
         self._interrupts += numbers.count(signal.SIGINT)
         if self._interrupts > 1:
             os._exit(128 + signal.SIGINT)
@@ -188,8 +181,8 @@ class StopSignals:
 
             thread = threading.Thread(target=run, name="stop-last", daemon=True)
             thread.start()
-            deadline_s = self._clock() + LAST_S
-            while thread.is_alive() and self._clock() < deadline_s:
+            deadline_s = time.monotonic() + LAST_S
+            while thread.is_alive() and time.monotonic() < deadline_s:
                 if is_readable(self._wake_reader, 0.05):
                     self._read_signals()
             os._exit(codes[0] if codes else 1)
@@ -231,6 +224,13 @@ def wakeup_pipe() -> tuple[int, int]:
     os.set_blocking(reader, False)
     os.set_blocking(writer, False)
     return reader, writer
+
+
+def drain(descriptor: int) -> bytes:
+    """Read what is in a pipe that does not block."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(descriptor, 4096)
+    return b""
 
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:
