@@ -92,29 +92,24 @@ class HotAgent(SimpleElasticAgent):
         handler = group.spec.rdzv_handler
         assert group.master_addr is not None
         shared = {
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": str(group.master_port),
-            "GROUP_RANK": str(group.group_rank),
-            "GROUP_WORLD_SIZE": str(group.group_world_size),
-            "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
-            "ROLE_NAME": ROLE,
-            "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(self._max_restarts),
+            "MASTER_ADDR": group.master_addr, "MASTER_PORT": group.master_port,
+            "GROUP_RANK": group.group_rank, "GROUP_WORLD_SIZE": group.group_world_size,
+            "LOCAL_WORLD_SIZE": group.spec.local_world_size, "ROLE_NAME": ROLE,
+            "TORCHELASTIC_RESTART_COUNT": self._attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
             "TORCHELASTIC_RUN_ID": handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": str(handler.use_agent_store),
-            "TRAINER_LAUNCH": "1",
-            "TRAINER_GRACE_S": str(self._grace_s),
+            "TORCHELASTIC_USE_AGENT_STORE": handler.use_agent_store,
+            "TRAINER_LAUNCH": 1, "TRAINER_GRACE_S": self._grace_s,
             "TRAINER_LAUNCH_ID": handler.get_run_id(),
             "TRAINER_LAUNCH_PHASES": json.dumps(self._phases),
         }
-        return {worker.local_rank: {
-            **shared,
-            "RANK": str(worker.global_rank),
-            "LOCAL_RANK": str(worker.local_rank),
-            "WORLD_SIZE": str(worker.world_size),
-            "ROLE_RANK": str(worker.role_rank),
-            "ROLE_WORLD_SIZE": str(worker.role_world_size),
+        own = {worker.local_rank: {
+            "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
         } for worker in group.workers}
+        return {local_rank: {name: str(value) for name, value in {**shared, **variables}.items()}
+                for local_rank, variables in own.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Wait for the next event or `POLL_S`. HEALTHY while any rank is alive."""

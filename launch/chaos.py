@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.options import Parser
+from launch.options import Parser, number
 from launch.progress import RunFollower
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
 from trainer.resilience import processes
@@ -80,28 +80,24 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m launch.chaos", description=DESCRIPTION, epilog=EPILOG,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--mtbf", type=float, required=True, metavar="S",
+    parser.add_argument("--mtbf", type=number(float, 0.001), required=True, metavar="S",
                         help="mean time between faults on this host, in seconds")
-    parser.add_argument("--kinds", default="kill,stop", metavar="K,K",
+    parser.add_argument("--kinds", type=_kinds, default=["kill", "stop"], metavar="K,K",
                         help=f"comma-separated kinds, of {', '.join(KINDS)} (default: kill,stop)")
     parser.add_argument("--seed", type=int, metavar="N",
                         help="seed of the times, kinds and ranks")
-    parser.add_argument("--count", type=int, metavar="N", help="end after N faults")
-    parser.add_argument("--wait-s", type=float, default=60.0, metavar="S",
+    parser.add_argument("--count", type=number(int, 1), metavar="N", help="end after N faults")
+    parser.add_argument("--wait-s", type=number(float, 0), default=60.0, metavar="S",
                         help="seconds without a rank on this host after which the run counts "
                         "as ended (default: 60)")
-    options = parser.parse_args(argv)
-    options.kinds = options.kinds.split(",")
-    if unknown := [kind for kind in options.kinds if kind not in KINDS]:
-        raise ConfigError(f"--kinds has {unknown[0]!r}; use some of {','.join(KINDS)}")
-    for flag, value, is_valid, remedy in (
-        ("--mtbf", options.mtbf, 0 < options.mtbf < float("inf"), "a number of seconds above 0"),
-        ("--count", options.count, options.count is None or options.count >= 1, "1 or more"),
-        ("--wait-s", options.wait_s, options.wait_s >= 0, "a number of seconds, 0 or more"),
-    ):
-        if not is_valid:
-            raise ConfigError(f"{flag} is {value:g}; use {remedy}")
-    return options
+    return parser.parse_args(argv)
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(KINDS)}")
+    return kinds
 
 
 def _drill(options: argparse.Namespace, draw: random.Random) -> None:
@@ -159,21 +155,16 @@ def _inject(
                 signal.pidfd_send_signal(pidfd, number)
             os.close(pidfd)
     deadline_s = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline_s and not all(
-            _took_effect(number, pid) for pid in ranks.values()):
-        time.sleep(POLL_S / 10)
+    while number != signal.SIGTERM and time.monotonic() < deadline_s and any(
+            processes.is_alive(pid) and not (kind == "stop" and processes.is_stopped(pid))
+            for pid in ranks.values()):
+        time.sleep(POLL_S / 10)  # after SIGTERM, the rank saves first
     progress = RunFollower()
     progress.update(str(run))
     who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items())
     if kind == "node":
         who += " and the launcher ({})".format(f"pid {extra[0]}" if extra else "none")
     _print_line(began_s, f"{kind}: {number.name} to {who} at step {progress.reached_step}")
-
-
-def _took_effect(number: signal.Signals, pid: int) -> bool:
-    """Whether a signal has taken effect. SIGTERM counts at once: the rank saves before it exits."""
-    return number == signal.SIGTERM or not processes.is_alive(pid) or (
-        number == signal.SIGSTOP and processes.is_stopped(pid))
 
 
 def _print_line(began_s: float, text: str) -> None:
@@ -202,10 +193,8 @@ def _writes(pid: int, path: Path) -> bool:
 
 
 def _is_launcher(pid: int) -> bool:
-    """Whether the process is a launcher, by the program in its command line, not its arguments.
-
-    The parent of an orphan is init or a subreaper, which is no launcher.
-    """
+    """Whether a process is a launcher, by the program in its command line, not its arguments. The
+    parent of an orphan is init or a subreaper."""
     words = processes.command_line(pid)
     for before, word, after in zip(words, words[1:], [*words[2:], ""], strict=False):
         if re.fullmatch("-[a-zA-Z]*m", word):

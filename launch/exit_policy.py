@@ -69,9 +69,7 @@ def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDeci
 
     The cause is the first exit that is not secondary. When a rank dies, its peers' connections
     break, and they save and exit with code 1: such an exit counts only if there is no other.
-
-    Args:
-        stop_at_s: when the launcher received a stop request, on the monotonic clock; None if none.
+    `stop_at_s` is when the launcher received a stop request, on the monotonic clock.
     """
     failures = [end for end in exits if not end.complete]
     if not failures:
@@ -89,14 +87,9 @@ def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDeci
 def first_failure(
     cause: Exit, failures: Sequence[Mapping[str, Any]], *, attempt: int | None, reached_step: int
 ) -> dict[str, Any] | None:
-    """The event of the first failure of an attempt: the one that a rank reported, or, for a rank
-    that died without a report, a new one. None if neither exists.
-
-    Args:
-        failures: the events that ranks reported.
-        attempt: the run's attempt number; None if the ranks died before it was counted.
-        reached_step: the last finished step.
-    """
+    """The event of an attempt's first failure: one of the `failures` that ranks have reported, or,
+    for a rank that died without a report, a new one. None if neither exists, or if the ranks died
+    before the run counted the attempt."""
     reported = sorted(failures, key=lambda event: event["time"])
     primary = [event for event in reported if not event["echo"]]
     died_s = time.time() - time.monotonic() + cause.at_s

@@ -42,7 +42,7 @@ PR_SET_PDEATHSIG = 1
 
 
 def send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message, with file descriptors. Raises: OSError if the peer has died."""
+    """Send a message, with file descriptors. Raises OSError if the peer has died."""
     socket.send_fds(control, [json.dumps(message).encode()], fds)
 
 
@@ -161,11 +161,8 @@ class _Server:
 
 
 def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
-    """Import the entry function and the modules that it will need.
-
-    Returns (0, the function), or (exit code, None) if there is nothing to start: after an error,
-    which is printed on stderr, or after `--help` (exit code 0).
-    """
+    """Import the entry function and the modules that it will need: (0, the function), or (exit
+    code, None) if there is nothing to start, after `--help` or an error, which is printed."""
     module_name, _, function_name = entry.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -190,8 +187,7 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         print(f"launch: importing {entry} for {list(argv)} has initialized CUDA, which does not "
               "survive a fork; use CUDA only in the task's methods", file=sys.stderr)
         return EXIT_CONFIG, None
-    if threading.active_count() > 1:
-        names = ", ".join(sorted(t.name for t in threading.enumerate()[1:]))
+    if names := ", ".join(sorted(t.name for t in threading.enumerate()[1:])):
         print(f"launch: warning: importing {entry} has started threads ({names}), which do not "
               "survive a fork; start them in the task's methods", file=sys.stderr)
     return EXIT_COMPLETE, main

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from trainer.errors import ConfigError
@@ -31,42 +32,16 @@ exit codes: 0 complete · 2 bad configuration or data · 75 stopped, the same co
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the launcher; see its `--help`.
-
-    Raises:
-        ConfigError: a value is out of range, or two options contradict each other.
-    """
+    """Options of the launcher; see its `--help`."""
 
     nproc_per_node: int = 1
     max_restarts: int = 3
     nnodes: tuple[int, int] = (1, 1)  # minimum and maximum number of nodes
-    rdzv_endpoint: tuple[str, int] | None = None
-    """Host and port of the rendezvous of several nodes; None for one node."""
+    rdzv_endpoint: tuple[str, int] | None = None  # host and port; None for one node
     rejoin_timeout: float = 600.0
     grace_s: float = 30.0
-    entry: str = "trainer.__main__:main"  # `module:function` that each rank runs
+    entry: str = "trainer.__main__:main"
     trainer_argv: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        module, _, function = self.entry.partition(":")
-        is_name = all(name.isidentifier() for name in [*module.split("."), function])
-        for flag, value, is_valid, remedy in (
-            ("--nproc-per-node", self.nproc_per_node, self.nproc_per_node >= 1,
-             "1 or more ranks"),
-            ("--max-restarts", self.max_restarts, self.max_restarts >= 0, "0 for none, or more"),
-            ("--grace-s", self.grace_s, 0 <= self.grace_s <= LONGEST_S,
-             f"a number of seconds, 0 or more, and {LONGEST_S:.0e} at most"),
-            ("--nnodes", "{}:{}".format(*self.nnodes), 1 <= self.nnodes[0] <= self.nnodes[1],
-             "MIN:MAX with 1 or more, and MAX not below MIN"),
-            ("--rejoin-timeout", self.rejoin_timeout, 0 < self.rejoin_timeout <= LONGEST_S,
-             f"a number of seconds above 0, and {LONGEST_S:.0e} at most"),
-            ("--entry", repr(self.entry), is_name, "MODULE:FUNCTION"),
-        ):
-            if not is_valid:
-                raise ConfigError(f"{flag} is {value}; use {remedy}")
-        if (self.nnodes[1] > 1) != (self.rdzv_endpoint is not None):
-            raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
-                              "HOST:PORT, the same on all of them")
 
 
 class Parser(argparse.ArgumentParser):
@@ -81,7 +56,6 @@ def parse_options(argv: Sequence[str]) -> Options:
 
     Raises:
         ConfigError: the message names flag, value and remedy.
-        SystemExit: after `--help`.
     """
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
@@ -90,30 +64,56 @@ def parse_options(argv: Sequence[str]) -> Options:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     for name, kind, metavar, words in (
-        ("--nproc-per-node", int, "N", "ranks on this machine (default: 1)"),
-        ("--max-restarts", int, "K", "restarts after failures; the count is reset when a "
-         "later step has been saved (default: 3)"),
+        ("--nproc-per-node", number(int, 1), "N", "ranks on this machine (default: 1)"),
+        ("--max-restarts", number(int, 0), "K", "restarts after failures; the count is reset when "
+         "a later step has been saved (default: 3)"),
         ("--nnodes", _nodes, "MIN:MAX", "number of nodes that train together: as many as have "
          "joined, from MIN to MAX (default: 1)"),
         ("--rdzv-endpoint", _endpoint, "HOST:PORT", "rendezvous of several nodes: the address of "
          f"one of them, which hosts the store (default port: {DEFAULT_PORT})"),
-        ("--rejoin-timeout", float, "X", "seconds to wait for the endpoint to answer and for MIN "
-         "nodes to join (default: 600)"),
-        ("--grace-s", float, "X", "seconds for the other ranks to save and exit after a rank has "
-         "died, before SIGTERM and 5 s later SIGKILL (default: 30)"),
-        ("--entry", str, "MODULE:FUNCTION", "function that each rank runs, for developers "
+        ("--rejoin-timeout", number(float, 0.001), "X", "seconds to wait for the endpoint to "
+         "answer and for MIN nodes to join (default: 600)"),
+        ("--grace-s", number(float, 0), "X", "seconds for the other ranks to save and exit after "
+         "a rank has died, before SIGTERM and 5 s later SIGKILL (default: 30)"),
+        ("--entry", _entry, "MODULE:FUNCTION", "function that each rank runs, for developers "
          "(default: trainer.__main__:main)"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=words)
     options, unknown = parser.parse_known_args([_dashed(argument) for argument in argv[:end]])
     if unknown:
         raise ConfigError(_unknown(unknown, [s for a in parser._actions for s in a.option_strings]))
-    return Options(**vars(options), trainer_argv=tuple(argv[end + 1:]))
+    found = Options(**vars(options), trainer_argv=tuple(argv[end + 1:]))
+    if (found.nnodes[1] > 1) != (found.rdzv_endpoint is not None):
+        raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
+                          "HOST:PORT, the same on all of them")
+    return found
+
+
+def number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
+    """A parser of numbers from `least` on, for argparse."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if least <= value <= LONGEST_S:
+                return value
+        what = "a whole number" if kind is int else "a number"
+        raise ArgumentTypeError(f"{text!r} is not {what} from {least:g} to {LONGEST_S:g}")
+
+    return parse
+
+
+def _entry(text: str) -> str:
+    module, _, function = text.partition(":")
+    if not all(name.isidentifier() for name in [*module.split("."), function]):
+        raise ArgumentTypeError(f"{text!r} is not MODULE:FUNCTION")
+    return text
 
 
 def _nodes(text: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
-    if not least.isdecimal() or (colon and not most.isdecimal()):
+    if not least.isdecimal() or (colon and not most.isdecimal()) or not (
+            1 <= int(least) <= int(most or least)):
         raise ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:4, nor a number")
     return int(least), int(most or least)
 

@@ -35,7 +35,7 @@ def run_worker(
     The stop signals stay blocked until `main` handles and unblocks them, so that none is lost.
 
     Args:
-        launcher_fd: socket to the launcher; end of file means that the launcher has died.
+        launcher_fd: socket to the launcher.
         output_fds: new stdout and stderr; empty to keep the inherited ones.
         close_fds: file descriptors of the fork server to close.
     """
@@ -95,11 +95,8 @@ def exit_code(end: SystemExit, default: int) -> int:
 
 
 def _finish(code: int) -> None:
-    """Shut down as the interpreter does, without unloading every module (about a second).
-
-    A rank that has failed only flushes its output: a thread of the task may never end, and the
-    other ranks wait for the next attempt.
-    """
+    """Shut down as the interpreter does, without unloading every module (about a second). A rank
+    that has failed only flushes its output: a thread of the task may never end."""
     if code == EXIT_COMPLETE:
         threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads
         atexit._run_exitfuncs()
@@ -108,10 +105,8 @@ def _finish(code: int) -> None:
 
 
 def _end_orphan(launcher_fd: int) -> None:
-    """Kill this rank if the launcher and the fork server have both died.
-
-    A fork server that is only stopped is continued, because it has to exit as well.
-    """
+    """Kill this rank if the launcher and the fork server have both died. A fork server that is
+    only stopped is continued: it has to exit as well."""
     server = os.getppid()
     watch = select.poll()
     watch.register(launcher_fd, 0)  # no events: wait only for the hang-up of the other end

@@ -46,8 +46,7 @@ class _Worker:
 
 
 def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """Fork the fork server from this process, which must not have threads yet; returns its pid and
-    the socket to it."""
+    """Fork the fork server from this process, which has no threads yet: (its pid, socket to it)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = fork_server.fork()
     if pid == 0:
@@ -69,20 +68,14 @@ def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.s
 
 
 class Workers:
-    """The ranks of one node, and the fork server that starts them.
-
-    Attributes:
-        server_lives: whether the fork server is alive.
-        run_folder: path of the run folder; None until a rank has reported it.
-        failures: the failure events that the ranks of this attempt have reported.
-    """
+    """The ranks of one node, and the fork server that starts them."""
 
     def __init__(
         self, server: tuple[int, socket.socket], entry: str, argv: Sequence[str],
         stop: LauncherStop, output: Output,
     ) -> None:
-        self.run_folder: str | None = None
-        self.failures: list[dict[str, Any]] = []
+        self.run_folder: str | None = None  # None until a rank has reported it
+        self.failures: list[dict[str, Any]] = []  # events that ranks of this attempt have reported
         self._entry, self._argv = entry, list(argv)
         self._stop, self._output = stop, output
         self._living: dict[int, _Worker] = {}  # by pid
@@ -99,13 +92,8 @@ class Workers:
         return sorted(rank.rank for rank in self._living.values())
 
     def wait_ready(self, *, until_stop: bool = False) -> int | None:
-        """Wait for the fork server's imports.
-
-        Returns None, or the exit code if there is nothing to start.
-
-        Args:
-            until_stop: return early, with None, at a stop request.
-        """
+        """Wait for the fork server's imports; return the exit code if there is nothing to start.
+        With `until_stop`, return None early at a stop request."""
         while self._server_imports and not (until_stop and self._stop.signal is not None):
             self._poll(CHECK_S)
         return self._code
@@ -151,9 +139,7 @@ class Workers:
 
     def kill_stopped(self, checks: int) -> list[int]:
         """Kill each rank found stopped (SIGSTOP) in `checks` consecutive calls; returns them.
-
-        Counted in calls and not in time, because the launcher may have been stopped with them.
-        """
+        Calls are counted, not time: the launcher may have been stopped with them."""
         killed = []
         for pid, rank in self._living.items():
             rank.stopped_checks = rank.stopped_checks + 1 if processes.state(pid) == "T" else 0
@@ -176,15 +162,18 @@ class Workers:
     def close(self) -> None:
         """Disconnect from the fork server, which kills living ranks after a few seconds."""
         if self.server_lives:
-            self._forget(self._control.fileno())
-            self._control.close()
+            self._disconnect()
             pidfd = os.pidfd_open(self._server_pid)
             if not is_readable(pidfd, SERVER_EXIT_S):
                 os.kill(self._server_pid, signal.SIGKILL)
             os.close(pidfd)
             os.waitpid(self._server_pid, 0)
-            self.server_lives = False
         self._selector.close()
+
+    def _disconnect(self) -> None:
+        self._forget(self._control.fileno())
+        self._control.close()
+        self.server_lives = False
 
     def _adopt(self, server: tuple[int, socket.socket]) -> None:
         self._server_pid, self._control = server
@@ -211,9 +200,7 @@ class Workers:
 
     def _continue_server(self) -> None:
         """Continue (SIGCONT) a stopped fork server: only it can start ranks and report their exits.
-
-        Counted in checks and not in time, because the launcher may have been stopped with it.
-        """
+        Checks are counted, not time: the launcher may have been stopped with it."""
         stopped = self.server_lives and processes.is_stopped(self._server_pid) and (
             self._server_imports or self._starting
             or not all(map(processes.is_alive, self._living)))
@@ -239,8 +226,7 @@ class Workers:
     def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
         rank = _Worker(rank=self._starting.pop(local_rank), pidfd=pidfd,
                        channel=socket.socket(fileno=channel_fd))
-        self._living[pid] = rank
-        self._pids[local_rank] = pid
+        self._living[pid], self._pids[local_rank] = rank, pid
         self._watch(channel_fd, functools.partial(self._on_channel, rank))
         streams = (sys.stdout.fileno(), sys.stderr.fileno())
         for fd, to_fd in zip(output, streams, strict=False):
@@ -282,10 +268,8 @@ class Workers:
 
     def _lose_server(self) -> None:
         """The fork server has died: exits of its ranks are still noticed, without exit codes."""
-        self._forget(self._control.fileno())
-        self._control.close()
+        self._disconnect()
         os.waitpid(self._server_pid, 0)
-        self.server_lives = False
         if self._server_imports:
             self._output.print_line("the fork server died during startup")
             self._server_imports, self._code = False, EXIT_FAILURE

@@ -174,8 +174,8 @@ def test_ctrl_c_ends_a_drill_quietly(tmp_path, processes):
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--mtbf=0"], "--mtbf is 0"), (["--mtbf=1", "--kinds=kill,maim"], "'maim'"),
-    (["--mtbf=1", "--count=0"], "--count is 0"), (["--mtbf=1", "--wait-s=-1"], "--wait-s is -1"),
+    (["--mtbf=0"], "--mtbf: '0'"), (["--mtbf=1", "--kinds=kill,maim"], "'maim'"),
+    (["--mtbf=1", "--count=0"], "--count: '0'"), (["--mtbf=1", "--wait-s=-1"], "--wait-s: '-1'"),
     ([], "--mtbf"),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(arguments, message, tmp_path, capsys):

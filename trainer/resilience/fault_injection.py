@@ -105,15 +105,8 @@ def _check_name(text: str, what: str, name: str, known: Sequence[str]) -> None:
 
 
 def refuse_unreachable(faults: Sequence[Fault], *, ranks: int | None, total: int) -> None:
-    """Refuse faults that this run would never reach: they would test nothing.
-
-    Args:
-        ranks: number of ranks; None: it may change.
-        total: last step of the run.
-
-    Raises:
-        ConfigError: the run does not reach a fault's mark.
-    """
+    """Raise `ConfigError` for a fault that this run of `total` steps never reaches: it would test
+    nothing. `ranks` is None if their number may change."""
     for fault in faults:
         why = ""
         if ranks is not None and fault.rank >= ranks:

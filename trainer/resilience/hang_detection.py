@@ -17,11 +17,7 @@ _BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
 
 
 class Pace:
-    """Learns the limit inside steps from the pauses between their marks.
-
-    Args:
-        limit_s: a fixed limit; None: learn it.
-    """
+    """The limit inside steps: a fixed one, or learnt from the pauses between their marks."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._fixed_s = limit_s
@@ -34,7 +30,7 @@ class Pace:
         """The limit now, in seconds."""
         if self._fixed_s is not None:
             return self._fixed_s
-        return learnt_limit(max(self._longest_s, self._before_s))
+        return max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
 
     def see(self, place: Place, phase: Phase, now: float) -> float:
         """Record the place of the main thread; return the limit. Pauses shorter than the interval
@@ -99,11 +95,6 @@ class Patience:
     def is_exceeded(self, idle_s: float, quiet_s: float) -> bool:
         """Whether there was no mark for `idle_s`, or nothing at all for `quiet_s`, too long."""
         return quiet_s > self.quiet_s or idle_s > self.idle_s
-
-
-def learnt_limit(longest_pause_s: float) -> float:
-    """The limit inside steps, in seconds, from the longest recent pause between two marks."""
-    return max(LEAST_S, TIMES_LONGEST * longest_pause_s)
 
 
 def patience(

@@ -27,14 +27,8 @@ class ProcessIdentity:
 class Heartbeats:
     """Sends this rank's report at each tick, and reads those of the others while `listening`.
 
-    Its thread may block in the store for ever if the store's host is stopped; `silent_s` is the
-    duration so far. Other threads never wait for it.
-
-    Args:
-        store: a separate connection (`store.clone()`).
-        identity: this process.
-        report: what to send first.
-        tick_s: time between two heartbeats.
+    Its thread may block in the store (a separate connection, `store.clone()`) for ever if the
+    store's host is stopped; `silent_s` is the duration so far. Other threads never wait for it.
     """
 
     def __init__(

@@ -162,11 +162,8 @@ def _say_after(agent: int, text: str) -> None:
 
 
 def _restarts_us(parent: int, launch: LaunchInfo) -> bool:
-    """Whether the parent is torch's elastic agent in its own process and ignores our exit codes.
-
-    The command line is checked too, since environment variables are inherited: SIGTERM to a shell
-    or a test runner would be much worse than one restart too many.
-    """
+    """Whether the parent is torch's elastic agent and ignores our exit codes. Its command line is
+    checked too, since environment variables are inherited: SIGTERM to a shell would be worse."""
     if launch.run_id is None or launch.knows_exit_codes:
         return False
     return any(PurePath(word).name in _AGENTS for word in processes.command_line(parent)[:8])
