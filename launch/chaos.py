@@ -23,11 +23,11 @@ from launch.options import Parser, number
 from launch.progress import RunFollower
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
 from trainer.resilience import processes
+from trainer.storage.layout import EVENTS
 from trainer.telemetry.events import read_events
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM,
          "node": signal.SIGKILL}
-EVENTS = "events.jsonl"  # not from `trainer.run.run_dir`, which imports torch
 POLL_S, CHECK_S = 0.05, 1.0
 """Interval of checks while a fault is due and there is no target, and otherwise."""
 

@@ -14,7 +14,6 @@ When the launcher dies, the server waits a few seconds for the ranks to save, th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -38,7 +37,6 @@ from trainer.resilience.stop_signals import STOP_SIGNALS, drain, is_readable, wa
 ORPHAN_TIMEOUT_S = 4.3  # how long ranks may run after the launcher's death before they are killed
 PACKET_BYTES = 1 << 17
 MAX_FDS = 4
-PR_SET_PDEATHSIG = 1
 
 
 def send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
@@ -89,9 +87,9 @@ class _Server:
         self._inherited = [control.fileno(), self._wakeup_fd, write_fd]
 
     def run(self) -> NoReturn:
-        _die_with_launcher(signal.SIGKILL)  # there are no ranks to wait for yet
+        processes.die_with_parent(signal.SIGKILL)  # there are no ranks to wait for yet
         code, main = load_entry(self._entry, self._argv)
-        _die_with_launcher(0)
+        processes.die_with_parent(0)
         if main is None:
             sys.stdout.flush()  # the output of `--help`
             send(self._control, {"nothing_to_start": code})
@@ -191,11 +189,6 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
         print(f"launch: warning: importing {entry} has started threads ({names}), which do not "
               "survive a fork; start them in the task's methods", file=sys.stderr)
     return EXIT_COMPLETE, main
-
-
-def _die_with_launcher(number: int) -> None:
-    """Let the kernel send this signal to this process when its parent dies; 0 for none."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _ended_child() -> os.waitid_result | None:

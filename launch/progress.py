@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.storage import layout
 from trainer.storage.jsonl import MappedCounter, newest_step, parse_records
 
 STEP_FINISHED = ("save", "restore", "rollback", "skipped")
@@ -33,8 +34,8 @@ class RunFollower:
         """Read new lines. Folders and files that do not exist (yet) are ignored."""
         if run_folder is None:
             return
-        events = Path(run_folder, "events.jsonl")
-        for line in self._new_lines(events):
+        folder = Path(run_folder)
+        for line in self._new_lines(folder / layout.EVENTS):
             self._known = True
             step = line.get("to_step", line.get("at_step") if line.get("event") in STEP_FINISHED
                             else line.get("step"))
@@ -45,8 +46,8 @@ class RunFollower:
             elif line.get("event") == "save":
                 self.saved_step = max(self.saved_step, step)
             self.reached_step = max(self.reached_step, step)
-        self.reached_step = max(self.reached_step, newest_step(Path(run_folder, "metrics.jsonl")),
-                                MappedCounter.read(Path(run_folder, "last-step")))
+        self.reached_step = max(self.reached_step, newest_step(folder / layout.METRICS),
+                                MappedCounter.read(folder / layout.LAST_STEP))
 
     def has_advanced(self) -> bool:
         """Whether a later step has been saved since the last call."""
@@ -64,7 +65,7 @@ class RunFollower:
         if run_folder is None:
             return None
         with contextlib.suppress(OSError, ValueError):
-            run = json.loads(Path(run_folder, "run.json").read_bytes())
+            run = json.loads(Path(run_folder, layout.IDENTITY).read_bytes())
             if run["launch"] == launch_id and run["attempt"] != self._attempt:
                 self._attempt = run["attempt"]
                 return self._attempt
@@ -84,7 +85,7 @@ class RunFollower:
 
 def append_event(run_folder: str, event: dict[str, Any]) -> None:
     """Append an event to `events.jsonl` of the run, in one write. Raises: OSError."""
-    descriptor = os.open(Path(run_folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
+    descriptor = os.open(Path(run_folder, layout.EVENTS), os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, (json.dumps(event) + "\n").encode())
     finally:

@@ -12,6 +12,13 @@ import stat
 import time
 
 
+def die_with_parent(number: int) -> None:
+    """Let the kernel send this signal to this process when its parent dies; 0 for none."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
 def separate_reads() -> None:
     """In a new fork: reopen files that are open for reading, at the same position.
 

@@ -18,13 +18,15 @@ from trainer.telemetry.events import Log, read_events
 ROOT, parse = Path(__file__).parents[3], fault_injection.parse_fault
 
 
-def fires(*texts: str, rank: int = 0, attempt: int = 0, **place: object) -> bool:
-    """Whether one of the faults, all of kind raise, fires at a place."""
-    armed = FaultInjector([parse(text) for text in texts], rank=rank,
-                          attempt=attempt)
-    where = {"phase": "forward", "step": 1, "epoch": 0} | place
+def arm(folder: Path | None, *texts: str, rank: int = 0, attempt: int = 0) -> FaultInjector:
+    return FaultInjector([parse(text) for text in texts], rank=rank, attempt=attempt,
+                         marks=folder and folder / "faults")
+
+
+def fires(armed: FaultInjector, step: int = 1, phase: str = "forward", epoch: int = 0) -> bool:
+    """Whether a fault of kind raise fires at a place."""
     try:
-        armed(where.pop("phase"), **where)
+        armed(phase, step, epoch)
     except InjectedFault:
         return True
     return False
@@ -90,55 +92,34 @@ def test_what_has_not_happened_is_told_of_this_rank_only(tmp_path):
     assert armed.unfired() == ["slow:attempt=3"]
 
 
-# --- where
+# --- where, and how often
 
-def test_a_fault_fires_at_its_place_only():
-    assert fires("raise")
-    assert fires("raise:step=7:phase=backward", step=7, phase="backward")
-    assert not fires("raise:step=7:phase=backward", step=6, phase="backward")
-    assert not fires("raise:step=7:phase=backward", step=7, phase="forward")
-    assert fires("raise:rank=1", rank=1)
-    assert not fires("raise:rank=1", rank=0)
-    assert not fires("raise", rank=1)
-    assert fires("raise:epoch=2", epoch=2)
-    assert not fires("raise:epoch=2", epoch=1)
-    assert fires("raise:attempt=1", attempt=1)
-    assert not fires("raise:attempt=1", attempt=0)
-    assert fires("raise:step=9", "raise:step=1", step=1)
+@pytest.mark.parametrize(("text", "place", "fired"), [
+    ("raise", {}, True), ("raise", {"rank": 1}, False),
+    ("raise:step=7:phase=backward", {"step": 7, "phase": "backward"}, True),
+    ("raise:step=7:phase=backward", {"step": 6, "phase": "backward"}, False),
+    ("raise:step=7:phase=backward", {"step": 7}, False),
+    ("raise:rank=1", {"rank": 1}, True), ("raise:rank=1", {}, False),
+    ("raise:epoch=2", {"epoch": 2}, True), ("raise:epoch=2", {"epoch": 1}, False),
+    ("raise:attempt=1", {"attempt": 1}, True), ("raise:attempt=1", {}, False),
+])
+def test_a_fault_fires_at_its_place_only(text, place, fired):
+    armed = arm(None, "raise:step=99", text, rank=place.pop("rank", 0),
+                attempt=place.pop("attempt", 0))
 
-
-# --- how often
-
-def arm(folder: Path, *texts: str, attempt: int = 0) -> FaultInjector:
-    return FaultInjector([parse(text) for text in texts], marks=folder
-                         / "faults",
-                         attempt=attempt)
+    assert fires(armed, **place) is fired
 
 
-def test_a_fault_fires_once_also_across_restarts(tmp_path):
-    armed = arm(tmp_path, "raise:step=3")
-    with pytest.raises(InjectedFault):
-        armed("forward", 3)
+@pytest.mark.parametrize(("texts", "times"), [
+    (["raise:step=3"], 1), (["raise:step=3", "raise:step=3"], 2), (["raise:always"], 6),
+])
+def test_a_fault_fires_once_also_across_restarts_unless_it_says_always(tmp_path, texts, times):
+    fired = 0
+    for attempt in range(3):
+        armed = arm(tmp_path, *texts, attempt=attempt)
+        fired += sum(fires(armed, 3) for _ in range(2))
 
-    armed("forward", 3)
-    arm(tmp_path, "raise:step=3", attempt=1)("forward", 3)
-
-
-def test_the_same_fault_given_twice_fires_twice(tmp_path):
-    for attempt in range(2):
-        armed = arm(tmp_path, "raise:step=3", "raise:step=3", attempt=attempt)
-        with pytest.raises(InjectedFault):
-            armed("forward", 3)
-
-    arm(tmp_path, "raise:step=3", "raise:step=3", attempt=2)("forward", 3)
-
-
-def test_always_fires_each_time(tmp_path):
-    for attempt in range(2):
-        armed = arm(tmp_path, "raise:always", attempt=attempt)
-        for step in (1, 2):
-            with pytest.raises(InjectedFault):
-                armed("forward", step)
+    assert fired == times
 
 
 def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
@@ -184,22 +165,9 @@ def test_slow_waits_and_goes_on(monkeypatch):
     waits = []
     monkeypatch.setattr(fault_injection.time, "sleep", waits.append)
 
-    FaultInjector([parse("slow:seconds=2.5")])("forward", 1)
-    FaultInjector([parse("slow")])("forward", 1)
+    arm(None, "slow:seconds=2.5", "slow")("forward", 1)
 
     assert waits == [2.5, 1.0]
-
-
-@pytest.mark.parametrize("kind", ["nan", "flip", "enospc"])
-def test_what_needs_the_runs_own_hands_is_done_by_them(kind):
-    done = []
-    armed = FaultInjector([parse(f"{kind}:step=2")])
-    armed.actions[kind] = lambda: done.append(kind)
-
-    for step in (1, 2, 3):
-        armed("forward", step)
-
-    assert done == [kind]
 
 
 def test_a_fault_is_an_event_before_it_happens(tmp_path):

@@ -118,6 +118,8 @@ def test_the_limit_is_ten_times_the_longest_recent_pause_and_at_least_thirty_sec
     assert walk(Pace(None), [0.1, 2.0, 0.1]) == 30.0
     assert walk(Pace(None), [0.1, 9.0, 0.1]) == 90.0
     assert walk(Pace(2.5), [0.1, 9.0, 0.1]) == 2.5
+    for phase in (Phase.EVALUATE, Phase.WARM_UP):
+        assert walk(Pace(None), [60.0, 60.0], phase=phase) == 30.0
 
 
 def test_a_pause_that_lasts_does_not_move_its_own_limit():
@@ -126,11 +128,6 @@ def test_a_pause_that_lasts_does_not_move_its_own_limit():
     place = Place(Phase.FORWARD, 2, 5000.0)
 
     assert [pace.see(place, Phase.TRAIN, 5000.0 + s) for s in (1, 50, 500)] == [40.0] * 3
-
-
-def test_validation_and_start_teach_nothing():
-    assert walk(Pace(None), [60.0, 60.0], phase=Phase.EVALUATE) == 30.0
-    assert walk(Pace(None), [60.0, 60.0], phase=Phase.WARM_UP) == 30.0
 
 
 def test_a_long_pause_is_forgotten_after_some_steps():

@@ -22,8 +22,7 @@ from trainer.resilience.diagnosis import diagnose, remedy
 from trainer.resilience.preflight import allow_files
 from trainer.run.run_dir import RunIdentity, enter
 from trainer.storage.locks import RunLock
-from trainer.telemetry.events import Log, writable
-from trainer.telemetry.tensorboard import TensorBoard
+from trainer.telemetry.events import Log
 
 ROOT = Path(__file__).parents[3]
 FORK = multiprocessing.get_context("fork")
@@ -116,15 +115,6 @@ def test_only_a_folder_name_that_is_no_utf8_is_refused() -> None:
 
     with pytest.raises(ConfigError, match=r"--run-dir .*choose a name in UTF-8"):
         Config(task=None, run=os.fsdecode(b"runs/\xff"))
-
-
-def test_tensorboard_shows_settings_that_are_no_valid_text(tmp_path: Path) -> None:
-    board = TensorBoard(tmp_path / "board", every=1, first=0)
-    board.finish({"run": "runs/\udcff", "steps": 3}, {"loss": 0.5}, 3)
-    board.close()
-
-    [file] = (tmp_path / "board").iterdir()
-    assert writable("runs/\udcff").encode() in file.read_bytes()
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "tensorboard", "events.jsonl", "last-step"])
