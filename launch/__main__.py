@@ -26,13 +26,12 @@ def main(argv: Sequence[str]) -> int:
         check_current_folder()
         allow_files(options.nproc_per_node)
         check_cache_folder()
+        stop = LauncherStop()
+        stop.install()
+        return _launch(options, stop)
     except ConfigError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    stop = LauncherStop()
-    stop.install()
-    try:
-        return _launch(options, stop)
     except Exception as error:  # usually a limit of the system
         traceback.print_exc()
         hint = remedy(error)
@@ -75,9 +74,6 @@ def _launch(options: Options, stop: LauncherStop) -> int:
             agent = NodeAgent(nodes, ranks, options, stop, output)
         agent.run()
         return agent.decision.code
-    except ConfigError as error:
-        print(f"launch: error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
     finally:
         ranks.close()
         output.finish(OUTPUT_S)
