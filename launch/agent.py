@@ -150,19 +150,25 @@ class HotAgent(SimpleElasticAgent):
 
         After an exit that is not a failure there is no limit, because a save may take long.
         """
-        now_s = time.monotonic()
         if not self._is_escalating and not self._ranks.server_lives:
             # The group is complete and saves on request, but without a fork server its exit codes
             # are unknown and it cannot be restarted: a new server is needed.
-            self._is_escalating = True
-            self._escalation = [(now_s, signal.SIGTERM), (now_s + self._grace_s, signal.SIGKILL)]
+            self._begin_escalation((0.0, signal.SIGTERM), (self._grace_s, signal.SIGKILL))
         elif not self._is_escalating and any(end.failed for end in self._exits):
             # After a final exit or a stop request, each rank handles the end of the run itself.
             if self._stop.signal is None and not any(end.final for end in self._exits):
                 self._ranks.send_keyword("absent")
-            self._is_escalating, late_s = True, now_s + self._grace_s
-            self._escalation = [(late_s, signal.SIGTERM), (late_s + TERM_S, signal.SIGKILL)]
-        while self._escalation and now_s >= self._escalation[0][0] and self._ranks.living:
+            self._begin_escalation((self._grace_s, signal.SIGTERM),
+                                   (self._grace_s + TERM_S, signal.SIGKILL))
+        self._send_due()
+
+    def _begin_escalation(self, *steps: tuple[float, signal.Signals]) -> None:
+        """Send these signals to the living ranks, each after so many seconds."""
+        self._is_escalating, now_s = True, time.monotonic()
+        self._escalation = [(now_s + after_s, number) for after_s, number in steps]
+
+    def _send_due(self) -> None:
+        while self._escalation and time.monotonic() >= self._escalation[0][0]:
             _, number = self._escalation.pop(0)
             if number == signal.SIGKILL or not self._stop_forwarded:
                 self._ranks.signal(number, forced=True)
@@ -234,11 +240,11 @@ class HotAgent(SimpleElasticAgent):
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
     ) -> None:
         """Request living ranks to save and exit; kill the rest after the grace time."""
-        for number, limit_s in ((death_sig, self._grace_s), (signal.SIGKILL, TERM_S)):
-            deadline_s = time.monotonic() + limit_s
-            self._ranks.signal(number, forced=True)
-            while self._ranks.living and time.monotonic() < deadline_s:
-                self._exits += self._ranks.wait(POLL_S)
+        self._begin_escalation((0.0, death_sig), (self._grace_s, signal.SIGKILL))
+        deadline_s = time.monotonic() + self._grace_s + TERM_S
+        while self._ranks.living and time.monotonic() < deadline_s:
+            self._send_due()
+            self._exits += self._ranks.wait(POLL_S)
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
         # The superclass would look up this host's name at every event, and nothing uses it.

@@ -11,7 +11,6 @@ import argparse
 import contextlib
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -23,6 +22,7 @@ from launch.options import Parser, number
 from launch.progress import RunFollower
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
 from trainer.resilience import processes
+from trainer.resilience.launcher_channel import TORCH_AGENTS
 from trainer.storage.layout import EVENTS
 from trainer.telemetry.events import read_events
 
@@ -69,11 +69,12 @@ def local_ranks(run: Path) -> dict[int, int]:
 
 
 def launcher_of(pid: int) -> list[int]:
-    """Pids of a rank's launcher and of its fork server, if any; [] if it has no launcher."""
+    """Pids of a rank's launcher and of its fork server, if any; [] if it has no launcher: the
+    parent of an orphan is init or a subreaper."""
     parent = processes.parent(pid)
     hot = processes.name(parent) == "fork server"
     found = [processes.parent(parent), parent] if hot else [parent]
-    return found if _is_launcher(found[0]) else []
+    return found if processes.program(found[0]) in ("launch", *TORCH_AGENTS) else []
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -189,18 +190,6 @@ def _writes(pid: int, path: Path) -> bool:
                     info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
                     if int(info.partition("flags:")[2].split()[0], 8) & os.O_APPEND:
                         return True
-    return False
-
-
-def _is_launcher(pid: int) -> bool:
-    """Whether a process is a launcher, by the program in its command line, not its arguments. The
-    parent of an orphan is init or a subreaper."""
-    words = processes.command_line(pid)
-    for before, word, after in zip(words, words[1:], [*words[2:], ""], strict=False):
-        if re.fullmatch("-[a-zA-Z]*m", word):
-            return after in ("launch", "torch.distributed.run")
-        if not word.startswith("-") and before not in ("-W", "-X"):
-            return Path(word).name == "torchrun"
     return False
 
 

@@ -119,29 +119,28 @@ class NodeAgent(HotAgent):
         ranks' connections are closed, because they may wait for a peer that is gone: each rank
         saves the last step boundary alone, unless a newer attempt has begun.
         """
-        complete = change.kind == "join" or (change.kind == "lost" and len(self._members) == 1)
-        if complete:
+        self._is_escalating, self._escalation = False, []
+        if change.kind == "join" or (change.kind == "lost" and len(self._members) == 1):
             self._nodes.begin_change()
             self._ranks.signal(signal.SIGTERM, forced=True)
         else:
-            self._ranks.send_keyword(change.kind)
-        kill_at = None if complete else time.monotonic() + self._grace_s
+            self._disconnect(change.kind)
         while self._ranks.living:
             self._exits += self._ranks.wait(POLL_S)
             self._forward_stop()
-            now_s = time.monotonic()
-            if kill_at is not None and now_s > kill_at + TERM_S:
-                self._ranks.signal(signal.SIGKILL, forced=True)
-            elif kill_at is not None and now_s > kill_at:
-                self._ranks.signal(signal.SIGTERM, forced=True)
-            elif kill_at is None and (self._is_broken() or not self._ranks.server_lives):
-                self._ranks.send_keyword("lost")
-                kill_at = now_s + self._grace_s
+            self._send_due()
+            if not self._is_escalating and (self._is_broken() or not self._ranks.server_lives):
+                self._disconnect("lost")
         self.decision = decide([dataclasses.replace(end, forced=False) for end in self._exits],
                                stop_at_s=self._stop_at_s)
         code = self.decision.code
         if not self.decision.restart and (code != EXIT_STOPPED or self._stop.signal is not None):
             self._end(code)
+
+    def _disconnect(self, keyword: str) -> None:
+        self._ranks.send_keyword(keyword)
+        self._begin_escalation((self._grace_s, signal.SIGTERM),
+                               (self._grace_s + TERM_S, signal.SIGKILL))
 
     def _is_broken(self) -> bool:
         """Whether the group is no longer complete: a rank has failed, or a node is lost."""

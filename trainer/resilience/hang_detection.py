@@ -13,6 +13,16 @@ from trainer.resilience.progress_marks import Place
 from trainer.telemetry.status import PREPARING, Phase
 
 RECENT_STEPS = 64
+LEAST_S = 30.0  # shortest learnt limit inside steps; a shorter one has to be set by the flag
+TIMES_LONGEST = 10.0  # the learnt limit, as a multiple of the longest recent pause inside steps
+START_S = 300.0
+"""How long a rank may be inactive while it builds and warms up: user code may wait there for a
+network, a download or a licence."""
+
+BUSY_S, BUSY_TIMES = 600.0, 10.0
+"""How long a rank may compute in a step without a mark: seconds, or multiples of the limit."""
+
+LONG_S = 1800.0  # the same outside of steps: as long as ranks wait for each other there
 _BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
 
 
@@ -69,18 +79,6 @@ def find_writer() -> int | None:
     """Thread id, in the operating system, of the checkpoint writer."""
     return next((t.native_id for t in threading.enumerate()
                  if t.name.startswith("checkpoint-writer")), None)
-
-
-LEAST_S = 30.0  # shortest learnt limit inside steps; a shorter one has to be set by the flag
-TIMES_LONGEST = 10.0  # the learnt limit, as a multiple of the longest recent pause inside steps
-START_S = 300.0
-"""How long a rank may be inactive while it builds and warms up: user code may wait there for a
-network, a download or a licence."""
-
-BUSY_S, BUSY_TIMES = 600.0, 10.0
-"""How long a rank may compute in a step without a mark: seconds, or multiples of the limit."""
-
-LONG_S = 1800.0  # the same outside of steps: as long as ranks wait for each other there
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import PurePath
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED, FINAL_EXIT_CODES
@@ -69,7 +68,7 @@ def _read(channel_fd: int) -> str:
 
 
 SIGNALLED_TIMEOUT_S = 0.5
-_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+TORCH_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
@@ -166,7 +165,7 @@ def _restarts_us(parent: int, launch: LaunchInfo) -> bool:
     checked too, since environment variables are inherited: SIGTERM to a shell would be worse."""
     if launch.run_id is None or launch.knows_exit_codes:
         return False
-    return any(PurePath(word).name in _AGENTS for word in processes.command_line(parent)[:8])
+    return processes.program(parent) in TORCH_AGENTS
 
 
 def _terminate(agent: int) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import math
 import os
+import re
 import signal
 import socket
 import stat
@@ -91,6 +92,21 @@ def set_name(name: str) -> None:
 def command_line(pid: int) -> list[str]:
     """Command line of a process; [] if there is no such process."""
     return os.fsdecode(_read(f"/proc/{pid}/cmdline")).split("\0")[:-1]
+
+
+def program(pid: int) -> str:
+    """The module (`python -m`) or the name of the script that a Python process runs, if any."""
+    words = iter(command_line(pid)[1:])
+    for word in words:
+        if re.fullmatch("-[a-zA-Z]*m", word):
+            return next(words, "")
+        if re.fullmatch("-[a-zA-Z]*c", word):
+            return ""
+        if word in ("-W", "-X"):
+            next(words, "")
+        elif not word.startswith("-"):
+            return os.path.basename(word)
+    return ""
 
 
 def parent(pid: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
@@ -143,22 +142,9 @@ FIRE = ("from trainer.resilience.fault_injection import FaultInjector, parse_fau
 ])
 def test_an_ending_fault_ends_the_process_its_own_way(kind, code):
     ended = subprocess.run([sys.executable, "-c", FIRE.format(kind)], capture_output=True,
-                           text=True, cwd=ROOT, timeout=200, check=False)
+                           cwd=ROOT, timeout=200, check=False)
 
-    assert ended.returncode == code
-    assert "went on" not in ended.stdout
-
-
-def test_stop_stops_the_process_until_it_is_continued():
-    command = [sys.executable, "-c", FIRE.format("stop")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as process:
-        try:
-            _, status = os.waitpid(process.pid, os.WUNTRACED)  # returns when it has stopped
-            assert os.WIFSTOPPED(status)
-            assert os.WSTOPSIG(status) == signal.SIGSTOP
-        finally:
-            process.send_signal(signal.SIGCONT)
-        assert process.communicate(timeout=200)[0] == b"went on\n"
+    assert (ended.returncode, ended.stdout) == (code, b"")
 
 
 def test_slow_waits_and_goes_on(monkeypatch):
