@@ -7,12 +7,14 @@ Besides torch's state, the store contains what the nodes agree on, under `traine
 - `stop`: a node received a stop request;
 - `end`: the exit code of the run on all nodes, set by the first node that writes it;
 - `bye/NODE`: this node has read the exit code;
-- for one round of the rendezvous: `attempt` (address of its ranks' store, nonce, launch id),
-  `change` (the ranks are stopped because a node joins) and `stopped/NODE` (its ranks have exited).
+- `change/NONCE`: the ranks of this attempt are stopped because a node joins;
+- `stopped/NONCE/NODE`: this node's ranks of this attempt have exited;
+- `attempt`, in the store of one round: address of the ranks' store, nonce, launch id.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -22,10 +24,9 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
-from torch.distributed import Store, TCPStore
+from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
     RendezvousConnectionError,
     RendezvousInfo,
@@ -100,8 +101,6 @@ class NodesRendezvous(LauncherRendezvous):
         self._attempt_server: TCPStore | None = None
         self._handler: DynamicRendezvousHandler | None = None
         self._backend: GuardedBackend | None = None
-        self._call: Callable[..., Any] = _raise_lost
-        self._round: Store = _LOST_STORE
         # Otherwise torch's agents share one store, which a node that joins later does not know.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
         # The launcher prints its own messages in place of torch's.
@@ -148,41 +147,38 @@ class NodesRendezvous(LauncherRendezvous):
 
     def begin_change(self) -> None:
         """Announce that this node stops its ranks because a node joins, so all nodes restart."""
-        _or_none(lambda: self._round.set("trainer/change", "1"))
+        self._try("set", f"trainer/change/{self._nonce}", "1")
 
     def is_changing(self) -> bool:
         """Whether any node has stopped its ranks of this round because a node joins."""
-        return bool(_or_none(lambda: self._round.check(["trainer/change"])))
+        return bool(self._try("check", [f"trainer/change/{self._nonce}"]))
 
     def request_stop(self) -> None:
         """Publish the stop request of this node to the other nodes."""
         if not self.stop_requested:
             self.stop_requested = True
-            _or_none(lambda: self._call("set", "trainer/stop", "1"))
+            self._try("set", "trainer/stop", "1")
 
     def end(self, code: int) -> int:
         """End the run on all nodes; returns the exit code of the first node that ended it."""
-        first = _or_none(lambda: self._call("compare_set", "trainer/end", "", str(code)))
+        first = self._try("compare_set", "trainer/end", "", str(code))
         return code if first is None else int(first)
 
     def ended(self) -> int | None:
         """The exit code of the run, or None if no node has ended it."""
-        if not _or_none(lambda: self._call("check", ["trainer/end"])):
+        if not self._try("check", ["trainer/end"]):
             return None
-        return int(_or_none(lambda: self._call("get", "trainer/end")) or EXIT_FAILURE)
+        return int(self._try("get", "trainer/end") or EXIT_FAILURE)
 
     def has_lost_member(self, *, all_stopped: bool = False) -> bool:
-        """Whether a node of this round is lost; waits until a loss would have been detected.
-
-        Args:
-            all_stopped: return early once the ranks of every node have stopped, too.
-        """
-        _or_none(lambda: self._round.set(f"trainer/stopped/{_key(self._me)}", "1"))
-        stopped = [f"trainer/stopped/{_key(node)}" for node in self.members]
+        """Whether a node of this round is lost; waits until a loss would have been detected. With
+        `all_stopped`, returns early once the ranks of every node have stopped, too."""
+        stopped = [f"trainer/stopped/{self._nonce}/{_key(node)}" for node in self.members]
+        self._try("set", f"trainer/stopped/{self._nonce}/{_key(self._me)}", "1")
         deadline_s = time.monotonic() + KEEP_ALIVE_S * KEEP_ALIVE_TIMES + 1.0
         while not self.num_nodes_waiting() or (self.change and self.change.kind == "join"):
             self.change = None
-            complete = all_stopped and _or_none(lambda: self._round.check(stopped))
+            complete = all_stopped and self._try("check", stopped)
             if complete or self.ended() is not None or time.monotonic() > deadline_s:
                 return False
             time.sleep(RETRY_S)
@@ -192,23 +188,22 @@ class NodesRendezvous(LauncherRendezvous):
         """At the end, keep hosting the store until the other nodes have read the exit code."""
         self._joining = False
         if not self._endpoint.hosts:
-            _or_none(lambda: self._call("set", f"trainer/bye/{_key(self._me)}", "1"))
+            self._try("set", f"trainer/bye/{_key(self._me)}", "1")
             return
         deadline_s = time.monotonic() + LINGER_S
-        while time.monotonic() < deadline_s:
-            state = _or_none(self._state)
-            others = {(n.addr, n.pid) for n in state.last_heartbeats} if state else set()
-            keys = [f"trainer/bye/{_key(node)}" for node in others - {self._me}]
-            if not keys or _or_none(partial(self._call, "check", keys)):
-                return
-            time.sleep(RETRY_S)
+        with contextlib.suppress(*STORE_ERRORS):
+            while time.monotonic() < deadline_s:
+                others = {(n.addr, n.pid) for n in self._state().last_heartbeats} - {self._me}
+                keys = [f"trainer/bye/{_key(node)}" for node in others]
+                if not keys or self._call("check", keys):
+                    return
+                time.sleep(RETRY_S)
 
     def _connect(self) -> DynamicRendezvousHandler:
         self._backend, waiting = self._endpoint.connect(self._check_requests)
         if not self._nonce:
             self._print_line(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
                              f"at {self._endpoint}")
-        self._call = self._backend.call
         if self._nonce:  # a new store: the launch keeps the id that this node knows
             self._call("set", "trainer/launch", self._launch_id)
         else:
@@ -226,15 +221,14 @@ class NodesRendezvous(LauncherRendezvous):
     ) -> RendezvousInfo:
         """Publish (the first node of the round) or read the address of the attempt's store, and
         its nonce."""
-        self._round = info.store
         self._attempt_server = None
         if info.rank == 0:
             self._attempt_server, port = host_store(self._me[0])
             attempt = {"address": self._me[0], "port": port, "nonce": uuid.uuid4().hex,
                        "launch": self._call("get", "trainer/launch").decode()}
             self._call("set", "trainer/newest", attempt["nonce"])
-            self._round.set("trainer/attempt", json.dumps(attempt))
-        attempt = json.loads(self._round.get("trainer/attempt"))
+            info.store.set("trainer/attempt", json.dumps(attempt))
+        attempt = json.loads(info.store.get("trainer/attempt"))
         self._nonce, self._launch_id = attempt["nonce"], attempt["launch"]
         state = handler._state_holder.state
         self.members = frozenset((node.addr, node.pid) for node in state.participants)
@@ -248,9 +242,21 @@ class NodesRendezvous(LauncherRendezvous):
         if self._handler is not None:
             self._handler._stop_heartbeats()  # its thread cannot stop by itself
         self._handler = self._backend = None
-        self._call, self._round = _raise_lost, _LOST_STORE
+
+    def _call(self, operation: str, *arguments: Any) -> Any:
+        if self._backend is None:
+            raise RendezvousConnectionError(f"{self._description} is lost")
+        return self._backend.call(operation, *arguments)
+
+    def _try(self, operation: str, *arguments: Any) -> Any:
+        """The result of a store operation; None if the store is lost."""
+        try:
+            return self._call(operation, *arguments)
+        except STORE_ERRORS:
+            return None
 
     def _state(self) -> Any:
+        """torch's state of the rendezvous, which has no public reader."""
         if self._handler is None:
             raise RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
@@ -288,27 +294,6 @@ class NodesRendezvous(LauncherRendezvous):
             self.request_stop()  # otherwise the other nodes wait for this one
         if self.stop_requested:
             raise RunEnded(EXIT_STOPPED)
-
-
-def _raise_lost(*_: Any) -> Any:
-    raise RendezvousConnectionError("the rendezvous is lost")
-
-
-class _LostStore:
-    """Takes the place of a store that is lost."""
-
-    check = get = set = staticmethod(_raise_lost)
-
-
-_LOST_STORE: Any = _LostStore()
-
-
-def _or_none(operation: Callable[[], Any]) -> Any:
-    """The result of a store operation; None if the store is lost."""
-    try:
-        return operation()
-    except STORE_ERRORS:
-        return None
 
 
 def _key(node: tuple[str, int]) -> str:
