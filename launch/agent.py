@@ -44,8 +44,8 @@ class HotAgent(SimpleElasticAgent):
     """Runs the ranks of this node until they finish, fail too often, or are requested to stop.
 
     The superclass runs the main loop: rendezvous, start the ranks, monitor them, restart after a
-    failure. Its counter of remaining restarts is reset when a later step has been saved, so it
-    limits consecutive failures without progress.
+    failure. Its counter of remaining restarts (`_remaining_restarts`, private) is reset when a
+    later step has been saved, so it limits consecutive failures without progress.
     """
 
     def __init__(
@@ -247,5 +247,5 @@ class HotAgent(SimpleElasticAgent):
             self._exits += self._ranks.wait(POLL_S)
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
-        # The superclass would look up this host's name at every event, and nothing uses it.
+        # Private: the superclass would look up this host's name at each event, for nothing.
         return Event(name=f"launch.{state}", source=source)

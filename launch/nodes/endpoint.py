@@ -152,6 +152,7 @@ class GuardedBackend(C10dRendezvousBackend):
                 self.close()
 
     def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        # Private: the one place through which torch calls the store.
         me = threading.get_ident()
         self._called_s[me] = time.monotonic()
         try:

@@ -230,7 +230,7 @@ class NodesRendezvous(LauncherRendezvous):
             info.store.set("trainer/attempt", json.dumps(attempt))
         attempt = json.loads(info.store.get("trainer/attempt"))
         self._nonce, self._launch_id = attempt["nonce"], attempt["launch"]
-        state = handler._state_holder.state
+        state = handler._state_holder.state  # private: the members of the round
         self.members = frozenset((node.addr, node.pid) for node in state.participants)
         return RendezvousInfo(info.store, info.rank, info.world_size,
                               RendezvousStoreInfo(attempt["address"], attempt["port"]))
@@ -240,7 +240,7 @@ class NodesRendezvous(LauncherRendezvous):
         if self._backend is not None:
             self._backend.close()
         if self._handler is not None:
-            self._handler._stop_heartbeats()  # its thread cannot stop by itself
+            self._handler._stop_heartbeats()  # private: `shutdown` would use the store
         self._handler = self._backend = None
 
     def _call(self, operation: str, *arguments: Any) -> Any:
@@ -256,7 +256,7 @@ class NodesRendezvous(LauncherRendezvous):
             return None
 
     def _state(self) -> Any:
-        """torch's state of the rendezvous, which has no public reader."""
+        """torch's state of the rendezvous. Private: nothing public names the nodes."""
         if self._handler is None:
             raise RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second

@@ -24,8 +24,7 @@ ORPHAN_LIMIT_S = 4.0  # seconds that a rank has to save after its launcher is go
 
 
 class StopSignals:
-    """A flag that signals set. Any number of signals is one request; a second SIGINT exits at
-    once.
+    """A flag that signals set: any number is one request, but a second SIGINT exits at once.
 
     A thread handles it, so that the request counts from the signal on, also while the main thread
     runs C code: the thread ends the process if nothing has to be saved, or when the time is up.
@@ -38,7 +37,7 @@ class StopSignals:
         self.senders: Counter[int] = Counter()
         """After `shield`: number of signals by sending process."""
         self._interrupts = 0
-        self._wake_reader, self._wake_writer = wakeup_pipe()
+        self._wake_reader = self._wake_writer = -1  # of a pipe, from `install` on
         self._grace_s = math.inf
         self._late: Callable[[], int] = lambda: 1
         self._idle: Callable[[], bool] = lambda: False
@@ -51,6 +50,7 @@ class StopSignals:
 
     def install(self) -> None:
         """Handle the signals from now on. Call it early, before torch is imported."""
+        self._wake_reader, self._wake_writer = wakeup_pipe()
         self._before = handle_stop_signals(self._handle)
         # Python's handlers wait for the main thread; the signal itself writes to this.
         self._wakeup_before = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
@@ -70,11 +70,6 @@ class StopSignals:
         signal.set_wakeup_fd(self._wakeup_before)
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    def close(self) -> None:
-        """Close the descriptors of an object that was never installed."""
-        for descriptor in (self._wake_reader, self._wake_writer):
-            os.close(descriptor)
 
     def shield(self) -> None:
         """Receive the signals in a thread, which sees who sends them.
@@ -166,8 +161,9 @@ class StopSignals:
         return numbers
 
     def _wake(self, number: int = 0) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is awake
-            os.write(self._wake_writer, bytes([number]))
+        if self._wake_writer >= 0:
+            with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is awake
+                os.write(self._wake_writer, bytes([number]))
 
     def _end(self, last: Callable[[], int]) -> NoReturn:
         with self._leaving:  # a second thread waits here for the end
