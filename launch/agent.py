@@ -147,9 +147,7 @@ class HotAgent(SimpleElasticAgent):
 
     def _escalate(self) -> None:
         """After a failure, send SIGTERM and then SIGKILL to ranks that do not exit by themselves.
-
-        After an exit that is not a failure there is no limit, because a save may take long.
-        """
+        After an exit that is not a failure there is no limit, because a save may take long."""
         if not self._is_escalating and not self._ranks.server_lives:
             # The group is complete and saves on request, but without a fork server its exit codes
             # are unknown and it cannot be restarted: a new server is needed.

@@ -13,9 +13,7 @@ from trainer.resilience.stop_signals import handle_stop_signals, wakeup_pipe
 
 class LauncherStop:
     """Stores the first stop signal; a second SIGINT calls `on_second_interrupt` in the handler.
-
-    `wakeup_fd` becomes readable at each signal, so that an event loop can wait for it.
-    """
+    `wakeup_fd` becomes readable at each signal, so that an event loop can wait for it."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None

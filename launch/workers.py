@@ -99,11 +99,9 @@ class Workers:
         return self._code
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
-        """Fork one rank for each environment, by local rank; returns pids by local rank.
-
-        A fork server that was killed is replaced first, which takes as long as importing torch.
-        `wait` reports a rank that cannot be started as one that has exited.
-        """
+        """Fork one rank for each environment, by local rank; returns pids by local rank. A fork
+        server that was killed is replaced first, which takes as long as importing torch. `wait`
+        reports a rank that cannot be started as one that has exited."""
         self._pids, self.failures = {}, []
         self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         if not self.server_lives:

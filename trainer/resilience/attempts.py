@@ -90,11 +90,9 @@ def _is_secondary(event: Event) -> bool:
 
 
 def repeated_failures(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
-    """The most recent consecutive attempts that failed at the same step, oldest first.
-
-    Preempted attempts are ignored. The sequence is ended by a failure at another or an unknown
-    step, by a stop, and by another `version` than that of the next attempt.
-    """
+    """The most recent consecutive attempts that failed at the same step, oldest first. Preempted
+    attempts are ignored. The sequence is ended by a failure at another or an unknown step, by a
+    stop, and by another `version` than that of the next attempt."""
     row: list[Attempt] = []
     for attempt in reversed(attempts):
         if attempt.end not in ("failure", "died") or attempt.version != version:

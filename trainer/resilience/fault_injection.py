@@ -119,11 +119,8 @@ def refuse_unreachable(faults: Sequence[Fault], *, ranks: int | None, total: int
 
 
 class FaultInjector:
-    """The armed faults of one rank; subscribes to the rank's progress marks.
-
-    Each fault fires once, also across restarts: a file in the folder `marks` is durable before the
-    fault happens.
-    """
+    """The armed faults of one rank; subscribes to the rank's progress marks. Each fault fires once,
+    also across restarts: a file in the folder `marks` is durable before the fault happens."""
 
     def __init__(
         self, faults: Sequence[Fault] = (), *, rank: int = 0, attempt: int = 0,

@@ -25,11 +25,9 @@ class ProcessIdentity:
 
 
 class Heartbeats:
-    """Sends this rank's report at each tick, and reads those of the others while `listening`.
-
-    Its thread may block in the store (a separate connection, `store.clone()`) for ever if the
-    store's host is stopped; `silent_s` is the duration so far. Other threads never wait for it.
-    """
+    """Sends this rank's report at each tick, and reads those of the others while `listening`. Its
+    thread may block in the store (a separate connection, `store.clone()`) for ever if the store's
+    host is stopped; `silent_s` is the duration so far. Other threads never wait for it."""
 
     def __init__(
         self, store: Store, *, rank: int, size: int, identity: ProcessIdentity, report: RankReport,

@@ -125,11 +125,9 @@ def tell(word: str, value: Any) -> None:
 
 
 def record_failure(message: str, stack: str, *, secondary: bool) -> None:
-    """Write the failure into torchrun's error file, which it shows when it gives up.
-
-    torchrun shows the failure with the earliest second as the root cause, and dates the death of a
-    killed rank by when it noticed it. So a secondary failure gets a somewhat later time.
-    """
+    """Write the failure into torchrun's error file, which it shows when it gives up. torchrun shows
+    the failure with the earliest second as the root cause, and dates the death of a killed rank by
+    when it noticed it. So a secondary failure gets a somewhat later time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return

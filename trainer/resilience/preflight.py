@@ -37,10 +37,8 @@ def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
 
 
 def check_current_folder() -> None:
-    """Raise `ConfigError` if the current folder has been deleted, or can't be read.
-
-    Call this before importing torch, whose libraries would abort the process.
-    """
+    """Raise `ConfigError` if the current folder has been deleted, or can't be read. Call this
+    before importing torch, whose libraries would abort the process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -49,10 +47,8 @@ def check_current_folder() -> None:
 
 
 def check_cache_folder() -> None:
-    """Raise `ConfigError` if the user's TORCHINDUCTOR_CACHE_DIR can't be created or written.
-
-    Call this before torch compiles or creates an optimizer: both create this folder.
-    """
+    """Raise `ConfigError` if the user's TORCHINDUCTOR_CACHE_DIR can't be created or written. Call
+    this before torch compiles or creates an optimizer: both create this folder."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     place = os.environ.get(name)
     if place is None:

@@ -24,11 +24,9 @@ ORPHAN_LIMIT_S = 4.0  # seconds that a rank has to save after its launcher is go
 
 
 class StopSignals:
-    """A flag that signals set: any number is one request, but a second SIGINT exits at once.
-
-    A thread handles it, so that the request counts from the signal on, also while the main thread
-    runs C code: the thread ends the process if nothing has to be saved, or when the time is up.
-    """
+    """A flag that signals set: any number is one request, but a second SIGINT exits at once. A
+    thread handles it, so that the request counts from the signal on, also while the main thread
+    runs C code: the thread ends the process if nothing has to be saved, or when the time is up."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -72,11 +70,9 @@ class StopSignals:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
     def shield(self) -> None:
-        """Receive the signals in a thread, which sees who sends them.
-
-        Main thread only. Processes started from now on (compilers, loader workers) have the
-        signals blocked: they survive a signal to the whole process group.
-        """
+        """Receive the signals in a thread, which sees who sends them. Main thread only. Processes
+        started from now on (compilers, loader workers) have the signals blocked: they survive a
+        signal to the whole process group."""
         if self._taker is None and self._before:  # signals with another handler are not shielded
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             self._taker = threading.Thread(target=self._take, name="stop-signals", daemon=True)
@@ -185,11 +181,9 @@ class StopSignals:
 
 
 def attend() -> StopSignals:
-    """Install a rank's stop request: signals set it, and under torchrun the end of torchrun.
-
-    Call it before heavy imports: they take seconds, in which torchrun may be killed, and an orphan
-    that does not notice would join the store of the next start.
-    """
+    """Install a rank's stop request: signals set it, and under torchrun the end of torchrun. Call
+    it before heavy imports: they take seconds, in which torchrun may be killed, and an orphan that
+    does not notice would join the store of the next start."""
     stop = StopSignals()
     stop.install()
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
