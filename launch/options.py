@@ -81,7 +81,12 @@ def parse_options(argv: Sequence[str]) -> Options:
         parser.add_argument(name, type=kind, metavar=metavar, help=words)
     options, unknown = parser.parse_known_args([_dashed(argument) for argument in argv[:end]])
     if unknown:
-        raise ConfigError(_unknown(unknown, [s for a in parser._actions for s in a.option_strings]))
+        name = unknown[0].partition("=")[0]
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"; did you mean {closest[0]}?" if closest else "."
+        raise ConfigError(f"{name} is not an option of the launcher{hint} Put the trainer's "
+                          f"arguments after --: python -m launch … -- {' '.join(unknown)}")
     found = Options(**vars(options), trainer_argv=tuple(argv[end + 1:]))
     if (found.nnodes[1] > 1) != (found.rdzv_endpoint is not None):
         raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
@@ -134,11 +139,3 @@ def _dashed(argument: str) -> str:
         return argument
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def _unknown(unknown: Sequence[str], options: Sequence[str]) -> str:
-    name = unknown[0].partition("=")[0]
-    closest = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
-    return (f"{name} is not an option of the launcher"
-            + (f"; did you mean {closest[0]}?" if closest else ".")
-            + f" Put the trainer's arguments after --: python -m launch … -- {' '.join(unknown)}")

@@ -130,13 +130,11 @@ class Heartbeats:
             self._seen = {}
 
     def _gather(self, times: StepTiming) -> None:
+        keys = [f"times/{peer}" for peer in self._peers]
         if self._rank:
             self._store.set(f"times/{self._rank}", json.dumps(times.message()))
-        elif times.due:
-            keys = [f"times/{peer}" for peer in self._peers]
-            if self._store.check(keys):
-                messages = self._store.multi_get(keys)
-                times.collect([times.message(), *map(json.loads, messages)])
+        elif times.due and self._store.check(keys):
+            times.collect([times.message(), *map(json.loads, self._store.multi_get(keys))])
 
     def _listen(self) -> None:
         for peer in self._peers:
