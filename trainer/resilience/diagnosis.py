@@ -51,8 +51,7 @@ class Failure:
             failed_step=self._log.status.step if step is None else step,
             failed_phase=self._log.status.place, memory=found.memory,
         )
-        tell("failure", self._event)
-        record_failure(failure_sentence(self._event), _stack(error), secondary=self._secondary)
+        _report(self._event, error)
 
     def end(self, error: TrainerError) -> None:
         """Record an end of the run whose message explains it. If the run may be restarted, report
@@ -61,8 +60,7 @@ class Failure:
         event = self._log.event("stop", why=str(error), exit_code=code, error=type(error).__name__,
                                 echo=error.origin_rank not in (None, self._log.rank))
         if code == EXIT_FAILURE:
-            tell("failure", event)
-            record_failure(failure_sentence(event), _stack(error), secondary=event["echo"])
+            _report(event, error)
 
     def explain(self) -> tuple[int, str]:
         """Explain it on the console; returns the exit code and the last line."""
@@ -91,6 +89,12 @@ class Failure:
                 f"{self.config.batch.micro_size}. Remedies, in this order:",
                 *(f"  {number}. {words}" for number, words
                   in enumerate(memory_remedies(memory, self.config), 1))]
+
+
+def _report(event: dict[str, Any], error: BaseException) -> None:
+    """Report a failure to the launcher: to `python -m launch`, and in torchrun's error file."""
+    tell("failure", event)
+    record_failure(failure_sentence(event), _stack(error), secondary=event["echo"])
 
 
 def _stack(error: BaseException) -> str:
