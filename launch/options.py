@@ -52,11 +52,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parse the command line; arguments after the first `--` belong to the trainer.
-
-    Raises:
-        ConfigError: the message names flag, value and remedy.
-    """
+    """Parse the command line; arguments after the first `--` belong to the trainer. A
+    `ConfigError` names flag, value and remedy."""
     end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
         prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,

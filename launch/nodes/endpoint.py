@@ -30,11 +30,8 @@ STORE_ERRORS = (RendezvousError, RuntimeError, TimeoutError, OSError)
 
 
 class Endpoint:
-    """HOST:PORT and the store there, which the node with that address hosts.
-
-    Raises:
-        ConfigError: the host name cannot be resolved, or there is no route to it.
-    """
+    """HOST:PORT and the store there, which the node with that address hosts. `ConfigError`: the
+    host name cannot be resolved, or there is no route to it."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -61,9 +58,6 @@ class Endpoint:
     def connect(self, on_read: Callable[[], None]) -> tuple[GuardedBackend, TCPStore]:
         """Host the store if this node has the endpoint's address, and connect to it twice: once for
         requests that are answered immediately, and once for waiting until other nodes write.
-
-        Args:
-            on_read: called at each read of the rendezvous state.
 
         Raises:
             ConfigError: another program listens at the endpoint.
@@ -136,8 +130,7 @@ class GuardedBackend(C10dRendezvousBackend):
         return state
 
     def call(self, operation: str, *arguments: Any) -> Any:
-        """Call a store operation that is answered immediately. RendezvousConnectionError: the store
-        is lost."""
+        """Call a store operation that is answered immediately."""
         return self._call_store(operation, *arguments)
 
     def close(self) -> None:

@@ -70,15 +70,8 @@ class MembershipChange:
 
 
 class NodesRendezvous(LauncherRendezvous):
-    """Repeated rendezvous of the nodes at one endpoint, until the run ends.
-
-    Args:
-        stopped: returns whether this node received a stop request.
-        print_line: prints a line for the user.
-
-    Raises:
-        ConfigError: the host name cannot be resolved, or there is no route to it.
-    """
+    """Repeated rendezvous of the nodes at one endpoint, until the run ends. `stopped` returns
+    whether this node received a stop request."""
 
     def __init__(
         self, options: Options, stopped: Callable[[], bool], print_line: Callable[[str], None]

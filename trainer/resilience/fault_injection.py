@@ -58,11 +58,8 @@ class Fault:
 
 
 def parse_fault(text: str) -> Fault:
-    """`KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:seconds=X][:always]`.
-
-    Raises:
-        ConfigError: names the part that is wrong.
-    """
+    """`KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:seconds=X][:always]`. A
+    `ConfigError` names the part that is wrong."""
     kind, *rest = text.split(":")
     _check_name(text, "fault", kind, KINDS)
     fields: dict[str, Any] = {}

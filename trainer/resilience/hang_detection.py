@@ -98,13 +98,8 @@ class Patience:
 def patience(
     phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None
 ) -> Patience:
-    """Time limits of a rank's main thread, or of the checkpoint writer (in `Phase.SAVE`).
-
-    Args:
-        point: last progress mark, the position within the stage `phase`.
-        limit_s: limit inside steps.
-        start_s: limit while the rank builds and warms up; None: a long one.
-    """
+    """Time limits of a rank's main thread in a stage and after its last mark, or of the checkpoint
+    writer (in `Phase.SAVE`), from the limit inside steps and the one of the start (None: long)."""
     flag = f"--watchdog.limit-s {limit_s:g}"
     if phase is Phase.TRAIN:
         return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
@@ -164,11 +159,8 @@ def find_hang(
 
     A rank that does not wait for others decides about itself. A rank that waits looks at the
     others: a silent rank does not run; a rank that is over its own limit and waits for nobody is
-    the culprit. While any rank is within its limit, the others may wait for it.
-
-    Args:
-        store_silent_s: for how long the store of heartbeats has not answered.
-        store_host: rank whose process hosts the store; None: the launcher.
+    the culprit. While any rank is within its limit, the others may wait for it. `store_host` is the
+    rank whose process hosts the store of heartbeats (None: the launcher).
     """
     if own.over and not own.waits:
         return HangReport(culprits=(rank,), why="makes no progress")

@@ -18,11 +18,8 @@ Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves 
 
 def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
     """Raise the limit of open files to what a launcher or rank needs for the ranks of this host.
-    For those `elsewhere`, it is raised as far as the system allows, without an error.
-
-    Raises:
-        ConfigError: the system allows too few files, so that the process would fail later.
-    """
+    For those `elsewhere`, it is raised as far as the system allows. Raises `ConfigError` if the
+    system allows too few files, so that the process would fail later."""
     needed = FILES + FILES_A_RANK * num_ranks
     wanted = needed + FILES_A_RANK * elsewhere
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)

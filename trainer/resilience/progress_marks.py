@@ -69,10 +69,7 @@ class ProgressMarks:
 
     def mark(self, point: Phase, step: int | None = None, epoch: int = 0) -> None:
         """Record that the calling thread passes a mark (without a step: that of the previous mark).
-
-        Raises:
-            RuntimeError: a peer is gone, and the main thread may leave here.
-        """
+        Raises RuntimeError if a peer is gone and the main thread may leave here."""
         number = _NUMBERS[point]
         if number >= _SAVING:
             self._times[_WRITER + 1] = time.monotonic()
