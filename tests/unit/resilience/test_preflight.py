@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import multiprocessing
 import os
 import resource
 import subprocess
@@ -25,38 +24,28 @@ from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log
 
 ROOT = Path(__file__).parents[3]
-FORK = multiprocessing.get_context("fork")
 
 
-def limited(soft: int, hard: int, function, *arguments) -> None:
-    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    try:
-        os._exit(function(*arguments) or 0)
-    except BaseException:
-        os._exit(9)
+@pytest.mark.parametrize(("soft", "ranks", "elsewhere", "raised"), [
+    (40, 4, 0, 80), (100, 4, 0, 100), (40, 4, 5, 120),
+    (40, 4, 1000, 200),  # for other hosts as far as possible
+])
+def test_a_soft_limit_of_open_files_is_raised(monkeypatch, soft, ranks, elsewhere, raised) -> None:
+    limits = [(soft, 200)]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: limits[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, new: limits.append(new))
 
-
-def raised_to(ranks: int, elsewhere: int = 0) -> int:
     allow_files(ranks, elsewhere)
-    return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+
+    assert limits[-1] == (raised, 200)
 
 
-def run(*arguments) -> int:
-    process = FORK.Process(target=limited, args=arguments)
-    process.start()
-    process.join(200)
-    return process.exitcode
+def test_a_hard_limit_of_open_files_that_is_too_low_is_refused(monkeypatch, capsys) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (60, 60))
 
+    assert main(["--nproc-per-node", "2", "--", "--steps", "1"]) == 2
 
-def test_a_soft_limit_of_open_files_is_raised_and_a_hard_one_refused(capfd) -> None:
-    assert run(40, 200, raised_to, 4) == 80
-    assert run(100, 200, raised_to, 4) == 100  # enough
-    assert run(40, 200, raised_to, 4, 5) == 120
-    assert run(40, 200, raised_to, 4, 1000) == 200  # for other hosts as far as possible
-    assert run(40, 60, raised_to, 2) == 9
-    assert run(60, 60, main, ["--nproc-per-node", "2", "--", "--steps", "1"]) == 2
-
-    assert capfd.readouterr().err == (
+    assert capsys.readouterr().err == (
         "launch: error: a process may open at most 60 files here (ulimit -n 60), and with 2 ranks "
         "it needs 64: raise the limit, for example with ulimit -n 1024\n")
 
