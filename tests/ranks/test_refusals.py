@@ -31,7 +31,7 @@ BAD = {
         [*TAPE, "--task.samples=3", "--batch.global-size=4", "--batch.micro-size=4"],
         ["--batch.global-size 4", "3 samples", "--data.drop-last"]),
     "bad length": (["--checkpoint.every=2x"], ["--checkpoint.every", "2x", "1ep"]),
-    "value out of range": (["--optim.lr=-1"], ["--optim.lr -1", "above 0"]),
+    "value out of range": (["--optim.lr=-1"], ["--optim.lr -1", "use FLOAT > 0"]),
     "unknown best": (
         [*TAPE, "--task.samples=200", "--task.validation=4", "--eval.best=val_acc:max"],
         ["--eval.best val_acc:max", "val_loss"]),

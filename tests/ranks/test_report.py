@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shutil
-import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pytest
 from runs import steps, train
 
 from benchmarks import pictures
+from trainer.__main__ import main
 from trainer.commands import inspect
 from trainer.commands.report import history, report
 from trainer.commands.report.figures import figures
@@ -179,22 +179,12 @@ def test_a_run_with_few_files_can_be_reported(copy, tmp_path, rest):
 
 
 def test_a_folder_without_a_run_is_one_error(tmp_path, capsys):
-    codes = [report.main([str(tmp_path / "none")]), report.main([str(tmp_path)])]
+    codes = [main(["report", str(tmp_path / "none")]), main(["report", str(tmp_path)])]
 
     assert codes == [2, 2]
     first, second = capsys.readouterr().err.splitlines()
-    assert first == f"{tmp_path}/none: there is no such folder"
-    assert second == f"{tmp_path}: there is no run in this folder (no run.json)"
-
-
-def test_a_missing_library_is_one_error(run, tmp_path, capsys, monkeypatch):
-    for name in ("drawing", "page", "plots"):
-        monkeypatch.delitem(sys.modules, f"trainer.commands.{name}", raising=False)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-
-    assert report.main([str(run), "--out", str(tmp_path)]) == 2
-
-    assert "pip install matplotlib" in capsys.readouterr().err
+    assert first == f"error: {tmp_path}/none: there is no such folder"
+    assert second == f"error: {tmp_path}: there is no run in this folder (no run.json)"
 
 
 needs_a_browser = pytest.mark.skipif(pictures.browser() is None, reason="no Chromium here")
@@ -206,15 +196,6 @@ def test_a_page_fits_its_window(request, tmp_path, width, name):
     page = request.getfixturevalue(name) / "report.html"
 
     assert pictures.scroll_width(page, width, tmp_path) <= width
-
-
-@needs_a_browser
-def test_a_page_with_a_wide_part_does_not_fit_its_window(out, tmp_path):
-    page = tmp_path / "wide.html"
-    text = (out / "report.html").read_text()
-    page.write_text(text.replace("</body>", '<div style="width: 600px">wide</div></body>'))
-
-    assert pictures.scroll_width(page, 380, tmp_path) >= 600
 
 
 @pytest.mark.long
