@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.distributed.peer_errors import lost_peer
@@ -26,7 +25,7 @@ from trainer.errors import (
 )
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.launcher_channel import Orders
-from trainer.resilience.preflight import allow_files, check_environment
+from trainer.resilience.preflight import allow_files, check_cache_folder
 from trainer.resilience.stop_signals import StopSignals
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import ignore_output_errors, say
@@ -116,7 +115,7 @@ class RankProcess:
 
         self._launch = launch = LaunchInfo.from_environment()
         allow_files(launch.local_size, launch.size - launch.local_size)
-        check_environment()
+        check_cache_folder()
         self._log = log = Log(launch.rank)
         self._failure = Failure(log)
         stop, orders = self._stop, Orders()
@@ -209,7 +208,6 @@ def train_attempt(
     """
     from trainer.loop import train
     from trainer.resilience.diagnosis import forget_workers
-    from trainer.resilience.launcher_channel import tell
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
 
@@ -218,8 +216,7 @@ def train_attempt(
     if limit_s == "auto":
         limit_s = None if watched else math.inf
     start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
-    with Watchdog(world, log, limit_s=limit_s, start_s=start_s,
-                  tell=partial(tell, "failure")) as watchdog:
+    with Watchdog(world, log, limit_s=limit_s, start_s=start_s) as watchdog:
         parts = current.parts = build(config, world, log, stop, watchdog.marks)
         watchdog.rescue_with(parts.emergency_save_from_watchdog)
         watchdog.gather(parts.timing)

@@ -136,17 +136,8 @@ def refuse_unreachable_faults(
         ConfigError: the run cannot reach a fault.
     """
     fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
-    last, every = work.intervals.total, work.intervals.evaluate
-    validates = work.data["validation"] is not None
-
-    def evaluated(step: int) -> bool:
-        early = config.eval.patience > 0  # the test may follow any validation
-        return early or step == last or (validates and every > 0 and step % every == 0)
-
-    fault_injection.refuse_unreachable(
-        drills, ranks=world.size if fixed else None, total=last,
-        epochs=work.plan.epoch_of(last) + 1 if known_length(work.data["train"]) else None,
-        evaluated=evaluated if validates or work.data["test"] is not None else None)
+    fault_injection.refuse_unreachable(drills, ranks=world.size if fixed else None,
+                                       total=work.intervals.total)
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
