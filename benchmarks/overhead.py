@@ -117,10 +117,10 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         parts.loader._source = Timed(parts.loader._source, watch)
         parts.step.objective.loss = watch.around(parts.step.objective.loss)
         time_updates(parts.step.optimizer, parts.step.schedule, watch)
-        before = torch.Tensor.backward, trainer.step.clip, trainer.step.zero_grad
+        before = torch.Tensor.backward, trainer.step.clip
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
-        trainer.step.zero_grad = watch.around(before[2])
+        parts.step.optimizer.zero_grad = watch.around(parts.step.optimizer.zero_grad)
         last = [(0.0, 0.0)]
 
         def mark(step: int) -> None:
@@ -144,8 +144,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         try:
             train(parts)
         finally:
-            (torch.Tensor.backward, trainer.step.clip,  # type: ignore[method-assign]
-             trainer.step.zero_grad) = before
+            torch.Tensor.backward, trainer.step.clip = before  # type: ignore[method-assign]
         parts.close()
         by_hand.close()
     return found

@@ -25,10 +25,9 @@ from trainer.distributed.comm_timer import CommunicationTimer, DeviceInterval
 from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
-from trainer.optim.adamw import AdamW
 from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
 from trainer.optim.ema import Ema
-from trainer.optim.optimizers import clip, zero_grad
+from trainer.optim.optimizers import clip
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.status import Phase, Status
 
@@ -140,7 +139,7 @@ class Step:
         self.no_sync = (self.wrapped.no_sync if isinstance(self.wrapped, DistributedDataParallel)
                         else None)
         """DDP's context for forward *and* backward of micro-batches that are not the last."""
-        self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
+        self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
         self.generators = rng.find_generators(*self.model.modules(), self.objective.loss)
         """Random generators inside the model and the loss."""
@@ -183,7 +182,7 @@ class Step:
         if step in self.progress.excluded_steps:
             return self.skip_batch(micro_batches, step)
         self._begin()
-        zero_grad(self.optimizer, self.parameters)
+        self.optimizer.zero_grad(set_to_none=True)
         for micro in self.reduction(micro_batches):
             epoch = micro.spec.epoch
             with NOTHING if self.nan_detector is None else self.nan_detector(micro.spec):

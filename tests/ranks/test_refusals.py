@@ -38,14 +38,14 @@ BAD = {
     "resume path that isn't there": (
         [*TAPE, "--task.samples=200", "--resume=/nowhere"], ["--resume /nowhere", "no such"]),
     "nothing left to train": (
-        [*TAPE, "--task.samples=200", "--freeze=*"], ["--freeze", "all parameters are frozen"]),
+        [*TAPE, "--task.samples=200", "--freeze=*"], ["--freeze", "all are frozen"]),
     "what torch refuses": (
         [*TAPE, "--task.samples=200", "--schedule.name=warm-restarts", "--schedule.options=T_0=0"],
         ["--schedule.options T_0=0", "positive integer T_0"]),
     "sparse gradients": (
         ["--task=unfit_task:Unfit", "--task.way=sparse", "--device=cpu", "--batch.global-size=8",
          "--batch.micro-size=2", "--steps=2"],
-        ["--optim.name adamw: the gradient of table.weight is sparse", "use sparse=False"]),
+        ["the gradient of table.weight is sparse", "use sparse=False"]),
     "fault that can't happen": (
         [*TAPE, "--task.samples=200", "--inject=kill:rank=9"],
         ["--inject kill:rank=9", "there is no rank 9"]),

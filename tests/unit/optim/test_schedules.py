@@ -95,7 +95,7 @@ def test_the_scheduler_sets_the_rate_of_each_update_and_group():
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 2.0}, {"params": [second], "lr": 0.5}])
     config = Schedule(warmup=Duration(3))
-    schedule = schedules.make_schedule(config, optimizer, ScheduleLengths(epoch=5, total=10))
+    schedule = schedules.Scheduler(config, optimizer, ScheduleLengths(epoch=5, total=10))
 
     seen = []
     for _ in range(10):
@@ -111,7 +111,7 @@ def test_the_scheduler_sets_the_rate_of_each_update_and_group():
 def test_a_longer_run_continues_at_the_last_rate():
     horizon = ScheduleLengths(epoch=5, total=10)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = schedules.make_schedule(Schedule(), optimizer, horizon)
+    schedule = schedules.Scheduler(Schedule(), optimizer, horizon)
     for _ in range(10):
         optimizer.step()
         schedule.step()
