@@ -147,8 +147,7 @@ class Step:
         self.buffers = Buffers(self.model)
         self.waiting = waiting_for(WaitsFor.PEERS)
         self.device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
-        self.communication = CommunicationTimer(ranks=self.num_ranks,
-                                                on_cuda=self.parameters[0].is_cuda)
+        self.communication = CommunicationTimer(on_cuda=self.parameters[0].is_cuda)
         for module in self.model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.communication = self.communication
@@ -226,7 +225,7 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
             skip_reason=skip_reason, seconds=seconds, device_s=self.device_span.between_s(),
-            save_stall_s=save_stall_s, communication_s=self.communication.take_wait_s(seconds))
+            save_stall_s=save_stall_s, communication_s=self.communication.take_wait_s())
 
     def _begin(self) -> None:
         """Copy the buffers of the step boundary, and let other threads save the boundary."""
@@ -288,7 +287,7 @@ class Step:
             if reduced:
                 self.communication.time_backward(loss)
             with self.waiting if reduced else NOTHING:
-                self.scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
+                self.scaler.scale(loss).backward()
         if spec.last and self.num_ranks > 1:
             check_reduced(self.wrapped, spec, self.trained)
             self.communication.end_backward()

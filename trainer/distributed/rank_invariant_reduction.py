@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.ddp import REQUESTED
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
+from trainer.torch_private import BatchNorm
 
 if TYPE_CHECKING:
     from trainer.config.fields import OnOff
@@ -159,8 +159,8 @@ class BatchNormStatistics:
     """
 
     def __init__(self, model: nn.Module, kept: dict[Tensor, Tensor]) -> None:
-        modules = [m for m in model.modules() if isinstance(m, _BatchNorm)
-                   and type(m).forward is _BatchNorm.forward
+        modules = [m for m in model.modules() if isinstance(m, BatchNorm)
+                   and type(m).forward is BatchNorm.forward
                    and m.running_mean is not None and m.num_batches_tracked is not None]
         found = [b for m in modules for b in (m.running_mean, m.running_var)]
         self.live = [b for b in (*found, *(m.num_batches_tracked for m in modules))

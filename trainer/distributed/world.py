@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import errors
+from trainer import errors, torch_private
 from trainer.distributed import allocator, serialization, sockets
 from trainer.distributed.device import choose_device, share_of_cores
 from trainer.distributed.rendezvous import join_attempt
@@ -34,36 +34,21 @@ class Groups:
         control: gloo, for JSON and barriers, with the long timeout.
     """
 
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, *, timeout_s: float,
-        long_timeout_s: float, store_port: int,
-    ) -> None:  # fmt: skip
-        """Collective. Connect every rank with every other rank.
-
-        Args:
-            timeout_s: timeout of `gradients` and `metrics`.
-            long_timeout_s: timeout of `control`.
-            store_port: port of the store; `disconnect` keeps connections from and to it.
-        """
+    def __init__(self, store: dist.Store, launch: LaunchInfo, device: torch.device, *,
+                 timeout_s: float, long_timeout_s: float) -> None:
+        """Collective. Connect every rank with every other rank."""
         before = sockets.connections()
         on_cuda = device.type == "cuda"
         dist.init_process_group(
-            "nccl" if on_cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if on_cuda else None,
-        )
+            "nccl" if on_cuda else "gloo", store=store, rank=launch.rank, world_size=launch.size,
+            timeout=timedelta(seconds=timeout_s), device_id=device if on_cuda else None)
         assert dist.group.WORLD is not None
         self.gradients = dist.group.WORLD
         self.metrics = _gloo(timeout_s)
         self.control = _gloo(long_timeout_s)
-        self._inodes = frozenset(
-            inode
-            for inode, found in sockets.connections().items()
-            if inode not in before and store_port not in (found.local_port, found.peer_port)
-        )
+        self._inodes = frozenset(  # without the store's: a survivor may need it
+            inode for inode, ports in sockets.connections().items()
+            if inode not in before and launch.master_port not in ports)
         # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
         # copies of the connections would hide the death of the rank from the peers.
         os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
@@ -75,25 +60,15 @@ class Groups:
     def disconnect(self) -> None:
         """Shut down all connections of the groups at once; they cannot send any more.
 
-        Destroying a group would leave them open. Connections of the store stay open: a survivor
-        may need it.
+        Destroying a group would leave them open.
         """
         sockets.shut_down(self._inodes)
-
-
-def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Set the timeout of all later collectives of the group, including those of user code."""
-    for device in group._device_types:
-        group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))
 
 
 def _gloo(timeout_s: float) -> dist.ProcessGroup:
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
     assert isinstance(group, dist.ProcessGroup), "this rank is not in a group of all ranks"
     return group
-
-
-_REMEDY = "start with torchrun or `python -m launch`, or set all of its variables"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,36 +99,32 @@ class LaunchInfo:
         """Read torchrun's variables from `environ` (default: `os.environ`).
 
         Raises:
-            ConfigError: a variable is missing or invalid.
+            ConfigError: a variable is missing or not a number.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
 
-        def number(name: str, low: int, high: int, default: str = "") -> int:
+        def number(name: str, default: str = "") -> int:
             text = env.get(name) or default
-            if not text.isdecimal() or not low <= int(text) <= high:
+            if not text.isdecimal():
                 found = f"is {text!r}" if text else "is not set"
-                raise ConfigError(f"environment variable {name} {found}; it must be a whole number "
-                                  f"from {low} to {high}: {_REMEDY}.")
+                raise ConfigError(f"environment variable {name} {found}; it must be a whole "
+                                  "number: start with torchrun or `python -m launch`, or set all "
+                                  "of its variables.")
             return int(text)
 
-        most = 2**31 - 1
-        size = number("WORLD_SIZE", 1, most)
-        local_size = number("LOCAL_WORLD_SIZE", 1, size)
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if size > 1 and not env.get(name):
-                raise ConfigError(f"environment variable {name} is not set: {_REMEDY}.")
+        size = number("WORLD_SIZE")
         return cls(
-            rank=number("RANK", 0, size - 1),
+            rank=number("RANK"),
             size=size,
-            local_rank=number("LOCAL_RANK", 0, local_size - 1),
-            local_size=local_size,
+            local_rank=number("LOCAL_RANK"),
+            local_size=number("LOCAL_WORLD_SIZE"),
             master_address=env.get("MASTER_ADDR", ""),
-            master_port=number("MASTER_PORT", 0, 65535, "0"),
+            master_port=number("MASTER_PORT", "0" if size == 1 else ""),
             run_id=env.get("TORCHELASTIC_RUN_ID"),
-            restart_count=number("TORCHELASTIC_RESTART_COUNT", 0, most, "0"),
-            max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, most, "0"),
+            restart_count=number("TORCHELASTIC_RESTART_COUNT", "0"),
+            max_restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"),
             knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
             hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             grace_s=float(env.get("TRAINER_GRACE_S", "30")),
@@ -194,14 +165,14 @@ class World:
         self.has_nodes = launch.local_size < launch.size
         self.writes_run_dir, self.superseded = launch.rank == 0, False
         self._groups: Groups | None = None
-        self._timeout_s = self._current_timeout_s = self._long_timeout_s = 0.0
+        self._current_timeout_s = self._long_timeout_s = 0.0
         self._ended: str | None = None
 
     @classmethod
     def form(
         cls, *, device: str = "auto", timeout_s: float = 60.0, join_timeout_s: float = 120.0,
-        long_timeout_s: float = 1800.0, threads: int | None = None, launch: LaunchInfo
-        | None = None,
+        long_timeout_s: float = 1800.0, threads: int | None = None,
+        launch: LaunchInfo | None = None,
     ) -> World:
         """Collective. Connect to the other ranks and create the process groups.
 
@@ -215,11 +186,9 @@ class World:
         Raises:
             ConfigError: the launcher's variables or the device are invalid.
             TimeoutError: ranks are missing; the message names them.
-            RuntimeError: no store answers at MASTER_ADDR:MASTER_PORT.
         """
         launch = launch or LaunchInfo.from_environment()
-        chosen = choose_device(device, size=launch.size, local_rank=launch.local_rank,
-                               local_size=launch.local_size)
+        chosen = choose_device(device, launch.size, launch.local_rank, launch.local_size)
         world = cls(launch, chosen, threads or share_of_cores(launch.local_size))
         torch.set_num_threads(world.threads)
         if chosen.type == "cuda":
@@ -227,8 +196,7 @@ class World:
         elif chosen.type == "cpu":
             allocator.keep_freed()
         if world.size > 1:
-            world._timeout_s = world._current_timeout_s = timeout_s
-            world._long_timeout_s = long_timeout_s
+            world._current_timeout_s, world._long_timeout_s = timeout_s, long_timeout_s
             world._join(join_timeout_s)
         return world
 
@@ -239,10 +207,9 @@ class World:
         # kernels run on garbage before this process can save the state on the device.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self.nonce, self.store = join_attempt(self.rank, self.size, join_timeout_s)
-        self._groups = Groups(
-            self.store, self.rank, self.size, self.device, timeout_s=self._timeout_s,
-            long_timeout_s=self._long_timeout_s, store_port=self.launch.master_port,
-        )  # fmt: skip
+        self._groups = Groups(self.store, self.launch, self.device,
+                              timeout_s=self._current_timeout_s,
+                              long_timeout_s=self._long_timeout_s)
         self.group = self._groups.gradients
 
     def use_threads(self, threads: int) -> None:
@@ -258,8 +225,7 @@ class World:
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Collective. Sum a tensor over all ranks, in place. Meant for metrics, not for gradients.
 
-        Shape and dtype are arbitrary, but the same on all ranks. A tensor on a GPU is summed on
-        the host, which waits for the device; gradients use `group`.
+        A tensor on a GPU is summed on the host, which waits for the device.
         """
         with self._collective("all_sum") as groups:
             if groups is not None:
@@ -273,8 +239,7 @@ class World:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Collective. Copy the tensors of rank `source` to all ranks, in place and bit for bit.
 
-        Shapes and dtypes are arbitrary, but the same on all ranks. The tensors are all on the CPU
-        or all on this rank's device.
+        The tensors are all on the CPU or all on this rank's device.
 
         Raises:
             ValueError: shapes or dtypes differ from those of `source` (detected on CPU only).
@@ -371,7 +336,7 @@ class World:
             return False
         if self._groups is not None:
             if timeout_s is not None:
-                set_timeout(self._groups.control, timeout_s)
+                torch_private.set_timeout(self._groups.control, timeout_s)
             try:
                 self.barrier()
             except RuntimeError:
@@ -426,5 +391,5 @@ class World:
     def _set_timeout(self, timeout_s: float) -> None:
         self._current_timeout_s = timeout_s
         if self._groups is not None and not self._ended:
-            set_timeout(self._groups.gradients, timeout_s)
-            set_timeout(self._groups.metrics, timeout_s)
+            torch_private.set_timeout(self._groups.gradients, timeout_s)
+            torch_private.set_timeout(self._groups.metrics, timeout_s)

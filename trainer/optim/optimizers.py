@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from trainer.config.schema import Clip, Optim
 from trainer.errors import ConfigError, listed
 from trainer.task import load_object
+from trainer.torch_private import BatchNorm
 
-NORMS = (_NormBase, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
+WITH_STATISTICS = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+NORMS = (*WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 Groups = list[dict[str, Any]]
 
 
@@ -85,7 +86,7 @@ def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         for name in matching(parameters, pattern.removeprefix("!"), flag="freeze"):
             parameters[name].requires_grad_(trainable)
     for path, module in model.named_modules():
-        if patterns and isinstance(module, _NormBase) and (
+        if patterns and isinstance(module, WITH_STATISTICS) and (
             not any(p.requires_grad for p in module.parameters()) if module.affine
             else _is_frozen(patterns, f"{path}.running_mean")
         ):

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer import torch_private
 from trainer.config.schema import Precision
 from trainer.errors import ConfigError
 
@@ -42,24 +43,21 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         ConfigError: the model is or contains a DistributedDataParallel.
     """
-    for parent in list(model.modules()):
-        if isinstance(parent, DistributedDataParallel):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        if isinstance(module, DistributedDataParallel):
             raise ConfigError("--task: model() returns or contains a DistributedDataParallel; "
                               "return the plain model: the trainer wraps it.")
-        for name, child in list(parent._modules.items()):
-            if child is not None and (inner := _unwrapped(child)) is not child:
-                setattr(parent, name, inner)
+        parent, _, name = path.rpartition(".")
+        if path and (inner := _unwrapped(module)) is not module:
+            setattr(modules[parent], name, inner)
     return _unwrapped(model)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    if isinstance(module, nn.DataParallel):
-        return _unwrapped(module.module)
-    inner = getattr(module, "_orig_mod", None)  # set by torch.compile
-    if inner is None:
-        return module
-    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
-    return _unwrapped(inner)
+    inner = (module.module if isinstance(module, nn.DataParallel)
+             else torch_private.without_compile_wrapper(module))
+    return module if inner is module else _unwrapped(inner)
 
 
 def resolve(

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
@@ -31,6 +30,7 @@ from trainer.resilience import fault_injection
 from trainer.run import state_dict_checks
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
+from trainer.torch_private import BatchNorm
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
 """Advice for a bad training sample."""
@@ -108,7 +108,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "batch_norms": sum(isinstance(m, _BatchNorm) and m.training for m in model.modules()),
+        "batch_norms": sum(isinstance(m, BatchNorm) and m.training for m in model.modules()),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
