@@ -5,6 +5,7 @@ tests/unit/test_torch_private.py has a test for each entry, which fails if a new
 
 from __future__ import annotations
 
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -96,18 +97,24 @@ def without_compile_wrapper(module: nn.Module) -> nn.Module:
     return inner
 
 
-def tensorboard_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
-    """The GraphDef of a model, from a trace of its uncompiled code.
+@contextlib.contextmanager
+def uncompiled(module: nn.Module) -> Iterator[None]:
+    """Context in which a module does not run its compiled code, which cannot be traced.
 
-    `SummaryWriter.add_graph` would write it to a file itself.
+    `torch.compiler.set_stance` would apply to all modules of the process.
     """
+    compiled, module._compiled_call_impl = module._compiled_call_impl, None
+    try:
+        yield
+    finally:
+        module._compiled_call_impl = compiled
+
+
+def tensorboard_graph(model: nn.Module, inputs: tuple[Any, ...]) -> Any:
+    """The GraphDef of a model. `SummaryWriter.add_graph` would write it to a file itself."""
     from torch.utils.tensorboard._pytorch_graph import graph
 
-    compiled, model._compiled_call_impl = model._compiled_call_impl, None
-    try:
-        return graph(model, inputs)[0]
-    finally:
-        model._compiled_call_impl = compiled
+    return graph(model, inputs)[0]
 
 
 def buffer_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, bool]]:
@@ -115,5 +122,5 @@ def buffer_slots(module: nn.Module) -> Iterator[tuple[dict[str, Any], str, bool]
 
     `named_buffers` omits a tensor's second name, and nothing public names the persistent ones.
     """
-    for name in module._buffers:
+    for name, _ in module._buffers.items():
         yield module._buffers, name, name not in module._non_persistent_buffers_set

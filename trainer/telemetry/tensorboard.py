@@ -41,7 +41,8 @@ def trace_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: 
     training = model.training
     model.eval()
     try:
-        with rng.preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with (rng.preserved(), torch.no_grad(), torch_private.uncompiled(model),
+              warnings.catch_warnings(action="ignore")):
             loss(model, batch)
             hook.remove()
             if not seen:
