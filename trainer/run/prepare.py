@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer import rng
+from trainer import rng, torch_private
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.data.map_dataset import KeyedSamples
@@ -30,7 +30,6 @@ from trainer.resilience import fault_injection
 from trainer.run import state_dict_checks
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
 from trainer.telemetry import wandb
-from trainer.torch_private import BatchNorm
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
 """Advice for a bad training sample."""
@@ -108,7 +107,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "batch_norms": sum(isinstance(m, BatchNorm) and m.training for m in model.modules()),
+        "batch_norms": sum(isinstance(m, torch_private.BatchNorm) and m.training
+                           for m in model.modules()),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
@@ -321,7 +321,7 @@ def _refuse_hooks(model: nn.Module) -> None:
         ConfigError: a parameter has such a hook.
     """
     for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
+        if torch_private.sees_gradient_sums(parameter):
             raise ConfigError(
                 f"--parallel.reduction canonical: {name} has a hook of "
                 "register_post_accumulate_grad_hook; it would see the gradients of one or two "
