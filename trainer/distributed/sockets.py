@@ -73,15 +73,15 @@ def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
     Returns:
         name of gloo's interface; None if torch chooses it.
     """
-    if on_one_host:
-        names = [name for _, name in socket.if_nameindex()]
-        name = next((name for name in ("lo", "lo0") if name in names), None)
-    else:
-        name = interface_towards(host, port)
+    name = _loopback() if on_one_host else interface_towards(host, port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
     return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def interface_towards(host: str, port: int) -> str | None:

@@ -87,7 +87,7 @@ def guard_plain(model: nn.Module) -> None:
         plain = isinstance(module, BatchNorm) and not isinstance(
             module, SyncBatchNorm | nn.SyncBatchNorm)
         if plain and not hasattr(module, "ignores_empty"):
-            module.ignores_empty = True
+            module.ignores_empty = True  # type: ignore[assignment]
             module.register_forward_hook(_uncount_empty)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -261,26 +262,26 @@ class World:
         """
         with self._collective("broadcast_json") as groups:
             if groups is None:
-                return serialization.decode_json(serialization.encode_json(value))
-            data = serialization.encode_json(value) if self.rank == source else b""
+                return json.loads(json.dumps(value))
+            data = json.dumps(value).encode() if self.rank == source else b""
             length = torch.tensor([len(data)])
             dist.broadcast(length, source, group=groups.control)
             row = serialization.padded(data, int(length))
             dist.broadcast(row, source, group=groups.control)
-        return serialization.decode_json(row.numpy().tobytes())
+        return json.loads(row.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any]:
         """Collective. Return the JSON values of all ranks, in the order of ranks."""
-        data = serialization.encode_json(value)
+        data = json.dumps(value).encode()
         with self._collective("gather_json") as groups:
             if groups is None:
-                return [serialization.decode_json(data)]
+                return [json.loads(data)]
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
             dist.all_gather(lengths, torch.tensor([len(data)]), group=groups.control)
             own = serialization.padded(data, max(int(length) for length in lengths))
             rows = [torch.empty_like(own) for _ in lengths]
             dist.all_gather(rows, own, group=groups.control)
-        return [serialization.decode_json(row.numpy().tobytes()[:int(length)])
+        return [json.loads(row.numpy().tobytes()[:int(length)])
                 for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:

@@ -215,6 +215,7 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """State without the rates, which are part of the optimizer's state."""
+        counters: dict[str, Any]
         if self._main is None:
             counters = {"last_epoch": self.updates, "_step_count": self.updates + 1}
         else:

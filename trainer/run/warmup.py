@@ -256,7 +256,7 @@ def refuse_sparse(step: Step, world: World) -> None:
     Raises:
         ConfigError: names the parameters and a remedy.
     """
-    sparse = {p: name for name, p in step.model.named_parameters()
+    sparse: dict[Tensor, str] = {p: name for name, p in step.model.named_parameters()
               if p.grad is not None and p.grad.is_sparse}
     problem = sparse_gradient_problem(step.optimizer, step.clip, sparse)
     if why := next(filter(None, world.gather_json(problem)), ""):

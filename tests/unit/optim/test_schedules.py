@@ -106,20 +106,3 @@ def test_the_scheduler_sets_the_rate_of_each_update_and_group():
     expected = [schedules.factor(config, n, epoch=5, total=10) for n in range(10)]
     assert [one for one, _ in seen] == pytest.approx([2.0 * rate for rate in expected])
     assert [other for _, other in seen] == pytest.approx([0.5 * rate for rate in expected])
-
-
-def test_a_longer_run_continues_at_the_last_rate():
-    horizon = ScheduleLengths(epoch=5, total=10)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = schedules.Scheduler(Schedule(), optimizer, horizon)
-    for _ in range(10):
-        optimizer.step()
-        schedule.step()
-    longer = ScheduleLengths(epoch=5, total=20)
-
-    longer.load_state_dict(horizon.state_dict())
-
-    config = Schedule()
-    tail = [schedules.factor(config, n, epoch=longer.epoch, total=longer.total)
-            for n in range(10, 20)]
-    assert tail == pytest.approx([0.1] * 10, abs=1e-12)
