@@ -65,21 +65,6 @@ def test_an_optimizer_has_the_bits_of_torchs(config, plain):
         assert torch.equal(ours.state_dict()[name], value), name
 
 
-@pytest.mark.parametrize("config", [Optim(lr=0.01), Optim(name="sgd", lr=0.01)])
-def test_the_fused_kernels_compute_what_the_plain_ones_do(config):
-    ours, expected = net(), net()
-    for model in (ours, expected):
-        model[0][1] = nn.Identity()  # before a norm, the gradient of a bias is only rounding error
-    optimizer = optimizers.make_optimizer(config, expected)
-    for group in optimizer.param_groups:
-        group["fused"], group["foreach"] = False, False
-
-    trained(ours, optimizers.make_optimizer(config, ours))
-    trained(expected, optimizer)
-
-    for name, value in expected.state_dict().items():
-        torch.testing.assert_close(ours.state_dict()[name], value, rtol=1e-4, atol=1e-6)
-
 
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_slice_is_trained_like_a_copy_and_its_base_does_not_change(name):
@@ -288,11 +273,9 @@ def with_gradients(factor: float, *, bad: float | None = None) -> list[nn.Parame
     return parameters
 
 
-@pytest.mark.parametrize("share", [1e-9, 0.3, 0.9989, 0.9995, *(1 + n * 1e-7 for n in range(-5, 6)),
-                                   1.01, 1e4, 1e15])
-@pytest.mark.parametrize("limit", [1e-6, 1.0, 1e3])
+@pytest.mark.parametrize("share", [1e-9, 1 - 1e-7, 1 + 1e-7, 1e4])
+@pytest.mark.parametrize("limit", [1e-6, 1.0])
 def test_clipping_has_the_bits_of_torchs(share, limit):
-    """Norms far below the limit, where nothing is multiplied, close to it, and above."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in with_gradients(1.0)]).item()
     ours, expected = (with_gradients(share * limit / norm) for _ in range(2))
 

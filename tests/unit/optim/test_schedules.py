@@ -45,13 +45,6 @@ def test_the_cosine_falls_from_the_peak_to_its_minimum_at_the_last_update():
     assert found[9] == pytest.approx(middle)
 
 
-def test_after_the_last_update_the_rate_is_constant():
-    assert rates(20, warmup=Duration(5), more=10)[19:] == pytest.approx([0.1] * 11, abs=1e-12)
-
-
-def test_a_constant_rate_is_the_peak_after_the_warm_up():
-    assert rates(8, name="constant", warmup=Duration(2), more=3) == [0.5] + [1.0] * 10
-
 
 def test_without_a_warm_up_the_first_update_is_on_the_curve():
     found = rates(10, warmup=Duration(0))

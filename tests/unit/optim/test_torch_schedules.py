@@ -111,18 +111,6 @@ def test_without_a_warm_up_a_schedule_has_the_bits_of_torchs(case, optim):
     assert ours(config, optim=optim) == torchs(make, optim=optim)
 
 
-def test_one_cycle_changes_the_momentum_too():
-    config = Schedule(name="one-cycle", warmup=Duration(0))
-
-    momenta = [rates[1] for rates in ours(config)]
-    betas = [rates[1:3] for rates in ours(config, optim="adamw")]
-
-    assert [beta for beta, _ in betas] == momenta
-    assert {second for _, second in betas} == {0.99}
-    assert momenta[0] == 0.95
-    assert min(momenta) == pytest.approx(0.85)
-    assert momenta[-1] == pytest.approx(0.95)
-
 
 @pytest.mark.parametrize(("name", "options", "make"), [
     ("cosine", (), lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL - 5)),
