@@ -177,7 +177,8 @@ def diagnose(error: BaseException) -> Diagnosis:
             cause) or frames
     kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
     handing_over = isinstance(error, ConnectionError | EOFError) and any(
-        path == _file_of("torch.utils.data.dataloader") for path, _, _ in frames)
+        path in map(_file_of, ("torch.utils.data.dataloader", "trainer.data.workers"))
+        for path, _, _ in frames)
     if worker := handing_over or bool(_WORKER_DIED.search(text)):
         frames = []  # torch raises it at an arbitrary line of the rank
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (

@@ -29,7 +29,6 @@ from trainer.data import batch as batches
 from trainer.data.loader import Loader
 from trainer.data.map_dataset import in_memory
 from trainer.data.sampler import MicroBatchSpec
-from trainer.data.shared_samples import shared_samples
 from trainer.distributed import ddp, rank_invariant_reduction
 from trainer.distributed.replica_check import ReplicaCheck
 from trainer.distributed.world import World
@@ -255,10 +254,6 @@ def _open(
     state, metrics, found = saving.state, saving.metrics, resumption.found
     workers = loader_workers(config, work.data["train"], world)
     at_place = partial(open_source, config, work, world, state, workers)
-    hints_off = {"all", "shared-samples"} & {*config.log.hints_off}
-    leak = ""
-    if world.is_main and found is None and not hints_off:
-        leak = shared_samples(work.data["train"], work.data["validation"], seed=config.seed)
     loader = Loader(at_place(found), device=world.device, marks=context.marks, log=log,
                     at_once=not workers)
     open_record = partial(open_metrics, metrics, RecordedRun(
@@ -279,7 +274,7 @@ def _open(
     }  # fmt: skip
     if world.writes_run_dir:
         about = _describe(context, work, card, resumption, saving.checkpoint.store)
-        open_record(lines, position=resumption.position, summary=about, leak=leak)
+        open_record(lines, position=resumption.position, summary=about)
     pictures = None
     if world.is_main and hasattr(work.task, "picture"):
         pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,

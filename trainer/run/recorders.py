@@ -24,10 +24,10 @@ from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.data.loader import MicroBatchSource, SampledSource
-from trainer.data.map_dataset import KeyedSamples
+from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
-from trainer.data.stream_reader import LaneLayout, StreamSpec
+from trainer.data.stream_reader import StreamSpec
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
@@ -72,8 +72,7 @@ def open_source(
         batch = config.batch
         stream = StreamReader(
             StreamSpec(dataset=data, seed=config.seed, collate=collate,
-                       layout=LaneLayout.of(data, lanes=batch.micro_batches,
-                                            micro_size=batch.micro_size)),
+                       lanes=batch.micro_batches, micro_size=batch.micro_size),
             rank=world.rank, num_ranks=world.size,
             workers=workers, prefetch=config.data.prefetch, device=world.device,
             step=lambda: progress.step, gather=world.gather_json,
@@ -91,8 +90,8 @@ def open_source(
         data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
         rank=world.rank, advice=REMEDY,
     )  # fmt: skip
-    return SampledSource(samples, sampler, workers=workers, prefetch=config.data.prefetch,
-                         device=world.device)
+    return SampledSource(samples, sampler=sampler, workers=workers,
+                         prefetch=config.data.prefetch, device=world.device)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,7 +111,7 @@ class RecordedRun:
 
 def open_metrics(
     metrics: Metrics, run: RecordedRun, lines: Lines, position: int, *,
-    summary: Sequence[str] = (), leak: str = "",
+    summary: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Open metrics.jsonl, cut to the step that is resumed, and the sinks.
 
@@ -120,7 +119,6 @@ def open_metrics(
         lines: new content of the file, and the lines that an earlier attempt may not have shown.
         position: the step that is resumed.
         summary: lines of the startup summary.
-        leak: the evidence that validation samples are training samples, or "".
     """
     config, work, world, path, log = run.config, run.work, run.world, run.path, run.log
     kept, unshown = lines
@@ -151,7 +149,7 @@ def open_metrics(
         if config.log.wandb != "off":
             sinks.append(WandB(path, run.run_id, log, mode=config.log.wandb, every=scalars_every,
                                settings=compatibility.settings(config), class_names=names))
-        sinks.append(_hints(run, kept, leak))
+        sinks.append(_hints(run, kept))
         if config.log.graph == "on" and not position:
             _show_graph(board, run)
         sinks += [UserSink(name, make, path, log) for name, make in work.sinks.items()]
@@ -212,7 +210,7 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"gradients/{name}", parameter.grad.to_dense().float().cpu().numpy()
 
 
-def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints:
+def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]]) -> Hints:
     """Create the hints. Those about the data, the model and the batch are shown now."""
     config, work, world = run.config, run.work, run.world
     events = read_events(run.path / layout.EVENTS)
@@ -230,7 +228,8 @@ def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints
         startup_summary.batchnorm_samples(config, world.size, work.card)))
     if world.device.type == "cuda":
         hints.emit("odd-sizes", check_sizes(_widths(work.model), config.batch.micro_size))
-    hints.emit("shared-samples", leak)
+    if not kept:
+        hints.emit("shared-samples", shared_samples(work.data["train"], work.data["validation"]))
     return hints
 
 
