@@ -93,16 +93,16 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         run.loader._source = Timed(run.loader._source, watch)
         run.step.objective.loss = watch.around(run.step.objective.loss)  # type: ignore[method-assign]
         time_updates(run.step.optimizer, run.step.schedule, watch)
-        before = torch.Tensor.backward, trainer.step.clip, trainer.step.zero_grad
+        before = torch.Tensor.backward, trainer.step.clip
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
-        trainer.step.zero_grad = watch.around(before[2])
+        run.step.optimizer.zero_grad = watch.around(  # type: ignore[method-assign]
+            run.step.optimizer.zero_grad)
         run.status.on_step(recorder.mark)
         try:
             train(run)
         finally:
-            (torch.Tensor.backward, trainer.step.clip,  # type: ignore[method-assign]
-             trainer.step.zero_grad) = before
+            torch.Tensor.backward, trainer.step.clip = before  # type: ignore[method-assign]
         run.close()
         by_hand.close()
     return recorder.found

@@ -25,10 +25,9 @@ from trainer.distributed.comm_timer import CommunicationTimer, DeviceInterval
 from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
-from trainer.optim.adamw import AdamW
 from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
 from trainer.optim.ema import Ema
-from trainer.optim.optimizers import clip, zero_grad
+from trainer.optim.optimizers import clip
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.status import Phase, Status
 
@@ -140,7 +139,7 @@ class Step:
         self.no_sync = (self.wrapped.no_sync if isinstance(self.wrapped, DistributedDataParallel)
                         else None)
         """DDP's context for forward *and* backward of micro-batches that are not the last."""
-        self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
+        self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         self.key = rng.mix(self.seed, rng.MICRO)
         self.generators = rng.find_generators(*self.model.modules(), self.objective.loss)
         """Random generators inside the model and the loss."""
@@ -148,8 +147,7 @@ class Step:
         self.buffers = Buffers(self.model)
         self.waiting = waiting_for(WaitsFor.PEERS)
         self.device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
-        self.communication = CommunicationTimer(ranks=self.num_ranks,
-                                                on_cuda=self.parameters[0].is_cuda)
+        self.communication = CommunicationTimer(on_cuda=self.parameters[0].is_cuda)
         for module in self.model.modules():
             if isinstance(module, SyncBatchNorm):
                 module.communication = self.communication
@@ -183,7 +181,7 @@ class Step:
         if step in self.progress.excluded_steps:
             return self.skip_batch(micro_batches, step)
         self._begin()
-        zero_grad(self.optimizer, self.parameters)
+        self.optimizer.zero_grad(set_to_none=True)
         for micro in self.reduction(micro_batches):
             epoch = micro.spec.epoch
             with NOTHING if self.nan_detector is None else self.nan_detector(micro.spec):
@@ -227,7 +225,7 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
             skip_reason=skip_reason, seconds=seconds, device_s=self.device_span.between_s(),
-            save_stall_s=save_stall_s, communication_s=self.communication.take_wait_s(seconds))
+            save_stall_s=save_stall_s, communication_s=self.communication.take_wait_s())
 
     def _begin(self) -> None:
         """Copy the buffers of the step boundary, and let other threads save the boundary."""
@@ -289,7 +287,7 @@ class Step:
             if reduced:
                 self.communication.time_backward(loss)
             with self.waiting if reduced else NOTHING:
-                self.scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
+                self.scaler.scale(loss).backward()
         if spec.last and self.num_ranks > 1:
             check_reduced(self.wrapped, spec, self.trained)
             self.communication.end_backward()

@@ -125,7 +125,7 @@ def _make_state(context: Context, work: Setup, claim: Claim) -> Saving:
     health = Health(config.nonfinite)
     state = TrainState(
         model=work.model, optimizer=work.optimizer,
-        schedule=schedules.make_schedule(config.schedule, work.optimizer, horizon),
+        schedule=schedules.Scheduler(config.schedule, work.optimizer, horizon),
         scaler=precision.scaler(work.choice, world.device, config.precision.loss_scale),
         progress=TrainProgress(), best=BestTracker(), meter=LossMeter(), seed=config.seed,
         num_ranks=world.size, parts={"horizon": horizon, "health": health},

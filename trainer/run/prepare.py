@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer import rng
+from trainer import rng, torch_private
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.data.map_dataset import KeyedSamples
@@ -107,7 +106,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "batch_norms": sum(isinstance(m, _BatchNorm) and m.training for m in model.modules()),
+        "batch_norms": sum(isinstance(m, torch_private.BatchNorm) and m.training
+                           for m in model.modules()),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
@@ -311,7 +311,7 @@ def _refuse_hooks(model: nn.Module) -> None:
         ConfigError: a parameter has such a hook.
     """
     for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
+        if torch_private.sees_gradient_sums(parameter):
             raise ConfigError(
                 f"--parallel.reduction canonical: {name} has a hook of "
                 "register_post_accumulate_grad_hook; it would see the gradients of one or two "

@@ -254,13 +254,11 @@ def refuse_sparse(step: Step, world: World) -> None:
     """Collective. Refuse sparse gradients that the optimizer would refuse in the first update.
 
     Raises:
-        ConfigError: names the optimizer, the parameters, and a remedy.
+        ConfigError: names the parameters and a remedy.
     """
-    sparse, dense = dict[Tensor, str](), dict[Tensor, str]()
-    for name, parameter in step.model.named_parameters():
-        if parameter.grad is not None:
-            (dense if parameter.grad.layout == torch.strided else sparse)[parameter] = name
-    problem = sparse_gradient_problem(step.optimizer, step.clip, sparse, dense)
+    sparse: dict[Tensor, str] = {p: name for name, p in step.model.named_parameters()
+              if p.grad is not None and p.grad.is_sparse}
+    problem = sparse_gradient_problem(step.optimizer, step.clip, sparse)
     if why := next(filter(None, world.gather_json(problem)), ""):
         raise from_rank(0, ConfigError(f"{why}."))
 
