@@ -565,4 +565,4 @@ def test_a_task_needs_no_fields(tmp_path):
     written.write_text(command_line.to_toml(config))
 
     assert isinstance(config.task, Bare)
-    assert command_line.load(written) == config
+    assert command_line.load(written).task == config.task
