@@ -7,13 +7,12 @@ from pathlib import Path
 
 
 def save(folder: Path, step: int, generation: int, best: int) -> None:
-    from trainer.checkpoint.restore import STATE
+    from tests.support.runs import state_json
+    from trainer.checkpoint.saved_state import STATE
     from trainer.checkpoint.store import Store
 
-    facts = {"best": {"step": best}, "progress": {"validated": 0}, "lines": [],
-             "of": generation}
     with Store(folder, run="a run").stage(step, generation=generation) as stage:
-        stage.write(STATE, json.dumps(facts).encode())
+        stage.write(STATE, state_json(best=best, of=generation))
         stage.commit(kind="periodic", run="a run")
 
 
@@ -24,7 +23,8 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         Step → generation, by manifest and by content, in its folder after the copy.
     """
     from trainer.checkpoint.replication import copy_missing_checkpoints
-    from trainer.checkpoint.restore import STATE, find_checkpoint
+    from trainer.checkpoint.restore import find_checkpoint
+    from trainer.checkpoint.saved_state import STATE
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.telemetry.events import Log

@@ -13,6 +13,7 @@ import pytest
 from runs import steps, train
 
 from benchmarks import pictures
+from trainer.checkpoint.saved_state import SavedState
 from trainer.commands import inspect
 from trainer.commands.report import history, report
 from trainer.commands.report.figures import figures
@@ -262,7 +263,7 @@ def test_a_start_with_another_library_is_equivalent(copy):
     facts = json.loads(state.read_text())
     facts["circumstances"]["numpy"] = "1.2.3"
 
-    resume_label, why = inspect.resume_label(copy, facts)
+    resume_label, why = inspect.resume_label(copy, SavedState.from_json(facts))
 
     assert resume_label == "equivalent"
     assert why.startswith("numpy was 1.2.3 and is ")

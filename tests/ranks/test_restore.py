@@ -19,7 +19,8 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
     import xxhash
 
     from benchmarks.synthetic_state import make_checkpointer, make_subject
-    from trainer.checkpoint.restore import STATE, CheckpointRef, restore_state
+    from trainer.checkpoint.restore import CheckpointRef, restore_state
+    from trainer.checkpoint.saved_state import STATE, SavedState
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.storage import tensorfile
@@ -46,7 +47,8 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
             json.loads((own / "step-00000001" / STATE).read_text()) if world.is_main else None)
         sends, broadcast = [], world.broadcast
         world.broadcast = lambda *a: (sends.append(a), broadcast(*a))  # type: ignore[method-assign]
-        restore_state(CheckpointRef(1, 0, 0, facts), Store(own), subject.state, world, Log())
+        found = CheckpointRef(1, 0, 0, SavedState.from_json(facts))
+        restore_state(found, Store(own), subject.state, world, Log())
         hasher = xxhash.xxh3_128()
         for tensors in subject.state.tensors().values():
             for chunk in tensorfile.serialize(tensors):

@@ -37,3 +37,12 @@ def weights(run: Path | str, step: int) -> dict[str, Any]:
     from safetensors.torch import load_file
 
     return load_file(Path(run) / f"checkpoints/step-{step:08d}/model.safetensors")
+
+
+def state_json(*, best: int = 0, **entries: Any) -> bytes:
+    """The smallest complete content of a checkpoint's state.json."""
+    from trainer.checkpoint.progress import BestTracker, TrainProgress
+
+    progress, tracker = TrainProgress().state_dict(), BestTracker(step=best).state_dict()
+    return json.dumps({"progress": progress, "best": tracker, "meter": {}, "optimizer": {},
+                       "schedule": {}, "scaler": {}, "parts": {}, **entries}).encode()

@@ -16,12 +16,12 @@ from torch import Tensor
 
 from trainer.checkpoint.manifest import StagedCheckpoint
 from trainer.checkpoint.restore import (
-    STATE,
     CheckpointRef,
     abandon_newer,
     restore_model,
     restore_state,
 )
+from trainer.checkpoint.saved_state import STATE
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import MODEL, TrainState

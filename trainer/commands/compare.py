@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from trainer.checkpoint.checkpointer import STATE
 from trainer.checkpoint.manifest import CheckpointInfo
+from trainer.checkpoint.saved_state import STATE
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged
 from trainer.storage import files, layout, tensorfile

@@ -174,16 +174,16 @@ def _find_position(
     found = _find(config, named, saving.checkpoint.store, claim.identity.run, world, log)
     verdict = compatibility.ResumeDecision()
     if found is not None:
-        then = found.facts["circumstances"]
+        then = found.state.circumstances
         by_number = config.parallel.reduction == "canonical"
-        if config.world.threads == "auto" and (by_number or then["world_size"] == world.size):
+        if config.world.threads == "auto" and (by_number or then.get("world_size") == world.size):
             world.use_threads(then["threads"])  # bits depend on their number
             saving.circumstances["threads"] = world.threads
-        verdict = compatibility.compare_settings(config, found.facts["settings"],
-                                                 now=saving.circumstances,
-                                                 then=then, before=found.facts.get("inexact", ()))
+        verdict = compatibility.compare_settings(
+            config, found.state.settings, now=saving.circumstances, then=then,
+            before=found.state.inexact)
         saving.inexact.extend(verdict.reasons)
-        state.progress.load_state_dict(found.facts["progress"])
+        state.progress.restore(found.state.progress)
     elif config.init is not None:
         work.card["init"] = _agreed(world, partial(
             pretrained.load_initial_weights, work.model, init, strict=config.init_strict == "on"))
@@ -193,7 +193,7 @@ def _find_position(
     position = state.progress.step
     log.status.move_to(position)
     _arm(claim.injector, saving.checkpoint, state)
-    waited = found is not None and found.facts["best"]["waited"]
+    waited = found is not None and found.state.best.waited
     if position >= work.intervals.total or 0 < config.eval.patience <= waited:
         run_dir.refuse_finished(context.path, world, position)
     return Resumption(found=found, verdict=verdict, position=position)
@@ -266,7 +266,7 @@ def _open(
         run_id=claim.identity.run, guard=claim.lock.committing))
 
     def reopen(found: CheckpointRef) -> None:
-        state.progress.load_state_dict(found.facts["progress"])
+        state.progress.restore(found.state.progress)
         loader.reopen(partial(at_place, found))
         metrics.rewind()
         lines = merged_lines(found, path / layout.METRICS, world)

@@ -79,8 +79,8 @@ def open_source(
             step=lambda: progress.step, gather=world.gather_json,
         )  # fmt: skip
         state.parts["stream"] = stream
-        if found is not None and "stream" in found.facts["parts"]:
-            stream.load_state_dict(found.facts["parts"]["stream"])
+        if found is not None and "stream" in found.state.parts:
+            stream.load_state_dict(found.state.parts["stream"])
         return stream
     sampler = MicroBatchSampler(
         work.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainer import rng
-from trainer.checkpoint.restore import STATE
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import EMA, MODEL
 from trainer.config import command_line
@@ -43,8 +42,8 @@ class CheckpointWeights:
     tensors: dict[str, Tensor]
     average: dict[str, Tensor]
     """Averages of the trained parameters, by the first name of each; empty without averaging."""
-    facts: dict[str, Any]
-    """Content of state.json."""
+    threads: int | None
+    """Threads of a rank in that attempt, if known: their number changes bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +99,8 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
     config = load_configuration(run, overrides)
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
     threads = config.world.threads
-    if threads == "auto":  # the number of threads changes bits
-        threads = weights.facts.get("circumstances", {}).get("threads")
+    if threads == "auto":
+        threads = weights.threads
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
@@ -146,7 +145,7 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWei
             if checkpoint == "best" and not seen and product.is_file():
                 summary = files.read_json(run / layout.SUMMARY) or {}
                 step = summary.get("best", {}).get("step", 0)
-                return CheckpointWeights(step, tensorfile.load_tensors(product), {}, {})
+                return CheckpointWeights(step, tensorfile.load_tensors(product), {}, None)
             return _weights(store, checkpoint, averaged=averaged)
         except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
             tries -= 1
@@ -193,16 +192,17 @@ def _weights(store: Store, checkpoint: str, *, averaged: bool) -> CheckpointWeig
             raise CheckpointDamaged("; ".join(skipped) or "no checkpoint is there")
         step = newest.step
         if checkpoint == "best":
-            step = json.loads((newest.path / STATE).read_bytes())["best"]["step"] or step
+            step = SavedState.read(newest.path).best.step or step
     elif checkpoint.isdecimal():
         step = int(checkpoint)
     else:
         raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
     info = store.verify(step)
-    facts = json.loads((info.path / STATE).read_bytes())
     has_average = averaged and (info.path / EMA).is_file()
     average = tensorfile.load_tensors(info.path / EMA) if has_average else {}
-    return CheckpointWeights(info.step, tensorfile.load_tensors(info.path / MODEL), average, facts)
+    threads = SavedState.read(info.path).circumstances.get("threads")
+    return CheckpointWeights(
+        info.step, tensorfile.load_tensors(info.path / MODEL), average, threads)
 
 
 @dataclass(frozen=True)
