@@ -193,7 +193,7 @@ def restore_state(
     except Exception as problem:
         error = problem
     world.raise_on_all_ranks(error)
-    store.in_use = None
+    store.end_use()
     if found.path:  # the best weights are in another run's folder
         state.best.set_rule("", "max")
     state.key_rng(world.rank)

@@ -53,8 +53,7 @@ class Store:
             buffer) and `SAVE_END` (the new checkpoint is visible, but not verified yet).
 
     Attributes:
-        in_use: step of the checkpoint returned by `open`, which `prune` keeps. The caller resets
-            it to None after reading the files.
+        in_use: step of the checkpoint returned by `open`, which `prune` keeps until `end_use`.
     """
 
     def __init__(
@@ -174,6 +173,10 @@ class Store:
         info = self.verify(step)
         self.in_use = step
         return {name: info.path / name for name in info.manifest["files"]}
+
+    def end_use(self) -> None:
+        """Let `prune` delete the checkpoint that `open` has returned."""
+        self.in_use = None
 
     def prune(self, protect: Collection[int] = ()) -> list[int]:
         """Delete old checkpoints and left-over folders. Returns the deleted steps.
