@@ -50,7 +50,7 @@ class Intervals:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Result of `prepare`."""
+    """What a run trains, before its folder is touched."""
 
     task: Any
     model: nn.Module
@@ -140,11 +140,7 @@ def refuse_unreachable_faults(
     """Check that the run can reach all faults to be injected.
 
     Args:
-        first: this is the run's first start. Later starts, and several nodes, may have another
-            number of ranks, so ranks are not checked.
-
-    Raises:
-        ConfigError: the run cannot reach a fault.
+        first: this is the run's first start. Later ones may have another number of ranks.
     """
     fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
     last, every = work.intervals.total, work.intervals.evaluate
@@ -161,11 +157,7 @@ def refuse_unreachable_faults(
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
-    """Build the data set of a split; None if the task returns None or a data set of length 0.
-
-    Raises:
-        ConfigError: the task returns an object that is not a data set.
-    """
+    """Build the data set of a split; None if the task returns None or a data set of length 0."""
     rng.seed_all(config.seed, rng.DATA)
     data = task.dataset(split)
     if isinstance(data, DataLoader):
@@ -182,11 +174,7 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
 def make_model(
     task: Any, config: Config[Any], device: torch.device
 ) -> tuple[nn.Module, precision.PrecisionPolicy]:
-    """Build the model in training mode, on its device, in its memory format.
-
-    Raises:
-        ConfigError: model() returns no module, or a checkpoint cannot hold it.
-    """
+    """Build the model in training mode, on its device, in its memory format."""
     rng.seed_all(config.seed, rng.MODEL)
     model = task.model()
     if not isinstance(model, nn.Module):
@@ -285,11 +273,7 @@ def content(sample: Any) -> bytes:
 
 
 def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """Serialize a nested sample, each leaf preceded by its type.
-
-    Args:
-        seen: ids of objects visited so far, since references may be cyclic.
-    """
+    """Serialize a nested sample, each leaf preceded by its type; `seen` ends cyclic references."""
     if isinstance(value, Tensor) and value.is_nested:
         value = list(value.unbind())
     if isinstance(value, Tensor):
@@ -325,11 +309,7 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
 
 
 def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse post-accumulate hooks: they would see gradients of one or of two micro-batches.
-
-    Raises:
-        ConfigError: a parameter has such a hook.
-    """
+    """Refuse post-accumulate hooks: they would see gradients of one or of two micro-batches."""
     for name, parameter in model.named_parameters():
         if parameter._post_accumulate_grad_hooks:
             raise ConfigError(
@@ -345,12 +325,6 @@ def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
         return config.data.workers
     none = in_memory(dataset) or torch.multiprocessing.current_process().daemon
     return 0 if none else min(2, max(1, world.threads - 1))
-
-
-def evaluation_batch(config: Config[Any]) -> int:
-    """Samples in one forward of an evaluation."""
-    size = config.eval.batch_size
-    return 2 * config.batch.micro_size if size == "auto" else size
 
 
 def bind_seed(task: Any, seed: int) -> Any:
