@@ -12,13 +12,13 @@ from torch import Tensor
 
 from trainer import rng
 from trainer.checkpoint.manifest import read_manifest, verify
-from trainer.checkpoint.saved_state import STATE, SavedState
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import EMA, MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, ConfigError
-from trainer.storage import tensorfile
-from trainer.storage.layout import step_name
+from trainer.storage import layout, tensorfile
+from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
 
 
@@ -146,8 +146,8 @@ def _read_state(store: Store, step: int) -> dict[str, Any]:
 
 def _look_at_source(path: Path) -> dict[str, Any]:
     """The state.json of the checkpoint at a path, or why there is none."""
-    match = re.fullmatch(r"step-(\d{8,})", path.name)
-    folder = path.parent if match else path / "checkpoints"
+    match = re.fullmatch(layout.STEP_NAME, path.name)
+    folder = path.parent if match else path / layout.CHECKPOINTS
     if not path.is_dir():
         return {"why": "there is no such folder"}
     store = Store(folder)

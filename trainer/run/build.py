@@ -21,7 +21,7 @@ from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import Lines, copy_missing_checkpoints
 from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, find_checkpoint_at
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line, compatibility
 from trainer.config.schema import Config
 from trainer.data.loader import Loader
@@ -38,7 +38,7 @@ from trainer.run import run_dir, startup_checks
 from trainer.run.context import Context, Resumption, RunFolder
 from trainer.run.evaluate import make_evaluator
 from trainer.run.guard import Guard
-from trainer.run.pictures import FOLDER, Pictures
+from trainer.run.pictures import Pictures
 from trainer.run.prepare import Setup, loader_workers, prepare, refuse_unreachable_faults
 from trainer.run.recorders import open_metrics, open_source, open_timing
 from trainer.run.run import BuiltRun, Record, RunData, Trainable
@@ -251,7 +251,7 @@ def _arm(
         if not saved:
             raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet; "
                                                 "give a step after the first save")
-        newest = saved[-1].path / MODEL
+        newest = saved[-1].path / layout.MODEL
         data = bytearray(newest.read_bytes())
         data[len(data) // 2] ^= 1
         newest.write_bytes(data)
@@ -313,8 +313,8 @@ def _open_record(
         open_metrics(metrics, context, setup, folder, lines, resumption.position, summary=about)
     pictures = None
     if world.is_main and hasattr(setup.task, "picture"):
-        pictures = Pictures(draw=setup.task.picture, folder=path / FOLDER, model=setup.model,
-                            show=metrics.picture, log=context.log)
+        pictures = Pictures(draw=setup.task.picture, folder=path / layout.PICTURES,
+                            model=setup.model, show=metrics.picture, log=context.log)
     timing = open_timing(path, folder.identity, world, context.log,
                          loader_workers(config, setup.data["train"], world))
     return Record(metrics=metrics, timing=timing, pictures=pictures)

@@ -18,7 +18,7 @@ from trainer.storage import layout
 from trainer.storage.files import replace_bytes
 from trainer.telemetry.events import Log
 
-FOLDER, ANIMATION = "pictures", "training.gif"
+ANIMATION = "training.gif"
 
 _FRAME_MS = 250
 

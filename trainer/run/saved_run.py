@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from trainer import rng
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import EMA, MODEL
 from trainer.config import command_line
 from trainer.config.schema import Config
 from trainer.distributed.world import LaunchInfo, World
@@ -164,11 +163,11 @@ def _weights(store: Store, checkpoint: str, *, averaged: bool) -> CheckpointWeig
     else:
         raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
     info = store.verify(step)
-    has_average = averaged and (info.path / EMA).is_file()
-    average = tensorfile.load_tensors(info.path / EMA) if has_average else {}
+    has_average = averaged and (info.path / layout.EMA).is_file()
+    average = tensorfile.load_tensors(info.path / layout.EMA) if has_average else {}
     threads = SavedState.read(info.path).circumstances.get("threads")
     return CheckpointWeights(
-        info.step, tensorfile.load_tensors(info.path / MODEL), average, threads)
+        info.step, tensorfile.load_tensors(info.path / layout.MODEL), average, threads)
 
 
 @dataclass(frozen=True)
