@@ -100,7 +100,6 @@ def prepare(config: Config[Any], world: World) -> Setup:
     synced = 0
     if canonical:
         sync_batchnorm.refuse(model)
-        _refuse_hooks(model)
     elif config.parallel.sync_bn != "off":
         model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
     sync_batchnorm.guard_plain(model)
@@ -209,14 +208,11 @@ def _plan(
                      drop_last=config.data.drop_last == "on",
                      in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
-        # For the hint below: a tuple of two tensors, or of two data sets, has two samples.
-        kind = type(data["train"]).__name__ if isinstance(
-            data["train"], tuple | list | dict | str) else ""
         remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
                   f"--batch.global-size {batch.global_size}: the training data have only {samples} "
                   "samples and --data.drop-last is on, so there is no whole global batch and no "
                   f"optimizer step; use a global size of {samples} or less, or --data.drop-last "
-                  "off." + (f" (dataset(\"train\") returned a {kind}.)" if kind else ""))
+                  "off.")
         raise ConfigError(remedy)
     epoch = plan.steps_per_epoch
     total = config.total_steps(epoch)
@@ -274,8 +270,6 @@ def content(sample: Any) -> bytes:
 
 def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
     """Serialize a nested sample, each leaf preceded by its type; `seen` ends cyclic references."""
-    if isinstance(value, Tensor) and value.is_nested:
-        value = list(value.unbind())
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()
@@ -306,17 +300,6 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
     yield str(len(value)).encode()
     for entry in value:
         yield from _content(entry, seen)
-
-
-def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse post-accumulate hooks: they would see gradients of one or of two micro-batches."""
-    for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
-            raise ConfigError(
-                f"--parallel.reduction canonical: {name} has a hook of "
-                "register_post_accumulate_grad_hook; it would see the gradients of one or two "
-                "micro-batches, depending on the number of ranks. Use register_hook, or "
-                "--parallel.reduction ddp.")
 
 
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
