@@ -91,10 +91,9 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
     refuse_unreachable_faults(faults, config, setup, world, first=identity.attempt == 0)
-    lengths = setup.lengths
-    keep_every = config.checkpoint.keep_every.steps(epoch=lengths.epoch, total=lengths.total)
     store = Store(path / layout.CHECKPOINTS, run=identity.run, keep=config.checkpoint.keep,
-                  keep_every=keep_every or None, guard=lock.committing, mark=marks.mark)
+                  keep_every=setup.steps(config.checkpoint.keep_every) or None,
+                  guard=lock.committing, mark=marks.mark)
     return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
 
 
@@ -279,27 +278,30 @@ def _open_data(
                     marks=context.marks, log=context.log,
                     at_once=not loader_workers(config, setup.data["train"], world))
 
-    @contextlib.contextmanager
-    def averaged_weights() -> Iterator[None]:
-        if state.ema is None:
-            yield
-            return
-        trainable.checkpoint.finish_copy()
-        with state.ema.exchanged():
-            yield
-
     evaluators = {
         split: None if setup.data[split] is None else make_evaluator(
             setup.task, setup.data[split], setup.model, config, world,
             autocast=trainable.compute.autocast, marks=context.marks,
             step=lambda: state.progress.step,
             epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
-            weights=averaged_weights, stopped=lambda: stop.requested,
+            weights=partial(_weights_to_evaluate, state, trainable.checkpoint),
+            stopped=lambda: stop.requested,
             warn_once=context.log.warn_once,
         )
         for split in ("validation", "test")
     }  # fmt: skip
     return RunData(loader=loader, **evaluators)
+
+
+@contextlib.contextmanager
+def _weights_to_evaluate(state: TrainState, checkpoint: Checkpointer) -> Iterator[None]:
+    """Put the average of the weights into the model, if there is one."""
+    if state.ema is None:
+        yield
+        return
+    checkpoint.finish_copy()
+    with state.ema.exchanged():
+        yield
 
 
 def _open_record(
@@ -338,7 +340,8 @@ def _describe(
     files.replace_json(path / layout.ENVIRONMENT,
                        run_dir.environment(world, card, label=label, why=why))
     folder.store.clean()
-    warnings = startup_warnings(config, card, epoch=setup.lengths.epoch, total=setup.lengths.total)
+    warnings = startup_warnings(config, card, warmup=setup.steps(config.schedule.warmup),
+                                total=setup.intervals.total)
     log_startup(context.log, about, warnings, resumption.found, resumption.decision, path)
     return about
 

@@ -22,14 +22,11 @@ from trainer.telemetry.status import Phase
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
-    """Resolve a rule to the metric that selects the best weights, and "max" or "min".
+    """The metric that selects the best weights, and "max" or "min".
 
     Args:
         rule: NAME:max, NAME:min, or auto.
         figures: names of the metrics of a validation.
-
-    Raises:
-        ConfigError: the validation does not compute the metric.
     """
     known = sorted(figures)
     if rule == "auto":
@@ -44,10 +41,9 @@ def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
 def update_best(
     rule: str, best: BestTracker, line: dict[str, Any], step: int, min_delta: float = 0.0
 ) -> bool:
-    """Update the best value with a validation; return whether it improved.
+    """Update the best value with the line of a validation; return whether it improved.
 
     Args:
-        line: the validation's line of metrics.jsonl.
         min_delta: smallest improvement that resets the patience.
     """
     name, direction = best_rule(

@@ -58,8 +58,7 @@ class Guard:
     def requests(self) -> tuple[bool, ...]:
         """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`.
 
-        Raises:
-            StaleAttempt: a newer attempt has taken over the run.
+        Raises StaleAttempt if a newer attempt has taken over the run.
         """
         world, checkpoint = self.context.world, self.checkpoint
         if world.has_nodes or world.superseded:  # on one node no rank survives the launcher
@@ -68,10 +67,8 @@ class Guard:
         return self.context.stop.requested, checkpoint.overdue, checkpoint.must_fail, saved
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
-        """React to rank 0's report on the last save: drop the saved metric lines, or fail.
-
-        Raises:
-            SaveFailed: the save failed, and --checkpoint.on-error is stop.
+        """React to rank 0's report on the last save: drop the saved metric lines, or raise
+        SaveFailed.
         """
         if "saved" in requests:
             self.metrics.drop_saved(self.checkpoint.saved_step)
@@ -178,10 +175,9 @@ class Guard:
                              exchanging_weights=ema is not None and ema.exchanging)
 
     def close(self) -> None:
-        """Regular end: end the loader processes, complete the last save, and close the files.
+        """End regularly: end the loader processes, complete the last save, and close the files.
 
-        Raises:
-            OSError: the state or a line of metrics.jsonl could not be written.
+        Raises OSError if the state or a line of metrics.jsonl could not be written.
         """
         self.loader.close()
         self.timing.close()

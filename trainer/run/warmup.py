@@ -166,9 +166,6 @@ def _rehearse(
     """Collective. Compute a forward and backward without synchronisation.
 
     It finds parameters that only some ranks use: DDP would wait forever for their gradients.
-
-    Raises:
-        ConfigError: see `refuse_unused`; or the forward changes the model's structure.
     """
     compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()
