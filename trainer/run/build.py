@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def build(
     path, named, init = (Path(p or "").absolute() for p in (
         config.run or f"runs/{command_line.DEFAULT_RECIPE}", config.resume, config.init))
     context = Context(config=config, world=world, log=log, stop=stop, marks=marks, path=path)
-    setup = _agreed(world, partial(prepare, config, world))
+    setup = world.agree(partial(prepare, config, world))
     startup_checks.check_data(setup, world)
     folder = _claim_folder(context, setup)
     resumption = _find_resumption(context, setup, folder, named, init)
@@ -126,8 +126,9 @@ def _find_resumption(
                                                   then=then, before=found.state.inexact)
     else:
         if config.init is not None:
-            initial_weights = _agreed(world, partial(pretrained.load_initial_weights, setup.model,
-                                                     init, strict=config.init_strict == "on"))
+            initial_weights = world.agree(partial(
+                pretrained.load_initial_weights, setup.model, init,
+                strict=config.init_strict == "on"))
         startup_checks.check_weights(setup, world, log)
         startup_checks.check_sample_reproducibility(setup, log, config.seed)
     position = 0 if found is None else found.state.progress.step
@@ -354,17 +355,6 @@ def _version(config: Config[Any]) -> str:
     hasher = xxhash.xxh3_64(command_line.to_toml(config).encode())
     hasher.update(task.source_code(config.task))
     return hasher.hexdigest()
-
-
-def _agreed(world: World, make: Callable[[], Any]) -> Any:
-    """Collective. Return the result of `make`; an error on one rank is raised on all."""
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as problem:
-        error = problem
-    world.raise_on_all_ranks(error)
-    return made
 
 
 def _determinism(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -78,23 +79,24 @@ def finish(run: Run) -> dict[str, Any]:
     metrics.finish(settings(run.context.config), figures, progress.step)
     if run.record.pictures is not None:
         run.record.pictures.save_animation(progress.step)
-    error = None
-    try:
-        metrics.sync()
-        if world.writes_run_dir:  # the summary marks the run as complete, so it is written last
-            product = state.export_weights()
-            files.replace_bytes(path / layout.PRODUCT,
-                                tensorfile.serialize({n: t.cpu() for n, t in product.items()}))
-            files.replace_json(path / layout.SUMMARY, summary)
-    except OSError as problem:
-        error = problem
-    world.raise_on_all_ranks(error)
+    world.agree(partial(_write, run, summary))
     log.event("end", attempts=summary["attempts"])
     for text in run.guard.faults.unfired():
         log.warning(f"--inject {text}: the injected fault was never reached")
     for line in run_dir.closing_lines(summary, display_path(path)):
         log.info(line)
     return summary
+
+
+def _write(run: Run, summary: dict[str, Any]) -> None:
+    """Write model and summary. The summary marks the run as complete, so it is written last."""
+    path = run.context.path
+    run.record.metrics.sync()
+    if run.context.world.writes_run_dir:
+        weights = run.training.state.export_weights()
+        files.replace_bytes(path / layout.PRODUCT,
+                            tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
+        files.replace_json(path / layout.SUMMARY, summary)
 
 
 def _load_best(run: Run) -> str:
