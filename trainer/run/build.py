@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -108,7 +108,8 @@ def _find_resumption(
     """
     config, world, log = context.config, context.world, context.log
     found = _find_checkpoint(context, folder, named)
-    decision, initial_weights = compatibility.ResumeDecision(), ()
+    decision = compatibility.ResumeDecision()
+    initial_weights: Sequence[str] = ()
     if found is not None:
         then = found.state.circumstances
         same_ranks = then.get("world_size") == world.size

@@ -64,7 +64,7 @@ def finish(run: Run) -> dict[str, Any]:
     state, metrics = run.training.state, run.record.metrics
     progress, best = state.progress, state.best
     run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
-    log.status.enter(Phase.FINISH)
+    run.context.status.enter(Phase.FINISH)
     if progress.bad and not progress.updates:
         raise NonFinite(f"none of the {progress.step} steps gave an update, because all had an "
                         "unusable loss or gradient. Correct the cause, and start again with "

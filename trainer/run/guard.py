@@ -46,7 +46,7 @@ class Guard:
     @property
     def current_step(self) -> int:
         """The step in progress, or the last complete one. The warm-up counts as the next step."""
-        status = self.context.log.status
+        status = self.context.status
         return self.state.progress.step + (status.in_step or status.phase is Phase.WARM_UP)
 
     @property
@@ -171,7 +171,7 @@ class Guard:
 
     def _rescue(self, *, own_error: bool) -> Rescue:
         ema = self.state.ema
-        return decide_rescue(self.context.log.status, own_error=own_error,
+        return decide_rescue(self.context.status, own_error=own_error,
                              exchanging_weights=ema is not None and ema.exchanging)
 
     def close(self) -> None:
