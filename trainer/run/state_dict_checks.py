@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import chain
 
+import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
