@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable
 from types import FrameType
 
 from trainer.errors import EXIT_STOPPED
-from trainer.resilience.stop_signals import STOP_SIGNALS
+from trainer.resilience.stop_signals import handle_stop_signals, wakeup_pipe
 
 
 class LauncherStop:
     """Stores the first stop signal.
-
-    `wakeup_fd` becomes readable at each signal, so that an event loop can wait for it.
-    """
+    `wakeup_fd` becomes readable at each signal, so that an event loop can wait for it."""
 
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
@@ -39,21 +36,11 @@ class LauncherStop:
 
     def install(self) -> None:
         """Handle the stop signals for the rest of the process's life."""
-        self.wakeup_fd, write_fd = os.pipe()
-        os.set_blocking(self.wakeup_fd, False)
-        os.set_blocking(write_fd, False)
+        self.wakeup_fd, write_fd = wakeup_pipe()
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
-            # `nohup` ignores SIGHUP so that the run outlives its terminal: keep that.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                signal.signal(number, self._handle)
+        handle_stop_signals(self._handle)
 
-    def drain(self) -> None:
-        """Empty `wakeup_fd`, so that it is readable again only at the next signal."""
-        with contextlib.suppress(BlockingIOError):
-            os.read(self.wakeup_fd, 4096)
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, _: FrameType | None) -> None:
         if self._exits_immediately:
             os._exit(EXIT_STOPPED)
         if self.signal is None:

@@ -185,7 +185,6 @@ def _train_in_process(config: Config[Any]) -> None:
         for path in (layout.LOCK, f"{layout.CHECKPOINTS}/.lock"):
             release_locks(Path(str(config.run)) / path)
         log.close()
-        stop.close()
 
 
 @contextlib.contextmanager

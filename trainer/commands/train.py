@@ -12,7 +12,6 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.config import command_line
@@ -29,7 +28,7 @@ from trainer.errors import (
 )
 from trainer.resilience.diagnosis import Failure, forget_workers, is_foreign
 from trainer.resilience.launcher_channel import Orders, has_lost_rank, leave_launcher, tell
-from trainer.resilience.preflight import allow_files, check_environment
+from trainer.resilience.preflight import allow_files, check_cache_folder
 from trainer.resilience.stop_signals import StopSignals
 from trainer.telemetry.events import Log, writable
 from trainer.telemetry.status import Phase
@@ -109,7 +108,7 @@ class RankProcess:
     def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
         self._launch = launch = LaunchInfo.from_environment()
         allow_files(launch.local_size, launch.size - launch.local_size)
-        check_environment()
+        check_cache_folder()
         self._log = log = Log(launch.rank)
         self._failure = Failure(log)
         stop, orders = self._stop, Orders()
@@ -205,8 +204,7 @@ def train_attempt(
     if limit_s == "auto":
         limit_s = None if watched else math.inf
     start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
-    with Watchdog(world, log, limit_s=limit_s, start_s=start_s,
-                  tell=partial(tell, "failure")) as watchdog:
+    with Watchdog(world, log, limit_s=limit_s, start_s=start_s) as watchdog:
         built = build(config, world, log, stop, watchdog.marks)
         guard = current.guard = built.guard
         watchdog.guard(lambda: guard.emergency_save_from_watchdog() is not None,

@@ -253,6 +253,10 @@ class World:
             self.threads = threads
             torch.set_num_threads(threads)
 
+    def supersede(self) -> None:
+        """Record that a newer attempt has started without this node."""
+        self.superseded = True
+
     def write_run_dir(self, writes: bool) -> None:
         """Set whether this rank writes a run folder, once its lock is taken or refused."""
         self.writes_run_dir = writes

@@ -10,18 +10,17 @@ from typing import Any, SupportsFloat
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.buffers import Buffers
 from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
-from trainer.data.loader import loader_arguments
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
-from trainer.data.sample_errors import raise_if_error
 from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import StreamBatches
+from trainer.data.workers import DataReader
 from trainer.distributed.partition import block
 from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
@@ -189,9 +188,8 @@ class Evaluator:
             share = StreamBatches(self.dataset, batch_size=self.batch_size, seed=self.seed,
                                   collate=self.collate, rank=self.rank, num_ranks=self.num_ranks)
             # At most one worker: each would read the whole stream.
-            alone: DataLoader[MicroBatch] = DataLoader(
-                share, **loader_arguments(min(1, self.workers), 2, self.device))
-            yield from map(raise_if_error, alone)
+            yield from DataReader(share, workers=min(1, self.workers), prefetch=2,
+                                  device=self.device)
             return
         slots = [
             MicroBatchSpec(0, 0, n, True, tuple(range(n * self.batch_size,
@@ -201,10 +199,8 @@ class Evaluator:
         ]  # fmt: skip
         samples = KeyedSamples(self.dataset, seed=self.seed, collate=self.collate, augment=False,
                                rank=self.rank, advice=REMEDY)
-        loader: DataLoader[MicroBatch] = DataLoader(
-            samples, sampler=slots, **loader_arguments(self.workers, 2, self.device)
-        )
-        yield from map(raise_if_error, loader)
+        yield from DataReader(samples, sampler=slots, workers=self.workers, prefetch=2,
+                              device=self.device)
 
 
 def make_evaluator(

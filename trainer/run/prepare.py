@@ -30,7 +30,7 @@ from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
 from trainer.resilience import fault_injection
 from trainer.run import state_dict_checks
-from trainer.task import SPLITS, check_signatures, load_object, task_figures
+from trainer.task import SPLITS, load_object, task_figures
 from trainer.telemetry import wandb
 
 REMEDY = "correct it, or replace such samples by others: --data.on-error skip"
@@ -89,7 +89,6 @@ def prepare(config: Config[Any], world: World) -> Setup:
         raise ConfigError("--parallel.reduction canonical: it needs float64, which mps does not "
                           "support; use --parallel.reduction ddp, or --device cpu.")
     task = bind_seed(config.task, config.seed)
-    check_signatures(task)
     figures = task_figures(task)
     data = {split: make_data(task, config, split) for split in SPLITS}
     if config.data.on_error == "skip" and isinstance(data["train"], IterableDataset):
@@ -144,17 +143,8 @@ def refuse_unreachable_faults(
         first: this is the run's first start. Later ones may have another number of ranks.
     """
     fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
-    last, every = work.intervals.total, work.intervals.evaluate
-    validates = work.data["validation"] is not None
-
-    def evaluated(step: int) -> bool:
-        early = config.eval.patience > 0  # the test may follow any validation
-        return early or step == last or (validates and every > 0 and step % every == 0)
-
-    fault_injection.refuse_unreachable(
-        drills, ranks=world.size if fixed else None, total=last,
-        epochs=work.plan.epoch_of(last) + 1 if known_length(work.data["train"]) else None,
-        evaluated=evaluated if validates or work.data["test"] is not None else None)
+    fault_injection.refuse_unreachable(drills, ranks=world.size if fixed else None,
+                                       total=work.intervals.total)
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:

@@ -21,11 +21,10 @@ from trainer.config import compatibility
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.data.loader import MicroBatchSource, SampledSource
-from trainer.data.map_dataset import KeyedSamples
+from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
-from trainer.data.shared_samples import shared_samples
 from trainer.data.stream import StreamReader
-from trainer.data.stream_reader import LaneLayout, StreamSpec
+from trainer.data.stream_reader import StreamSpec
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
@@ -66,8 +65,7 @@ def open_source(
         batch = config.batch
         stream = StreamReader(
             StreamSpec(dataset=data, seed=config.seed, collate=collate,
-                       layout=LaneLayout.of(data, lanes=batch.micro_batches,
-                                            micro_size=batch.micro_size)),
+                       lanes=batch.micro_batches, micro_size=batch.micro_size),
             rank=world.rank, num_ranks=world.size,
             workers=workers, prefetch=config.data.prefetch, device=world.device,
             step=lambda: state.progress.step, gather=world.gather_json,
@@ -85,8 +83,8 @@ def open_source(
         data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
         rank=world.rank, advice=REMEDY,
     )  # fmt: skip
-    return SampledSource(samples, sampler, workers=workers, prefetch=config.data.prefetch,
-                         device=world.device)
+    return SampledSource(samples, sampler=sampler, workers=workers,
+                         prefetch=config.data.prefetch, device=world.device)
 
 
 def reopen(run: Run, found: CheckpointRef) -> None:
@@ -218,9 +216,8 @@ def _hints(context: Context, setup: Setup, kept: Sequence[dict[str, Any]]) -> Hi
         startup_summary.batchnorm_samples(config, world.size, setup.card)))
     if world.device.type == "cuda":
         hints.emit("odd-sizes", check_sizes(_widths(setup.model), config.batch.micro_size))
-    if not kept and not {"all", "shared-samples"} & {*config.log.hints_off}:
-        hints.emit("shared-samples",
-                   shared_samples(data["train"], data["validation"], seed=config.seed))
+    if not kept:
+        hints.emit("shared-samples", shared_samples(data["train"], data["validation"]))
     return hints
 
 
