@@ -95,16 +95,16 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         loader._source = Timed(loader._source, watch)
         objective.loss = watch.around(objective.loss)  # type: ignore[method-assign]
         time_updates(run.setup.optimizer, run.setup.schedule, watch)
-        before = torch.Tensor.backward, trainer.step.clip, trainer.step.zero_grad
+        before = torch.Tensor.backward, trainer.step.clip
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
-        trainer.step.zero_grad = watch.around(before[2])
+        run.setup.optimizer.zero_grad = watch.around(  # type: ignore[method-assign]
+            run.setup.optimizer.zero_grad)
         run.context.status.on_step(recorder.mark)
         try:
             train(start(run))
         finally:
-            (torch.Tensor.backward, trainer.step.clip,  # type: ignore[method-assign]
-             trainer.step.zero_grad) = before
+            torch.Tensor.backward, trainer.step.clip = before  # type: ignore[method-assign]
         run.guard.close()
         by_hand.close()
     return recorder.found

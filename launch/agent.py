@@ -209,7 +209,7 @@ class HotAgent(SimpleElasticAgent):
     def _find_cause(self, cause: Exit) -> str:
         """Describe what failed first; append an event for a death that no rank has reported."""
         folder = self._ranks.run_folder
-        launch_id = self._worker_group.spec.rdzv_handler.get_run_id()
+        launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
         attempt = self._progress.new_attempt(folder, launch_id)
         event = first_failure(cause, self._ranks.failures, attempt=attempt,
                               reached_step=self._progress.reached_step)

@@ -25,9 +25,8 @@ from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import LaunchInfo, World
-from trainer.optim.adamw import AdamW
 from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
-from trainer.optim.optimizers import clip, zero_grad
+from trainer.optim.optimizers import clip
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.status import Phase, Status
 
@@ -116,8 +115,7 @@ class ForwardBackward:
         self.objective, self.wrapped, self.model = objective, wrapped, objective.model
         self.autocast, self.marks, self.num_ranks = autocast, marks, state.num_ranks
         self.parameters = [p for g in state.optimizer.param_groups for p in g["params"]]
-        on_cuda = self.parameters[0].is_cuda
-        self.communication = CommunicationTimer(ranks=self.num_ranks, on_cuda=on_cuda)
+        self.communication = CommunicationTimer(on_cuda=self.parameters[0].is_cuda)
         self._seed, self._key = state.seed, rng.mix(state.seed, rng.MICRO)
         self._scaler = state.scaler
         self._generators = rng.find_generators(*self.model.modules(), objective.loss)
@@ -152,7 +150,7 @@ class ForwardBackward:
             if reduced:
                 self.communication.time_backward(loss)
             with self._waiting if reduced else NOTHING:
-                self._scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
+                self._scaler.scale(loss).backward()
         if reduced:
             check_reduced(self.wrapped, spec, self._trained)
             self.communication.end_backward()
@@ -187,7 +185,7 @@ class Step:
         self.progress, self.ema = state.progress, state.ema
         self.objective, self.parameters = compute.objective, compute.parameters
         self.num_ranks = compute.num_ranks
-        self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
+        self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
         """Whether the optimizer's class is the user's, whose update may draw random numbers."""
         self._device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
 
@@ -220,7 +218,7 @@ class Step:
             return self._skip_batch(micro_batches, step)
         self._device_span.first()
         self.boundary.begin_step()
-        zero_grad(self.optimizer, self.parameters)
+        self.optimizer.zero_grad(set_to_none=True)
         for micro in self.reduction(micro_batches):
             epoch = micro.spec.epoch
             with NOTHING if self.nan_detector is None else self.nan_detector(micro.spec):
@@ -263,7 +261,7 @@ class Step:
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
             skip_reason=skip_reason, seconds=seconds, device_s=self._device_span.between_s(),
             save_stall_s=save_stall_s,
-            communication_s=self.compute.communication.take_wait_s(seconds))
+            communication_s=self.compute.communication.take_wait_s())
 
     def forward_backward(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False

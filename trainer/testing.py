@@ -10,12 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
-from trainer import rng
+from trainer import rng, torch_private
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Optim
@@ -273,10 +271,7 @@ def _check_empty(case: _Case) -> Iterator[str]:
 def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
     """Whether a buffer belongs to torch's spectral norm, which iterates whatever the input is."""
     owner, _, name = buffer.rpartition(".")
-    module = model.get_submodule(owner)
-    return isinstance(module, _SpectralNorm) or any(
-        isinstance(hook, SpectralNorm) and name in (f"{hook.name}_u", f"{hook.name}_v")
-        for hook in module._forward_pre_hooks.values())
+    return torch_private.is_of_spectral_norm(model.get_submodule(owner), name)
 
 
 def _check_sums(case: _Case) -> Iterator[str]:

@@ -41,6 +41,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
 from launch.nodes.endpoint import STORE_ERRORS, STORE_TIMEOUT_S, Endpoint, GuardedBackend
 from launch.options import Options
 from launch.rendezvous import LauncherRendezvous, host_store
+from trainer import torch_private
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
 
 KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5
@@ -228,7 +229,7 @@ class NodesRendezvous(LauncherRendezvous):
             info.store.set("trainer/attempt", json.dumps(attempt))
         attempt = json.loads(info.store.get("trainer/attempt"))
         self._nonce, self._launch_id = attempt["nonce"], attempt["launch"]
-        state = handler._state_holder.state  # private: the members of the round
+        state = torch_private.rendezvous_state(handler)
         self.members = frozenset((node.addr, node.pid) for node in state.participants)
         return RendezvousInfo(info.store, info.rank, info.world_size,
                               RendezvousStoreInfo(attempt["address"], attempt["port"]))
@@ -238,7 +239,7 @@ class NodesRendezvous(LauncherRendezvous):
         if self._backend is not None:
             self._backend.close()
         if self._handler is not None:
-            self._handler._stop_heartbeats()  # private: `shutdown` would use the store
+            torch_private.stop_heartbeats(self._handler)
         self._handler = self._backend = None
 
     def _call(self, operation: str, *arguments: Any) -> Any:
@@ -258,7 +259,7 @@ class NodesRendezvous(LauncherRendezvous):
         if self._handler is None:
             raise RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
-        return self._handler._state_holder.state
+        return torch_private.rendezvous_state(self._handler)
 
     def _find_change(self) -> MembershipChange | None:
         try:

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from trainer import torch_private
 from trainer.errors import ConfigError
 
 
@@ -29,11 +30,11 @@ class Buffers:
         self._names: list[str] = []
         self._persistent: list[bool] = []
         for path, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                self._slots.append((module._buffers, name))
-                self._originals.append(buffer)
+            for owner, name, persistent in torch_private.buffer_slots(module):
+                self._slots.append((owner, name))
+                self._originals.append(owner[name])
                 self._names.append(f"{path}.{name}" if path else name)
-                self._persistent.append(name not in module._non_persistent_buffers_set)
+                self._persistent.append(persistent)
         self._watched: list[tuple[str, dict[str, Any], str, Tensor]] = []
         self._vectors: list[Tensor] = []
         """The watched buffers if all have one dimension: `torch.cat` then needs no flattening."""

@@ -41,18 +41,13 @@ def _integers(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """Result of a failed replica check.
-
-    Attributes:
-        step: step boundary of the check.
-        ranks: ranks that differ from the majority; all ranks if there is no majority (as with two
-            ranks).
-        tensors: names of the tensors that differ.
-    """
+    """Result of a failed replica check at a step boundary."""
 
     step: int
     ranks: list[int]
+    """Ranks that differ from the majority; all ranks if there is none, as with two ranks."""
     tensors: list[str]
+    """Names of the tensors that differ."""
 
 
 @dataclass

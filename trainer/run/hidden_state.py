@@ -90,8 +90,8 @@ def values(
 def _members(item: Any, state: bool) -> list[tuple[str, Any]]:
     if isinstance(item, nn.Module):
         own = {n: v for n, v in vars(item).items() if n not in _OWN_OF_MODULES}
-        held = {**item._parameters, **item._buffers} if state else {}
-        return list({**own, **held, **item._modules}.items())
+        held = [*item.named_parameters(recurse=False), *item.named_buffers(recurse=False)]
+        return [*own.items(), *(held if state else ()), *item.named_children()]
     if isinstance(item, Mapping):
         return [(str(key), value) for key, value in item.items()]
     if isinstance(item, list | tuple | set | frozenset | deque):

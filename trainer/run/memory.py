@@ -10,8 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.optim.adamw import AdamW
-
 MIB = 2**20
 
 
@@ -47,7 +45,7 @@ def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
     if tensors:
         return _size(tensors)
     group = optimizer.param_groups[0]
-    copies = {AdamW: 2, torch.optim.AdamW: 2, torch.optim.SGD: int(bool(group.get("momentum")))}
+    copies = {torch.optim.AdamW: 2, torch.optim.SGD: int(bool(group.get("momentum")))}
     if type(optimizer) not in copies:
         return None
     return copies[type(optimizer)] * _size(p for g in optimizer.param_groups for p in g["params"])

@@ -14,10 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer import rng
+from trainer import rng, torch_private
 from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
@@ -109,7 +108,7 @@ def prepare(config: Config[Any], world: World) -> Setup:
     optimizer = optimizers.make_optimizer(config.optim, model,
                                           getattr(task, "parameter_groups", None))
     lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total)
-    schedule = schedules.make_schedule(config.schedule, optimizer, lengths)
+    schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
     if schedule.metric and data["validation"] is None:
         raise ConfigError("--schedule.name plateau: it lowers the rate when a validation metric "
                           "stops improving, but the task has no validation data.")
@@ -117,7 +116,8 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "batch_norms": sum(isinstance(m, _BatchNorm) and m.training for m in model.modules()),
+        "batch_norms": sum(isinstance(m, torch_private.BatchNorm) and m.training
+                           for m in model.modules()),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (

@@ -243,12 +243,9 @@ def _refuse_on_all_ranks(mine: Sequence[str], world: World, message: str) -> Non
 
 def refuse_sparse(compute: ForwardBackward, built: BuiltRun, world: World) -> None:
     """Collective. Refuse sparse gradients that the optimizer would refuse in the first update."""
-    sparse, dense = dict[Tensor, str](), dict[Tensor, str]()
-    for name, parameter in compute.model.named_parameters():
-        if parameter.grad is not None:
-            (dense if parameter.grad.layout == torch.strided else sparse)[parameter] = name
-    problem = sparse_gradient_problem(built.setup.optimizer, built.context.config.clip, sparse,
-                                      dense)
+    sparse: dict[Tensor, str] = {p: name for name, p in compute.model.named_parameters()
+                                 if p.grad is not None and p.grad.is_sparse}
+    problem = sparse_gradient_problem(built.setup.optimizer, built.context.config.clip, sparse)
     if why := next(filter(None, world.gather_json(problem)), ""):
         raise from_rank(0, ConfigError(f"{why}."))
 

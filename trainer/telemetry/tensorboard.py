@@ -19,7 +19,7 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 
-from trainer import rng
+from trainer import rng, torch_private
 from trainer.storage.jsonl import AppendFile
 from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
@@ -36,24 +36,20 @@ def trace_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: 
     Raises:
         RuntimeError: the model can't be traced, or the loss doesn't call it as a module.
     """
-    from torch.utils.tensorboard._pytorch_graph import graph
-
     seen: list[tuple[Any, ...]] = []
     hook = model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
-    training, compiled = model.training, model._compiled_call_impl
-    model._compiled_call_impl = None  # compiled code can't be traced
+    training = model.training
     model.eval()
     try:
-        with rng.preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with (rng.preserved(), torch.no_grad(), torch_private.uncompiled(model),
+              warnings.catch_warnings(action="ignore")):
             loss(model, batch)
             hook.remove()
             if not seen:
                 raise RuntimeError("the task's loss doesn't call model(…) with positional inputs")
-            definition, _ = graph(model, seen[0])
-            return definition
+            return torch_private.tensorboard_graph(model, seen[0])
     finally:
         hook.remove()
-        model._compiled_call_impl = compiled
         model.train(training)
 
 

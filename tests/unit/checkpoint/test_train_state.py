@@ -32,7 +32,7 @@ def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.f
     horizon = ScheduleLengths(epoch=5, total=20)
     return TrainState(
         model=model, optimizer=optimizer,
-        schedule=schedules.make_schedule(Schedule(), optimizer, horizon),
+        schedule=schedules.Scheduler(Schedule(), optimizer, horizon),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
         best=BestTracker(),
         meter=LossMeter(), seed=3, num_ranks=2, parts={"horizon": horizon},
