@@ -219,7 +219,7 @@ def test_a_second_training_at_the_same_time_is_refused(call, run):
 
 @pytest.mark.parametrize(("more", "message"), [
     ({"task": object()}, "--task object: it has no method model, dataset, loss"),
-    ({"device": "tpu"}, "(device='tpu'): expected 'auto' or 'cpu' or 'cuda' or 'mps'"),
+    ({"device": "tpu"}, "--device 'tpu': expected auto|cpu|cuda|mps"),
 ])
 def test_a_refusal_is_a_config_error_and_starts_nothing(run, more, message):
     with pytest.raises(ConfigError, match=re.escape(message)):
