@@ -99,11 +99,6 @@ def without_compile_wrapper(module: nn.Module) -> nn.Module:
     return inner
 
 
-def sees_gradient_sums(parameter: torch.Tensor) -> bool:
-    """Whether a hook of `register_post_accumulate_grad_hook` is registered. None lists them."""
-    return bool(parameter._post_accumulate_grad_hooks)
-
-
 def is_of_spectral_norm(module: nn.Module, buffer: str) -> bool:
     """Whether a buffer belongs to one of torch's two spectral norms, whose classes are private."""
     hooks = module._forward_pre_hooks.values()

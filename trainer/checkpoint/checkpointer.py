@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trainer.checkpoint.manifest import StagedCheckpoint
 from trainer.checkpoint.restore import (
-    STATE,
     CheckpointRef,
     abandon_newer,
     restore_model,
@@ -24,12 +23,13 @@ from trainer.checkpoint.restore import (
 )
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, NonFinite, TrainerError
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.storage import tensorfile
+from trainer.storage.layout import MODEL, STATE
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.status import Phase
 
@@ -163,6 +163,10 @@ class Checkpointer:
         # The best weights, on every rank, until they are known to be on disk.
         self._unconfirmed_best: SaveJob | None = None
         self._marks = marks or ProgressMarks()
+
+    def allow_overlap(self) -> None:
+        """Copy parameters during the next forward and backward, since only updates change them."""
+        self.overlap = True
 
     @property
     def overdue(self) -> bool:

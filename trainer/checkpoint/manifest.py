@@ -15,8 +15,7 @@ import xxhash
 
 from trainer.errors import CheckpointDamaged
 from trainer.storage.files import CHUNK, fsync_folder, write_file
-
-MANIFEST = "manifest.json"
+from trainer.storage.layout import MANIFEST
 
 Buffer = Any
 """An object with a contiguous buffer: bytes, a memoryview, an array."""

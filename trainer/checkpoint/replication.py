@@ -34,7 +34,7 @@ def copy_missing_checkpoints(
     lines = merged_lines(found, metrics, world)
     if found is None or not world.has_nodes or found.path is not None:
         return lines
-    for step in sorted({found.step, found.facts["best"]["step"]} - {0}):
+    for step in sorted({found.step, found.state.best.step} - {0}):
         _copy(step, found.holder, store, run_id, world, log)
     return lines
 
@@ -44,10 +44,10 @@ def merged_lines(found: CheckpointRef | None, metrics: Path, world: World) -> Li
 
     They are equal on all ranks that write a run folder.
     """
-    saved = [] if found is None else found.facts["lines"]
+    saved = [] if found is None else found.state.lines
     at: dict[str, int] = {"step": 0, "validated": 0}
     if found is not None:
-        at = {"step": found.step, "validated": found.facts["progress"]["validated"]}
+        at = {"step": found.step, "validated": found.state.progress.validated}
     on_disk = read_metrics(metrics) if world.writes_run_dir or world.has_nodes else []
     kept, missing = resumed_lines(on_disk, saved, **at)
     if not world.has_nodes or found is None:

@@ -12,15 +12,14 @@ from torch import Tensor
 
 from trainer import rng
 from trainer.checkpoint.manifest import read_manifest, verify
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import EMA, MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, ConfigError
-from trainer.storage import tensorfile
-from trainer.storage.layout import step_name
+from trainer.storage import layout, tensorfile
+from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
-
-STATE = "state.json"
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class CheckpointRef:
     generation: int
     holder: int
     """A rank that can read it from its disk."""
-    facts: dict[str, Any]
+    state: SavedState
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that were skipped, and why."""
     path: Path | None = None
@@ -77,12 +76,13 @@ def find_checkpoint(
         holder = next(r for r, view in enumerate(seen) if list(latest) in view["good"])
         report: dict[str, Any] = {}
         if holder == world.rank:
-            report = _read_facts(store, latest[1])
+            report = _read_state(store, latest[1])
         report = world.broadcast_json(report, holder)
-        if "facts" in report:
-            found = CheckpointRef(latest[1], latest[0], holder, report["facts"], tuple(skipped))
+        if "state" in report:
+            found = CheckpointRef(latest[1], latest[0], holder,
+                                  SavedState.from_json(report["state"]), tuple(skipped))
             if without_best is None:
-                best = found.facts["best"]["step"]
+                best = found.state.best.step
                 if best in (0, found.step) or find_holder(best, store, world) is not None:
                     return found
                 without_best = found
@@ -122,8 +122,8 @@ def find_checkpoint_at(path: Path, world: World) -> CheckpointRef:
     if "why" in report:
         raise ConfigError(f"--resume {path}: {report['why']}; give the folder of a "
                           "checkpoint, such as RUN/checkpoints/step-00000100, or of a run.")
-    return CheckpointRef(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
-                         Path(report["path"]))
+    return CheckpointRef(report["step"], 0, 0, SavedState.from_json(report["state"]),
+                         tuple(report["skipped"]), Path(report["path"]))
 
 
 def _is_valid(store: Store, step: int) -> bool:
@@ -134,18 +134,20 @@ def _is_valid(store: Store, step: int) -> bool:
     return True
 
 
-def _read_facts(store: Store, step: int) -> dict[str, Any]:
+def _read_state(store: Store, step: int) -> dict[str, Any]:
+    """The content of a checkpoint's state.json, or why it is damaged."""
     try:
-        path = store.open(step)[STATE]
-        return {"facts": json.loads(path.read_bytes())}
+        state = json.loads(store.open(step)[STATE].read_bytes())
+        SavedState.from_json(state)
+        return {"state": state}
     except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
         return {"why": str(error)}
 
 
 def _look_at_source(path: Path) -> dict[str, Any]:
-    """The facts of the checkpoint at a path, or why there is none."""
-    match = re.fullmatch(r"step-(\d{8,})", path.name)
-    folder = path.parent if match else path / "checkpoints"
+    """The state.json of the checkpoint at a path, or why there is none."""
+    match = re.fullmatch(layout.STEP_NAME, path.name)
+    folder = path.parent if match else path / layout.CHECKPOINTS
     if not path.is_dir():
         return {"why": "there is no such folder"}
     store = Store(folder)
@@ -157,10 +159,11 @@ def _look_at_source(path: Path) -> dict[str, Any]:
             if found is None:
                 return {"why": "; ".join(["it holds no valid checkpoint", *skipped])}
             info = found
-        facts = json.loads((info.path / STATE).read_bytes())
+        state = json.loads((info.path / STATE).read_bytes())
+        SavedState.from_json(state)
     except (CheckpointDamaged, OSError, ValueError) as error:
         return {"why": str(error)}
-    return {"step": info.step, "facts": facts, "skipped": skipped, "path": str(info.path)}
+    return {"step": info.step, "state": state, "skipped": skipped, "path": str(info.path)}
 
 
 TENSORS = ".safetensors"
@@ -186,15 +189,15 @@ def restore_state(
     try:
         if all_have_it:
             tensors = _load(place)
-        state.load(tensors, found.facts)
+        state.load(tensors, found.state)
     except Exception as problem:
         error = problem
     world.raise_on_all_ranks(error)
-    store.in_use = None
+    store.end_use()
     if found.path:  # the best weights are in another run's folder
         state.best.set_rule("", "max")
     state.key_rng(world.rank)
-    saved = found.facts.get("rng", [""] * world.size)
+    saved = found.state.rng or [""] * world.size
     if len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
         log.warning(
             f"the random state of rank {world.rank} at step {found.step} differs from the saved "

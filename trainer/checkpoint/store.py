@@ -26,11 +26,11 @@ from pathlib import Path
 from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint, read_manifest, verify
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
-from trainer.storage.layout import step_name
+from trainer.storage.layout import STEP_NAME, step_name
 from trainer.storage.locks import ByteLocks
 from trainer.telemetry.status import Phase
 
-_NAME = re.compile(r"step-(\d{8,})(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
+_NAME = re.compile(STEP_NAME + r"(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
 
@@ -49,19 +49,18 @@ class Store:
         keep_every: `prune` also keeps checkpoints whose step is a multiple of this.
         guard: context manager entered around every visible change of the folder; raises if the
             change is not allowed (`RunLock.committing`).
-        mark: called with the progress marks `SAVE_BEGIN`, `SAVE_MID` (after the first buffer) and
-            `SAVE_END` (the new checkpoint is visible, but not verified yet).
+        mark: called with a progress mark and its step: `SAVE_BEGIN`, `SAVE_MID` (after the first
+            buffer) and `SAVE_END` (the new checkpoint is visible, but not verified yet).
 
     Attributes:
-        in_use: step of the checkpoint returned by `open`, which `prune` keeps. The caller resets
-            it to None after reading the files.
+        in_use: step of the checkpoint returned by `open`, which `prune` keeps until `end_use`.
     """
 
     def __init__(
         self, folder: Path, *, run: str | None = None, keep: int = 3,
         keep_every: int | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-        mark: Callable[[Phase], None] = lambda point: None,
+        mark: Callable[[Phase, int], None] = lambda point, step: None,
     ) -> None:
         assert keep >= 1, "a restart continues from the newest checkpoint"
         self.folder = Path(folder)
@@ -94,7 +93,7 @@ class Store:
         stage = StagedCheckpoint(
             self._temp_path(step_name(step), f"tmp-{os.getpid()}"), step=step,
             generation=generation,
-            midway=lambda: self._mark(Phase.SAVE_MID),
+            midway=lambda: self._mark(Phase.SAVE_MID, step),
             publish=lambda: self._publish(step, stage.path),
         )  # fmt: skip
         try:
@@ -102,7 +101,7 @@ class Store:
                 try:
                     self._finish_replacement(step)
                     stage.path.mkdir()
-                    self._mark(Phase.SAVE_BEGIN)
+                    self._mark(Phase.SAVE_BEGIN, step)
                     yield stage
                 finally:
                     remove_folder(stage.path)
@@ -175,6 +174,10 @@ class Store:
         self.in_use = step
         return {name: info.path / name for name in info.manifest["files"]}
 
+    def end_use(self) -> None:
+        """Let `prune` delete the checkpoint that `open` has returned."""
+        self.in_use = None
+
     def prune(self, protect: Collection[int] = ()) -> list[int]:
         """Delete old checkpoints and left-over folders. Returns the deleted steps.
 
@@ -243,7 +246,7 @@ class Store:
                     old.rename(final)
                 raise
             fsync_folder(self.folder)
-        self._mark(Phase.SAVE_END)
+        self._mark(Phase.SAVE_END, step)
         try:
             info = self._verify(final, step)
         except CheckpointDamaged:

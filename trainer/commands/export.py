@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from trainer import rng
-from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import command_line
 from trainer.config.command_line import task_path
 from trainer.data.batch import to_device
@@ -31,6 +30,7 @@ from trainer.run.saved_run import (
 )
 from trainer.storage import files as durable
 from trainer.storage import layout, tensorfile
+from trainer.storage.layout import MANIFEST
 from trainer.telemetry.events import Log
 from trainer.torch_private import tree_leaves, tree_map
 

@@ -6,12 +6,12 @@ import contextlib
 import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from trainer.distributed.device import choose_device, share_of_cores
 from trainer.distributed.rendezvous import join_attempt
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import ConfigError, StopRequested, TrainerError
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,6 +192,14 @@ class World:
             self.threads = threads
             torch.set_num_threads(threads)
 
+    def supersede(self) -> None:
+        """Record that a newer attempt has started without this node."""
+        self.superseded = True
+
+    def write_run_dir(self, writes: bool) -> None:
+        """Set whether this rank writes a run folder, once its lock is taken or refused."""
+        self.writes_run_dir = writes
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0
@@ -284,6 +294,16 @@ class World:
                 if isinstance(kind, type) and issubclass(kind, TrainerError):
                     raise errors.from_rank(rank, kind(f"{message} (rank {rank})"))
                 raise errors.PeerFailed(f"rank {rank} failed: {name}: {message}")
+
+    def agree(self, make: Callable[[], T]) -> T:
+        """Collective. Return the result of `make`; an error on one rank is raised on all."""
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as problem:
+            error = problem
+        self.raise_on_all_ranks(error)
+        return cast(T, made)
 
     @contextlib.contextmanager
     def long_timeout(self) -> Iterator[None]:

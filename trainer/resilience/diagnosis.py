@@ -28,9 +28,8 @@ def forget_workers() -> None:
 class Failure:
     """The exception that ended this rank."""
 
-    def __init__(self, log: Log) -> None:
-        self.config: Any = None  # of the run, once it is parsed
-        self._log = log
+    def __init__(self, log: Log, config: Any = None) -> None:
+        self._log, self._config = log, config  # the configuration of the run, once it is parsed
         self._error: BaseException | None = None  # its frames hold memory: dropped by `explain`
         self._found: Diagnosis | None = None
         self._event: dict[str, Any] = {}
@@ -75,7 +74,7 @@ class Failure:
             return EXIT_FAILURE, ""
         say(_stack(self._error))
         self._error = None
-        if found.memory and self.config is not None:
+        if found.memory and self._config is not None:
             log.error("\n".join(self._memory_lines(found.memory)))
         if found.is_import:
             log.error("a failed import would fail again: the run is not restarted")
@@ -86,9 +85,9 @@ class Failure:
         who = ("a loader worker died; the usual cause is too little memory" if memory == "worker"
                else "out of memory")
         return [f"{who}, in phase {self._event['failed_phase']}, with micro-batches of "
-                f"{self.config.batch.micro_size}. Remedies, in this order:",
+                f"{self._config.batch.micro_size}. Remedies, in this order:",
                 *(f"  {number}. {words}" for number, words
-                  in enumerate(memory_remedies(memory, self.config), 1))]
+                  in enumerate(memory_remedies(memory, self._config), 1))]
 
 
 def _report(event: dict[str, Any], error: BaseException) -> None:

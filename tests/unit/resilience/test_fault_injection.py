@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,11 @@ from trainer.telemetry.events import Log, read_events
 ROOT, parse = Path(__file__).parents[3], fault_injection.parse_fault
 
 
-def arm(folder: Path | None, *texts: str, rank: int = 0, attempt: int = 0) -> FaultInjector:
+def arm(
+    folder: Path | None, *texts: str, rank: int = 0, attempt: int = 0, **actions: Any
+) -> FaultInjector:
     return FaultInjector([parse(text) for text in texts], rank=rank, attempt=attempt,
-                         marks=folder and folder / "faults")
+                         marks=folder and folder / "faults", actions=actions)
 
 
 def fires(armed: FaultInjector, step: int = 1, phase: str = "forward", epoch: int = 0) -> bool:
@@ -123,8 +126,8 @@ def test_a_fault_fires_once_also_across_restarts_unless_it_says_always(tmp_path,
 
 def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
     seen = []
-    armed = arm(tmp_path, "nan:step=2")
-    armed.actions["nan"] = lambda: seen.extend((tmp_path / "faults").iterdir())
+    armed = arm(tmp_path, "nan:step=2",
+                nan=lambda: seen.extend((tmp_path / "faults").iterdir()))
 
     armed("forward", 2)
 
