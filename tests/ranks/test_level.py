@@ -39,8 +39,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         world.barrier()
         found = find_checkpoint(store, world, "a run")
         assert found is not None
-        copy_missing_checkpoints(found, store, folder / "metrics.jsonl", "a run", world, Log())
-        store.in_use = None
+        copy_missing_checkpoints(found, store, "a run", world, Log())
         return {i.step: (i.generation, json.loads((i.path / STATE).read_bytes())["of"])
                 for i in store.checkpoints()}
 

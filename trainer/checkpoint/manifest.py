@@ -14,12 +14,14 @@ from typing import Any
 import xxhash
 
 from trainer.errors import CheckpointDamaged
-from trainer.storage.files import CHUNK, fsync_folder, write_file
+from trainer.storage.files import fsync_folder, read_chunks, write_file
 
 MANIFEST = "manifest.json"
 
 Buffer = Any
 """An object with a contiguous buffer: bytes, a memoryview, an array."""
+
+Reader = Callable[[Path, Callable[[Any], object]], Any]
 
 _HASH = re.compile(r"[0-9a-f]{32}")
 _TYPES = {"run": str, "generation": int, "step": int, "kind": str, "files": dict, "extra": dict}
@@ -153,13 +155,51 @@ def verify(path: Path, step: int) -> CheckpointInfo:
     Raises:
         CheckpointDamaged: names the folder, the file and the difference.
     """
-    info = read_manifest(path, step)
+    return read_verified(path, step, read_chunks)[0]
+
+
+def read_verified(path: Path, step: int, read: Reader) -> tuple[CheckpointInfo, dict[str, Any]]:
+    """As `verify`, and return the content of each file as well; each file is read once.
+
+    Args:
+        read: reads a file, passes all its bytes in order to its second argument, and returns the
+            content.
+
+    Raises:
+        CheckpointDamaged: see `verify`.
+    """
+    info, contents = read_manifest(path, step), dict[str, Any]()
     why = info.why
     for name, entry in info.manifest.get("files", {}).items():
-        why = why or _difference(path / name, entry)
+        why = why or size_difference(path / name, entry)
+        hasher = xxhash.xxh3_128()
+        try:
+            if why is None:
+                contents[name] = read(path / name, hasher.update)
+        except OSError as error:
+            why = f"{name} can't be read: {error.strerror}"
+        except (ValueError, KeyError, TypeError, AttributeError):  # no tensor file any more
+            hasher.reset()
+        if why is None and hasher.hexdigest() != entry["xxh3_128"]:
+            why = f"{name} doesn't match its checksum"
     if why:
         raise CheckpointDamaged(f"{path.name}: {why}")
-    return info
+    return info, contents
+
+
+def size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
+    """How a file differs from its entry in the manifest, without reading it; None if it doesn't."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} can't be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path.name} is not a file"
+    if status.st_size != entry["bytes"]:
+        return f"{path.name} has {status.st_size} bytes instead of {entry['bytes']}"
+    return None
 
 
 def _is_plain(name: str) -> bool:
@@ -195,23 +235,3 @@ def _parse(raw: bytes) -> dict[str, Any]:
         ):  # fmt: skip
             raise ValueError(f"{MANIFEST}: the entry of {name} is {entry!r}")
     return manifest
-
-
-def _difference(path: Path, entry: Mapping[str, Any]) -> str | None:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return f"{path.name} is not a file"
-        if status.st_size != entry["bytes"]:
-            return f"{path.name} has {status.st_size} bytes instead of {entry['bytes']}"
-        hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                hasher.update(buffer[:count])
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} can't be read: {error.strerror}"
-    if hasher.hexdigest() != entry["xxh3_128"]:
-        return f"{path.name} doesn't match its checksum"
-    return None

@@ -22,8 +22,17 @@ import secrets
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint, read_manifest, verify
+from trainer.checkpoint.manifest import (
+    CheckpointInfo,
+    Reader,
+    StagedCheckpoint,
+    read_manifest,
+    read_verified,
+    size_difference,
+    verify,
+)
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
 from trainer.storage.layout import step_name
@@ -51,10 +60,6 @@ class Store:
             change is not allowed (`RunLock.committing`).
         mark: called with the progress marks `SAVE_BEGIN`, `SAVE_MID` (after the first buffer) and
             `SAVE_END` (the new checkpoint is visible, but not verified yet).
-
-    Attributes:
-        in_use: step of the checkpoint returned by `open`, which `prune` keeps. The caller resets
-            it to None after reading the files.
     """
 
     def __init__(
@@ -65,7 +70,6 @@ class Store:
     ) -> None:
         assert keep >= 1, "a restart continues from the newest checkpoint"
         self.folder = Path(folder)
-        self.in_use: int | None = None
         self._run, self._keep, self._keep_every = run, keep, keep_every
         self._guard, self._mark = guard, mark
         self._locks = ByteLocks(self.folder / ".lock")
@@ -126,16 +130,41 @@ class Store:
         shown = {info.step: info for info in self._candidates()}  # step-N.old comes before step-N
         return sorted(shown.values(), key=_age)
 
-    def verify(self, step: int) -> CheckpointInfo:
-        """Read the checkpoint of a step and compare its files with the manifest's hashes.
+    def find(self, step: int) -> CheckpointInfo:
+        """The checkpoint of a step; reads its manifest and compares only the files' sizes.
 
         Raises:
             CheckpointDamaged: it differs, or doesn't exist.
         """
         for info in self.checkpoints():
             if info.step == step:
-                return self._verify(info.path, step)
+                sizes = (size_difference(info.path / name, entry)
+                         for name, entry in info.manifest.get("files", {}).items())
+                if why := info.why or next(filter(None, sizes), None):
+                    raise CheckpointDamaged(f"{info.path.name}: {why}")
+                return info
         raise CheckpointDamaged(f"{step_name(step)}: there is no such checkpoint in {self.folder}")
+
+    def verify(self, step: int) -> CheckpointInfo:
+        """Read the checkpoint of a step and compare its files with the manifest's hashes.
+
+        Raises:
+            CheckpointDamaged: it differs, or doesn't exist.
+        """
+        return self._verify(self.find(step).path, step)
+
+    def read(self, step: int, read: Reader) -> dict[str, Any]:
+        """Verify the checkpoint of a step; returns the contents of its files by name.
+
+        Args:
+            read: see `read_verified`.
+
+        Raises:
+            CheckpointDamaged: it differs, or doesn't exist.
+        """
+        info, contents = read_verified(self.find(step).path, step, read)
+        self._verified.add(info.manifest["checksum"])
+        return contents
 
     def holds(self, step: int, generation: int) -> bool:
         """Whether a valid checkpoint of this step and generation exists."""
@@ -162,24 +191,11 @@ class Store:
                 skipped.append(str(error))
         return None, skipped
 
-    def open(self, step: int) -> dict[str, Path]:
-        """Verify a checkpoint and protect it from `prune` (see `in_use`).
-
-        Returns:
-            File name → path.
-
-        Raises:
-            CheckpointDamaged: see `verify`.
-        """
-        info = self.verify(step)
-        self.in_use = step
-        return {name: info.path / name for name in info.manifest["files"]}
-
     def prune(self, protect: Collection[int] = ()) -> list[int]:
         """Delete old checkpoints and left-over folders. Returns the deleted steps.
 
         Keeps the `keep` newest checkpoints, the steps in `protect` (the best one), multiples of
-        `keep_every`, the checkpoint in use, and checkpoints without a readable manifest.
+        `keep_every`, and checkpoints without a readable manifest.
 
         Raises:
             CheckpointDamaged: the newest checkpoint is damaged; nothing was deleted.
@@ -190,7 +206,7 @@ class Store:
             self._verify(own[-1].path, own[-1].step)
         to_prune = [
             info for info in own[:-self._keep]
-            if info.step not in protect and info.step != self.in_use
+            if info.step not in protect
             and not (self._keep_every and info.step % self._keep_every == 0)
         ]  # fmt: skip
         self._hide(*[info.path for info in to_prune])
@@ -210,6 +226,21 @@ class Store:
         ]  # fmt: skip
         self._hide(*[info.path for info in abandoned])
         return sorted({info.step for info in abandoned})
+
+    def hide_damaged(self, step: int) -> int | None:
+        """Verify a checkpoint; hide it if it is damaged and there is one from before it.
+
+        Returns:
+            The newest step before it if it was hidden, else None.
+        """
+        if self._is_valid(self._paths(step)[0], step):
+            return None
+        older = [info.step for info in self.checkpoints()
+                 if info.why is None and self._is_mine(info) and info.step < step]
+        if not older:
+            return None
+        self._hide(self._paths(step)[0])
+        return max(older)
 
     @property
     def generation(self) -> int:

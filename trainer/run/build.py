@@ -19,7 +19,7 @@ from trainer import task
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
 from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
-from trainer.checkpoint.replication import Lines, copy_missing_checkpoints, merged_lines
+from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, find_checkpoint_at
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import EMA, MODEL, OPTIMIZER, TrainState
@@ -51,7 +51,7 @@ from trainer.run.startup_summary import log_startup, startup_warnings, summary_l
 from trainer.step import Step
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
-from trainer.telemetry.events import Log
+from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Phase
 
@@ -99,9 +99,9 @@ def build(
     claim = _claim(context, work)
     saving = _make_state(context, work, claim)
     resumption = _find_position(context, work, claim, saving, named, init)
-    lines = _enter_folder(context, work, claim, saving, resumption)
+    given_hints = _enter_folder(context, work, claim, saving, resumption)
     step = _make_step(context, work, claim, saving)
-    return _open(context, work, claim, saving, resumption, step, lines)
+    return _open(context, work, claim, saving, resumption, step, given_hints)
 
 
 def _claim(context: Context, work: Setup) -> Claim:
@@ -152,7 +152,7 @@ def _make_state(context: Context, work: Setup, claim: Claim) -> Saving:
         ),
         state=state, world=world, log=context.log, marks=marks,
         record=RunRecord(
-            run_id=claim.identity.run, metric_lines=metrics.recent, sync=metrics.sync,
+            run_id=claim.identity.run, metrics=metrics,
             attempt={"settings": compatibility.settings(config), "circumstances": circumstances,
                      "inexact": inexact}),
         policy=SavePolicy(on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s),
@@ -201,19 +201,24 @@ def _find_position(
 
 def _enter_folder(
     context: Context, work: Setup, claim: Claim, saving: Saving, resumption: Resumption
-) -> Lines:
-    """Collective. Take the run folder, begin the attempt, and bring each node up to date."""
+) -> set[str]:
+    """Collective. Take the run folder, begin the attempt, and bring each node up to date.
+
+    Returns:
+        The hints that earlier attempts have given.
+    """
     config, world, log, path = context.config, context.world, context.log, context.path
     run_dir.enter(path, claim.identity, claim.lock, world, log)
-    run_dir.begin(path, claim.identity, world, log, position=resumption.position,
+    events = read_events(path / layout.EVENTS) if world.is_main and claim.identity.attempt else []
+    run_dir.begin(path, events, world, log, position=resumption.position,
                   version=_version(config), max_same_step=config.restart.max_same_step)
-    lines = copy_missing_checkpoints(resumption.found, saving.checkpoint.store,
-                                     path / layout.METRICS, claim.identity.run, world, log)
+    copy_missing_checkpoints(resumption.found, saving.checkpoint.store, claim.identity.run,
+                             world, log)
     context.marks.mark(Phase.START, resumption.position)
     if work.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
-    return lines
+    return {event["hint"] for event in events if event.get("event") == "hint"}
 
 
 def _make_step(context: Context, work: Setup, claim: Claim, saving: Saving) -> Step:
@@ -248,7 +253,7 @@ def _make_step(context: Context, work: Setup, claim: Claim, saving: Saving) -> S
 
 def _open(
     context: Context, work: Setup, claim: Claim, saving: Saving, resumption: Resumption, step: Step,
-    lines: Lines,
+    given_hints: set[str],
 ) -> Run:
     """Open the data and the record at the position of the run; returns the run."""
     config, world, log, path = context.config, context.world, context.log, context.path
@@ -261,25 +266,22 @@ def _open(
         leak = shared_samples(work.data["train"], work.data["validation"], seed=config.seed)
     loader = Loader(at_place(found), device=world.device, marks=context.marks, log=log,
                     at_once=not workers)
-    open_record = partial(open_metrics, metrics, RecordedRun(
-        config=config, work=work, world=world, path=path, log=log,
-        run_id=claim.identity.run, guard=claim.lock.committing))
+    recorded = RecordedRun(
+        config=config, work=work, world=world, path=path, log=log, given_hints=given_hints,
+        run_id=claim.identity.run, guard=claim.lock.committing)
 
     def reopen(found: CheckpointRef) -> None:
         state.progress.restore(found.state.progress)
         loader.reopen(partial(at_place, found))
-        metrics.rewind()
-        lines = merged_lines(found, path / layout.METRICS, world)
-        if world.writes_run_dir:
-            open_record(lines, found.step)
+        open_metrics(metrics, recorded, found)
 
     evaluators = _make_evaluators(context, work, state, step, workers)
     card = work.card | {
         "workers": workers, "precision": str(work.choice), "fingerprint": work.fingerprint,
     }  # fmt: skip
-    if world.writes_run_dir:
-        about = _describe(context, work, card, resumption, saving.checkpoint.store)
-        open_record(lines, position=resumption.position, summary=about, leak=leak)
+    about = _describe(context, work, card, resumption, saving.checkpoint.store) if (
+        world.writes_run_dir) else []
+    open_metrics(metrics, recorded, found, summary=about, leak=leak)
     pictures = None
     if world.is_main and hasattr(work.task, "picture"):
         pictures = Pictures(draw=work.task.picture, folder=path / FOLDER, model=work.model,

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.checkpoint.replication import Lines
+from trainer.checkpoint.replication import resume_record
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import compatibility
@@ -35,14 +35,16 @@ from trainer.run.prepare import REMEDY, Setup
 from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
 from trainer.storage.files import display_path
+from trainer.storage.jsonl import last_records, sample_records
 from trainer.storage.layout import TIMING
 from trainer.telemetry import tensorboard
 from trainer.telemetry.console import Console
-from trainer.telemetry.events import Log, read_events
+from trainer.telemetry.events import Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
 from trainer.telemetry.metrics import Metrics, Sink, line_key
 from trainer.telemetry.step_timing import StepTiming, resident_mb
 from trainer.telemetry.tensorboard import (
+    NORMS,
     Introduction,
     TensorBoard,
     TensorHistograms,
@@ -108,29 +110,38 @@ class RecordedRun:
     run_id: str
     guard: Callable[[], AbstractContextManager[None]]
     """Context for changes of the folder; raises if a newer attempt owns it."""
+    given_hints: set[str]
+    """Names of the hints that were given; `Hints` adds to it."""
 
 
 def open_metrics(
-    metrics: Metrics, run: RecordedRun, lines: Lines, position: int, *,
+    metrics: Metrics, run: RecordedRun, found: CheckpointRef | None, *,
     summary: Sequence[str] = (), leak: str = "",
 ) -> None:  # fmt: skip
-    """Open metrics.jsonl, cut to the step that is resumed, and the sinks.
+    """Collective. Open metrics.jsonl, cut to the step that is resumed, and the sinks.
 
     Args:
-        lines: new content of the file, and the lines that an earlier attempt may not have shown.
-        position: the step that is resumed.
         summary: lines of the startup summary.
         leak: the evidence that validation samples are training samples, or "".
     """
+    metrics.close()
+    record, end = resume_record(found, run.path / layout.METRICS, run.world)
+    metrics.continue_at(end)
+    if not run.world.writes_run_dir:
+        return
     config, work, world, path, log = run.config, run.work, run.world, run.path, run.log
-    kept, unshown = lines
-    from_other_run = config.resume not in ("auto", "never")
-    _report_gaps(path / layout.METRICS, kept, position, log, from_other_run=from_other_run)
+    position = 0 if found is None else found.step
+    if not record.begin.offset:
+        _report_gaps(path / layout.METRICS, record.kept, position, log,
+                     from_other_run=config.resume not in ("auto", "never"))
+    metrics.open(path / layout.METRICS, record, guard=run.guard, warn=log.warning)
+    history = last_records(path / layout.METRICS, NORMS)
     total, every = work.intervals.total, work.intervals.log or work.intervals.total
+    unshown = record.unshown
     first = min((line["step"] for line in unshown), default=position + 1)
     if position >= total:  # the final metrics are shown again
         first = min(first, position)
-        unshown = [line for line in kept if line["step"] >= first]
+        unshown = [line for line in history if line["step"] >= first]
     names = getattr(work.task, "class_names", ())
     lengths = {"epoch": work.plan.steps_per_epoch, "total": total}
     scalars_every = config.log.tensorboard_every.steps(**lengths) or total
@@ -139,7 +150,7 @@ def open_metrics(
         introduction=Introduction(
             summary=summary, restarts=log.attempt,
             images=preview(work.task, log) if position == 0 else None),
-        class_names=names, norms=_norms_before(kept, first),
+        class_names=names, norms=_norms_before(history, first),
         histograms=TensorHistograms(every=config.log.histograms.steps(**lengths),
                                     tensors=partial(_tensors, work.model)),
     )  # fmt: skip
@@ -151,12 +162,11 @@ def open_metrics(
         if config.log.wandb != "off":
             sinks.append(WandB(path, run.run_id, log, mode=config.log.wandb, every=scalars_every,
                                settings=compatibility.settings(config), class_names=names))
-        sinks.append(_hints(run, kept, leak))
+        sinks.append(_hints(run, leak))
         if config.log.graph == "on" and not position:
             _show_graph(board, run)
         sinks += [UserSink(name, make, path, log) for name, make in work.sinks.items()]
-    metrics.open(path / layout.METRICS, sinks, kept=kept, unshown=unshown, guard=run.guard,
-                 warn=log.warning)
+    metrics.show_in(sinks, unshown)
 
 
 def open_timing(
@@ -212,11 +222,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"gradients/{name}", parameter.grad.to_dense().float().cpu().numpy()
 
 
-def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints:
+def _hints(run: RecordedRun, leak: str) -> Hints:
     """Create the hints. Those about the data, the model and the batch are shown now."""
     config, work, world = run.config, run.work, run.world
-    events = read_events(run.path / layout.EVENTS)
-    given = [event["hint"] for event in events if event.get("event") == "hint"]
     expected = work.task.first_loss() if hasattr(work.task, "first_loss") else None
     facts = HintFacts(
         total=work.intervals.total, epoch=work.plan.steps_per_epoch,
@@ -225,7 +233,8 @@ def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]], leak: str) -> Hints
         expected_loss=0.0 if config.init is not None else expected,
         zero_gradients=partial(_zero_gradients, work.model), memory=partial(_memory, world.device),
     )  # fmt: skip
-    hints = Hints(run.log, facts, off=config.log.hints_off, given=given, lines=kept)
+    hints = Hints(run.log, facts, off=config.log.hints_off, given=run.given_hints,
+                  lines=sample_records(run.path / layout.METRICS))
     hints.emit("small-batchnorm", check_batchnorm(
         startup_summary.batchnorm_samples(config, world.size, work.card)))
     if world.device.type == "cuda":

@@ -104,18 +104,22 @@ class Run:
         # on one node no rank survives the launcher
         if self.world.has_nodes or self.world.superseded:
             self.lock.check_without_waiting()
-        saved = self.checkpoint.has_unreported_save and self.metrics.durable
-        return self.stop.requested, self.checkpoint.overdue, self.checkpoint.must_fail, saved
+        checkpoint, metrics = self.checkpoint, self.metrics
+        saved = checkpoint.has_unreported_save and metrics.durable
+        recorded = self.world.is_main and metrics.must_trim
+        return self.stop.requested, checkpoint.overdue, checkpoint.must_fail, saved, recorded
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
-        """React to rank 0's report on the last save: drop the saved metric lines, or fail.
+        """React to rank 0's report on the last save and metrics.jsonl: drop durable lines, or fail.
 
         Raises:
             SaveFailed: the save failed, and --checkpoint.on-error is stop.
         """
         if "saved" in requests:
-            self.metrics.drop_saved(self.checkpoint.saved_step)
+            self.metrics.drop(self.checkpoint.saved_step)
             self.checkpoint.confirm()
+        if "recorded" in requests:  # the report is from before this step
+            self.metrics.drop(self.progress.step - 1)
         if "fail" in requests:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
 

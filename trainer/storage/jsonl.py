@@ -12,11 +12,20 @@ import mmap
 import os
 import threading
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from trainer.storage.files import replace_bytes
+
 TAIL_BYTES = 1 << 16
-"""Bytes read from the end of a file to find its last records: far more than one record."""
+"""Bytes before a position that its checksum covers at most; bytes of one read from the end."""
+LAST_LINES = 100
+"""Lines at the end of a file among which `newest_step` looks for complete ones."""
+SAMPLES, SAMPLE_BYTES = 512, 4096
+"""Number of records that `sample_records` returns, and the bytes read for each."""
 
 
 class MappedCounter:
@@ -179,23 +188,95 @@ class AppendFile:
                     self._pending[0] = record[written:]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file of JSON lines; [] if there is no file.
+@dataclass(frozen=True)
+class FileMark:
+    """A position in an append-only file, with a checksum of the bytes directly before it."""
+
+    offset: int = 0
+    checked: int = 0
+    """Number of bytes that the checksum covers."""
+    checksum: str = ""
+
+    def after(self, data: bytes) -> FileMark:
+        """The position after `data`, appended at this position."""
+        tail = data[-TAIL_BYTES:]
+        if not tail:
+            return self
+        return FileMark(self.offset + len(data), len(tail), xxhash.xxh3_128_hexdigest(tail))
+
+    def fits(self, path: Path) -> bool:
+        """Whether a file reaches this position and has these bytes before it."""
+        try:
+            with path.open("rb") as file:
+                file.seek(self.offset - self.checked)
+                tail = file.read(self.checked)
+        except OSError:
+            tail = b""
+        return FileMark(self.offset - self.checked).after(tail) == self
+
+
+def continue_file(path: Path, offset: int, data: bytes) -> None:
+    """Keep the first `offset` bytes of a file, let `data` follow, and make it durable.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    if not offset:
+        replace_bytes(path, [data])
+        return
+    with path.open("r+b") as file:
+        file.truncate(offset)
+        file.seek(offset)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path, offset: int = 0) -> list[dict[str, Any]]:
+    """Read the JSON objects of a file of JSON lines from an offset on; [] if there is no file.
 
     Truncated lines, and lines that aren't JSON objects, are skipped.
     """
-    return parse_records(path.read_bytes()) if path.exists() else []
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return parse_records(file.read())
+    except FileNotFoundError:
+        return []
+
+
+def last_records(path: Path, count: int) -> list[dict[str, Any]]:
+    """The records in the last `count` lines of a file; [] if it can't be read."""
+    data = b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        begin = file.seek(0, os.SEEK_END)
+        while begin and data.count(b"\n") <= count:
+            size = min(begin, TAIL_BYTES)
+            begin -= size
+            file.seek(begin)
+            data = file.read(size) + data
+    return parse_records(b"\n".join(data.splitlines()[-count:]))
+
+
+def sample_records(path: Path) -> list[dict[str, Any]]:
+    """Records evenly spaced in a file, the first included; all records of a small file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= SAMPLES * SAMPLE_BYTES:
+            return read_records(path)
+        found = []
+        for number in range(SAMPLES):
+            file.seek(number * size // SAMPLES)
+            lines = file.read(SAMPLE_BYTES).split(b"\n")
+            complete = lines[number > 0 : -1]  # a sample other than the first begins within a line
+            found += parse_records(b"".join(complete[:1]))
+        return found
 
 
 def newest_step(path: Path) -> int:
     """The largest `step` among the last records of a file; 0 if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            found = parse_records(file.read())
-    except OSError:
-        return 0
-    return max((s for r in found if isinstance(s := r.get("step"), int)), default=0)
+    steps = [record.get("step") for record in last_records(path, LAST_LINES)]
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def parse_records(data: bytes) -> list[dict[str, Any]]:

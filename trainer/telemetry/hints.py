@@ -211,13 +211,14 @@ class Hints:
 
     Args:
         off: names of hints that are switched off; "all" is every hint.
-        given: names of hints that earlier attempts of the run have logged.
-        lines: the lines of metrics.jsonl so far.
+        given: names of hints that were logged in the run; new ones are added.
+        lines: metric lines so far: all, or some that are evenly spaced.
     """
 
     def __init__(self, log: Log, facts: HintFacts, *, off: Iterable[str] = (),
-                 given: Iterable[str] = (), lines: Iterable[dict[str, Any]] = ()) -> None:
-        self._log, self._facts, self._done = log, facts, {*off, *given}
+                 given: set[str] | None = None, lines: Iterable[dict[str, Any]] = ()) -> None:
+        self._log, self._facts, self._off = log, facts, {*off}
+        self._given = set() if given is None else given
         self._every = max(50, facts.total // LOOKS)
         self._stride = 1
         self._points: list[tuple[int, float, float, float, float | None]] = []
@@ -226,14 +227,20 @@ class Hints:
         self._first: float | None = None
         for line in lines:
             (self._note_validation if "val_loss" in line else self._note)(line)
+        if self._points:  # continue at the distance of the points so far
+            distance = self._points[-1][0] // len(self._points)
+            self._stride = max(self._stride, 1 << max(0, distance.bit_length() - 1))
 
     def emit(self, name: str, why: str) -> None:
         """Log a hint, unless `why` (the evidence) is empty, or the hint is off or already given."""
-        if not why or name in self._done or "all" in self._done:
+        if not why or self._is_done(name):
             return
-        self._done.add(name)
+        self._given.add(name)
         self._log.event("hint", hint=name, why=why)
         self._log.info(f"hint: {why} (docs/hints.md#{name}; --log.hints-off {name})")
+
+    def _is_done(self, name: str) -> bool:
+        return bool({name, "all"} & self._off) or name in self._given
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         if not timing:
@@ -263,7 +270,7 @@ class Hints:
         self._points.append((step, loss, norm, line["lr"], line.get("accuracy")))
         if len(self._points) >= MOST_POINTS:
             self._stride *= 2
-            self._points = [p for p in self._points if not p[0] % self._stride]
+            self._points = self._points[1::2]
 
     def _note_validation(self, line: dict[str, Any]) -> None:
         train, loss = line["train_loss"], line["val_loss"]
@@ -272,12 +279,12 @@ class Hints:
 
     def _guarded(self, check: Callable[[Any], None], argument: Any) -> None:
         """Call a check. Nothing depends on a hint, so an error in a check must not end the run."""
-        if "all" in self._done:
+        if "all" in self._off:
             return
         try:
             check(argument)
         except Exception as error:
-            self._done.add("all")
+            self._off.add("all")
             self._log.warning(f"no more hints: {type(error).__name__}: {error}")
 
     def _check(self, step: int) -> None:
@@ -292,9 +299,9 @@ class Hints:
             self.emit("rising-norm", check_rising_norm(norms, losses))
         if step >= facts.total // 2:
             self.emit("constant-rate", check_constant_rate(rates))
-        if "idle-memory" not in self._done and (memory := facts.memory()) is not None:
+        if not self._is_done("idle-memory") and (memory := facts.memory()) is not None:
             self.emit("idle-memory", check_idle_memory(*memory, facts.micro_size, facts.per_rank))
-        if "dead-gradient" not in self._done:
+        if not self._is_done("dead-gradient"):
             self._looks = [*self._looks, facts.zero_gradients()][-DEAD_LOOKS:]
             self.emit("dead-gradient", check_dead_gradients(self._looks))
 

@@ -8,6 +8,7 @@ import platform
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,9 @@ LAYOUT = {
 BINS = 64
 """Bins of a histogram. numpy would choose a very large number for a tensor with an outlier."""
 
+NORMS = 4096
+"""Number of gradient norms, the last ones before a validation, that its histogram shows."""
+
 Tensors = Callable[[], Iterable[tuple[str, Any]]]
 
 
@@ -126,7 +130,7 @@ class TensorBoard:
         from torch.utils.tensorboard import summary
 
         self._summary, self._every, self._clock = summary, every, clock
-        self._names, self._norms = class_names, list(norms)
+        self._names, self._norms = class_names, deque(norms, maxlen=NORMS)
         self._histograms = histograms
         folder.mkdir(exist_ok=True)
         new = not any(folder.iterdir())  # TensorBoard does not drop texts, so they are written once
@@ -164,9 +168,8 @@ class TensorBoard:
     def validation(self, line: dict[str, Any]) -> None:
         step, table = line["step"], line.get("val_table")
         self._scalars(validation_scalars(line), step)
-        norms, self._norms = self._norms, []
-        if norms:
-            self._histogram("optimizer/grad_norms", np.asarray(norms), step)
+        self._histogram("optimizer/grad_norms", np.asarray(self._norms), step)
+        self._norms.clear()
         if table is not None and drawing.is_matrix(table):
             self._image("confusion", drawing.matrix(table, self._names), step)
 

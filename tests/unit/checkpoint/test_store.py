@@ -67,8 +67,7 @@ def test_what_is_written_is_read_back(store: Store) -> None:
     assert not skipped
     assert (found.step, found.generation, found.kind, found.run) == (7, 2, "best", "r")
     assert found.manifest["extra"] == {"score": 0.5}
-    paths = store.open(7)
-    assert {name: path.read_bytes() for name, path in paths.items()} == {
+    assert store.read(7, lambda path, on_chunk: (data := path.read_bytes(), on_chunk(data))[0]) == {
         "whole": b"abc", "pieces": b"degh", "empty": b""
     }  # fmt: skip
 
@@ -80,7 +79,7 @@ def test_a_large_array_is_written_as_its_bytes(store: Store) -> None:
         stage.write("array", array)
         stage.commit(kind="periodic")
 
-    assert store.open(1)["array"].read_bytes() == array.tobytes()
+    assert (store.verify(1).path / "array").read_bytes() == array.tobytes()
 
 
 def test_without_a_commit_nothing_remains(store: Store) -> None:
@@ -99,7 +98,7 @@ def test_a_checkpoint_of_the_same_step_is_replaced(store: Store) -> None:
     save(store, 3, generation=1, state=b"new")
 
     assert names(store) == ["step-00000003"]
-    assert store.open(3)["state"].read_bytes() == b"new"
+    assert (store.verify(3).path / "state").read_bytes() == b"new"
 
 
 def test_modes_follow_the_umask(store: Store) -> None:
@@ -195,7 +194,7 @@ def test_damage_to_any_byte_is_found_and_the_previous_checkpoint_is_used(
         assert len(skipped) == 1
         assert f"step-00000002: {name}" in skipped[0], what
         with pytest.raises(CheckpointDamaged, match=f"step-00000002: {name}"):
-            store.open(2)
+            store.verify(2)
         path.rmdir() if path.is_dir() else path.unlink(missing_ok=True)
         path.write_bytes(content)
 
@@ -255,7 +254,7 @@ def test_a_manifest_with_invalid_content_is_damaged(store: Store, change: dict) 
     (store.folder / "step-00000003" / "manifest.json").write_bytes(encode_manifest(honest | change))
 
     with pytest.raises(CheckpointDamaged, match=r"step-00000003: manifest\.json"):
-        store.open(3)
+        store.verify(3)
 
 
 @pytest.mark.parametrize("body", ['{"a": ' + "[" * 100_000, "[1", "null", '{"files": {}'])
@@ -265,7 +264,7 @@ def test_a_manifest_with_a_checksum_of_invalid_json_is_damaged(store: Store, bod
     (store.folder / "step-00000003" / "manifest.json").write_text(body + tail)
 
     with pytest.raises(CheckpointDamaged, match=r"step-00000003: manifest\.json"):
-        store.open(3)
+        store.verify(3)
 
 
 @pytest.mark.parametrize("replaces", [False, True])
@@ -295,14 +294,14 @@ def test_a_replaced_checkpoint_counts_until_the_new_one_is_verified(store: Store
     save(store, 2, state=b"old")
     (store.folder / "step-00000002").rename(store.folder / "step-00000002.old")
 
-    assert store.open(2)["state"].read_bytes() == b"old"
+    assert (store.verify(2).path / "state").read_bytes() == b"old"
 
     save(Store(store.folder.with_name("other")), 2, generation=1, state=b"new")
     store.folder.with_name("other").joinpath("step-00000002").rename(
         store.folder / "step-00000002"
     )
     assert store.newest_valid()[0] == store.verify(2)
-    assert store.open(2)["state"].read_bytes() == b"new"
+    assert (store.verify(2).path / "state").read_bytes() == b"new"
 
     (store.folder / "step-00000002" / "state").write_bytes(b"ne")
     found, skipped = store.newest_valid()
@@ -358,15 +357,10 @@ def test_pruning_keeps_the_newest_and_the_best_after_every_save_also_over_a_resu
     for step in range(2, 61, 2):
         if step == 40:
             store = Store(tmp_path, keep=keep)
-            store.open(saved[-1])
         save(store, step)
         saved.append(step)
         store.prune(protect={10})
-        kept = {10} & set(saved) | set(saved[-keep:])
-        assert set(steps(store)) == kept | ({38} if step >= 40 else set())
-
-    store.in_use = None
-    assert store.prune(protect={10}) == [38]
+        assert set(steps(store)) == {10} & set(saved) | set(saved[-keep:])
 
 
 def test_keep_every_keeps_checkpoints_for_good(tmp_path: Path) -> None:
@@ -565,7 +559,7 @@ def test_a_waiting_writer_gets_its_turn_if_the_first_one_dies(store: Store) -> N
         stage.write("state", b"ours")
         stage.commit(kind="survivor")
 
-    assert store.open(5)["state"].read_bytes() == b"ours"
+    assert (store.verify(5).path / "state").read_bytes() == b"ours"
     assert [name.split("-")[1] for name in names(store)] == ["00000005", "00000005.tmp"]
     store.clean()
     assert names(store) == ["step-00000005"]
@@ -593,7 +587,7 @@ def test_a_step_being_saved_is_not_saved_again_by_another_thread(store: Store) -
         stage.write("state", b"first")
         stage.commit(kind="periodic")
 
-    assert store.open(5)["state"].read_bytes() == b"first"
+    assert (store.verify(5).path / "state").read_bytes() == b"first"
 
 
 def test_saving_works_on_a_file_system_without_locks(
