@@ -26,21 +26,25 @@ def best_in_checkpoint(run, step):
     return facts["best"]["step"]
 
 
-def test_a_start_resumes_before_the_best_weights_and_computes_them_again(ranks, tmp_path):
+def test_damaged_best_weights_end_the_attempt_and_the_next_one_computes_them_again(
+    ranks, tmp_path, capfd
+):
     straight, harmed = tmp_path / "straight", tmp_path / "harmed"
-    command = [*RUN, "--eval.best=val_loss:min"]
+    command = [*RUN, "--eval.best=val_loss:max"]
     assert ranks(2, train, *command, f"--run-dir={straight}", group=False) == [0, 0]
-    again = [*command, "--inject=term:step=5:rank=1", f"--run-dir={harmed}"]
+    again = [*command, "--inject=term:step=3:rank=1", f"--run-dir={harmed}"]
     assert ranks(2, train, *again, group=False) == [75, 75]
-    assert best_in_checkpoint(harmed, 5) == 4
-    assert not (harmed / "checkpoints/step-00000002").exists()  # the best one for step 3
-    damage(harmed, 4)
+    assert best_in_checkpoint(harmed, 3) == 2
+    damage(harmed, 2)
 
+    assert ranks(2, train, *again, group=False) == [1, 1]
     assert ranks(2, train, *again, group=False) == [0, 0]
 
+    assert "best weights, of step 2, are damaged. The next start continues from step 1" in (
+        "".join(capfd.readouterr()))
     restored = [e["at_step"] for e in read_events(harmed / "events.jsonl")
                 if e["event"] == "restore"]
-    assert restored == [3]
+    assert restored == [3, 1]
     assert list(differences(straight, harmed)) == []
 
 

@@ -85,14 +85,8 @@ def reason_not_to_save(
 ) -> str | None:  # fmt: skip
     """Why an emergency save of this step boundary should not be started; None to start it.
 
-    It is not started if it would be killed before it completes *and* a complete checkpoint from
-    within the last interval exists. The duration is estimated from the speed of the last save;
-    without one the save is tried.
-
-    Args:
-        events: the run's `events.jsonl`.
-        interval: checkpoint interval in steps; 0: no periodic checkpoints.
-        left_s: seconds until the launcher kills this rank.
+    By the speed of the last save in `events` it would be killed before it completes, in `left_s`
+    seconds, *and* a complete checkpoint from within the last interval (0: none) exists.
     """
     step = state.progress.step
     kept = max((info.step for info in store.checkpoints() if info.why is None
@@ -205,9 +199,6 @@ class Checkpointer:
     def save(self, kind: str) -> None:
         """Collective. Save the state of this step boundary; repeated calls save it once.
 
-        Args:
-            kind: reason of the save: "periodic", "best" or "stop".
-
         Raises:
             OSError: the previous save failed, with --checkpoint.on-error stop.
         """
@@ -318,8 +309,8 @@ class Checkpointer:
         Every survivor tries. One of them writes; the others find its complete checkpoint.
 
         Args:
-            kept: address → tensor to save in place of the live tensor there. Used by a thread
-                other than the main thread, while the device may still be computing.
+            kept: address → tensor to save in place of the live tensor there, for a thread other
+                than the main thread.
 
         Returns:
             The step saved; None if a checkpoint of this step exists already.
@@ -442,10 +433,7 @@ class Checkpointer:
         self._unverified_best = 0 if found.path else self._state.best.step
 
     def go_back(self, found: CheckpointRef) -> None:
-        """Collective. Roll back to an older checkpoint during the run.
-
-        Newer checkpoints are abandoned, and the run continues in a new generation.
-        """
+        """Collective. Roll back to an older checkpoint; the run continues in a new generation."""
         restore_state(found, self.store, self._state, self._world, self._log)
         self.generation = max(found.generation, self.generation) + 1
         if self._world.writes_run_dir:
@@ -454,11 +442,7 @@ class Checkpointer:
         self._saved = (-1, -1)
 
     def load_model(self, step: int) -> bool:
-        """Collective. Load only the weights of a checkpoint, into the model of all ranks.
-
-        Returns:
-            False if there is no valid checkpoint of this step.
-        """
+        """Collective. As `restore_model`."""
         self.finish_pending()
         return restore_model(step, self.store, self._state, self._world)
 

@@ -45,15 +45,11 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Store:
-    """The checkpoint folder of a run: `RUN/checkpoints`.
-
-    Create one instance per folder and process, since file locks belong to the process. Its methods
-    are thread-safe.
+    """The checkpoint folder of a run, `RUN/checkpoints`. Thread-safe; one instance per process.
 
     Args:
         folder: created with the first checkpoint.
-        run: id of the run. Checkpoints of other runs are never loaded, pruned or set aside. None:
-            all checkpoints belong to this run.
+        run: checkpoints of other runs are never loaded, pruned or set aside; None: all are its own.
         keep: number of newest checkpoints that `prune` keeps.
         keep_every: `prune` also keeps checkpoints whose step is a multiple of this.
         guard: context manager entered around every visible change of the folder; raises if the
@@ -79,16 +75,13 @@ class Store:
     def stage(
         self, step: int, *, generation: int, expected_bytes: int = 0, wait_s: float = 1.0
     ) -> Iterator[StagedCheckpoint]:
-        """Context manager that writes the checkpoint of a step.
+        """Context in which the checkpoint of a step is written; without a `commit` it is deleted.
 
-        Leaving the block without `StagedCheckpoint.commit` deletes what was written. A step has
-        only one writer at a time. A second writer gets its turn when the first one is done *or
+        A step has only one writer at a time. A second one gets its turn when the first is done *or
         dead*, so it should call `verify` first: the checkpoint may be complete already.
 
         Args:
-            step: optimizer steps taken.
-            generation: generation of the run's history; every rollback increments it.
-            expected_bytes: size of the whole checkpoint, if known; for the error message only.
+            expected_bytes: size of the whole checkpoint, if known; for the error message.
             wait_s: seconds to wait for another writer of this step.
 
         Raises:
@@ -123,10 +116,7 @@ class Store:
             ) from error
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints by (generation, step), oldest first; reads only their manifests.
-
-        Checkpoints with a damaged manifest (`why` is set) come last, since they may be the newest.
-        """
+        """All checkpoints by (generation, step), then those with a damaged manifest."""
         shown = {info.step: info for info in self._candidates()}  # step-N.old comes before step-N
         return sorted(shown.values(), key=_age)
 
@@ -146,22 +136,11 @@ class Store:
         raise CheckpointDamaged(f"{step_name(step)}: there is no such checkpoint in {self.folder}")
 
     def verify(self, step: int) -> CheckpointInfo:
-        """Read the checkpoint of a step and compare its files with the manifest's hashes.
-
-        Raises:
-            CheckpointDamaged: it differs, or doesn't exist.
-        """
+        """As `find`, and compare all files with the manifest's hashes."""
         return self._verify(self.find(step).path, step)
 
     def read(self, step: int, read: Reader) -> dict[str, Any]:
-        """Verify the checkpoint of a step; returns the contents of its files by name.
-
-        Args:
-            read: see `read_verified`.
-
-        Raises:
-            CheckpointDamaged: it differs, or doesn't exist.
-        """
+        """As `verify`; returns the contents of the files by name (see `read_verified`)."""
         info, contents = read_verified(self.find(step).path, step, read)
         self._verified.add(info.manifest["checksum"])
         return contents
@@ -174,10 +153,7 @@ class Store:
             return False
 
     def newest_valid(self) -> tuple[CheckpointInfo | None, list[str]]:
-        """The newest valid checkpoint of this run, and why each newer one was skipped.
-
-        Returns (None, reasons) if there is none; without reasons there is no checkpoint at all.
-        """
+        """The newest valid checkpoint of this run, or None, and why each newer one was skipped."""
         skipped, candidates = [], self._candidates()
         for info in sorted(candidates, key=_age, reverse=True):
             if info.why is None and not self._is_mine(info):
@@ -214,10 +190,9 @@ class Store:
         return [info.step for info in to_prune]
 
     def set_aside(self, *, after_step: int, generation: int) -> list[int]:
-        """Abandon checkpoints of older generations after a step. Returns their steps.
+        """Abandon checkpoints of older generations after a step, for a rollback to it.
 
-        A rollback to `after_step` calls this before it continues as `generation`. Abandoned
-        checkpoints are no longer listed, and the next `prune` deletes them.
+        They are no longer listed, and the next `prune` deletes them. Returns their steps.
         """
         abandoned = [
             info for info in self._candidates()
@@ -248,13 +223,8 @@ class Store:
         return max((i.generation or 0 for i in self.checkpoints() if self._is_mine(i)), default=0)
 
     def clean(self) -> list[str]:
-        """Delete what dead attempts left behind; call it at the start of an attempt.
-
-        Also completes a save that was interrupted while it replaced a checkpoint.
-
-        Returns:
-            The deleted names.
-        """
+        """At the start of an attempt: delete what dead ones left behind, and complete the save that
+        was interrupted while it replaced a checkpoint. Returns the deleted names."""
         return self._sweep(at_start=True)
 
     def close(self) -> None:

@@ -1,8 +1,7 @@
 """Hints: warn once about each probable mistake in a training run, from data that exists anyway.
 
-A check is a pure function. It returns the evidence as a text, or "" if it finds no mistake. `Hints`
-keeps the metric lines of the run, on rank 0, and calls the checks at validations and about twenty
-times in a run. docs/hints.md describes each hint and its remedy.
+A check is a pure function that returns the evidence as a text, or "" if it finds no mistake.
+docs/hints.md describes each hint and its remedy.
 """
 
 from __future__ import annotations
@@ -41,13 +40,8 @@ def check_first_loss(measured: float, expected: float) -> str:
 
 
 def check_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
-    """Check whether the loss falls.
-
-    Args:
-        losses: of all steps so far.
-        first: the loss of the first step. If the learning rate is too high, the next losses are
-            already larger, so the lower one of both is the reference.
-    """
+    """Check whether the loss falls, from that of the first step too: if the learning rate is too
+    high, the next losses are already larger."""
     if len(losses) < 100:
         return ""
     part = len(losses) // 5
@@ -108,13 +102,7 @@ def check_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
 
 
 def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
-    """Check whether larger micro-batches would fit into the device memory.
-
-    Args:
-        peak: largest number of bytes in use.
-        total: bytes of the device.
-        per_rank: samples of a global batch on each rank.
-    """
+    """Check whether larger micro-batches would fit into the device memory (bytes)."""
     if micro_size >= per_rank or peak > MEMORY_SHARE * total:
         return ""
     return (f"at most {peak / 2**30:.1f} of {total / 2**30:.0f} GiB of device memory are used, "
@@ -122,11 +110,7 @@ def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> 
 
 
 def check_dead_gradients(looks: Sequence[Sequence[str]]) -> str:
-    """Check for gradients that stay exactly zero.
-
-    Args:
-        looks: names of the parameters with a zero gradient, for each check so far.
-    """
+    """Check for gradients that stay exactly zero, by their names at each check so far."""
     if len(looks) < DEAD_LOOKS:
         return ""
     dead = [name for name in looks[-1]
@@ -157,11 +141,7 @@ def check_easy_validation(
 
 
 def check_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
-    """Check whether the validation loss rises while the training loss falls.
-
-    Args:
-        validations: (step, training loss, validation loss) of each validation.
-    """
+    """Check whether the validation loss rises while the training loss falls (step, both losses)."""
     if len(validations) < 4:
         return ""
     best = min(range(len(validations)), key=lambda i: validations[i][2])
@@ -183,27 +163,22 @@ def check_constant_rate(rates: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HintFacts:
-    """Properties of the run that the checks need.
-
-    Args:
-        total: steps in the run.
-        epoch: steps in an epoch.
-        per_rank: samples of a global batch on each rank.
-        expected_loss: the first loss of an untrained model. None: it follows from the number of
-            classes in the confusion matrix of a validation. 0: the first loss is not checked.
-        zero_gradients: returns the names of the parameters whose gradient is exactly zero. It
-            synchronizes with the device.
-        memory: returns (largest number of bytes in use, bytes of the device), or None on a CPU.
-    """
+    """Properties of the run that the checks need."""
 
     total: int
+    """Steps in the run."""
     epoch: int
+    """Steps in an epoch."""
     clip_norm: float
     micro_size: int
     per_rank: int
+    """Samples of a global batch on each rank."""
     expected_loss: float | None = None
+    """First loss of an untrained model; None: from the number of classes; 0: not checked."""
     zero_gradients: Callable[[], list[str]] = list
+    """Names of the parameters whose gradient is exactly zero."""
     memory: Callable[[], tuple[int, int] | None] = lambda: None
+    """(largest number of bytes in use, bytes of the device), or None on a CPU."""
 
 
 class Hints:
@@ -232,7 +207,7 @@ class Hints:
             self._stride = max(self._stride, 1 << max(0, distance.bit_length() - 1))
 
     def emit(self, name: str, why: str) -> None:
-        """Log a hint, unless `why` (the evidence) is empty, or the hint is off or already given."""
+        """Log a hint with its evidence `why`, unless that is empty or the hint is off or given."""
         if not why or self._is_done(name):
             return
         self._given.add(name)
@@ -289,8 +264,7 @@ class Hints:
 
     def _check(self, step: int) -> None:
         facts, points = self._facts, self._points
-        losses, norms, rates = [p[1] for p in points], [p[2] for p in points], [
-            p[3] for p in points]
+        losses, norms, rates = ([p[i] for p in points] for i in (1, 2, 3))
         self._check_first(None)
         if step >= max(200, facts.total // 10):
             self.emit("flat-loss", check_flat_loss(losses, self._first))

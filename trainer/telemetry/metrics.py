@@ -47,12 +47,7 @@ class Sink(Protocol):
     """Receiver of the metric lines that shows the run. On rank 0 only."""
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        """Show a training step.
-
-        Args:
-            line: of metrics.jsonl.
-            timing: seconds of this rank; empty for a step of an earlier attempt.
-        """
+        """Show a training step, with the seconds of this rank (empty: of an earlier attempt)."""
         ...
 
     def validation(self, line: dict[str, Any]) -> None:
@@ -237,7 +232,7 @@ class Metrics:
         """Record a training step. Return the times of this rank in the step, in seconds.
 
         Args:
-            waited_s: seconds that this rank has waited for data so far, over all steps.
+            waited_s: seconds that this rank has waited for data in all steps so far.
         """
         data, self._waited_s = waited_s - self._waited_s, waited_s
         waits = result.communication_s

@@ -27,12 +27,7 @@ from trainer.telemetry.events import Log, writable
 
 
 def trace_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-    """Trace a model with the inputs that the task's loss passes to it for this batch.
-
-    The model, its mode and the random generators are not changed.
-
-    Returns:
-        A GraphDef.
+    """Trace a model (a GraphDef) with the inputs that the task's loss passes to it for this batch.
 
     Raises:
         RuntimeError: the model can't be traced, or the loss doesn't call it as a module.
@@ -93,23 +88,17 @@ class Introduction:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHistograms:
-    """Histograms of tensors at an interval."""
+    """Histograms of the tensors (name, value) in each `every` steps; 0: none."""
 
     every: int = 0
-    """Steps between histograms; 0: none."""
     tensors: Tensors = lambda: ()
-    """Returns names and values."""
 
 
 class TensorBoard:
-    """Event files for TensorBoard.
+    """Event files for TensorBoard, written record by record.
 
-    They contain scalars at an interval, and validations with a histogram of gradient norms and a
-    confusion matrix. The beginning has the layout, sample images and the startup summary; the end
-    has hyperparameters and final metrics.
-
-    The calling thread writes record by record. torch's SummaryWriter is not used: it has a thread
-    and a buffer, which a forked loader worker would inherit, and a full disk ends it.
+    torch's SummaryWriter has a thread and a buffer, which a forked loader worker would inherit, and
+    a full disk ends it.
 
     Args:
         every: steps between scalars.
@@ -245,9 +234,7 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 class UserSink:
-    """Wrapper of a sink written by the user. It passes copies of the lines to the sink.
-
-    An exception in the sink disables it with a warning. The run does not depend on it.
+    """Passes copies of the lines to a sink of the user; an exception disables it with a warning.
 
     Args:
         name: import path of the sink, for the warning.
