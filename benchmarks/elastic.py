@@ -156,14 +156,13 @@ def measure(model: str, steps: int, folder: Path) -> None:
                 *COST[model], f"--steps={steps + 3}", "--device=cpu", "--data.workers=0",
                 f"--run-dir={folder / name}", "--log.level=warning", "--parallel.sync-bn=off",
                 f"--parallel.reduction={name}"])  # fmt: skip
-            built[name] = build(config, world, log, StopSignals(), watchdog.marks)
-            start(built[name])
+            built[name] = start(build(config, world, log, StopSignals(), watchdog.marks))
         for number in range(steps + 2):
             for name in REDUCTIONS if number % 2 else reversed(REDUCTIONS):
-                parts = built[name]
+                training = built[name].training
                 world.barrier()
                 began_s, cpu_s = time.perf_counter(), time.process_time()
-                parts.step(parts.loader.window())
+                training.step(training.loader.window())
                 if number >= 2:
                     times[name].append((time.perf_counter() - began_s,
                                         time.process_time() - cpu_s))

@@ -45,6 +45,7 @@ def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, 
     from trainer.resilience.stop_signals import StopSignals
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
+    from trainer.run.warmup import start
     from trainer.telemetry.events import Log
 
     config = command_line.parse_config([*TASKS[task], f"--steps={steps}", "--eval.every=100",
@@ -55,15 +56,15 @@ def measure(launch: Any, steps: int, task: str, folder: str) -> list[tuple[int, 
     found: list[tuple[int, float]] = []
     with (World.form(device="cpu", threads=1, launch=launch) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopSignals(), watchdog.marks)
+        built = build(config, world, log, StopSignals(), watchdog.marks)
 
         def look(step: int) -> None:
             if step % EVERY == 0:
                 found.append((step, resident_bytes() / 1e6))
 
-        parts.status.on_step(look)
-        train(parts)
-        parts.close()
+        log.status.on_step(look)
+        train(start(built))
+        built.guard.close()
     return found
 
 

@@ -101,6 +101,7 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     from trainer.resilience.stop_signals import StopSignals
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
+    from trainer.run.warmup import start
     from trainer.telemetry.events import Log
 
     config = command_line.parse_config([*MODELS[model], f"--steps={steps}", "--eval.every=off",
@@ -111,12 +112,13 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
     found: dict[str, list[float]] = {name: [] for name in (*NAMES, MORE)}
     with (World.form(device="cpu", threads=1, launch=LaunchInfo()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopSignals(), watchdog.marks)
+        built = build(config, world, log, StopSignals(), watchdog.marks)
         by_hand = Hand(build(dataclasses.replace(config, run=folder / "by-hand"), world, log,
                              StopSignals(), watchdog.marks), watch)
-        parts.loader._source = Timed(parts.loader._source, watch)
-        parts.step.objective.loss = watch.around(parts.step.objective.loss)
-        time_updates(parts.step.optimizer, parts.step.schedule, watch)
+        loader, objective = built.data.loader, built.trainable.compute.objective
+        loader._source = Timed(loader._source, watch)
+        objective.loss = watch.around(objective.loss)
+        time_updates(built.setup.optimizer, built.setup.schedule, watch)
         before = torch.Tensor.backward, trainer.step.clip, trainer.step.zero_grad
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
@@ -140,13 +142,13 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
                     found[MORE].append(ours / hand - 1)
             last[0] = time.perf_counter(), watch.spent_s
 
-        parts.status.on_step(mark)
+        log.status.on_step(mark)
         try:
-            train(parts)
+            train(start(built))
         finally:
             (torch.Tensor.backward, trainer.step.clip,  # type: ignore[method-assign]
              trainer.step.zero_grad) = before
-        parts.close()
+        built.guard.close()
         by_hand.close()
     return found
 
@@ -155,42 +157,43 @@ class Hand:
     """The loop as one writes it by hand, with model, data and loss of a run that has been built,
     and torch's own optimizer, schedule and clipping."""
 
-    def __init__(self, parts: Any, watch: Stopwatch) -> None:
+    def __init__(self, built: Any, watch: Stopwatch) -> None:
         import torch
         from torch.nn.utils import clip_grad_norm_
 
         from examples import bare_loop
 
-        self._parts, self._watch, self._clip = parts, watch, watch.around(clip_grad_norm_)
-        self._source = Timed(parts.loader._source, watch)
-        self._loss = watch.around(parts.step.objective.loss)
-        self._micro_batches = parts.config.batch.global_size // parts.config.batch.micro_size
+        self._built, self._watch, self._clip = built, watch, watch.around(clip_grad_norm_)
+        self._compute, self._config = built.trainable.compute, built.context.config
+        self._source = Timed(built.data.loader._source, watch)
+        self._loss = watch.around(self._compute.objective.loss)
+        self._micro_batches = self._config.batch.micro_batches
         groups = [{name: group[name] for name in ("params", "lr", "weight_decay")}
-                  for group in parts.step.optimizer.param_groups]
+                  for group in built.setup.optimizer.param_groups]
         self._optimizer = torch.optim.AdamW(groups, fused=True)
-        self._schedule = bare_loop.make_schedule(self._optimizer, parts.config.steps)
+        self._schedule = bare_loop.make_schedule(self._optimizer, self._config.steps)
         time_updates(self._optimizer, self._schedule, watch)
         self._optimizer.zero_grad = watch.around(  # type: ignore[method-assign]
             self._optimizer.zero_grad)
 
     def step(self) -> tuple[float, float]:
         """One step: seconds, and those of them in the six parts."""
-        step, config = self._parts.step, self._parts.config
+        compute, config = self._compute, self._config
         begun = time.perf_counter(), self._watch.spent_s
         self._optimizer.zero_grad(set_to_none=True)
         for _ in range(self._micro_batches):
             batch = next(self._source).batch
-            with step.autocast():
-                loss = self._loss(step.model, batch).total / config.batch.global_size
+            with compute.autocast():
+                loss = self._loss(compute.model, batch).total / config.batch.global_size
             loss.backward()
-        self._clip(step.parameters, config.clip.norm)
+        self._clip(compute.parameters, config.clip.norm)
         self._optimizer.step()
         self._schedule.step()
         return time.perf_counter() - begun[0], self._watch.spent_s - begun[1]
 
     def close(self) -> None:
         """Close what was built for it."""
-        self._parts.close()
+        self._built.guard.close()
 
 
 def time_updates(optimizer: Any, schedule: Any, watch: Stopwatch) -> None:

@@ -277,11 +277,11 @@ def ours(name: str, gate: Gate, ranks: int, folder: Path) -> None:
     def train(run: Any) -> Any:
         def turn(step: int) -> None:
             if step > work.block // 2 and gate.step():  # saves fall into the middle of the blocks
-                while run.checkpoint.in_flight is not None:
+                while run.guard.checkpoint.in_flight is not None:
                     time.sleep(0.0005)
                 gate.rest()
 
-        run.status.on_step(turn)
+        run.context.log.status.on_step(turn)
         return loop(run)
 
     trainer.loop.train = train

@@ -74,6 +74,7 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
     from trainer.resilience.stop_signals import StopSignals
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
+    from trainer.run.warmup import start as warm_up
     from trainer.telemetry.events import Log
 
     steps = (rounds + WARM_BLOCKS) * BLOCK
@@ -86,7 +87,7 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
     found: dict[str, list[float]] = {name: [] for name in NAMES}
     with (World.form(device="cpu", threads=threads, launch=launch) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopSignals(), watchdog.marks)
+        built = build(config, world, log, StopSignals(), watchdog.marks)
         others = {"bare DDP": Bare(world.rank, world.size, ddp=True),
                   "independent": Bare(world.rank, world.size, ddp=False)}
         clock = time.perf_counter
@@ -106,9 +107,9 @@ def measure(launch: Any, rounds: int, sync_bn: str, folder: str, threads: int) -
                 world.barrier()
                 began[0] = clock()
 
-        parts.status.on_step(mark)
-        train(parts)
-        parts.close()
+        log.status.on_step(mark)
+        train(warm_up(built))
+        built.guard.close()
     return found
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -17,8 +16,9 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.checkpoint.progress import TrainProgress
-from trainer.config.schema import BadStepConfig, Clip, Optim
+from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.train_state import TrainState
+from trainer.config.schema import Optim
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
 from trainer.data.sampler import MicroBatchSpec
@@ -26,8 +26,6 @@ from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError
 from trainer.optim import optimizers
-from trainer.optim.bad_step_check import Health
-from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run import state_dict_checks
 from trainer.run.hidden_state import differing, same, values
 from trainer.step import Step
@@ -340,14 +338,11 @@ def _check_step(case: _Case) -> Iterator[str]:
                "to a group, or freeze it (requires_grad_(False)).")
     objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
                           device=torch.device("cpu"))
-    step = Step(
-        objective=objective, wrapped=objective, model=model, optimizer=optimizer,
-        schedule=LambdaLR(optimizer, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(), progress=TrainProgress(), seed=SEED, num_ranks=1, nominal_count=case.size,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None,
-        health=Health(BadStepConfig()),
-    )  # fmt: skip
+    state = TrainState(
+        model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
+        best=BestTracker(), meter=LossMeter(), seed=SEED, num_ranks=1)
+    step = Step.plain(state, objective, objective)
     full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
     empty = MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), batches.empty(case.whole))
     result = step([full, empty])

@@ -102,14 +102,14 @@ def test_gradients_have_the_same_bits_in_any_layout_of_blocks(tmp_path, argument
     log = Log(level="warning")
     with (World.form(device=DEVICE, launch=LaunchInfo()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(config, world, log, StopSignals(), watchdog.marks)
-        start(parts)
-        parts.step(parts.loader.window())  # an optimizer state, and other weights
-        micros = list(parts.loader.window())
-        parts.step.buffers.keep()
-        found = [in_step(parts.step, micros),
-                 *(in_blocks(parts.step, micros, ranks) for ranks in (1, 2, 4, 5))]
-        parts.close()
+        run = start(build(config, world, log, StopSignals(), watchdog.marks))
+        step, loader = run.training.step, run.training.loader
+        step(loader.window())  # an optimizer state, and other weights
+        micros = list(loader.window())
+        step.boundary.buffers.keep()
+        found = [in_step(step, micros),
+                 *(in_blocks(step, micros, ranks) for ranks in (1, 2, 4, 5))]
+        run.guard.close()
 
     assert len(micros) == 6
     for gradients in found[1:]:
@@ -137,7 +137,7 @@ def in_blocks(step: Step, micros: list[MicroBatch], num_ranks: int) -> list[torc
         own = TreeSum(len(micros), add)
         for number in block(len(micros), rank, num_ranks):
             step.optimizer.zero_grad(set_to_none=True)
-            step.buffers.put_back()
+            step.boundary.buffers.put_back()
             step.forward_backward(micros[number], rehearsal=True)
             own.push((number, number + 1), [p.grad for p in step.parameters])
         step.objective.forget()

@@ -160,6 +160,10 @@ class Checkpointer:
         self._unconfirmed_best: SaveJob | None = None
         self._marks = marks or ProgressMarks()
 
+    def allow_overlap(self) -> None:
+        """Copy parameters during the next forward and backward, since only updates change them."""
+        self.overlap = True
+
     @property
     def overdue(self) -> bool:
         """Whether a save by the clock is due; decided by rank 0's clock."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -43,6 +44,20 @@ class TrainProgress:
     def updates(self) -> int:
         """Number of optimizer updates."""
         return self.step - self.skipped
+
+    def complete(self, step: int, *, replaced: int = 0) -> None:
+        """Move to the boundary after a global batch, of which `replaced` samples were others."""
+        self.replaced += replaced
+        self.step = step
+
+    def complete_validation(self) -> None:
+        """Record that the validation of this step is complete."""
+        self.validated = self.step
+
+    def exclude(self, steps: Iterable[int], *, bad: Iterable[int] = ()) -> None:
+        """Exclude global batches from now on, and count these steps as bad."""
+        self.excluded_steps = sorted({*self.excluded_steps, *steps})
+        self.bad += [step for step in bad if step not in self.bad]
 
     def note_skipped(self, step: int, *, bad: bool = False) -> None:
         """Count a global batch without an update; `bad` if its loss or gradient was the reason."""

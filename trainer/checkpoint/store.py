@@ -54,15 +54,15 @@ class Store:
         keep_every: `prune` also keeps checkpoints whose step is a multiple of this.
         guard: context manager entered around every visible change of the folder; raises if the
             change is not allowed (`RunLock.committing`).
-        mark: called with the progress marks `SAVE_BEGIN`, `SAVE_MID` (after the first buffer) and
-            `SAVE_END` (the new checkpoint is visible, but not verified yet).
+        mark: called with a progress mark and its step: `SAVE_BEGIN`, `SAVE_MID` (after the first
+            buffer) and `SAVE_END` (the new checkpoint is visible, but not verified yet).
     """
 
     def __init__(
         self, folder: Path, *, run: str | None = None, keep: int = 3,
         keep_every: int | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-        mark: Callable[[Phase], None] = lambda point: None,
+        mark: Callable[[Phase, int], None] = lambda point, step: None,
     ) -> None:
         assert keep >= 1, "a restart continues from the newest checkpoint"
         self.folder = Path(folder)
@@ -91,7 +91,7 @@ class Store:
         stage = StagedCheckpoint(
             self._temp_path(step_name(step), f"tmp-{os.getpid()}"), step=step,
             generation=generation,
-            midway=lambda: self._mark(Phase.SAVE_MID),
+            midway=lambda: self._mark(Phase.SAVE_MID, step),
             publish=lambda: self._publish(step, stage.path),
         )  # fmt: skip
         try:
@@ -99,7 +99,7 @@ class Store:
                 try:
                     self._finish_replacement(step)
                     stage.path.mkdir()
-                    self._mark(Phase.SAVE_BEGIN)
+                    self._mark(Phase.SAVE_BEGIN, step)
                     yield stage
                 finally:
                     remove_folder(stage.path)
@@ -244,7 +244,7 @@ class Store:
                     old.rename(final)
                 raise
             fsync_folder(self.folder)
-        self._mark(Phase.SAVE_END)
+        self._mark(Phase.SAVE_END, step)
         try:
             info = self._verify(final, step)
         except CheckpointDamaged:

@@ -187,12 +187,7 @@ def _train_in_process(config: Config[Any]) -> None:
         failure.note(error)
         raise
     finally:
-        parts, current.parts = current.parts, None
-        if parts is not None:
-            parts.loader.close()
-            parts.lock.close()
-            parts.checkpoint.store.close()
-            del parts
+        current.release()
         for path in (layout.LOCK, f"{layout.CHECKPOINTS}/.lock"):
             release_locks(Path(str(config.run)) / path)
         log.close()

@@ -35,7 +35,7 @@ if TYPE_CHECKING:  # signal handlers are installed before torch is imported
     from trainer.config.schema import Config
     from trainer.distributed.world import World
     from trainer.resilience.diagnosis import Failure
-    from trainer.run.run import Run
+    from trainer.run.guard import Guard
     from trainer.telemetry.events import Log
 
 THREADS_AFTER_S = 5.0
@@ -44,9 +44,15 @@ THREADS_AFTER_S = 5.0
 
 @dataclass
 class CurrentRun:
-    """The run that an attempt has built, for other threads that may end the process."""
+    """The guard of the run that an attempt has built, for other threads and for the end."""
 
-    parts: Run | None = None
+    guard: Guard | None = None
+
+    def release(self) -> None:
+        """Give back what the run holds, in a process that continues."""
+        if self.guard is not None:
+            self.guard.release()
+        self.guard = None
 
 
 class RankProcess:
@@ -127,7 +133,7 @@ class RankProcess:
                                                      commands=self._commands)
         ignore_output_errors()
         log.set_level(config.log.level)
-        self._failure.config = config
+        self._failure = Failure(log, config)
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))
         stop.limit(self._grace_s, self._leave_late)
@@ -179,11 +185,10 @@ class RankProcess:
         if self._complete:  # the process waits for threads of the task
             tell("returned", EXIT_COMPLETE)
             return EXIT_COMPLETE
-        parts, log, status = self._current.parts, self._log, self._log.status
+        guard, log, status = self._current.guard, self._log, self._log.status
         # In the last phase the last step is already saved, and the best weights are tested.
-        saved = parts is not None and status.phase is Phase.FINISH
-        if saved or (parts and parts.emergency_save_from_watchdog(lost=False)
-                     and parts.saved_from_watchdog):
+        saved = guard is not None and status.phase is Phase.FINISH
+        if saved or (guard is not None and guard.emergency_save_from_watchdog(lost=False)):
             what = "the test of the best weights" if saved else "the next step"
             why = (f"stopped on request after step {status.step}: {what} didn't end within "
                    f"--stop.grace-s {self._grace_s:g}; run the same command to continue")
@@ -204,7 +209,7 @@ def train_attempt(
 
     Args:
         agent: pid of the launcher.
-        current: receives the run as soon as it is built.
+        current: receives the guard of the run as soon as it is built.
         watched: False: `--watchdog.limit-s auto` sets no limit.
     """
     from trainer.loop import train
@@ -212,6 +217,7 @@ def train_attempt(
     from trainer.resilience.launcher_channel import tell
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
+    from trainer.run.warmup import start
 
     limit_s: Any = config.watchdog.limit_s
     own = os.getpid()
@@ -220,13 +226,13 @@ def train_attempt(
     start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
     with Watchdog(world, log, limit_s=limit_s, start_s=start_s,
                   tell=partial(tell, "failure")) as watchdog:
-        parts = current.parts = build(config, world, log, stop, watchdog.marks)
-        watchdog.rescue_with(parts.emergency_save_from_watchdog)
-        watchdog.gather(parts.timing)
-        watchdog.in_flight = lambda: parts.checkpoint.in_flight
+        built = build(config, world, log, stop, watchdog.marks)
+        guard = current.guard = built.guard
+        watchdog.guard(lambda: guard.emergency_save_from_watchdog() is not None,
+                       lambda: guard.checkpoint.in_flight, guard.timing)
         try:
             try:
-                train(parts)
+                train(start(built))
             except BaseException:
                 if os.getpid() != own:  # a process forked by the task, not a rank
                     traceback.print_exc()
@@ -236,20 +242,20 @@ def train_attempt(
         except StopRequested:
             stop.disarm()
             with contextlib.suppress(OSError):  # the checkpoint has the metric lines too
-                parts.close()
+                guard.close()
             raise
         except BaseException as error:
             watchdog.stop()  # from here on this thread saves and reports
-            _survive(parts, error, stop, agent, failure)
+            _survive(guard, error, stop, agent, failure)
             if isinstance(error, SystemExit):
                 raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
             raise
-        parts.close()
+        guard.close()
     return EXIT_COMPLETE
 
 
 def _survive(
-    parts: Run, error: BaseException, stop: StopSignals, agent: int, failure: Failure
+    guard: Guard, error: BaseException, stop: StopSignals, agent: int, failure: Failure
 ) -> None:
     """Save what can be saved after an error.
 
@@ -257,21 +263,21 @@ def _survive(
         StopRequested: the error came while a stop was requested, and nothing is lost.
     """
     if isinstance(error, TrainerError):
-        parts.abandon()
+        guard.abandon()
         return
-    secondary, asked, status = lost_peer(error), stop.requested, parts.status
+    log, secondary, asked = guard.context.log, lost_peer(error), stop.requested
     if secondary and stop.only_from(agent):
         asked = False  # torchrun's reaction to the death of that peer
     if not asked:
-        failure.note(error, step=parts.current_step)
-    kept = parts.emergency_save(own=not secondary)
-    parts.abandon()
+        failure.note(error, step=guard.current_step)
+    kept = guard.emergency_save(own=not secondary)
+    guard.abandon()
     if not (asked and kept):
         return
     stop.leave_if_idle()
-    parts.log.warning(f"while stopping, step {status.step} ({status.phase}): "
-                      f"{type(error).__name__}: {error}")
-    raise StopRequested(f"stopped on request after step {status.step}; "
+    log.warning(f"while stopping, step {log.status.step} ({log.status.phase}): "
+                f"{type(error).__name__}: {error}")
+    raise StopRequested(f"stopped on request after step {log.status.step}; "
                         "run the same command to continue") from error
 
 

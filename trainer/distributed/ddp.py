@@ -191,23 +191,23 @@ class Objective(nn.Module):
     Args:
         nominal_count: divisor of the summed loss before backward, so that gradients have the
             scale of a mean; the step corrects for the actual count.
+        nonfinite: returns NaN if the forwards left a buffer that is not finite, which the training
+            loss does not show; called after the last forward of a step.
     """
 
     def __init__(
         self, model: nn.Module, loss: Callable[[nn.Module, Any], Outcome], *, num_ranks: int,
         nominal_count: float, device: torch.device,
+        nonfinite: Callable[[], Tensor | None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.nominal_count = nominal_count
         self.model = model
         self.loss = loss
         self._factor = num_ranks / nominal_count  # DDP computes the mean over ranks
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=device.type == "cpu")
-        self.inject_nan = False
-        """Makes the next loss a NaN (fault injection)."""
-        self.nonfinite: Callable[[], Tensor | None] = lambda: None
-        """Returns NaN if the forwards left a buffer that is not finite, which the training loss
-        does not show; called after the last forward of a step."""
+        self._next_is_nan, self._nonfinite = False, nonfinite
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
         dtypes = (torch.float32, *([torch.float64] if device.type != "mps" else []))
@@ -236,8 +236,8 @@ class Objective(nn.Module):
             if not samples and not lost_peer(error):
                 error.add_note(EMPTY_BATCH_NOTE)
             raise
-        if self.inject_nan:
-            self.inject_nan = False
+        if self._next_is_nan:
+            self._next_is_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         loss = self.accumulator.add(outcome, samples, replaced)
         if loss.dtype is not torch.float32 and loss.dtype is not torch.float64:
@@ -245,7 +245,7 @@ class Objective(nn.Module):
         if self.stats_carrier is not None:
             loss = loss * self._factor
         if requests is not None:
-            self.accumulator.set_requests(requests, self.nonfinite())
+            self.accumulator.set_requests(requests, self._nonfinite())
             if self.stats_carrier is not None:
                 sums = list(self.accumulator.take())
                 sums += [0.0] * (CAPACITY - len(sums))
@@ -253,6 +253,10 @@ class Objective(nn.Module):
         return loss
 
     __call__ = forward  # hooks and compilation are the model's
+
+    def inject_nan(self) -> None:
+        """Make the next loss a NaN (fault injection)."""
+        self._next_is_nan = True
 
     def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
         """Return the reduced sums of the step, and reset.

@@ -22,10 +22,10 @@ from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 
 if TYPE_CHECKING:
-    from trainer.config.fields import OnOff
+    from trainer.checkpoint.buffers import Buffers
     from trainer.data.map_dataset import MicroBatch
     from trainer.data.sampler import BatchPlan, MicroBatchSpec
-    from trainer.step import Step
+    from trainer.distributed.ddp import Objective
 
 
 Span = tuple[int, int]
@@ -212,18 +212,25 @@ class BatchNormStatistics:
 class RankInvariantReduction:
     """Wraps the micro-batches of a step: collects each one's gradients and leaves their sums.
 
+    Collective. The constructor broadcasts the weights of rank 0.
+
     Args:
-        step: provides objective, model, trained parameters, and buffers of the step boundary.
+        parameters: the trained ones.
+        buffers: those of the step boundary.
         batch_plan: gives the number M of micro-batches of a step.
         optional: whether a parameter may have no gradient on any rank; it then keeps None.
     """
 
-    def __init__(self, step: Step, world: World, batch_plan: BatchPlan, *, optional: bool) -> None:
-        self._objective, self._parameters, self._buffers = (
-            step.objective, step.parameters, step.buffers)
+    def __init__(
+        self, objective: Objective, parameters: Sequence[Tensor], buffers: Buffers, world: World,
+        batch_plan: BatchPlan, *, optional: bool,
+    ) -> None:
+        model = objective.model
+        world.broadcast([*model.parameters(), *model.buffers()])
+        self._objective, self._parameters, self._buffers = objective, parameters, buffers
         self._rank, self._size, self._group = world.rank, world.size, world.group
         self._batch_plan, self._optional = batch_plan, optional
-        self.statistics = BatchNormStatistics(step.model, dict(step.buffers.pairs()))
+        self.statistics = BatchNormStatistics(model, dict(buffers.pairs()))
         self.shared = frozenset(self.statistics.live)
         """Buffers that are equal on all ranks after the last micro-batch."""
         self._layout = GradientLayout(self._parameters)
@@ -435,12 +442,3 @@ class RankInvariantReduction:
         if key not in self._pieces:
             self._pieces[key] = self._layout.buffer(self._slices[self._rank])
         return self._pieces[key]
-
-
-def use_rank_invariant_reduction(
-    step: Step, world: World, batch_plan: BatchPlan, find_unused: OnOff
-) -> None:
-    """Collective. Use the rank-invariant reduction in a step; broadcast the weights of rank 0."""
-    world.broadcast([*step.model.parameters(), *step.model.buffers()])
-    reduction = RankInvariantReduction(step, world, batch_plan, optional=find_unused == "on")
-    step.reduction, step.shared = reduction, reduction.shared

@@ -96,6 +96,10 @@ class ReplicaCheck:
             self._keep_evidence(step, {name: tensors[name] for name in names})
         return ReplicaMismatch(step=step, ranks=ranks, tensors=names)
 
+    def restart_at(self, step: int) -> None:
+        """Continue from a step boundary at which all ranks were equal, after a roll-back."""
+        self.step = step
+
     def has_recomputed(self, step: int) -> bool:
         """Whether the run has recomputed the step at which two ranks differed."""
         return self._evidence.get("step") == step

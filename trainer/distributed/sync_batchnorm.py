@@ -121,7 +121,10 @@ class SyncBatchNorm(_BatchNorm):
 
     process_group: dist.ProcessGroup | None = None
     communication: CommunicationTimer | None = None
-    """Records how long ranks wait for each other in the collectives of this module."""
+
+    def measure_with(self, timer: CommunicationTimer) -> None:
+        """Record from now on how long ranks wait for each other in this module's collectives."""
+        self.communication = timer
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:

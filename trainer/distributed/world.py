@@ -251,6 +251,10 @@ class World:
             self.threads = threads
             torch.set_num_threads(threads)
 
+    def write_run_dir(self, writes: bool) -> None:
+        """Set whether this rank writes a run folder, once its lock is taken or refused."""
+        self.writes_run_dir = writes
+
     @property
     def is_main(self) -> bool:
         return self.rank == 0

@@ -29,13 +29,12 @@ def forget_workers() -> None:
 class Failure:
     """The exception that ended this rank.
 
-    Attributes:
+    Args:
         config: configuration of the run; None before it is parsed.
     """
 
-    def __init__(self, log: Log) -> None:
-        self.config: Any = None
-        self._log = log
+    def __init__(self, log: Log, config: Any = None) -> None:
+        self._log, self._config = log, config
         self._error: BaseException | None = None  # its frames hold memory: dropped by `explain`
         self._found: Diagnosis | None = None
         self._event: dict[str, Any] = {}
@@ -86,7 +85,7 @@ class Failure:
             return EXIT_FAILURE, ""
         say(_stack(self._error))
         self._error = None
-        if found.memory and self.config is not None:
+        if found.memory and self._config is not None:
             log.error("\n".join(self._memory_lines(found.memory)))
         if found.is_import:
             log.error("a failed import would fail again: the run is not restarted")
@@ -96,11 +95,11 @@ class Failure:
     def _memory_lines(self, memory: str) -> list[str]:
         who = ("a loader worker died; the usual cause is too little memory" if memory == "worker"
                else "out of memory")
-        phase, size = self._event["failed_phase"], self.config.batch.micro_size
+        phase, size = self._event["failed_phase"], self._config.batch.micro_size
         lines = [f"{who}, in phase {phase}, with micro-batches of {size}. Remedies, in this "
                  "order:"]  # fmt: skip
         return lines + [f"  {number}. {remedy}" for number, remedy
-                        in enumerate(remedies(memory, self.config), 1)]
+                        in enumerate(remedies(memory, self._config), 1)]
 
 
 def _stack(error: BaseException) -> str:

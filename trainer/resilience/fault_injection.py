@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,17 +155,15 @@ class FaultInjector:
 
     Args:
         marks: folder of those files.
-
-    Attributes:
-        actions: functions for the kinds `nan`, `flip`, `corrupt` and `enospc`, by kind; set by the
-            parts of the run that implement them.
+        actions: functions for the kinds `nan`, `flip`, `corrupt` and `enospc`, by kind.
     """
 
     def __init__(
         self, faults: Sequence[Fault] = (), *, rank: int = 0, attempt: int = 0,
         marks: Path | None = None, log: Log | None = None,
+        actions: Mapping[str, Callable[[], None]] | None = None,
     ) -> None:
-        self.actions: dict[str, Callable[[], None]] = {}
+        self._actions = actions or {}
         self._faults = [
             fault for number, fault in enumerate(faults) if fault.rank == rank
             and not (marks is not None and _mark(marks, number, fault).exists())
@@ -218,10 +216,10 @@ class FaultInjector:
             case "slow":
                 time.sleep(fault.seconds)
             case "corrupt":
-                self.actions["corrupt"]()
+                self._actions["corrupt"]()
                 os.kill(os.getpid(), signal.SIGKILL)
             case kind:
-                self.actions[kind]()
+                self._actions[kind]()
 
 
 def no_space(path: object = "") -> OSError:

@@ -60,7 +60,6 @@ class Watchdog:
 
     Attributes:
         marks: progress marks of this rank; the parts of the run pass them.
-        in_flight: returns the step that the checkpoint writer saves, or None.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Watchdog:
         tell: Callable[[dict[str, Any]], None] = lambda event: None,
     ) -> None:  # fmt: skip
         self.marks = ProgressMarks(log.status, clock)
-        self.in_flight: Callable[[], int | None] = lambda: None
+        self._in_flight: Callable[[], int | None] = lambda: None
         self._world, self._log, self._clock = world, log, clock
         self._pace, self._start_s = Pace(limit_s), start_s
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
@@ -100,12 +99,17 @@ class Watchdog:
             for descriptor in (self._woken, self._wake):
                 os.close(descriptor)
 
-    def rescue_with(self, rescue: Callable[[], bool]) -> None:
-        """Set how to save in place of the main thread; it returns whether it could."""
-        self._alarm.rescue = rescue
+    def guard(
+        self, rescue: Callable[[], bool], in_flight: Callable[[], int | None], times: Times
+    ) -> None:
+        """Guard a run from now on.
 
-    def gather(self, times: Times) -> None:
-        """Send these times to rank 0 with the heartbeats."""
+        Args:
+            rescue: saves in place of the main thread; returns whether it could.
+            in_flight: returns the step that the checkpoint writer saves, or None.
+            times: sent to rank 0 with the heartbeats.
+        """
+        self._alarm.rescue, self._in_flight = rescue, in_flight
         if self._alarm.beats is not None:
             self._alarm.beats.times = times
 
@@ -179,7 +183,7 @@ class Watchdog:
         """Report what this rank does."""
         phase, main = self._log.status.phase, self.marks.main
         limit_s = self._pace.see(main, phase, now)
-        step = self.in_flight()
+        step = self._in_flight()
         if step is not None:
             place, quiet_s = self._writing.look(self.marks.writer, step, limit_s)
             idle_s = now - max(place.at_s, self._resumed_s)

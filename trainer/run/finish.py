@@ -13,6 +13,8 @@ from trainer.checkpoint.train_state import MODEL
 from trainer.config.compatibility import settings
 from trainer.errors import ConfigError, NonFinite, StopRequested
 from trainer.run import run_dir
+from trainer.run.evaluate import Scores
+from trainer.run.memory import memory_figures
 from trainer.run.run import Run
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.files import display_path
@@ -62,64 +64,95 @@ def update_best(
 
 def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
-    run.checkpoint.settle()  # before the phase changes: survivors can still save this step
-    run.status.enter(Phase.FINISH)
-    best, last = run.state.best, run.progress.step
-    if run.progress.bad and not run.progress.updates:
-        raise NonFinite(f"none of the {last} steps gave an update, because all had an unusable "
-                        "loss or gradient. Correct the cause, and start again with another "
-                        "--run-dir")
-    chosen = best.step or last
-    is_best = best.value is not None
-    if chosen != last and not run.checkpoint.load_model(chosen):
-        run.log.warning(f"the best weights, of step {chosen}, are lost: no valid checkpoint holds "
-                        "them any more; the weights of the last step are used instead")
-        chosen, is_best = last, False
-    scores = None
-    if run.test is not None:
-        with run.world.long_timeout():
-            scores = run.test()
-        if scores is None:
-            raise StopRequested("stopped on request during the test of the best weights; all "
-                                f"{last} steps are saved, and the same command finishes the run")
-    summary: dict[str, Any] = {
-        "step": last,
-        "updates": run.progress.updates,
-        "skipped": run.progress.skipped,
-        "replaced": run.progress.replaced,
-        "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
-        "test": None if scores is None else {
-            "loss": scores.loss, "samples": scores.samples, **scores.metrics},
-        "test_classes": None if scores is None else classes(
-            scores.table, getattr(run.config.task, "class_names", ())),
-        "model.safetensors": f"the {'averaged ' * (run.state.ema is not None)}weights of step "
-        f"{chosen}"
-        + (f", which have the best {best.metric}" if is_best else ", the last step"),
-        "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{MODEL}",
-        "attempts": run.identity.attempt + 1,
-        "stopped_early": last < run.intervals.total,
-        "save_waits": run.checkpoint.waits,
-        "memory": run.memory.figures(run.state.model, run.state.optimizer),
-    }  # fmt: skip
+    world, log, path = run.context.world, run.context.log, run.context.path
+    state, metrics = run.training.state, run.record.metrics
+    progress, best = state.progress, state.best
+    run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
+    log.status.enter(Phase.FINISH)
+    if progress.bad and not progress.updates:
+        raise NonFinite(f"none of the {progress.step} steps gave an update, because all had an "
+                        "unusable loss or gradient. Correct the cause, and start again with "
+                        "another --run-dir")
+    weights = _load_best(run)
+    scores = _test(run)
+    summary = _summary(run, weights, scores)
     figures = {} if best.value is None else {f"final/best_{best.metric}": best.value}
     if scores is not None:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
-    run.metrics.finish(settings(run.config), figures, last)
-    if run.pictures is not None:
-        run.pictures.save_animation(last)
+    metrics.finish(settings(run.context.config), figures, progress.step)
+    if run.record.pictures is not None:
+        run.record.pictures.save_animation(progress.step)
     error = None
     try:
-        _write(run, summary)
+        metrics.sync()
+        if world.writes_run_dir:  # the summary marks the run as complete, so it is written last
+            product = state.export_weights()
+            files.replace_bytes(path / layout.PRODUCT,
+                                tensorfile.serialize({n: t.cpu() for n, t in product.items()}))
+            files.replace_json(path / layout.SUMMARY, summary)
     except OSError as problem:
         error = problem
-    run.world.raise_on_all_ranks(error)
-    run.log.event("end", attempts=summary["attempts"])
-    for text in run.faults.unfired():
-        run.log.warning(f"--inject {text}: the injected fault was never reached")
-    for line in run_dir.closing_lines(summary, display_path(run.path)):
-        run.log.info(line)
+    world.raise_on_all_ranks(error)
+    log.event("end", attempts=summary["attempts"])
+    for text in run.guard.faults.unfired():
+        log.warning(f"--inject {text}: the injected fault was never reached")
+    for line in run_dir.closing_lines(summary, display_path(path)):
+        log.info(line)
     return summary
+
+
+def _load_best(run: Run) -> str:
+    """Collective. Load the best weights into the model; returns what they are."""
+    state = run.training.state
+    best, last = state.best, state.progress.step
+    chosen, why = best.step or last, f", which have the best {best.metric}"
+    if best.value is None:
+        why = ", the last step"
+    if chosen != last and not run.guard.checkpoint.load_model(chosen):
+        run.context.log.warning(
+            f"the best weights, of step {chosen}, are lost: no valid checkpoint holds them any "
+            "more; the weights of the last step are used instead")
+        chosen, why = last, ", the last step"
+    return f"the {'averaged ' * (state.ema is not None)}weights of step {chosen}{why}"
+
+
+def _test(run: Run) -> Scores | None:
+    """Collective. Evaluate the test set; None without one."""
+    if run.training.test is None:
+        return None
+    with run.context.world.long_timeout():
+        scores = run.training.test()
+    if scores is None:
+        raise StopRequested(
+            "stopped on request during the test of the best weights; all "
+            f"{run.training.state.progress.step} steps are saved, and the same command finishes "
+            "the run")
+    return scores
+
+
+def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
+    """The content of summary.json."""
+    state, task = run.training.state, run.context.config.task
+    progress, best, last = state.progress, state.best, state.progress.step
+    return {
+        "step": last,
+        "updates": progress.updates,
+        "skipped": progress.skipped,
+        "replaced": progress.replaced,
+        "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
+        "test": None if scores is None else {
+            "loss": scores.loss, "samples": scores.samples, **scores.metrics},
+        "test_classes": None if scores is None else classes(
+            scores.table, getattr(task, "class_names", ())),
+        "model.safetensors": weights,
+        "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{MODEL}",
+        "attempts": run.folder.identity.attempt + 1,
+        "stopped_early": last < run.setup.intervals.total,
+        "save_waits": run.guard.checkpoint.waits,
+        "memory": memory_figures(state.model, state.optimizer,
+                                 run.training.step.facts.activations_mb),
+    }  # fmt: skip
 
 
 def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, float]] | None:
@@ -129,13 +162,3 @@ def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, f
     found = {name: values.tolist() for name, values in per_class(table).items()}
     return {names[c] if c < len(names) else str(c): {n: v[c] for n, v in found.items()}
             for c in range(len(table))}
-
-
-def _write(run: Run, summary: dict[str, Any]) -> None:
-    """Write model and summary. The summary marks the run as complete, so it is written last."""
-    run.metrics.sync()
-    if run.world.writes_run_dir:
-        weights = run.state.export_weights()
-        files.replace_bytes(run.path / layout.PRODUCT,
-                            tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
-        files.replace_json(run.path / layout.SUMMARY, summary)

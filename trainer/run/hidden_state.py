@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.train_state import CONFIGURED, fits_json
 from trainer.distributed.comm_timer import CommunicationTimer
+from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError, listed
-from trainer.step import Step
 from trainer.telemetry.events import Log
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
@@ -122,10 +122,10 @@ class ForwardObservation:
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, step: Step) -> ForwardObservation:
+    def of(cls, objective: Objective) -> ForwardObservation:
         """Observe after a forward, whose loss must be in the accumulator."""
-        loss = step.objective.accumulator.totals[-1]
-        return cls(float(loss), values(step.model, of=_summary, state=False, most=MOST_VALUES))
+        loss = objective.accumulator.totals[-1]
+        return cls(float(loss), values(objective.model, of=_summary, state=False, most=MOST_VALUES))
 
 
 def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:

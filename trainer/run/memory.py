@@ -6,7 +6,6 @@ import resource
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,33 +16,28 @@ from trainer.optim.adamw import AdamW
 MIB = 2**20
 
 
-@dataclass
-class MemoryUse:
-    """Memory use of this rank, as far as it is known.
+def memory_figures(
+    model: nn.Module, optimizer: torch.optim.Optimizer, activations_mb: float | None
+) -> dict[str, Any]:
+    """Fields for summary.json. `peak_mb` is of the device on CUDA, else of the process."""
+    return {
+        "parameters_mb": round(_size(model.parameters()), 3),
+        "optimizer_mb": _rounded(optimizer_mb(optimizer)),
+        "activations_mb": _rounded(activations_mb),
+        "peak_mb": round(peak_mb(), 1),
+    }
 
-    Attributes:
-        activations_mb: memory saved for the backward of one micro-batch.
-    """
 
-    activations_mb: float | None = None
-
-    def figures(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Fields for summary.json. `peak_mb` is of the device on CUDA, else of the process."""
-        return {
-            "parameters_mb": round(_size(model.parameters()), 3),
-            "optimizer_mb": _rounded(optimizer_mb(optimizer)),
-            "activations_mb": _rounded(self.activations_mb),
-            "peak_mb": round(peak_mb(), 1),
-        }
-
-    def summary_line(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-        """The console line before the first step."""
-        figures = self.figures(model, optimizer)
-        known = [f"{name} {_text(figures[key])} MiB" for name, key in (
-            ("parameters", "parameters_mb"), ("optimizer", "optimizer_mb"),
-            ("activations of a micro-batch", "activations_mb"), ("peak so far", "peak_mb"),
-        ) if figures[key] is not None]  # fmt: skip
-        return "memory: " + ", ".join(known)
+def summary_line(
+    model: nn.Module, optimizer: torch.optim.Optimizer, activations_mb: float | None
+) -> str:
+    """The console line before the first step."""
+    figures = memory_figures(model, optimizer, activations_mb)
+    known = [f"{name} {_text(figures[key])} MiB" for name, key in (
+        ("parameters", "parameters_mb"), ("optimizer", "optimizer_mb"),
+        ("activations of a micro-batch", "activations_mb"), ("peak so far", "peak_mb"),
+    ) if figures[key] is not None]  # fmt: skip
+    return "memory: " + ", ".join(known)
 
 
 def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:

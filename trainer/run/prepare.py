@@ -18,15 +18,16 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
+from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
-from trainer.data.map_dataset import KeyedSamples
+from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
 from trainer.distributed import sync_batchnorm
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.optim import activation_checkpointing, optimizers, precision
+from trainer.optim import activation_checkpointing, optimizers, precision, schedules
 from trainer.resilience import fault_injection
 from trainer.run import state_dict_checks
 from trainer.task import SPLITS, check_signatures, load_object, task_figures
@@ -55,6 +56,9 @@ class Setup:
     model: nn.Module
     choice: precision.PrecisionPolicy
     optimizer: torch.optim.Optimizer
+    schedule: Any
+    lengths: ScheduleLengths
+    """Lengths in steps on which the schedule is based."""
     data: dict[str, Any]
     plan: BatchPlan
     intervals: Intervals
@@ -104,6 +108,11 @@ def prepare(config: Config[Any], world: World) -> Setup:
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
     optimizer = optimizers.make_optimizer(config.optim, model,
                                           getattr(task, "parameter_groups", None))
+    lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total)
+    schedule = schedules.make_schedule(config.schedule, optimizer, lengths)
+    if schedule.metric and data["validation"] is None:
+        raise ConfigError("--schedule.name plateau: it lowers the rate when a validation metric "
+                          "stops improving, but the task has no validation data.")
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -118,8 +127,9 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
     }
-    return Setup(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
-                 intervals=intervals, card=card, sinks=sinks, figures=figures,
+    return Setup(task=task, model=model, choice=choice, optimizer=optimizer,
+                 schedule=schedule, lengths=lengths, data=data, plan=plan, intervals=intervals,
+                 card=card, sinks=sinks, figures=figures,
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 
@@ -327,6 +337,20 @@ def _refuse_hooks(model: nn.Module) -> None:
                 "register_post_accumulate_grad_hook; it would see the gradients of one or two "
                 "micro-batches, depending on the number of ranks. Use register_hook, or "
                 "--parallel.reduction ddp.")
+
+
+def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
+    """Number of loader processes; auto: 0 for data in memory and in a daemonic process."""
+    if config.data.workers != "auto":
+        return config.data.workers
+    none = in_memory(dataset) or torch.multiprocessing.current_process().daemon
+    return 0 if none else min(2, max(1, world.threads - 1))
+
+
+def evaluation_batch(config: Config[Any]) -> int:
+    """Samples in one forward of an evaluation."""
+    size = config.eval.batch_size
+    return 2 * config.batch.micro_size if size == "auto" else size
 
 
 def bind_seed(task: Any, seed: int) -> Any:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,18 +18,20 @@ from trainer.checkpoint.replication import resume_record
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import compatibility
-from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.data.loader import MicroBatchSource, SampledSource
 from trainer.data.map_dataset import KeyedSamples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
+from trainer.data.shared_samples import shared_samples
 from trainer.data.stream import StreamReader
 from trainer.data.stream_reader import LaneLayout, StreamSpec
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
-from trainer.run.prepare import REMEDY, Setup
+from trainer.run.context import Context, RunFolder
+from trainer.run.prepare import REMEDY, Setup, loader_workers
+from trainer.run.run import Run
 from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
 from trainer.storage.files import display_path
@@ -55,8 +55,7 @@ from trainer.telemetry.wandb import WandB
 
 
 def open_source(
-    config: Config[Any], work: Setup, world: World, state: TrainState, workers: int,
-    found: CheckpointRef | None,
+    context: Context, setup: Setup, state: TrainState, found: CheckpointRef | None
 ) -> MicroBatchSource:
     """Open the source of the micro-batches at the position of `state.progress`.
 
@@ -64,12 +63,11 @@ def open_source(
     the position in the checkpoint.
 
     Args:
-        workers: number of loader processes.
         found: the checkpoint that is resumed, if any.
     """
-    progress = state.progress
-    data = work.data["train"]
-    collate = getattr(work.task, "collate", batches.collate)
+    config, world, data = context.config, context.world, setup.data["train"]
+    collate = getattr(setup.task, "collate", batches.collate)
+    workers = loader_workers(config, data, world)
     if isinstance(data, IterableDataset):
         batch = config.batch
         stream = StreamReader(
@@ -78,16 +76,16 @@ def open_source(
                                             micro_size=batch.micro_size)),
             rank=world.rank, num_ranks=world.size,
             workers=workers, prefetch=config.data.prefetch, device=world.device,
-            step=lambda: progress.step, gather=world.gather_json,
+            step=lambda: state.progress.step, gather=world.gather_json,
         )  # fmt: skip
         state.parts["stream"] = stream
         if found is not None and "stream" in found.state.parts:
             stream.load_state_dict(found.state.parts["stream"])
         return stream
     sampler = MicroBatchSampler(
-        work.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
-        shuffle=config.data.shuffle == "on", position=progress.step,
-        total_steps=work.intervals.total,
+        setup.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
+        shuffle=config.data.shuffle == "on", position=state.progress.step,
+        total_steps=setup.intervals.total,
     )  # fmt: skip
     samples = KeyedSamples(
         data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
@@ -97,75 +95,65 @@ def open_source(
                          device=world.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun:
-    """The run that is recorded, the same at the start and after a rollback."""
-
-    config: Config[Any]
-    work: Setup
-    world: World
-    path: Path
-    """The run folder."""
-    log: Log
-    run_id: str
-    guard: Callable[[], AbstractContextManager[None]]
-    """Context for changes of the folder; raises if a newer attempt owns it."""
-    given_hints: set[str]
-    """Names of the hints that were given; `Hints` adds to it."""
+def reopen(run: Run, found: CheckpointRef) -> None:
+    """Collective. Read and record the run from the position of a checkpoint, for a roll-back."""
+    context, state, metrics = run.context, run.training.state, run.record.metrics
+    state.progress.restore(found.state.progress)
+    run.training.loader.reopen(partial(open_source, context, run.setup, state, found))
+    open_metrics(metrics, context, run.setup, run.folder, found)
 
 
 def open_metrics(
-    metrics: Metrics, run: RecordedRun, found: CheckpointRef | None, *,
-    summary: Sequence[str] = (), leak: str = "",
+    metrics: Metrics, context: Context, setup: Setup, folder: RunFolder,
+    found: CheckpointRef | None, *, summary: Sequence[str] = (),
 ) -> None:  # fmt: skip
     """Collective. Open metrics.jsonl, cut to the step that is resumed, and the sinks.
 
     Args:
         summary: lines of the startup summary.
-        leak: the evidence that validation samples are training samples, or "".
     """
+    config, file, log = context.config, context.path / layout.METRICS, context.log
     metrics.close()
-    record, end = resume_record(found, run.path / layout.METRICS, run.world)
+    record, end = resume_record(found, file, context.world)
     metrics.continue_at(end)
-    if not run.world.writes_run_dir:
+    if not context.world.writes_run_dir:
         return
-    config, work, world, path, log = run.config, run.work, run.world, run.path, run.log
     position = 0 if found is None else found.step
     if not record.begin.offset:
-        _report_gaps(path / layout.METRICS, record.kept, position, log,
+        _report_gaps(file, record.kept, position, log,
                      from_other_run=config.resume not in ("auto", "never"))
-    metrics.open(path / layout.METRICS, record, guard=run.guard, warn=log.warning)
-    history = last_records(path / layout.METRICS, NORMS)
-    total, every = work.intervals.total, work.intervals.log or work.intervals.total
-    unshown = record.unshown
+    metrics.open(file, record, guard=folder.lock.committing, warn=log.warning)
+    history, unshown = last_records(file, NORMS), record.unshown
+    total, every = setup.intervals.total, setup.intervals.log or setup.intervals.total
     first = min((line["step"] for line in unshown), default=position + 1)
     if position >= total:  # the final metrics are shown again
         first = min(first, position)
         unshown = [line for line in history if line["step"] >= first]
-    names = getattr(work.task, "class_names", ())
-    lengths = {"epoch": work.plan.steps_per_epoch, "total": total}
+    names = getattr(setup.task, "class_names", ())
+    lengths = {"epoch": setup.plan.steps_per_epoch, "total": total}
     scalars_every = config.log.tensorboard_every.steps(**lengths) or total
     board = TensorBoard(
-        path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
+        context.path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
         introduction=Introduction(
             summary=summary, restarts=log.attempt,
-            images=preview(work.task, log) if position == 0 else None),
+            images=preview(setup.task, log) if position == 0 else None),
         class_names=names, norms=_norms_before(history, first),
         histograms=TensorHistograms(every=config.log.histograms.steps(**lengths),
-                                    tensors=partial(_tensors, work.model)),
+                                    tensors=partial(_tensors, setup.model)),
     )  # fmt: skip
     sinks: list[Sink] = [board]
-    if world.is_main:
+    if context.world.is_main:
         bar = sys.stderr.isatty() and config.log.level in ("debug", "info")
         sinks += [Console(log, total=total, every=every, start=position, bar=bar,
                           restarts=log.attempt)]
         if config.log.wandb != "off":
-            sinks.append(WandB(path, run.run_id, log, mode=config.log.wandb, every=scalars_every,
-                               settings=compatibility.settings(config), class_names=names))
-        sinks.append(_hints(run, leak))
+            sinks.append(WandB(context.path, folder.identity.run, log, mode=config.log.wandb,
+                               every=scalars_every, settings=compatibility.settings(config),
+                               class_names=names))
+        sinks.append(_hints(context, setup, folder, position))
         if config.log.graph == "on" and not position:
-            _show_graph(board, run)
-        sinks += [UserSink(name, make, path, log) for name, make in work.sinks.items()]
+            _show_graph(board, context, setup)
+        sinks += [UserSink(name, make, context.path, log) for name, make in setup.sinks.items()]
     metrics.show_in(sinks, unshown)
 
 
@@ -222,24 +210,26 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"gradients/{name}", parameter.grad.to_dense().float().cpu().numpy()
 
 
-def _hints(run: RecordedRun, leak: str) -> Hints:
+def _hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> Hints:
     """Create the hints. Those about the data, the model and the batch are shown now."""
-    config, work, world = run.config, run.work, run.world
-    expected = work.task.first_loss() if hasattr(work.task, "first_loss") else None
+    config, world, data = context.config, context.world, setup.data
+    expected = setup.task.first_loss() if hasattr(setup.task, "first_loss") else None
     facts = HintFacts(
-        total=work.intervals.total, epoch=work.plan.steps_per_epoch,
+        total=setup.intervals.total, epoch=setup.plan.steps_per_epoch,
         clip_norm=0.0 if config.clip.value else config.clip.norm,
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
         expected_loss=0.0 if config.init is not None else expected,
-        zero_gradients=partial(_zero_gradients, work.model), memory=partial(_memory, world.device),
+        zero_gradients=partial(_zero_gradients, setup.model), memory=partial(_memory, world.device),
     )  # fmt: skip
-    hints = Hints(run.log, facts, off=config.log.hints_off, given=run.given_hints,
-                  lines=sample_records(run.path / layout.METRICS))
+    hints = Hints(context.log, facts, off=config.log.hints_off, given=folder.given_hints,
+                  lines=sample_records(context.path / layout.METRICS))
     hints.emit("small-batchnorm", check_batchnorm(
-        startup_summary.batchnorm_samples(config, world.size, work.card)))
+        startup_summary.batchnorm_samples(config, world.size, setup.card)))
     if world.device.type == "cuda":
-        hints.emit("odd-sizes", check_sizes(_widths(work.model), config.batch.micro_size))
-    hints.emit("shared-samples", leak)
+        hints.emit("odd-sizes", check_sizes(_widths(setup.model), config.batch.micro_size))
+    if not position and not {"all", "shared-samples"} & {*config.log.hints_off}:
+        hints.emit("shared-samples",
+                   shared_samples(data["train"], data["validation"], seed=config.seed))
     return hints
 
 
@@ -269,21 +259,20 @@ def _widths(model: nn.Module) -> Iterator[tuple[str, int]]:
                 yield name, width
 
 
-def _show_graph(board: TensorBoard, run: RecordedRun) -> None:
+def _show_graph(board: TensorBoard, context: Context, setup: Setup) -> None:
     """Show the graph of the model in TensorBoard. A failure is only a warning."""
-    config, work = run.config, run.work
     try:
-        data = work.data["train"]
+        data = setup.data["train"]
         if isinstance(data, IterableDataset):
             raise RuntimeError("the training data is a stream, which isn't read for a graph")
-        collate = getattr(work.task, "collate", batches.collate)
-        samples = KeyedSamples(data, seed=config.seed, collate=collate, augment=False)
+        collate = getattr(setup.task, "collate", batches.collate)
+        samples = KeyedSamples(data, seed=context.config.seed, collate=collate, augment=False)
         with rng.preserved():
             batch = samples[MicroBatchSpec(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
-        board.graph(tensorboard.trace_graph(work.model, work.task.loss,
-                                            to_device(batch, run.world.device)))
+        board.graph(tensorboard.trace_graph(setup.model, setup.task.loss,
+                                            to_device(batch, context.world.device)))
     except Exception as error:
-        run.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
+        context.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
 
 
 def preview(task: Any, log: Log) -> Any:

@@ -170,7 +170,7 @@ def _take(
     try:
         make_folder(path)
         warning = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
-        world.writes_run_dir = lock.holds
+        world.write_run_dir(lock.holds)
         if lock.holds:
             _check_writable(path)
             mine = {**dataclasses.asdict(identity), "launch": launch_id}

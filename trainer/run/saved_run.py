@@ -24,9 +24,14 @@ from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.optim import precision
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.run.build import evaluation_batch, loader_workers
 from trainer.run.evaluate import Evaluator
-from trainer.run.prepare import bind_seed, make_data, make_model
+from trainer.run.prepare import (
+    bind_seed,
+    evaluation_batch,
+    loader_workers,
+    make_data,
+    make_model,
+)
 from trainer.storage import files, layout, tensorfile
 from trainer.task import task_figures
 
@@ -98,9 +103,7 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
     """
     config = load_configuration(run, overrides)
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
-    threads = config.world.threads
-    if threads == "auto":
-        threads = weights.threads
+    threads = weights.threads if config.world.threads == "auto" else config.world.threads
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")

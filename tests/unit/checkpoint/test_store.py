@@ -228,7 +228,7 @@ def test_a_copy_under_the_name_of_another_step_is_refused(store: Store) -> None:
 def test_a_save_that_does_not_read_back_as_written_is_withdrawn(
     tmp_path: Path, replaces: bool
 ) -> None:
-    def flip(point: str) -> None:
+    def flip(point: str, step: int) -> None:
         path = tmp_path / "step-00000002" / "state"
         if point == "save-end" and path.exists() and path.read_bytes() == b"new":
             path.write_bytes(b"neW")
@@ -425,7 +425,7 @@ def test_a_full_disk_is_one_clear_error_and_older_checkpoints_stay_valid(small_d
 def test_a_save_can_be_made_to_fail_at_named_points(tmp_path: Path, point: str) -> None:
     points: list[str] = []
 
-    def fault(at: str) -> None:
+    def fault(at: str, step: int) -> None:
         points.append(at)
         if at == point and len(points) > 3:
             raise OSError(errno.ENOSPC, "No space left on device")

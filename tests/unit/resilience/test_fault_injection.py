@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -142,10 +143,9 @@ def test_a_fault_fires_at_its_place_only():
 
 # --- how often
 
-def arm(folder: Path, *texts: str, attempt: int = 0) -> FaultInjector:
-    return FaultInjector([fault_injection.parse_fault(text) for text in texts], marks=folder
-                         / "faults",
-                         attempt=attempt)
+def arm(folder: Path, *texts: str, attempt: int = 0, **actions: Callable) -> FaultInjector:
+    return FaultInjector([fault_injection.parse_fault(text) for text in texts],
+                         marks=folder / "faults", attempt=attempt, actions=actions)
 
 
 def test_a_fault_fires_once_also_across_restarts(tmp_path):
@@ -176,8 +176,8 @@ def test_always_fires_each_time(tmp_path):
 
 def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
     seen = []
-    armed = arm(tmp_path, "nan:step=2")
-    armed.actions["nan"] = lambda: seen.extend((tmp_path / "faults").iterdir())
+    armed = arm(tmp_path, "nan:step=2",
+                nan=lambda: seen.extend((tmp_path / "faults").iterdir()))
 
     armed("forward", 2)
 
@@ -234,8 +234,8 @@ def test_slow_waits_and_goes_on(monkeypatch):
 @pytest.mark.parametrize("kind", ["nan", "flip", "enospc"])
 def test_what_needs_the_runs_own_hands_is_done_by_them(kind):
     done = []
-    armed = FaultInjector([fault_injection.parse_fault(f"{kind}:step=2")])
-    armed.actions[kind] = lambda: done.append(kind)
+    armed = FaultInjector([fault_injection.parse_fault(f"{kind}:step=2")],
+                          actions={kind: lambda: done.append(kind)})
 
     for step in (1, 2, 3):
         armed("forward", step)
