@@ -1,12 +1,10 @@
 """Whether a start and the memory grow with the length of a run.
 
-    python -m benchmarks.long_run [--lengths 1000 1000000] [--rounds 5] [--steps 200000]
-                                  [--quick] [--json]
+    python -m benchmarks.long_run [--rounds 5] [--steps 200000] [--quick] [--json]
 
-Start: seconds from the construction of a run to the end of its first new step, in this process. The
-run folder is that of a real run whose record was lengthened: metrics.jsonl has a line for each of
-the N steps, events.jsonl a save in each 100 steps, and the checkpoint is of step N. The lengths
-take turns, and each start gets a fresh copy of its folder.
+Start: seconds from the construction of a run to the end of its first new step. The run folder is
+that of a real run, lengthened: metrics.jsonl has N steps, events.jsonl a save in each 100, and the
+checkpoint is of step N. The lengths take turns, and each start gets a fresh copy of its folder.
 
 Memory: resident memory of one rank over a run of a tiny network without validation, with saves
 switched off, and with a save every 100 steps that fails. The slope is that of the straight line of
@@ -51,20 +49,21 @@ def run(arguments: list[str], look: Any, launch: Any = None) -> None:
     from trainer.resilience.stop_signals import StopSignals
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
+    from trainer.run.warmup import start
     from trainer.telemetry.events import Log
 
     log = Log(level="error")
+    log.status.on_step(look)
     with (World.form(device="cpu", threads=1, launch=launch or LaunchInfo()) as world,
           Watchdog(world, log, limit_s=None) as watchdog):
-        parts = build(command_line.parse_config([*TASK, *arguments]), world, log, StopSignals(),
-                      watchdog.marks)
-        parts.status.on_step(look)
+        config = command_line.parse_config([*TASK, *arguments])
+        built = build(config, world, log, StopSignals(), watchdog.marks)
         try:
-            train(parts)
+            train(start(built))
         except Stop:
-            parts.abandon()
+            built.guard.abandon()
         else:
-            parts.close()
+            built.guard.close()
 
 
 def lengthen(begun: Path, folder: Path, length: int) -> None:

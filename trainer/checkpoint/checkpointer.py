@@ -382,10 +382,9 @@ class Checkpointer:
         job.done = True
         try:
             self._verify_restored_best(job)
-            self.store.prune(protect=job.protect)
+            if job.error is None:
+                self.store.prune(protect=job.protect)
         except (OSError, TrainerError) as error:
-            if error is job.error:
-                return
             self._log.warning(f"older checkpoints could not be deleted: {error}")
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
@@ -404,7 +403,6 @@ class Checkpointer:
             job.error = SaveFailed(
                 f"the best weights, of step {step}, are damaged. The next start continues from "
                 f"step {before} and computes them again")
-            raise job.error
 
     def _finish_snapshot(self, job: SaveJob) -> None:
         try:

@@ -208,13 +208,14 @@ class Store:
         Returns:
             The newest step before it if it was hidden, else None.
         """
-        if self._is_valid(self._paths(step)[0], step):
+        path, _ = self._paths(step)
+        if not path.is_dir() or self._is_valid(path, step):
             return None
         older = [info.step for info in self.checkpoints()
                  if info.why is None and self._is_mine(info) and info.step < step]
         if not older:
             return None
-        self._hide(self._paths(step)[0])
+        self._hide(path)
         return max(older)
 
     @property
