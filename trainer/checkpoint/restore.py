@@ -48,8 +48,9 @@ def find_checkpoint(
 ) -> CheckpointRef | None:
     """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
 
-    The best weights are in a separate checkpoint. If it is damaged, the newest checkpoint from
-    before it is selected, if there is one: resuming from there computes the best weights again.
+    The holder reads and verifies it. The best weights are in a separate checkpoint. If that is gone
+    or has files of another size, the newest one from before it is selected, if there is one:
+    resuming from there computes the best weights again.
 
     Args:
         newest: step of the newest checkpoint to consider; None: all.
@@ -139,10 +140,7 @@ def _seems_whole(store: Store, step: int) -> bool:
 
 
 def find_holder(step: int, store: Store, world: World) -> int | None:
-    """Collective. A rank with a valid checkpoint of this step on its disk; None if there is none.
-
-    Rank 0 verifies its disk first; the other ranks do so only if it finds none.
-    """
+    """Collective. A rank whose disk has a valid checkpoint of this step, if possible rank 0."""
     valid = world.broadcast_json(world.is_main and _is_valid(store, step))
     if valid:
         return 0

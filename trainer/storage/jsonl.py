@@ -31,9 +31,8 @@ SAMPLES, SAMPLE_BYTES = 512, 4096
 class MappedCounter:
     """A memory-mapped counter file that survives the death of the process.
 
-    An update costs one store to memory and no system call. The file's block is allocated before
-    the file is mapped, so that a disk that fills later can't lose it (except on copy-on-write
-    file systems).
+    An update is one store to memory. The file's block is allocated before it is mapped, so that a
+    disk that fills later can't lose it (except on copy-on-write file systems).
     """
 
     def __init__(self, path: Path, number: int) -> None:
@@ -51,7 +50,7 @@ class MappedCounter:
 
     @staticmethod
     def read(path: Path) -> int:
-        """The number in a file; 0 if the file is missing or damaged."""
+        """The number in a file; 0 if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError):
             return int(path.read_bytes())
         return 0
@@ -62,7 +61,6 @@ class MappedCounter:
             self._memory[:] = b"%-15d\n" % number
 
     def close(self) -> None:
-        """Unmap the file."""
         if self._memory is not None:
             self._memory.close()
 
@@ -70,8 +68,7 @@ class MappedCounter:
 class AppendFile:
     """Append records in order, each with a single `write` unless the disk fills up within it.
 
-    A record that can't be written stays in memory until the next call. Nothing else is buffered,
-    so a killed process loses only these pending records.
+    A record that can't be written stays in memory until the next call; nothing else is buffered.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,10 +80,7 @@ class AppendFile:
 
     @property
     def damage(self) -> str:
-        """What another program has done to the file since it was opened.
-
-        "removed", "replaced", "cut" (truncated), or "" for nothing.
-        """
+        """What another program has done to the file: "removed", "replaced", "cut", or ""."""
         mine = os.fstat(self._descriptor)
         try:
             there = os.stat(self._path)
@@ -97,10 +91,7 @@ class AppendFile:
         return "cut" if mine.st_size < self._size else ""
 
     def restore(self, *, others: bool = False) -> str:
-        """Undo `damage` if possible. Returns the damage found.
-
-        A removed or replaced file still exists behind the open descriptor and is written back. The
-        records of a truncated file are lost.
+        """Write a removed or replaced file back from the open descriptor. Returns the `damage`.
 
         Args:
             others: other processes append to the file too; a file that replaced this one was then
@@ -142,7 +133,6 @@ class AppendFile:
                 aside.unlink(missing_ok=True)
 
     def append(self, record: bytes) -> None:
-        """Append a record, after the pending ones."""
         self._pending.append(record)
         self.flush()
 

@@ -59,7 +59,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the sink at the end of an attempt."""
+        """Called at the end of an attempt."""
         ...
 
 
@@ -244,7 +244,6 @@ class Metrics:
         return times
 
     def validation(self, line: dict[str, Any]) -> None:
-        """Record a validation."""
         self._record(line, {})
 
     def picture(self, image: Any, step: int) -> None:
@@ -324,12 +323,9 @@ def resumed_lines(
     begin: FileMark, on_disk: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *,
     step: int, validated: int,
 ) -> ResumedRecord:  # fmt: skip
-    """Merge the lines of a run that is resumed at `step`.
+    """Merge the lines `on_disk` after `begin` with those that the checkpoint of `step` has saved.
 
     Args:
-        begin: position in the file after which the lines are merged.
-        on_disk: lines after `begin` that earlier attempts have written.
-        saved: lines in the checkpoint.
         validated: the last step whose validation is done. Later validations are repeated.
     """
     written = {line_key(line): line for line in on_disk
