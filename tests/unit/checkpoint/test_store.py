@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -134,23 +133,6 @@ def test_foreign_names_are_not_touched(store: Store) -> None:
 
     assert steps(store) == [2, 3, 4]
     assert set(foreign) | {"step-00000008"} < set(names(store))
-
-
-def test_hashing_costs_less_than_writing(tmp_path: Path) -> None:
-    content = bytearray(random.Random(3).randbytes(1 << 20) * 32)
-
-    def fastest(action: Callable[[], object]) -> float:
-        times = []
-        for _ in range(7):
-            start = time.thread_time()  # excludes time of other processes
-            action()
-            times.append(time.thread_time() - start)
-        return min(times)
-
-    hashing = fastest(lambda: xxhash.xxh3_128(content).digest())
-    writing = fastest(lambda: (tmp_path / "plain").write_bytes(content))
-
-    assert hashing < writing
 
 
 # Damage

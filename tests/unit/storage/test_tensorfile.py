@@ -1,13 +1,16 @@
-"""Tensor files: what one pass reads and hashes, and safetensors agrees with."""
+"""Tensor files are read, hashed and verified in one pass."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import xxhash
 from safetensors.torch import load_file
 
+from trainer.checkpoint.store import Store
+from trainer.errors import CheckpointDamaged
 from trainer.storage.tensorfile import read_tensors, serialize
 
 
@@ -31,3 +34,18 @@ def test_a_file_is_read_and_hashed_in_one_pass(tmp_path: Path) -> None:
         assert found[name].dtype == other.dtype == tensors[name].dtype
         assert torch.equal(found[name], other)
         assert torch.equal(other, tensors[name])
+
+
+def test_damage_to_any_byte_is_found_while_the_tensors_are_read(tmp_path: Path) -> None:
+    store = Store(tmp_path)
+    with store.stage(1, generation=0) as stage:
+        stage.write("model.safetensors", serialize({"weight": torch.ones(3), "on": torch.ones(2)}))
+        path = stage.commit(kind="periodic").path / "model.safetensors"
+    content = path.read_bytes()
+
+    for at in range(len(content)):
+        path.write_bytes(content[:at] + bytes([content[at] ^ 3]) + content[at + 1 :])
+        with pytest.raises(CheckpointDamaged, match="doesn't match its checksum"):
+            store.read(1, read_tensors)
+    path.write_bytes(content)
+    assert store.read(1, read_tensors)["model.safetensors"]["weight"].tolist() == [1, 1, 1]
