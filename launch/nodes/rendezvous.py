@@ -174,6 +174,11 @@ class NodesRendezvous(RendezvousHandler):
     def set_closed(self) -> None:
         """Nothing to do: `end` publishes the end of the run."""
 
+    def take_change(self) -> MembershipChange | None:
+        """Return the change of the members that was found, and forget it."""
+        change, self.change = self.change, None
+        return change
+
     def num_nodes_waiting(self) -> int:
         """1 if a change requires a restart, else 0. torch's agent restarts the ranks if not 0."""
         self.change = self.change or self._find_change()

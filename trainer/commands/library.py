@@ -221,8 +221,8 @@ def _signals(stop: StopSignals, log: Log) -> Iterator[None]:
 @contextlib.contextmanager
 def _process_settings_restored() -> Iterator[None]:
     """Restore the settings that a training changes in the whole process."""
-    backend, threads = torch.backends.cudnn, torch.get_num_threads()
-    flags = (backend.deterministic, backend.benchmark, backend.allow_tf32)
+    cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
+    flags = {name: getattr(cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")}
     matmul_precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -237,7 +237,8 @@ def _process_settings_restored() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.set_float32_matmul_precision(matmul_precision)
-        backend.deterministic, backend.benchmark, backend.allow_tf32 = flags
+        for name, value in flags.items():
+            setattr(cudnn, name, value)
 
 
 def _load_result(config: Config[Any]) -> Trained:

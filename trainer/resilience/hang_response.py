@@ -61,6 +61,14 @@ class Alarm:
         self._leaving = threading.Lock()
         self._dumped = False
 
+    def use(self, beats: Heartbeats) -> None:
+        """Exchange alarms and reports by these heartbeats."""
+        self.beats = beats
+
+    def rescue_with(self, rescue: Callable[[], bool]) -> None:
+        """Save by `rescue` in place of the main thread."""
+        self.rescue = rescue
+
     def stop(self) -> None:
         """Call it when the main thread leaves by itself. Blocks while the watchdog's thread leaves
         in its place."""
@@ -162,8 +170,7 @@ class Alarm:
         beats = self.beats
         if beats is None:
             return
-        beats.report = dataclasses.replace(beats.report, dumped=True)
-        beats.listening = True
+        beats.update(dataclasses.replace(beats.report, dumped=True), listening=True)
         deadline_s = self._clock() + 3 * self._tick_s + 1
         while self._clock() < deadline_s and not self.stopped:
             peers = beats.peers()

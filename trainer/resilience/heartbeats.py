@@ -53,7 +53,7 @@ class Heartbeats:
         tick_s: time between two heartbeats.
 
     Attributes:
-        report: what to send; set by the caller.
+        report: what to send.
         listening: read the reports of the others at each tick.
         alarm: raised by the first rank that found a hang; None before.
         identities: processes of the other ranks, as far as they are known.
@@ -89,6 +89,14 @@ class Heartbeats:
             _, since_s, report = self._seen.get(peer, (0, self._since.get(peer, now), None))
             found[peer] = Peer(report=report, silent_s=now - since_s)
         return found
+
+    def update(self, report: RankReport, *, listening: bool) -> None:
+        """Send this report from now on, and read those of the others if `listening`."""
+        self.report, self.listening = report, listening
+
+    def gather(self, times: Times) -> None:
+        """Let rank 0 collect these times."""
+        self.times = times
 
     def note_alive(self, peer: int) -> None:
         """Record that a rank is alive, by a sign other than its heartbeat."""

@@ -83,11 +83,11 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._world.store is not None:
-            self._alarm.beats = Heartbeats(
+            self._alarm.use(Heartbeats(
                 self._world.store.clone(), rank=self._world.rank, size=self._world.size,
                 identity=self._identity, report=self._look(self._clock()), tick_s=self._tick_s,
                 clock=self._clock,
-            )  # fmt: skip
+            ))  # fmt: skip
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -109,9 +109,10 @@ class Watchdog:
             in_flight: returns the step that the checkpoint writer saves, or None.
             times: sent to rank 0 with the heartbeats.
         """
-        self._alarm.rescue, self._in_flight = rescue, in_flight
+        self._in_flight = in_flight
+        self._alarm.rescue_with(rescue)
         if self._alarm.beats is not None:
-            self._alarm.beats.times = times
+            self._alarm.beats.gather(times)
 
     def stop(self) -> None:
         """Call it when the main thread leaves by itself. Blocks while the watchdog saves and leaves
@@ -165,8 +166,7 @@ class Watchdog:
         beats, silent_s = self._alarm.beats, 0.0
         peers: dict[int, Peer] = {}
         if beats is not None:
-            beats.report = own
-            beats.listening = own.waits and own.idle_s > limit_s / 2
+            beats.update(own, listening=own.waits and own.idle_s > limit_s / 2)
             if beats.alarm is not None:
                 self._alarm.follow(beats.alarm, own)
                 return

@@ -27,20 +27,19 @@ SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 
 
 def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[dict[str, Any]]:
-    """Collective. Find the micro-batches that made the last step bad.
+    """Collective. Find the micro-batches of all ranks that made the last step bad.
 
-    These are the micro-batches whose loss was not finite. If all losses were finite, each
-    micro-batch is computed again, and those whose gradients or buffers are not finite count.
+    These are the ones whose loss was not finite. If all losses were finite, each micro-batch is
+    computed again, and those whose gradients or buffers are not finite count. There are none if
+    the computation is finite now: then the hardware or an injected fault was the cause.
 
     Args:
         window: this rank's micro-batches of the step, on the host.
 
     Returns:
-        A dict for each micro-batch of all ranks: "rank", "micro_batch", "samples" (indices),
-        "loss" (as text, since NaN is no JSON number), "buffers" (names of buffers that the forward
-        left non-finite), and "input" (samples with non-finite values; if "buffers" is not empty,
-        samples with values that have no finite square). Empty if the computation is finite now:
-        then the hardware or an injected fault was the cause.
+        for each: "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON
+        number), "buffers" (names of those that the forward left non-finite), and "input" (samples
+        with non-finite values, or, with "buffers", with values that have no finite square).
     """
     losses = [float(total) for total in step.objective.accumulator.totals]
     bad: dict[int, list[str]] = {
@@ -67,12 +66,7 @@ def bad_parameters(step: Step) -> list[str]:
 
 def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
                       trainable: int, *, count: float = 1.0) -> str:
-    """Describe the cause of a bad step and a remedy.
-
-    Args:
-        reason: why the update was skipped (see `bad_step_check`).
-        count: divisor of the loss of the whole step.
-    """
+    """Describe the cause of a bad step and a remedy; `count` divides the loss of the step."""
     if reason != NONFINITE:
         return "the loss is far above the recent ones (--nonfinite.spike-z)"
     parts = []
@@ -113,10 +107,8 @@ def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters:
 def _recompute(
     step: Step, window: Sequence[MicroBatch], *, keeps_buffers: bool
 ) -> dict[int, list[str]]:
-    """Compute micro-batches again; index → non-finite buffers of those that are bad.
-
-    A micro-batch is bad if its gradients or buffers are not finite. Every rank computes all its
-    micro-batches, so that collectives in the forward pair up.
+    """Compute micro-batches again: index → non-finite buffers of each bad one, which has such
+    buffers or gradients. Every rank computes all of its own, so that collectives pair up.
 
     Args:
         keeps_buffers: the step takes its buffers from this rank, so those of an empty micro-batch
@@ -143,7 +135,7 @@ def _recompute(
 
 
 def _beyond(micro: MicroBatch, limit: float) -> list[int]:
-    """Indices of the samples with a value in the batch that is not below the limit."""
+    """Indices of the samples with a value that is not below the limit."""
     indices = micro.spec.indices
     found = set()
     for tensor in batches.tensors(micro.batch):
@@ -163,11 +155,7 @@ MAX_MISMATCHES = 4
 
 
 def report_skipped_step(run: Run, result: StepResult) -> None:
-    """Collective. Report a step without an update, and roll back after too many consecutive ones.
-
-    Raises:
-        NonFinite: more than --nonfinite.max-total bad steps.
-    """
+    """Collective. Report a step without an update, and roll back after too many in a row."""
     if result.skip_reason not in BAD_REASONS:
         return
     world, log, training = run.context.world, run.context.log, run.training
@@ -264,13 +252,11 @@ def _exclude(run: Run, row: Sequence[int]) -> None:
 
 
 def _roll_back(run: Run, *, exclude: Sequence[int] = (), newest: int | None = None) -> bool:
-    """Collective. Restore the newest checkpoint in a new generation, and save it at once.
-
-    The save makes sure that no later restart continues from the abandoned steps.
+    """Collective. Restore the newest checkpoint up to `newest` in a new generation, and save it at
+    once, so that no later restart continues from the abandoned steps.
 
     Args:
         exclude: steps whose batches are excluded from now on.
-        newest: the last step that counts.
 
     Returns:
         False if there is no checkpoint.

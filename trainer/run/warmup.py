@@ -131,10 +131,8 @@ def warm_up(built: BuiltRun) -> ModelFacts:
         seen = _rehearse(compute, state, buffers, _copied(micro), world,
                          allow_unused=find_unused or canonical)
     with count_accumulations(compute.parameters if canonical else ()) as times:
-        activations = memory.activations(
-            compute.model,
-            lambda: compute(replace(micro, spec=replace(micro.spec, last=True)), rehearsal=True),
-            buffers.put_back)
+        synced = replace(micro, spec=replace(micro.spec, last=True))
+        activations = memory.activations(compute.model, partial(compute, synced, rehearsal=True))
     mutates_batch = any(t._version for t in batches.tensors(micro.batch))
     buffers.restore_storage()
     state.check_structure()

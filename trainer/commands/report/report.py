@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -56,8 +57,7 @@ def report(runs: Sequence[Path], out: Path) -> Path:
     """
     stories = [history.read_history(path) for path in runs]
     if len({story.name for story in stories}) < len(stories):
-        for story in stories:
-            story.name = str(story.path)
+        stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
     from trainer.commands.report.page import page
     from trainer.commands.report.plots import plots
 
