@@ -68,9 +68,9 @@ def run(arguments: list[str], look: Any, launch: Any = None) -> None:
 
 def lengthen(begun: Path, folder: Path, length: int) -> None:
     """Copy a run folder, and make it that of a run of `length` steps."""
-    from trainer.checkpoint.saved_state import STATE
     from trainer.checkpoint.store import Store
     from trainer.storage.jsonl import FileMark
+    from trainer.storage.layout import STATE
 
     shutil.copytree(begun, folder, ignore=shutil.ignore_patterns("checkpoints"))
     old = Store(begun / "checkpoints").verify(BEGUN)

@@ -50,7 +50,7 @@ class StepResult(NamedTuple):
     device_s: float | None
     """Seconds from zero_grad to clip on the device's timeline (CUDA only)."""
     communication_s: float = 0.0
-    """Estimated seconds that this rank waited for other ranks (see `communication`)."""
+    """Estimated seconds that this rank waited for other ranks."""
     save_stall_s: float = 0.0
     """Seconds that the update waited for a save to copy the state."""
 
@@ -132,10 +132,9 @@ class ForwardBackward:
     def __call__(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
     ) -> None:
-        """Collective. Compute forward and backward of a micro-batch; reduce after the last one.
+        """Collective. Compute a micro-batch; reduce after the last one of a step.
 
-        Args:
-            rehearsal: the computation is not part of a step; nothing is injected.
+        A `rehearsal` is not part of a step; nothing is injected in it.
         """
         spec = micro.spec
         mark = self.marks.mark if not rehearsal else self.marks.rehearse
@@ -285,11 +284,7 @@ class Step:
             self.world.broadcast(self.facts.local_buffers, self.num_ranks - 1)
 
     def _prepare_update(self, step: int) -> float:
-        """Wait for a save to copy the state, and key the randomness of the update.
-
-        Returns:
-            seconds of waiting.
-        """
+        """Wait for a save to copy the state, in seconds, and key the randomness of the update."""
         began = time.perf_counter()
         self.before_update()
         save_stall_s = time.perf_counter() - began

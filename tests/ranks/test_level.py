@@ -8,8 +8,8 @@ from pathlib import Path
 
 def save(folder: Path, step: int, generation: int, best: int) -> None:
     from tests.support.runs import state_json
-    from trainer.checkpoint.saved_state import STATE
     from trainer.checkpoint.store import Store
+    from trainer.storage.layout import STATE
 
     with Store(folder, run="a run").stage(step, generation=generation) as stage:
         stage.write(STATE, state_json(best=best, of=generation))
@@ -24,9 +24,9 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
     """
     from trainer.checkpoint.replication import copy_missing_checkpoints
     from trainer.checkpoint.restore import find_checkpoint
-    from trainer.checkpoint.saved_state import STATE
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
+    from trainer.storage.layout import STATE
     from trainer.telemetry.events import Log
 
     with World.form(device="cpu", threads=1) as world:

@@ -20,10 +20,11 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
 
     from benchmarks.synthetic_state import make_checkpointer, make_subject
     from trainer.checkpoint.restore import CheckpointRef, restore_state
-    from trainer.checkpoint.saved_state import STATE, SavedState
+    from trainer.checkpoint.saved_state import SavedState
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.storage import tensorfile
+    from trainer.storage.layout import STATE
     from trainer.telemetry.events import Log
 
     with World.form(device="cpu", threads=1) as world:

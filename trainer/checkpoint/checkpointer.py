@@ -21,15 +21,15 @@ from trainer.checkpoint.restore import (
     restore_model,
     restore_state,
 )
-from trainer.checkpoint.saved_state import STATE
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 from trainer.errors import CheckpointBusy, CheckpointDamaged, NonFinite, SaveFailed, TrainerError
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.storage import tensorfile
+from trainer.storage.layout import MODEL, STATE
 from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Phase

@@ -14,8 +14,7 @@ import xxhash
 
 from trainer.errors import CheckpointDamaged
 from trainer.storage.files import fsync_folder, read_chunks, write_file
-
-MANIFEST = "manifest.json"
+from trainer.storage.layout import MANIFEST
 
 Buffer = Any
 """An object with a contiguous buffer: bytes, a memoryview, an array."""

@@ -14,13 +14,13 @@ from torch import Tensor
 
 from trainer import rng
 from trainer.checkpoint.manifest import read_manifest, read_verified
-from trainer.checkpoint.saved_state import STATE, SavedState
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import EMA, MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, ConfigError
-from trainer.storage import tensorfile
-from trainer.storage.layout import CHECKPOINTS, step_name
+from trainer.storage import layout, tensorfile
+from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
 
 TENSORS = ".safetensors"
@@ -181,9 +181,9 @@ def _look_at_source(path: Path) -> dict[str, Any]:
     """Path and step of the checkpoint at a path given by the user, or why there is none."""
     if not path.is_dir():
         return {"why": "there is no such folder"}
-    if match := re.fullmatch(r"step-(\d{8,})", path.name):
+    if match := re.fullmatch(layout.STEP_NAME, path.name):
         return {"step": int(match[1]), "path": str(path), "skipped": []}
-    found, skipped = Store(path / CHECKPOINTS).newest_valid()
+    found, skipped = Store(path / layout.CHECKPOINTS).newest_valid()
     if found is None:
         return {"why": "; ".join(["it holds no valid checkpoint", *skipped])}
     return {"step": found.step, "path": str(found.path), "skipped": skipped}

@@ -11,8 +11,7 @@ from typing import Any
 from trainer.checkpoint.progress import BestTracker, TrainProgress
 from trainer.errors import CheckpointDamaged
 from trainer.storage.jsonl import FileMark
-
-STATE = "state.json"
+from trainer.storage.layout import STATE
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,11 +35,11 @@ from trainer.checkpoint.manifest import (
 )
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
-from trainer.storage.layout import step_name
+from trainer.storage.layout import STEP_NAME, step_name
 from trainer.storage.locks import ByteLocks
 from trainer.telemetry.status import Phase
 
-_NAME = re.compile(r"step-(\d{8,})(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
+_NAME = re.compile(STEP_NAME + r"(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
 

@@ -14,11 +14,10 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
-from trainer.checkpoint.saved_state import STATE, SavedState
+from trainer.checkpoint.saved_state import SavedState
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.ema import Ema
-
-MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
+from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE
 
 CONFIGURED = frozenset((
     "names", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "nesterov",

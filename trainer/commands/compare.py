@@ -12,7 +12,6 @@ import torch
 from safetensors import SafetensorError
 
 from trainer.checkpoint.manifest import CheckpointInfo
-from trainer.checkpoint.saved_state import STATE
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged
 from trainer.storage import files, layout, tensorfile
@@ -69,7 +68,7 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
         return
     step = infos[0].step
     yield from _metric_differences(run_a, run_b, step)
-    for name in sorted({f for i in infos for f in i.manifest["files"] if f != STATE}):
+    for name in sorted({f for i in infos for f in i.manifest["files"] if f != layout.STATE}):
         yield from _tensor_differences(name, infos)
     facts = [_facts(info) for info in infos]
     for part in COMPARED:
@@ -97,7 +96,7 @@ def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
 
 
 def _facts(info: CheckpointInfo) -> dict[str, Any]:
-    return json.loads((info.path / STATE).read_bytes())
+    return json.loads((info.path / layout.STATE).read_bytes())
 
 
 def _metric_differences(run_a: Path, run_b: Path, step: int) -> Iterator[str]:

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer import rng
-from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import command_line
 from trainer.config.command_line import task_path
 from trainer.data.batch import to_device
@@ -33,6 +32,7 @@ from trainer.run.saved_run import (
 )
 from trainer.storage import files as durable
 from trainer.storage import layout, tensorfile
+from trainer.storage.layout import MANIFEST
 from trainer.telemetry.events import Log
 
 SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -118,11 +117,6 @@ def _resolve(config: Config[Any]) -> Config[Any]:
         raise ConfigError(f"--task {type(task).__name__}: it has no method {', '.join(missing)}; "
                           "pass a task to Config: an instance, a class or module:Class that "
                           "defines model(), dataset(split) and loss(model, batch).")
-    workers = config.data.workers
-    if workers not in ("auto", 0) and multiprocessing.current_process().daemon:
-        raise ConfigError(f"--data.workers {workers}: this process is daemonic, as those of a "
-                          "multiprocessing.Pool are, and can't have children; use 0, or a "
-                          "concurrent.futures.ProcessPoolExecutor.")
     name = type(task).__name__.lower()
     if not isinstance(task, ObjectTask) and not _is_reconstructible(config, task):
         if dataclasses.is_dataclass(task):

@@ -78,14 +78,11 @@ class RankProcess:
         self, arguments: Sequence[str], config: Config[Any] | None = None, *,
         is_program: bool = True,
     ) -> int:
-        """Train; returns the exit code.
+        """Train, by the arguments or a configuration; returns the exit code.
 
         Args:
-            config: used instead of the arguments, if given.
             is_program: the process ends after training; otherwise it belongs to the user.
         """
-        from trainer.resilience.launcher_channel import leave_launcher
-
         code, last_words = EXIT_FAILURE, ""
         try:
             code = self._train(arguments, config)
@@ -106,7 +103,7 @@ class RankProcess:
             code, last_words = self._failure.explain()
         _end_workers()
         self._log.close()
-        leave_launcher(code, self._launch, self._count_signals, last_words=last_words)
+        self._leave(code, last_words)
         self._complete = code == EXIT_COMPLETE
         if self._complete and is_program and _lasting_threads():
             threading.Thread(target=_name_threads, args=(self._log,), name="end",
@@ -157,13 +154,16 @@ class RankProcess:
         self._log.error(str(error))
         return str(error)
 
-    def _count_signals(self) -> int:
-        """Number of signals that the launcher has sent so far."""
-        return self._stop.senders[self._agent]
+    def _leave(self, code: int, last_words: str = "") -> None:
+        """Tell the launcher the exit code."""
+        from trainer.resilience.launcher_channel import leave_launcher
+
+        leave_launcher(code, self._launch, lambda: self._stop.senders[self._agent],
+                       last_words=last_words)
 
     def _leave_before_training(self) -> int:
         """Report a stop before the first step, with nothing to save; returns the exit code."""
-        from trainer.resilience.launcher_channel import has_lost_rank, leave_launcher
+        from trainer.resilience.launcher_channel import has_lost_rank
 
         stop, log, launch = self._stop, self._log, self._launch
         if stop.only_from(self._agent) and has_lost_rank(launch):  # torchrun restarts all ranks
@@ -172,15 +172,14 @@ class RankProcess:
         why = f"stopped on request ({stop.reason}) before the first step of this start"
         log.event("stop", why=why, exit_code=EXIT_STOPPED)
         log.info(f"{why}; run the same command to continue")
-        leave_launcher(EXIT_STOPPED, launch, self._count_signals)
+        self._leave(EXIT_STOPPED)
         return EXIT_STOPPED
 
     def _leave_late(self) -> int:
-        """Report a stop that has exceeded --stop.grace-s, from another thread than the main one.
-
-        Saves the last step if possible. Returns the exit code.
+        """Save the last step, in another thread, if a stop has exceeded --stop.grace-s; returns the
+        exit code.
         """
-        from trainer.resilience.launcher_channel import leave_launcher, tell
+        from trainer.resilience.launcher_channel import tell
 
         if self._complete:  # the process waits for threads of the task
             tell("returned", EXIT_COMPLETE)
@@ -194,7 +193,7 @@ class RankProcess:
                    f"--stop.grace-s {self._grace_s:g}; run the same command to continue")
             log.event("stop", why=why, exit_code=EXIT_STOPPED)
             log.warn_once(why)
-            leave_launcher(EXIT_STOPPED, self._launch, self._count_signals)
+            self._leave(EXIT_STOPPED)
             return EXIT_STOPPED
         log.error(f"--stop.grace-s {self._grace_s:g}: step {status.step} ({status.phase}) didn't "
                   "end in that time; the process exits without saving it")
@@ -257,10 +256,8 @@ def train_attempt(
 def _survive(
     guard: Guard, error: BaseException, stop: StopSignals, agent: int, failure: Failure
 ) -> None:
-    """Save what can be saved after an error.
-
-    Raises:
-        StopRequested: the error came while a stop was requested, and nothing is lost.
+    """Save what can be saved after an error. Raises StopRequested in place of an error that came
+    while a stop was requested, if nothing is lost.
     """
     if isinstance(error, TrainerError):
         guard.abandon()

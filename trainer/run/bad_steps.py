@@ -13,7 +13,7 @@ from trainer.checkpoint.restore import find_checkpoint
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.distributed.world import World
-from trainer.errors import NonFinite, RanksDiffer
+from trainer.errors import NonFinite, RanksDiffer, listed
 from trainer.optim.bad_step_check import BAD_REASONS, NONFINITE
 from trainer.run.recorders import reopen
 from trainer.run.run import Run
@@ -21,7 +21,7 @@ from trainer.step import Step, StepResult
 from trainer.telemetry.status import Phase
 
 SHOWN = 8
-"""Maximal number of names in a message."""
+"""Maximal number of causes in a message."""
 SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 """Largest value with a finite square."""
 
@@ -71,25 +71,25 @@ def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters:
         return "the loss is far above the recent ones (--nonfinite.spike-z)"
     parts = []
     for cause in causes[:SHOWN]:
-        place = (f"micro-batch {cause['micro_batch']} (samples {_listed(cause['samples'])})"
+        place = (f"micro-batch {cause['micro_batch']} (samples {listed(cause['samples'])})"
                  if cause["samples"] else "an empty micro-batch, which must change no buffer"
                  if cause["buffers"] else
                  "an empty micro-batch: the loss of 0 samples must be 0")
         what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"]))
-                else f"its forward makes {_listed(cause['buffers'])} non-finite"
+                else f"its forward makes {listed(cause['buffers'])} non-finite"
                 if cause["buffers"] else "the gradient is not finite")
         parts.append(f"{what} on rank {cause['rank']}, {place}")
         if cause["input"]:
             parts.append(("values without a finite square" if cause["buffers"] else
                           "the input was already non-finite")
-                         + f": samples {_listed(cause['input'])}")
+                         + f": samples {listed(cause['input'])}")
     if not causes and not 0 < count < math.inf:
         parts.append(f"the sum of Outcome.count over all micro-batches, which divides the loss, is "
                      f"{count:g}; return the number of summed values in the task's loss")
     elif not causes:
         parts.append("the same computation is finite now, so data and weights are not the cause")
     which = "all" if len(parameters) == trainable else str(len(parameters))
-    some = "" if len(parameters) == trainable else f": {_listed(parameters)}"
+    some = "" if len(parameters) == trainable else f": {listed(parameters)}"
     if parameters:
         parts.append(f"gradients not finite: {which} of {trainable} parameters{some}")
     if any(cause["input"] for cause in causes):
@@ -144,10 +144,6 @@ def _beyond(micro: MicroBatch, limit: float) -> list[int]:
             within = (tensor.reshape(len(tensor), -1).abs() < limit).all(1)
             found |= {indices[i] for i in (~within).nonzero().flatten().tolist()}
     return sorted(found)
-
-
-def _listed(names: Sequence[Any]) -> str:
-    return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")
 
 
 MAX_MISMATCHES = 4
@@ -215,14 +211,12 @@ def replicas_match(run: Run) -> bool:
                           + ("which rank was wrong is unknown" if rank is None else
                              f"rank {rank} was wrong; check its memory and device"))
         return True
-    ranks = ", ".join(map(str, found.ranks))
-    names = ", ".join(found.tensors[:3]) + (", …" if len(found.tensors) > 3 else "")
     log.event("divergence", at_step=step, ranks=found.ranks, tensors=found.tensors,
               agreed_step=check.step)
-    who = (f"rank {ranks} differs from the others" if len(found.ranks) == 1
-           else f"ranks {ranks} differ")
-    log.warn_once(f"step {step}: silent divergence: {who} in {names}; they were last equal at "
-                  f"step {check.step}")
+    who = (f"rank {found.ranks[0]} differs from the others" if len(found.ranks) == 1
+           else f"ranks {', '.join(map(str, found.ranks))} differ")
+    log.warn_once(f"step {step}: silent divergence: {who} in {listed(found.tensors)}; they were "
+                  f"last equal at step {check.step}")
     if check.consecutive_mismatches >= MAX_MISMATCHES:
         raise RanksDiffer(
             f"step {step}: {who}, for the {check.consecutive_mismatches}th consecutive "

@@ -21,10 +21,9 @@ from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, find_checkpoint_at
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.config import command_line, compatibility
 from trainer.config.schema import Config
-from trainer.data import batch as batches
 from trainer.data.loader import Loader
 from trainer.distributed import ddp
 from trainer.distributed.rank_invariant_reduction import RankInvariantReduction
@@ -37,16 +36,10 @@ from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run import run_dir, startup_checks
 from trainer.run.context import Context, Resumption, RunFolder
-from trainer.run.evaluate import Evaluator
+from trainer.run.evaluate import make_evaluator
 from trainer.run.guard import Guard
-from trainer.run.pictures import FOLDER, Pictures
-from trainer.run.prepare import (
-    Setup,
-    evaluation_batch,
-    loader_workers,
-    prepare,
-    refuse_unreachable_faults,
-)
+from trainer.run.pictures import Pictures
+from trainer.run.prepare import Setup, loader_workers, prepare, refuse_unreachable_faults
 from trainer.run.recorders import open_metrics, open_source, open_timing
 from trainer.run.run import BuiltRun, Record, RunData, Trainable
 from trainer.run.startup_summary import log_startup, startup_warnings, summary_lines
@@ -257,7 +250,7 @@ def _arm(
         if not saved:
             raise fault_injection.InjectedFault("--inject corrupt: there is no checkpoint yet; "
                                                 "give a step after the first save")
-        newest = saved[-1].path / MODEL
+        newest = saved[-1].path / layout.MODEL
         data = bytearray(newest.read_bytes())
         data[len(data) // 2] ^= 1
         newest.write_bytes(data)
@@ -280,11 +273,10 @@ def _open_data(
     context: Context, setup: Setup, trainable: Trainable, resumption: Resumption
 ) -> RunData:
     """Open the training data at the position of the run, and the data to evaluate."""
-    world, stop, state = context.world, context.stop, trainable.state
-    workers = loader_workers(context.config, setup.data["train"], world)
-    source = open_source(context, setup, state, resumption.found)
-    loader = Loader(source, device=world.device, marks=context.marks, log=context.log,
-                    at_once=not workers)
+    config, world, stop, state = context.config, context.world, context.stop, trainable.state
+    loader = Loader(open_source(context, setup, state, resumption.found), device=world.device,
+                    marks=context.marks, log=context.log,
+                    at_once=not loader_workers(config, setup.data["train"], world))
 
     @contextlib.contextmanager
     def averaged_weights() -> Iterator[None]:
@@ -296,16 +288,13 @@ def _open_data(
             yield
 
     evaluators = {
-        split: None if setup.data[split] is None else Evaluator(
-            model=setup.model, loss=setup.task.loss, dataset=setup.data[split],
-            collate=getattr(setup.task, "collate", batches.collate),
-            batch_size=evaluation_batch(context.config),
-            workers=workers, seed=context.config.seed, rank=world.rank, num_ranks=world.size,
-            device=world.device, autocast=trainable.compute.autocast, all_sum=world.all_sum,
-            marks=context.marks, step=lambda: state.progress.step,
+        split: None if setup.data[split] is None else make_evaluator(
+            setup.task, setup.data[split], setup.model, config, world,
+            autocast=trainable.compute.autocast, marks=context.marks,
+            step=lambda: state.progress.step,
             epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
             weights=averaged_weights, stopped=lambda: stop.requested,
-            warn_once=context.log.warn_once, figures=setup.figures,
+            warn_once=context.log.warn_once,
         )
         for split in ("validation", "test")
     }  # fmt: skip
@@ -321,8 +310,8 @@ def _open_record(
     open_metrics(metrics, context, setup, folder, resumption.found, summary=about)
     pictures = None
     if world.is_main and hasattr(setup.task, "picture"):
-        pictures = Pictures(draw=setup.task.picture, folder=path / FOLDER, model=setup.model,
-                            show=metrics.picture, log=context.log)
+        pictures = Pictures(draw=setup.task.picture, folder=path / layout.PICTURES,
+                            model=setup.model, show=metrics.picture, log=context.log)
     timing = open_timing(path, folder.identity, world, context.log,
                          loader_workers(config, setup.data["train"], world))
     return Record(metrics=metrics, timing=timing, pictures=pictures)

@@ -14,6 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.buffers import Buffers
+from trainer.config.schema import Config
+from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.data.loader import loader_arguments
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
@@ -21,9 +23,11 @@ from trainer.data.sample_errors import raise_if_error
 from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import StreamBatches
 from trainer.distributed.partition import block
+from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.task import Outcome, check_outcome
+from trainer.run.prepare import loader_workers
+from trainer.task import Outcome, check_outcome, task_figures
 from trainer.telemetry.classification import Figure
 from trainer.telemetry.status import Phase
 
@@ -210,6 +214,19 @@ class Evaluator:
             samples, sampler=slots, **loader_arguments(self.workers, 2, self.device)
         )
         yield from map(raise_if_error, loader)
+
+
+def make_evaluator(
+    task: Any, dataset: Any, model: nn.Module, config: Config[Any], world: World, **run: Any
+) -> Evaluator:
+    """The evaluator of one of the task's data sets; `run` are its further arguments."""
+    size = config.eval.batch_size
+    return Evaluator(
+        model=model, loss=task.loss, dataset=dataset,
+        collate=getattr(task, "collate", batches.collate), figures=task_figures(task),
+        batch_size=2 * config.batch.micro_size if size == "auto" else size,
+        workers=loader_workers(config, dataset, world), seed=config.seed, rank=world.rank,
+        num_ranks=world.size, device=world.device, all_sum=world.all_sum, **run)
 
 
 def _pairs(table: Tensor) -> list[tuple[float, float]]:

@@ -9,7 +9,6 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint.progress import BestTracker
-from trainer.checkpoint.train_state import MODEL
 from trainer.config.compatibility import settings
 from trainer.errors import ConfigError, NonFinite, StopRequested
 from trainer.run import run_dir
@@ -146,7 +145,7 @@ def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
         "test_classes": None if scores is None else classes(
             scores.table, getattr(task, "class_names", ())),
         "model.safetensors": weights,
-        "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{MODEL}",
+        "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{layout.MODEL}",
         "attempts": run.folder.identity.attempt + 1,
         "stopped_early": last < run.setup.intervals.total,
         "save_waits": run.guard.checkpoint.waits,

@@ -53,9 +53,7 @@ def values(
     owner: Any, *, of: Callable[[Tensor], Any] = lambda tensor: copy.deepcopy(tensor.detach()),
     state: bool = True, most: int | None = None,
 ) -> dict[str, Any]:
-    """Collect numbers, strings, tensors and generator states in an object's attributes.
-
-    The search is recursive; the keys are paths.
+    """Numbers, strings, tensors and generator states in an object's attributes, by path.
 
     Args:
         of: maps a tensor to the collected value.
@@ -129,10 +127,8 @@ class ForwardObservation:
 
 
 def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:
-    """Compare two computations of a micro-batch with equal keys, parameters and buffers.
-
-    Returns:
-        a warning; "" if they are equal.
+    """A warning if two computations of a micro-batch with equal keys, parameters and buffers
+    differ, or "".
     """
     names = differing(one.attributes, other.attributes)
     differs = one.loss != other.loss and not (math.isnan(one.loss) and math.isnan(other.loss))
@@ -206,11 +202,7 @@ def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.O
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Check that a checkpoint can hold the optimizer's state.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError if a checkpoint can't hold the optimizer's state."""
     def refuse(what: str) -> None:
         raise ConfigError(f"--optim.name {type(optimizer).__name__}: {what}, which a checkpoint "
                           "cannot hold; keep single tensors in self.state[parameter], and numbers, "

@@ -50,7 +50,7 @@ class Intervals:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Result of `prepare`."""
+    """What a run trains, before its folder is touched."""
 
     task: Any
     model: nn.Module
@@ -100,7 +100,6 @@ def prepare(config: Config[Any], world: World) -> Setup:
     synced = 0
     if canonical:
         sync_batchnorm.refuse(model)
-        _refuse_hooks(model)
     elif config.parallel.sync_bn != "off":
         model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
     sync_batchnorm.guard_plain(model)
@@ -140,11 +139,7 @@ def refuse_unreachable_faults(
     """Check that the run can reach all faults to be injected.
 
     Args:
-        first: this is the run's first start. Later starts, and several nodes, may have another
-            number of ranks, so ranks are not checked.
-
-    Raises:
-        ConfigError: the run cannot reach a fault.
+        first: this is the run's first start. Later ones may have another number of ranks.
     """
     fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
     last, every = work.intervals.total, work.intervals.evaluate
@@ -161,11 +156,7 @@ def refuse_unreachable_faults(
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
-    """Build the data set of a split; None if the task returns None or a data set of length 0.
-
-    Raises:
-        ConfigError: the task returns an object that is not a data set.
-    """
+    """Build the data set of a split; None if the task returns None or a data set of length 0."""
     rng.seed_all(config.seed, rng.DATA)
     data = task.dataset(split)
     if isinstance(data, DataLoader):
@@ -182,11 +173,7 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
 def make_model(
     task: Any, config: Config[Any], device: torch.device
 ) -> tuple[nn.Module, precision.PrecisionPolicy]:
-    """Build the model in training mode, on its device, in its memory format.
-
-    Raises:
-        ConfigError: model() returns no module, or a checkpoint cannot hold it.
-    """
+    """Build the model in training mode, on its device, in its memory format."""
     rng.seed_all(config.seed, rng.MODEL)
     model = task.model()
     if not isinstance(model, nn.Module):
@@ -221,14 +208,11 @@ def _plan(
                      drop_last=config.data.drop_last == "on",
                      in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
-        # For the hint below: a tuple of two tensors, or of two data sets, has two samples.
-        kind = type(data["train"]).__name__ if isinstance(
-            data["train"], tuple | list | dict | str) else ""
         remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
                   f"--batch.global-size {batch.global_size}: the training data have only {samples} "
                   "samples and --data.drop-last is on, so there is no whole global batch and no "
                   f"optimizer step; use a global size of {samples} or less, or --data.drop-last "
-                  "off." + (f" (dataset(\"train\") returned a {kind}.)" if kind else ""))
+                  "off.")
         raise ConfigError(remedy)
     epoch = plan.steps_per_epoch
     total = config.total_steps(epoch)
@@ -285,13 +269,7 @@ def content(sample: Any) -> bytes:
 
 
 def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """Serialize a nested sample, each leaf preceded by its type.
-
-    Args:
-        seen: ids of objects visited so far, since references may be cyclic.
-    """
-    if isinstance(value, Tensor) and value.is_nested:
-        value = list(value.unbind())
+    """Serialize a nested sample, each leaf preceded by its type; `seen` ends cyclic references."""
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()
@@ -324,33 +302,12 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
         yield from _content(entry, seen)
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse post-accumulate hooks: they would see gradients of one or of two micro-batches.
-
-    Raises:
-        ConfigError: a parameter has such a hook.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
-            raise ConfigError(
-                f"--parallel.reduction canonical: {name} has a hook of "
-                "register_post_accumulate_grad_hook; it would see the gradients of one or two "
-                "micro-batches, depending on the number of ranks. Use register_hook, or "
-                "--parallel.reduction ddp.")
-
-
 def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
     """Number of loader processes; auto: 0 for data in memory and in a daemonic process."""
     if config.data.workers != "auto":
         return config.data.workers
     none = in_memory(dataset) or torch.multiprocessing.current_process().daemon
     return 0 if none else min(2, max(1, world.threads - 1))
-
-
-def evaluation_batch(config: Config[Any]) -> int:
-    """Samples in one forward of an evaluation."""
-    size = config.eval.batch_size
-    return 2 * config.batch.micro_size if size == "auto" else size
 
 
 def bind_seed(task: Any, seed: int) -> Any:

@@ -59,11 +59,7 @@ def open_source(
 ) -> MicroBatchSource:
     """Open the source of the micro-batches at the position of `state.progress`.
 
-    It reads a map-style data set or a stream. The stream becomes a part of the state, and begins at
-    the position in the checkpoint.
-
-    Args:
-        found: the checkpoint that is resumed, if any.
+    A stream becomes a part of the state, and begins at its position in the checkpoint `found`.
     """
     config, world, data = context.config, context.world, setup.data["train"]
     collate = getattr(setup.task, "collate", batches.collate)
@@ -175,8 +171,7 @@ def _report_gaps(
 ) -> None:  # fmt: skip
     """Warn about steps whose lines are missing in the record: these steps are not repeated.
 
-    Args:
-        from_other_run: the run may have started at a step of another run, with its own record.
+    A run that continues another one has that one's steps in another record.
     """
     present = {line["step"] for line in kept if not line_key(line)[1]}
     begin = min(present, default=position + 1) if from_other_run else 1

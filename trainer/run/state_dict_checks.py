@@ -17,11 +17,7 @@ UNSENDABLE = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float
 
 
 def check_state_dict(model: nn.Module) -> None:
-    """Check the model's state.
-
-    Raises:
-        ConfigError: a checkpoint cannot hold or restore it.
-    """
+    """Raise ConfigError if a checkpoint can't hold or restore the model's state."""
     parts = dict(chain(model.named_parameters(), model.named_buffers()))
     for name, value in parts.items():
         if is_lazy(value) or value.is_meta:
@@ -61,11 +57,7 @@ def check_state_dict(model: nn.Module) -> None:
 
 
 def check_sendable(model: nn.Module) -> None:
-    """Check that gloo can send all tensors of the model between ranks on CPUs.
-
-    Raises:
-        ConfigError: names the first tensor that it cannot send.
-    """
+    """Raise ConfigError if gloo can't send a tensor of the model between ranks on CPUs."""
     for name, value in chain(model.named_parameters(), model.named_buffers()):
         sparse = value.layout != torch.strided
         if sparse or value.dtype in UNSENDABLE:

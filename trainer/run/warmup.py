@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from trainer.checkpoint.buffers import Buffers
-from trainer.checkpoint.train_state import EMA, OPTIMIZER, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
@@ -28,6 +28,7 @@ from trainer.run import hidden_state, memory
 from trainer.run.finish import best_rule
 from trainer.run.run import BuiltRun, Run, Trainable, Training
 from trainer.step import ForwardBackward, ModelFacts, Step
+from trainer.storage.layout import EMA, OPTIMIZER
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
 

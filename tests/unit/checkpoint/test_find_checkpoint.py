@@ -10,10 +10,10 @@ import torch
 
 from tests.support.runs import state_json
 from trainer.checkpoint.restore import CheckpointRef, abandon_newer, find_checkpoint
-from trainer.checkpoint.saved_state import STATE
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
+from trainer.storage.layout import STATE
 from trainer.telemetry.events import Log
 
 RUN = "a run"

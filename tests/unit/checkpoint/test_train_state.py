@@ -10,11 +10,12 @@ from torch import nn
 
 from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
 from trainer.checkpoint.saved_state import SavedState
-from trainer.checkpoint.train_state import EMA, MODEL, OPTIMIZER, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Schedule
 from trainer.errors import CheckpointDamaged
 from trainer.optim import schedules
 from trainer.optim.ema import Ema
+from trainer.storage.layout import EMA, MODEL, OPTIMIZER
 
 
 def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.float32,

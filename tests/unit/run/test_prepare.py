@@ -16,7 +16,7 @@ from trainer.data.stream_reader import known_length
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.run import startup_summary
-from trainer.run.prepare import content, prepare
+from trainer.run.prepare import prepare
 from trainer.task import ObjectTask, Outcome, check_outcome, uncalled_methods
 from trainer.testing import check_task
 
@@ -84,15 +84,6 @@ def test_a_method_that_cannot_be_called_as_it_will_be_is_refused_at_once():
     for task in (Forgetful(), ObjectTask.of(Forgetful())):
         with pytest.raises(ConfigError, match=r"loss\(batch.*is called as loss\(model, batch\)"):
             prepared(task)
-
-
-def test_a_tuple_of_tensors_is_named_where_it_is_too_short():
-    class Pair(Made):
-        def dataset(self, split: str) -> Any:
-            return torch.zeros(200, 2), torch.zeros(200, 1)
-
-    with pytest.raises(ConfigError, match=r'only 2 samples .*"train"\) returned a tuple'):
-        prepared(Pair())
 
 
 def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
@@ -357,10 +348,3 @@ def test_an_outcome_of_what_is_no_number_is_refused(wrong, told):
         check_outcome(Outcome(**{"total": torch.zeros(()), "count": 1, **wrong}))
 
     assert told in str(error.value)
-
-
-def test_a_sample_of_ragged_rows_has_a_content():
-    def rows(*lengths: int) -> torch.Tensor:
-        return torch.nested.nested_tensor([torch.ones(n) for n in lengths], layout=torch.jagged)
-
-    assert content(rows(1, 3)) == content(rows(1, 3)) != content(rows(3, 1))
