@@ -281,7 +281,7 @@ def ours(name: str, gate: Gate, ranks: int, folder: Path) -> None:
                     time.sleep(0.0005)
                 gate.rest()
 
-        run.context.log.status.on_step(turn)
+        run.context.status.on_step(turn)
         return loop(run)
 
     trainer.loop.train = train

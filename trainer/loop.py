@@ -19,7 +19,7 @@ def train(run: Run) -> dict[str, object]:
     Raises:
         StopRequested: a rank was asked to stop; the last complete step is saved.
     """
-    config, intervals, status = run.context.config, run.setup.intervals, run.context.log.status
+    config, intervals, status = run.context.config, run.setup.intervals, run.context.status
     training, record, guard = run.training, run.record, run.guard
     state, loader, progress = training.state, training.loader, training.state.progress
     last, save_requested = intervals.total, False

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,6 +22,8 @@ from trainer.distributed.device import choose_device, share_of_cores
 from trainer.distributed.rendezvous import join_attempt
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import ConfigError, StopRequested, TrainerError
+
+T = TypeVar("T")
 
 
 class Groups:
@@ -351,6 +353,16 @@ class World:
                 if isinstance(kind, type) and issubclass(kind, TrainerError):
                     raise errors.from_rank(rank, kind(f"{message} (rank {rank})"))
                 raise errors.PeerFailed(f"rank {rank} failed: {name}: {message}")
+
+    def agree(self, make: Callable[[], T]) -> T:
+        """Collective. Return the result of `make`; an error on one rank is raised on all."""
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as problem:
+            error = problem
+        self.raise_on_all_ranks(error)
+        return cast(T, made)
 
     @contextlib.contextmanager
     def long_timeout(self) -> Iterator[None]:

@@ -255,7 +255,7 @@ def _roll_back(run: Run, *, exclude: Sequence[int] = (), newest: int | None = No
     Returns:
         False if there is no checkpoint.
     """
-    world, status, checkpoint = run.context.world, run.context.log.status, run.guard.checkpoint
+    world, status, checkpoint = run.context.world, run.context.status, run.guard.checkpoint
     progress, at = run.training.state.progress, run.training.state.progress.step
     if not exclude:  # ranks differ: the state of a survivor must not be saved
         status.enter(Phase.ROLL_BACK)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -65,7 +65,7 @@ def build(
     path, named, init = (Path(p or "").absolute() for p in (
         config.run or f"runs/{command_line.DEFAULT_RECIPE}", config.resume, config.init))
     context = Context(config=config, world=world, log=log, stop=stop, marks=marks, path=path)
-    setup = _agreed(world, partial(prepare, config, world))
+    setup = world.agree(partial(prepare, config, world))
     startup_checks.check_data(setup, world)
     folder = _claim_folder(context, setup)
     resumption = _find_resumption(context, setup, folder, named, init)
@@ -91,10 +91,9 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
     lock = RunLock(path / layout.LOCK, world.nonce, revoked=lambda: world.superseded)
     faults = [fault_injection.parse_fault(text) for text in config.inject]
     refuse_unreachable_faults(faults, config, setup, world, first=identity.attempt == 0)
-    lengths = setup.lengths
-    keep_every = config.checkpoint.keep_every.steps(epoch=lengths.epoch, total=lengths.total)
     store = Store(path / layout.CHECKPOINTS, run=identity.run, keep=config.checkpoint.keep,
-                  keep_every=keep_every or None, guard=lock.committing, mark=marks.mark)
+                  keep_every=setup.steps(config.checkpoint.keep_every) or None,
+                  guard=lock.committing, mark=marks.mark)
     return RunFolder(identity=identity, lock=lock, store=store, faults=faults)
 
 
@@ -109,7 +108,8 @@ def _find_resumption(
     """
     config, world, log = context.config, context.world, context.log
     found = _find_checkpoint(context, folder, named)
-    decision, initial_weights = compatibility.ResumeDecision(), ()
+    decision = compatibility.ResumeDecision()
+    initial_weights: Sequence[str] = ()
     if found is not None:
         then = found.state.circumstances
         same_ranks = then.get("world_size") == world.size
@@ -127,8 +127,9 @@ def _find_resumption(
                                                   then=then, before=found.state.inexact)
     else:
         if config.init is not None:
-            initial_weights = _agreed(world, partial(pretrained.load_initial_weights, setup.model,
-                                                     init, strict=config.init_strict == "on"))
+            initial_weights = world.agree(partial(
+                pretrained.load_initial_weights, setup.model, init,
+                strict=config.init_strict == "on"))
         startup_checks.check_weights(setup, world, log)
         startup_checks.check_sample_reproducibility(setup, log, config.seed)
     position = 0 if found is None else found.state.progress.step
@@ -278,27 +279,30 @@ def _open_data(
                     marks=context.marks, log=context.log,
                     at_once=not loader_workers(config, setup.data["train"], world))
 
-    @contextlib.contextmanager
-    def averaged_weights() -> Iterator[None]:
-        if state.ema is None:
-            yield
-            return
-        trainable.checkpoint.finish_copy()
-        with state.ema.exchanged():
-            yield
-
     evaluators = {
         split: None if setup.data[split] is None else make_evaluator(
             setup.task, setup.data[split], setup.model, config, world,
             autocast=trainable.compute.autocast, marks=context.marks,
             step=lambda: state.progress.step,
             epoch=lambda: setup.plan.epoch_of(max(1, state.progress.step)),
-            weights=averaged_weights, stopped=lambda: stop.requested,
+            weights=partial(_weights_to_evaluate, state, trainable.checkpoint),
+            stopped=lambda: stop.requested,
             warn_once=context.log.warn_once,
         )
         for split in ("validation", "test")
     }  # fmt: skip
     return RunData(loader=loader, **evaluators)
+
+
+@contextlib.contextmanager
+def _weights_to_evaluate(state: TrainState, checkpoint: Checkpointer) -> Iterator[None]:
+    """Put the average of the weights into the model, if there is one."""
+    if state.ema is None:
+        yield
+        return
+    checkpoint.finish_copy()
+    with state.ema.exchanged():
+        yield
 
 
 def _open_record(
@@ -335,7 +339,8 @@ def _describe(
     files.replace_json(path / layout.ENVIRONMENT,
                        run_dir.environment(world, card, label=label, why=why))
     folder.store.clean()
-    warnings = startup_warnings(config, card, epoch=setup.lengths.epoch, total=setup.lengths.total)
+    warnings = startup_warnings(config, card, warmup=setup.steps(config.schedule.warmup),
+                                total=setup.intervals.total)
     log_startup(context.log, about, warnings, resumption.found, resumption.decision, path)
     return about
 
@@ -348,17 +353,6 @@ def _version(config: Config[Any]) -> str:
     hasher = xxhash.xxh3_64(command_line.to_toml(config).encode())
     hasher.update(task.source_code(config.task))
     return hasher.hexdigest()
-
-
-def _agreed(world: World, make: Callable[[], Any]) -> Any:
-    """Collective. Return the result of `make`; an error on one rank is raised on all."""
-    made, error = None, None
-    try:
-        made = make()
-    except Exception as problem:
-        error = problem
-    world.raise_on_all_ranks(error)
-    return made
 
 
 def _determinism(

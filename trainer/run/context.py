@@ -18,6 +18,7 @@ from trainer.resilience.stop_signals import StopSignals
 from trainer.run.run_dir import RunIdentity
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log
+from trainer.telemetry.status import Status
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +32,11 @@ class Context:
     marks: ProgressMarks
     path: Path
     """The run folder."""
+
+    @property
+    def status(self) -> Status:
+        """Current phase and step of this rank."""
+        return self.log.status
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,10 +54,10 @@ class Evaluator:
 
     Args:
         all_sum: sums a tensor over the ranks, in place (collective).
-        figures: name → function of the means and the table.
-        step: returns the current step, for progress marks.
-        epoch: returns the current epoch, for progress marks.
+        step, epoch: return the current ones, for progress marks.
         weights: context in which the model holds the weights to evaluate.
+        stopped: whether this rank is asked to stop; called before each batch.
+        figures: name → function of the means and the table.
     """
 
     model: nn.Module
@@ -77,23 +77,15 @@ class Evaluator:
     epoch: Callable[[], int] = lambda: 0
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     stopped: Callable[[], bool] = lambda: False
-    """Whether this rank is asked to stop; called before each batch."""
     warn_once: Callable[[str], None] = lambda text: None
     has_warned: bool = False
     """Whether the warning about changed buffers has been logged."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def __call__(self) -> Scores | None:
-        """Collective. Evaluate the whole data set in eval mode, then restore the previous mode.
+        """Collective. Evaluate the whole data set in eval mode; nothing of the training changes.
 
-        Random generators of the training do not change, and no gradient is left.
-
-        Returns:
-            None, on all ranks, if some rank was asked to stop.
-
-        Raises:
-            ConfigError: the metrics differ between ranks or batches.
-            ValueError: the data set is empty.
+        Returns None, on all ranks, if some rank was asked to stop.
         """
         training = self.model.training
         self.model.eval()
@@ -132,9 +124,8 @@ class Evaluator:
         """Evaluate this rank's batches.
 
         Returns:
-            (names, rows, table): a row for each batch of all ranks, with (sum, count) of the loss
-            and of each metric, and the number of samples; the table is the sum over this rank's
-            batches. None if this rank was asked to stop.
+            names of the means; a row for each batch of all ranks, with (sum, count) of each, and
+            the number of samples; the sum of the tables. None if this rank was asked to stop.
         """
         stream = isinstance(self.dataset, IterableDataset)
         count = 0 if stream else -(-len(self.dataset) // self.batch_size)
@@ -239,11 +230,6 @@ def _pairs(table: Tensor) -> list[tuple[float, float]]:
 
 
 def _number(name: str, value: Any) -> float:
-    """Convert a value of `figures()` to float.
-
-    Raises:
-        ConfigError: it is not a number.
-    """
     if isinstance(value, str) or not isinstance(value, SupportsFloat):
         raise ConfigError(f"--task: {name!r} of figures() returned {value!r}; return a number (NaN "
                           "for an undefined value).")

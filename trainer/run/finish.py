@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -22,14 +23,11 @@ from trainer.telemetry.status import Phase
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
-    """Resolve a rule to the metric that selects the best weights, and "max" or "min".
+    """The metric that selects the best weights, and "max" or "min".
 
     Args:
         rule: NAME:max, NAME:min, or auto.
         figures: names of the metrics of a validation.
-
-    Raises:
-        ConfigError: the validation does not compute the metric.
     """
     known = sorted(figures)
     if rule == "auto":
@@ -44,10 +42,9 @@ def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
 def update_best(
     rule: str, best: BestTracker, line: dict[str, Any], step: int, min_delta: float = 0.0
 ) -> bool:
-    """Update the best value with a validation; return whether it improved.
+    """Update the best value with the line of a validation; return whether it improved.
 
     Args:
-        line: the validation's line of metrics.jsonl.
         min_delta: smallest improvement that resets the patience.
     """
     name, direction = best_rule(
@@ -67,7 +64,7 @@ def finish(run: Run) -> dict[str, Any]:
     state, metrics = run.training.state, run.record.metrics
     progress, best = state.progress, state.best
     run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
-    log.status.enter(Phase.FINISH)
+    run.context.status.enter(Phase.FINISH)
     if progress.bad and not progress.updates:
         raise NonFinite(f"none of the {progress.step} steps gave an update, because all had an "
                         "unusable loss or gradient. Correct the cause, and start again with "
@@ -82,23 +79,24 @@ def finish(run: Run) -> dict[str, Any]:
     metrics.finish(settings(run.context.config), figures, progress.step)
     if run.record.pictures is not None:
         run.record.pictures.save_animation(progress.step)
-    error = None
-    try:
-        metrics.sync()
-        if world.writes_run_dir:  # the summary marks the run as complete, so it is written last
-            product = state.export_weights()
-            files.replace_bytes(path / layout.PRODUCT,
-                                tensorfile.serialize({n: t.cpu() for n, t in product.items()}))
-            files.replace_json(path / layout.SUMMARY, summary)
-    except OSError as problem:
-        error = problem
-    world.raise_on_all_ranks(error)
+    world.agree(partial(_write, run, summary))
     log.event("end", attempts=summary["attempts"])
     for text in run.guard.faults.unfired():
         log.warning(f"--inject {text}: the injected fault was never reached")
     for line in run_dir.closing_lines(summary, display_path(path)):
         log.info(line)
     return summary
+
+
+def _write(run: Run, summary: dict[str, Any]) -> None:
+    """Write model and summary. The summary marks the run as complete, so it is written last."""
+    path = run.context.path
+    run.record.metrics.sync()
+    if run.context.world.writes_run_dir:
+        weights = run.training.state.export_weights()
+        files.replace_bytes(path / layout.PRODUCT,
+                            tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
+        files.replace_json(path / layout.SUMMARY, summary)
 
 
 def _load_best(run: Run) -> str:

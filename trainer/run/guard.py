@@ -46,7 +46,7 @@ class Guard:
     @property
     def current_step(self) -> int:
         """The step in progress, or the last complete one. The warm-up counts as the next step."""
-        status = self.context.log.status
+        status = self.context.status
         return self.state.progress.step + (status.in_step or status.phase is Phase.WARM_UP)
 
     @property
@@ -58,8 +58,7 @@ class Guard:
     def requests(self) -> tuple[bool, ...]:
         """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`.
 
-        Raises:
-            StaleAttempt: a newer attempt has taken over the run.
+        Raises StaleAttempt if a newer attempt has taken over the run.
         """
         world, checkpoint = self.context.world, self.checkpoint
         if world.has_nodes or world.superseded:  # on one node no rank survives the launcher
@@ -70,10 +69,8 @@ class Guard:
                 recorded)
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
-        """React to rank 0's report on the last save and metrics.jsonl: drop durable lines, or fail.
-
-        Raises:
-            SaveFailed: the save failed, and --checkpoint.on-error is stop.
+        """React to rank 0's report on the last save and metrics.jsonl: drop durable lines, or raise
+        SaveFailed.
         """
         if "saved" in requests:
             self.metrics.drop(self.checkpoint.saved_step)
@@ -178,14 +175,13 @@ class Guard:
 
     def _rescue(self, *, own_error: bool) -> Rescue:
         ema = self.state.ema
-        return decide_rescue(self.context.log.status, own_error=own_error,
+        return decide_rescue(self.context.status, own_error=own_error,
                              exchanging_weights=ema is not None and ema.exchanging)
 
     def close(self) -> None:
-        """Regular end: end the loader processes, complete the last save, and close the files.
+        """End regularly: end the loader processes, complete the last save, and close the files.
 
-        Raises:
-            OSError: the state or a line of metrics.jsonl could not be written.
+        Raises OSError if the state or a line of metrics.jsonl could not be written.
         """
         self.loader.close()
         self.timing.close()

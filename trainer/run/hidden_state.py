@@ -161,10 +161,8 @@ def _summary(tensor: Tensor) -> Any:
 def watch_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log
 ) -> None:
-    """Check an optimizer class of the user after its first two updates, by a step hook.
-
-    The first update raises ConfigError if the optimizer keeps state that a checkpoint cannot hold.
-    After the second, attributes that changed in between are logged as a warning.
+    """Check an optimizer class of the user by a step hook: after the first update its state, and
+    after the second the attributes that changed in between, with a warning.
     """
     observed: list[dict[str, Any]] = []
 

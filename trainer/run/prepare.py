@@ -58,7 +58,7 @@ class Setup:
     optimizer: torch.optim.Optimizer
     schedule: Any
     lengths: ScheduleLengths
-    """Lengths in steps on which the schedule is based."""
+    """Lengths on which the schedule is based; a checkpoint restores those of the first start."""
     data: dict[str, Any]
     plan: BatchPlan
     intervals: Intervals
@@ -69,6 +69,10 @@ class Setup:
     """`figures()` of the task: name → function of an evaluation's means and table."""
     card: dict[str, Any]
     """Facts about the run for the startup summary."""
+
+    def steps(self, duration: Duration) -> int:
+        """A duration in optimizer steps."""
+        return duration.steps(epoch=self.plan.steps_per_epoch, total=self.intervals.total)
 
 
 def prepare(config: Config[Any], world: World) -> Setup:

@@ -126,15 +126,14 @@ def open_metrics(
         first = min(first, position)
         unshown = [line for line in history if line["step"] >= first]
     names = getattr(setup.task, "class_names", ())
-    lengths = {"epoch": setup.plan.steps_per_epoch, "total": total}
-    scalars_every = config.log.tensorboard_every.steps(**lengths) or total
+    scalars_every = setup.steps(config.log.tensorboard_every) or total
     board = TensorBoard(
         context.path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
         introduction=Introduction(
             summary=summary, restarts=log.attempt,
             images=preview(setup.task, log) if position == 0 else None),
         class_names=names, norms=_norms_before(history, first),
-        histograms=TensorHistograms(every=config.log.histograms.steps(**lengths),
+        histograms=TensorHistograms(every=setup.steps(config.log.histograms),
                                     tensors=partial(_tensors, setup.model)),
     )  # fmt: skip
     sinks: list[Sink] = [board]

@@ -128,16 +128,11 @@ def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: L
         ConfigError: the folder can't be written, or another run is active in it.
         OSError: the disk has become full or read-only since the run was started.
     """
+    take: Callable[[], str | None] = functools.partial(_take, path, identity, lock, world, log)
     warning = None
     others_turn = world.local_rank == 0 and not world.is_main
     for mine in (world.is_main, others_turn) if world.has_nodes else (world.is_main,):
-        error: Exception | None = None
-        if mine:
-            try:
-                warning = _take(path, identity, lock, world, log)
-            except (ConfigError, OSError) as problem:
-                error = problem
-        world.raise_on_all_ranks(error)
+        warning = world.agree(take if mine else lambda: None) or warning
     log.open_events(path / layout.EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if warning:
         log.warning(warning)

@@ -56,18 +56,17 @@ def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) 
 
 
 def startup_warnings(
-    config: Config[Any], card: Mapping[str, Any], *, epoch: int, total: int
+    config: Config[Any], card: Mapping[str, Any], *, warmup: int, total: int
 ) -> list[str]:
-    """Warnings about the start; `epoch` and `total` are the steps of an epoch and of the run."""
+    """Warnings about the start; `warmup` and `total` are in steps."""
     warnings = [f"--init {config.init}: {line}" for line in card.get("init", ())]
-    warmup = config.schedule.warmup
     if names := card.get("untrained", ()):
         warnings.append(f"not trained: {listed(names)}: not in any group of the task's "
                         "parameter_groups(); add it to a group, or freeze it")
-    if (steps := warmup.steps(epoch=epoch, total=total)) > total:
-        warnings.append(f"--schedule.warmup {warmup}: the run has {total} steps and the warm-up "
-                        f"{steps}, so the rate ends at {total / steps:.0%} of --optim.lr; shorten "
-                        "it, for example to 5%")
+    if warmup > total:
+        warnings.append(f"--schedule.warmup {config.schedule.warmup}: the run has {total} steps "
+                        f"and the warm-up {warmup}, so the rate ends at {total / warmup:.0%} of "
+                        "--optim.lr; shorten it, for example to 5%")
     return warnings
 
 

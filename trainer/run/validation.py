@@ -14,7 +14,7 @@ from trainer.telemetry.status import Phase
 
 def validate(run: Run) -> None:
     """Collective. Validate, and save the weights if they are the best so far."""
-    config, status = run.context.config, run.context.log.status
+    config, status = run.context.config, run.context.status
     evaluator, state = run.training.validation, run.training.state
     if evaluator is None:
         return
@@ -37,7 +37,7 @@ def validate(run: Run) -> None:
 def stop(run: Run) -> NoReturn:
     """Collective. Save this step boundary, and raise StopRequested."""
     replicas_match(run)
-    run.context.log.status.enter(Phase.STOP)
+    run.context.status.enter(Phase.STOP)
     run.guard.checkpoint.save("stop")
     run.guard.checkpoint.settle()
     raise StopRequested(f"stopped on request after step {run.training.state.progress.step}; "

@@ -39,7 +39,7 @@ def start(built: BuiltRun) -> Run:
     state, found, log = trainable.state, built.resumption.found, context.log
     facts = ModelFacts()
     if state.progress.step < setup.intervals.total:
-        log.status.enter(Phase.WARM_UP)
+        context.status.enter(Phase.WARM_UP)
         with context.world.long_timeout():
             facts = warm_up(built)
         if not facts.moves_parameters:
@@ -50,7 +50,7 @@ def start(built: BuiltRun) -> Run:
         best_rule(context.config.eval.best, metrics)  # fails now, not an epoch later
         state.schedule.check_metric(metrics)
     if found is not None:
-        log.status.enter(Phase.RESTORE)
+        context.status.enter(Phase.RESTORE)
         context.marks.mark(Phase.RESTORE, found.step)
         trainable.checkpoint.load(found)
         if state.progress.validated == state.progress.step:
@@ -86,7 +86,7 @@ def _make_step(built: BuiltRun, facts: ModelFacts) -> Step:
     return Step(
         compute=compute, state=trainable.state, boundary=trainable.boundary, facts=facts,
         world=context.world, health=trainable.health, clip=config.clip,
-        status=context.log.status, reduction=trainable.reduction, nan_detector=detector,
+        status=context.status, reduction=trainable.reduction, nan_detector=detector,
         min_samples=min_samples, before_update=trainable.checkpoint.finish_copy)
 
 
@@ -166,9 +166,6 @@ def _rehearse(
     """Collective. Compute a forward and backward without synchronisation.
 
     It finds parameters that only some ranks use: DDP would wait forever for their gradients.
-
-    Raises:
-        ConfigError: see `refuse_unused`; or the forward changes the model's structure.
     """
     compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()

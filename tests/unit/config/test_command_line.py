@@ -671,6 +671,6 @@ def test_suitable_numbers_paths_and_lists_are_accepted():
 def test_a_warm_up_longer_than_the_run_is_reported():
     config = command_line.parse_config(["--schedule.warmup", "3ep"])
 
-    assert startup_warnings(config, {}, epoch=4, total=12) == []
-    (line,) = startup_warnings(config, {}, epoch=4, total=6)
+    assert startup_warnings(config, {}, warmup=12, total=12) == []
+    (line,) = startup_warnings(config, {}, warmup=12, total=6)
     assert "the run has 6 steps and the warm-up 12, so the rate ends at 50% of --optim.lr" in line

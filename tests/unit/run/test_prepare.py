@@ -127,8 +127,9 @@ def test_parameters_that_no_group_of_the_task_has_are_told():
 
     names = [name for name, _ in work.model.named_parameters()][1:]
     assert work.card["untrained"] == names
-    assert names[0] in startup_summary.startup_warnings(Config(task=Grouped()), work.card, epoch=9,
-                                                        total=99)[0]
+    [warning] = startup_summary.startup_warnings(Config(task=Grouped()), work.card, warmup=1,
+                                                 total=99)
+    assert names[0] in warning
 
 
 SAMPLES: dict[str, tuple[Any, Any]] = {
