@@ -114,6 +114,8 @@ def memory(launch: Any, saves: str, steps: int, folder: str) -> list[tuple[int, 
     def look(step: int) -> None:
         if step % (steps // READINGS) == 0:
             found.append((step, resident_bytes() / 1e6))
+        if step == steps:
+            raise Stop  # the last save would fail
 
     run([f"--steps={steps}", f"--run-dir={folder}/{saves}", *SAVES[saves]], look, launch)
     return found

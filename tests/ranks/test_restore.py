@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -19,12 +18,10 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
     import xxhash
 
     from benchmarks.synthetic_state import make_checkpointer, make_subject
-    from trainer.checkpoint.restore import CheckpointRef, restore_state
-    from trainer.checkpoint.saved_state import SavedState
+    from trainer.checkpoint.restore import find_checkpoint, restore_state
     from trainer.checkpoint.store import Store
     from trainer.distributed.world import World
     from trainer.storage import tensorfile
-    from trainer.storage.layout import STATE
     from trainer.telemetry.events import Log
 
     with World.form(device="cpu", threads=1) as world:
@@ -44,11 +41,10 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
             data = bytearray(path.read_bytes())
             data[-1] ^= 1
             path.write_bytes(data)
-        facts = world.broadcast_json(
-            json.loads((own / "step-00000001" / STATE).read_text()) if world.is_main else None)
+        found = find_checkpoint(Store(own), world, "benchmark")
+        assert found is not None and found.holder == 0
         sends, broadcast = [], world.broadcast
         world.broadcast = lambda *a: (sends.append(a), broadcast(*a))  # type: ignore[method-assign]
-        found = CheckpointRef(1, 0, 0, SavedState.from_json(facts))
         restore_state(found, Store(own), subject.state, world, Log())
         hasher = xxhash.xxh3_128()
         for tensors in subject.state.tensors().values():

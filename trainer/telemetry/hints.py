@@ -264,7 +264,8 @@ class Hints:
 
     def _check(self, step: int) -> None:
         facts, points = self._facts, self._points
-        losses, norms, rates = ([p[i] for p in points] for i in (1, 2, 3))
+        losses, norms, rates = [p[1] for p in points], [p[2] for p in points], [
+            p[3] for p in points]
         self._check_first(None)
         if step >= max(200, facts.total // 10):
             self.emit("flat-loss", check_flat_loss(losses, self._first))
