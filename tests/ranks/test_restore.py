@@ -42,7 +42,8 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
             data[-1] ^= 1
             path.write_bytes(data)
         found = find_checkpoint(Store(own), world, "benchmark")
-        assert found is not None and found.holder == 0
+        assert found is not None
+        assert found.holder == 0
         sends, broadcast = [], world.broadcast
         world.broadcast = lambda *a: (sends.append(a), broadcast(*a))  # type: ignore[method-assign]
         restore_state(found, Store(own), subject.state, world, Log())
