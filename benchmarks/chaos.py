@@ -1,8 +1,9 @@
-"""Whether runs that are disturbed in every way end with the bits of the undisturbed ones.
+"""Do runs that are disturbed in every way end with the same bits as undisturbed ones?
 
-`python -m benchmarks.chaos --faults 40 --seed 1` disturbs runs until so many faults have happened,
-up to 8 a run, and compares each run with an undisturbed one of the same configuration. Exit code 0:
-all have the same bits; 1: some have not.
+    python -m benchmarks.chaos --faults 40 --seed 1 [--soak]
+
+Disturbs runs until this many faults have happened, up to 8 per run, and compares each run with an
+undisturbed one of the same configuration. Exit code 0: all have the same bits; 1: some have not.
 """
 
 from __future__ import annotations
@@ -11,34 +12,27 @@ import argparse
 import collections
 import dataclasses
 import functools
-import itertools
 import random
 import shlex
 import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import chaos_plan as plans
 from benchmarks import reporting
 from benchmarks.chaos_plan import Card, Fault, Run, Setting
-from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, in_child, train
+from benchmarks.chaos_run import MAX_RESTARTS, Launcher, Result, differences, train
 
 LIMIT_S, LIMIT_A_FAULT_S = 120.0, 40.0
-"""A run that isn't complete after the first, and the second for each of its faults, is stuck."""
-
+"""A run is stuck if it is not complete after the first plus the second for each of its faults."""
 COLD = 3
-"""How many times longer that is where each start imports everything."""
-
-MOST_SHOWN = 3
-"""Differences that are shown of one run."""
+"""Factor of these limits if each start imports everything."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Disturb runs, tell how each ended, and return the exit code."""
-    options = _parse(argv)
+def main() -> int:
+    options = _parse()
     draw = random.Random(options.seed)
     cards, left = plans.deck(draw, soak=options.soak), list[Card]()
     deal = functools.partial(plans.plan, cards=cards, left=left, draw=draw, seed=options.seed,
@@ -56,61 +50,51 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = wanted - len(chaos.fired)
         if not missing or options.only is not None:
             break
-        # What could not happen, since its place never came, is dealt again.
-        left += chaos.take_missed()
+        # Faults that could not happen, since their place was never reached, are dealt again.
+        left += chaos.missed
+        chaos.missed = []
         first = len(chaos.results)
         runs = [deal(first + place, count) for place, count in enumerate(plans.sizes(missing))]
     chaos.summarize(wanted)
-    if not options.keep and chaos.all_same:
-        shutil.rmtree(folder)
-    elif not chaos.all_same:
+    if not chaos.all_same:
         print(f"the runs that differ, and their output, are in {folder}")
+    elif not options.keep:
+        shutil.rmtree(folder)
     print(chaos.verdict(wanted), flush=True)
     return 0 if chaos.all_same and len(chaos.fired) >= wanted else 1
 
 
 class Chaos:
-    """The runs so far: each disturbed, compared with its reference, and told about.
-
-    Args:
-        folder: where the run folders go; those that are as they should be don't stay.
-        keep: all stay.
-    """
+    """The runs so far. Run folders that differ stay in `folder`, with `keep` all of them."""
 
     def __init__(self, folder: Path, launcher: Launcher, *, keep: bool) -> None:
         self.results: list[tuple[Run, Result, list[str]]] = []
         """Each run, its result, and what is wrong with it."""
+        self.missed: list[Card] = []
+        """Cards of faults that did not happen."""
         self._folder, self._launcher, self._keep = folder, launcher, keep
         self._references: dict[tuple[Setting, tuple[Fault, ...]], tuple[Path, float]] = {}
         self._undisturbed_s = 0.0
-        self._missed: list[Card] = []
         self._began_s = time.monotonic()
 
     @property
     def fired(self) -> list[Fault]:
-        """All faults that have happened."""
         return [fault for _, result, _ in self.results for fault in result.fired]
 
     @property
     def all_same(self) -> bool:
-        """Whether each run ended, with the bits of its reference."""
         return not any(wrong for _, _, wrong in self.results)
 
-    def take_missed(self) -> list[Card]:
-        """The cards of the faults that didn't happen since the last call."""
-        missed, self._missed = self._missed, []
-        return missed
-
     def disturb(self, run: Run) -> None:
-        """Make one run and its reference, compare them, and print what became of it."""
+        """Make one run and its reference, compare them, and print the result."""
         reference, wall_s = self._reference(run)
         self._undisturbed_s += wall_s
         path = self._folder / f"run-{run.number}"
         result = self._train(run, path)
-        wrong = [result.problem] if result.problem else in_child(lambda: _unlike(reference, path))
+        wrong = [result.problem] if result.problem else differences(reference, path)
         self.results.append((run, result, wrong))
         missed = [fault for fault in run.faults if fault not in result.fired]
-        self._missed += [_card(fault) for fault in missed]
+        self.missed += [_card(fault) for fault in missed]
         print(f"run {run.number}: {run.setting}: {len(result.fired)} faults, {result.starts} "
               f"starts by {result.launches} launches, {result.wall_s:.1f} s: "
               f"{'; '.join(wrong) or 'same bits'}")
@@ -140,15 +124,14 @@ class Chaos:
               f"{len(self._references)} reference runs, {time.monotonic() - self._began_s:.0f} s")
 
     def verdict(self, wanted: int) -> str:
-        """The last line."""
         good = [result for _, result, wrong in self.results if not wrong]
         faults = sum(len(result.fired) for result in good)
         return (f"{faults} of {max(wanted, len(self.fired))} faults, {len(good)} of "
                 f"{len(self.results)} runs: same bits")
 
     def _reference(self, run: Run) -> tuple[Path, float]:
-        """The undisturbed run's folder, and its seconds. Loader workers don't move bits, so it is
-        made without."""
+        """Folder and seconds of the undisturbed run. It has no loader workers, which do not change
+        bits."""
         key = dataclasses.replace(run.setting, workers=0), run.lasting
         if key not in self._references:
             path = self._folder / f"reference-{len(self._references)}"
@@ -166,23 +149,13 @@ class Chaos:
         return train(run, path, self._launcher, limit_s=limit_s)
 
 
-def _unlike(reference: Path, run: Path) -> list[str]:
-    """The first differences."""
-    from trainer.commands.compare import RunUnreadable, differences
-
-    try:
-        return list(itertools.islice(differences(reference, run), MOST_SHOWN))
-    except RunUnreadable as problem:
-        return [str(problem)]
-
-
 def _card(fault: Fault) -> Card:
     anywhere = ("corrupt", "flip", *plans.LASTING)
     return Card(fault.kind, None if fault.kind in anywhere else fault.phase)
 
 
 def _command(run: Run, path: Path) -> str:
-    """What to type to get the injected part of a run again."""
+    """The command that injects the same faults again."""
     injected = [f for f in run.faults if f.kind not in plans.OUTSIDE]
     words = [*run.setting.arguments(str(path) + "-again"),
              *(word for fault in injected for word in ("--inject", str(fault)))]
@@ -190,13 +163,12 @@ def _command(run: Run, path: Path) -> str:
             f"-- {shlex.join(words)}")
 
 
-def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--faults", type=int, required=True, metavar="N",
-                        help="so many faults are to happen, 1 or more")
+def _parse() -> argparse.Namespace:
+    parser = reporting.parser("chaos", __doc__)
+    parser.add_argument("--faults", type=int, default=40, metavar="N",
+                        help="number of faults, 1 or more (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, metavar="S",
-                        help="of the plan, and of the runs' own randomness")
+                        help="of the plan and of the runs")
     parser.add_argument("--soak", action="store_true", help="also kinds that take long")
     parser.add_argument("--launcher", choices=("launch", "launch-cold", "torchrun"),
                         default="launch", help="launch (default): python -m launch, forked from a "
@@ -204,7 +176,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
                         "time; torchrun")
     parser.add_argument("--keep", metavar="FOLDER", help="keep all run folders, there")
     parser.add_argument("--only", type=int, metavar="K", help="only the run with this number")
-    options = parser.parse_args(argv)
+    options = parser.parse_args()
     if options.faults < 1:
         parser.error(f"--faults is {options.faults}; use 1 or more")
     return options

@@ -1,4 +1,4 @@
-"""What is done to which run: settings and faults, drawn from a seed."""
+"""The plan of the chaos benchmark: settings and faults of each run, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -18,23 +18,19 @@ SHAPES = ((2, 2), (3, 4), (4, 12), (1, 3), (3, 9), (2, 6), (4, 4), (3, 3), (1, 1
 """(ranks, micro-batches in a global batch)."""
 
 AT_PHASES = ("kill", "exit", "kill", "raise", "kill", "term")
-"""Kinds that meet each phase in turn, round by round."""
-
+"""Kinds that strike each phase in turn, round by round."""
 ELSEWHERE = ("ranks", "launcher", "corrupt")
-"""All ranks or the launcher killed by SIGKILL from outside, and the newest checkpoint damaged by
-a rank that dies then: once a round each."""
-
+"""Once a round each: SIGKILL of all ranks or the launcher from outside; a rank that damages the
+newest checkpoint and dies."""
 SOAK_AT_PHASES = (*AT_PHASES, "slow", "hang", "kill", "stop", "enospc")
 SOAK_ELSEWHERE = (*ELSEWHERE, "server", "nan", "flip")
-"""Under --soak also a rank that is slow, hangs or is stopped, a full disk, the fork server killed
-(only `python -m launch` has one), a NaN in the loss, a bit flipped in one rank's weights."""
-
+"""With --soak also: a rank that is slow, hangs or is stopped, a full disk, SIGKILL of the fork
+server (only `python -m launch` has one), a NaN in the loss, a flipped bit of one rank's weights."""
 LASTING = ("nan",)
-"""What moves the bits of the result, and so happens in the undisturbed run too, whenever the step
-is computed."""
-
+"""Kinds that change the bits of the result: they happen in the undisturbed run too, whenever the
+step is computed."""
 OUTSIDE = ("ranks", "launcher", "server")
-"""Done to the run from outside; all other kinds are injected by the trainer itself."""
+"""Kinds done to the run from outside; the trainer itself injects all others."""
 
 IN_STEP = ("data", "forward", "backward", "optimizer", "step-end")
 ONE_A_RUN = ("start", "restore")
@@ -62,7 +58,7 @@ class Setting:
         """The trainer's arguments: three epochs, each with a last global batch that is smaller."""
         size = self.micro_batches * MICRO_SIZE
         values = {
-            "run": run, "task": "benchmarks.chaos_task:Chaos", "steps": STEPS,
+            "run-dir": run, "task": "benchmarks.chaos_task:Chaos", "steps": STEPS,
             "seed": self.seed, "device": "cpu", "world.threads": 1, "log.level": "warning",
             "task.samples": 8 * size + min(3, size - 1), "data.drop-last": "off",
             "batch.global-size": size, "batch.micro-size": MICRO_SIZE,
@@ -78,10 +74,10 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Fault:
-    """One fault and where it strikes: at a step, or in an attempt; None is the first that fits.
+    """One fault, and the step or attempt at which it strikes; None is the first that fits.
 
-    Those of `OUTSIDE` strike when the step is seen in metrics.jsonl, or when the attempt's ranks
-    are seen; `delay_s` later.
+    Kinds of `OUTSIDE` strike `delay_s` after the step is seen in metrics.jsonl, or after the
+    attempt's ranks are seen.
     """
 
     kind: str
@@ -92,7 +88,7 @@ class Fault:
     delay_s: float = 0.0
 
     def __str__(self) -> str:
-        """As `--inject` takes it, where it can be injected."""
+        """The value of `--inject`, if it can be injected."""
         parts = [self.kind, *(f"{name}={value}" for name in ("rank", "step", "phase", "attempt")
                               if (value := getattr(self, name)) is not None)]
         if self.kind == "slow":
@@ -104,7 +100,7 @@ class Fault:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """A setting and what happens to it."""
+    """A setting and its faults."""
 
     number: int
     setting: Setting
@@ -112,20 +108,19 @@ class Run:
 
     @property
     def lasting(self) -> tuple[Fault, ...]:
-        """Those that happen in the undisturbed run too."""
         return tuple(fault for fault in self.faults if fault.kind in LASTING)
 
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """A fault that is yet to be placed in a run."""
+    """A fault that has no place in a run yet."""
 
     kind: str
     phase: str | None = None
 
     @property
     def restarts(self) -> bool:
-        """Whether the attempt surely ends with it."""
+        """Whether it always ends the attempt."""
         in_writer = self.phase is not None and self.phase.startswith("save-")
         if self.kind in ("slow", "flip", *LASTING):
             return False
@@ -133,7 +128,7 @@ class Card:
 
 
 def deck(draw: random.Random, *, soak: bool) -> Iterator[Card]:
-    """Cards without end, in rounds: one for each phase, the kinds taking turns, and the others."""
+    """Cards without end, in rounds: each phase with the next kind in turn, and the others."""
     kinds = SOAK_AT_PHASES if soak else AT_PHASES
     for turn in itertools.count():
         cards = [Card(kinds[(place + turn) % len(kinds)], phase)
@@ -217,13 +212,13 @@ def _place(card: Card, hand: Sequence[Card], ranks: int, taken: set[int],
 
 
 def _early(card: Card, hand: Sequence[Card], draw: random.Random) -> int:
-    """The number of an attempt that surely comes."""
+    """The number of an attempt that always comes."""
     others = sum(other.restarts for other in hand if other is not card)
     return draw.randint(0, min(2, others // 2))
 
 
 def _steps(card: Card) -> range:
-    """The steps at which a fault can strike; none where it isn't bound to a step."""
+    """The steps at which a fault can strike; none if it is not bound to a step."""
     if card.phase in ONE_A_RUN:
         return range(0)
     if card.kind in OUTSIDE:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import importlib
+import itertools
 import json
 import os
 import select
@@ -12,10 +14,10 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from benchmarks import reporting
 from benchmarks.chaos_plan import OUTSIDE, Fault, Run
 from trainer.errors import EXIT_COMPLETE, EXIT_STOPPED
 from trainer.resilience import processes
@@ -26,77 +28,58 @@ from trainer.telemetry.events import read_events
 
 MAX_RESTARTS = 20
 POLL_S, IDLE_POLL_S = 0.004, 0.05
-"""How often a run is looked at: while something is to be done to it, and otherwise."""
-
+"""Time between two looks at a run: while a fault waits for its moment, and otherwise."""
 GONE_S = 20.0
-"""How long after the end of a run its last orphan may still live: 5 s, and what a busy machine
-adds."""
-
+"""How long orphans may live after the end of a run: 5 s, more on a busy machine."""
 APPEND = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 PR_SET_PDEATHSIG = 1
+MOST_SHOWN = 3
+"""Differences that are reported of one run."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Result:
-    """What became of a disturbed run.
-
-    Attributes:
-        fired: the faults that really happened.
-        starts: attempts that were begun.
-        launches: how often the command was given.
-        problem: why it didn't end as it should; None if it did.
-    """
+    """How a disturbed run ended."""
 
     fired: tuple[Fault, ...]
+    """The faults that happened."""
     starts: int
     launches: int
+    """How often the command was given."""
     wall_s: float
     problem: str | None
+    """Why the run did not end as it should, if so."""
 
 
 class Launcher:
     """Starts the trainer; `kind` is launch, launch-cold or torchrun.
 
-    `launch` forks a process that has imported everything already and calls there what
+    `launch` forks this process, which has imported everything, and calls there what
     `python -m launch` calls. The others are new processes.
-
-    Args:
-        max_restarts: what the launcher is given.
     """
 
     def __init__(self, kind: str, *, max_restarts: int = MAX_RESTARTS) -> None:
         self.kind, self._max_restarts = kind, max_restarts
         if kind == "launch":
-            # Everything that a launch imports; nothing here computes with tensors, which would
-            # start threads that a fork doesn't have.
-            from importlib import import_module
-
+            # This process must not compute with tensors: that starts threads, which a fork lacks.
             for name in ("torch._dynamo", "torch.utils.tensorboard", "launch.__main__",
                          "launch.agent", "launch.workers", "launch.rendezvous", "trainer.run.build",
                          "trainer.loop", "trainer.config.command_line", "trainer.commands.compare",
                          "benchmarks.chaos_task"):
-                import_module(name)
+                importlib.import_module(name)
 
     def start(self, num_ranks: int, arguments: Sequence[str], log: Path) -> int:
-        """The pid of a new launcher, leader of a process group; its output is added to `log`."""
-        # torchrun would take --run for its own --run-path.
-        own = ["--run-dir" if word == "--run" else word for word in arguments]
-        options = [str(num_ranks), "--max-restarts", str(self._max_restarts)]
+        """The pid of a new launcher, leader of a process group; its output goes to `log`."""
+        options = ["--nproc-per-node", str(num_ranks), "--max-restarts", str(self._max_restarts)]
         if self.kind == "launch":
-            return _fork(["--nproc-per-node", *options, "--", *arguments], log)
-        command = {
-            "launch-cold": ["launch", "--nproc-per-node", *options, "--"],
-            "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node", *options,
-                         "-m", "trainer"],
-        }[self.kind]  # fmt: skip
+            return _fork([*options, "--", *arguments], log)
+        command = (["launch", *options, "--"] if self.kind == "launch-cold" else
+                   ["torch.distributed.run", "--standalone", *options, "-m", "trainer"])
         actions = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
                    (os.POSIX_SPAWN_OPEN, 1, str(log), APPEND, 0o666),
                    (os.POSIX_SPAWN_DUP2, 1, 2)]
-        return os.posix_spawn(
-            sys.executable, [sys.executable, "-m", *command, *own],
-            {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},  # this module may not be on it
-            file_actions=actions, setpgroup=0,
-        )  # fmt: skip
+        return os.posix_spawn(sys.executable, [sys.executable, "-m", *command, *arguments],
+                              reporting.environment(), file_actions=actions, setpgroup=0)
 
     def ranks(self, launcher: int) -> list[int]:
         """Pids of the living ranks."""
@@ -111,10 +94,9 @@ class Launcher:
 
 
 def train(run: Run, folder: Path, launcher: Launcher, *, limit_s: float) -> Result:
-    """Give the run's command, again after each stop, until it is complete; disturb it meanwhile.
+    """Give the run's command, again after each stop, until it is complete, and disturb it.
 
-    Args:
-        folder: the run folder; the output goes to a file beside it.
+    The output goes to a file next to the run folder.
     """
     watch = _Watch(run, folder, launcher)
     began_s, launches, problem = time.monotonic(), 0, None
@@ -135,10 +117,9 @@ def train(run: Run, folder: Path, launcher: Launcher, *, limit_s: float) -> Resu
     wall_s = time.monotonic() - began_s
     if left := watch.wait_gone():
         problem = problem or f"processes {sorted(left)} still live {GONE_S:.0f} s after the end"
-    return Result(
-        fired=watch.fired(), starts=_starts(folder), launches=launches, wall_s=wall_s,
-        problem=problem,
-    )  # fmt: skip
+    starts = (read_json(folder / IDENTITY) or {"attempt": -1})["attempt"] + 1
+    return Result(fired=watch.fired(), starts=starts, launches=launches, wall_s=wall_s,
+                  problem=problem)
 
 
 class _Watch:
@@ -159,25 +140,23 @@ class _Watch:
     def follow(self, pid: int, *, until_s: float) -> int | None:
         """The exit code of the launcher, -SIGKILL after a strike; None if time was up."""
         self.killed_launcher, timed_out = False, False
-        pidfd = os.pidfd_open(pid)
-        while not select.select([pidfd], [], [], POLL_S if self._waiting else IDLE_POLL_S)[0]:
+        while not ends(pid, POLL_S if self._waiting else IDLE_POLL_S):
             self._look(pid)
             if time.monotonic() > until_s:
                 timed_out = True
-                self._kill_all(pid)
-        os.close(pidfd)
+                kill({pid, *self._living()})
         _, status = os.waitpid(pid, 0)
         return None if timed_out else os.waitstatus_to_exitcode(status)
 
     def fired(self) -> tuple[Fault, ...]:
-        """The faults that have happened: those of which the run tells in its events, and the
-        strikes after which its ranks were started again."""
+        """Faults that happened: those in the run's events, and strikes after which its ranks were
+        started again."""
         told = {e["fault"] for e in read_events(self._folder / EVENTS) if e["event"] == "fault"}
         injected = [fault for fault in self.injected if str(fault) in told]
         return (*injected, *(fault for fault, starts in self._struck if self._starts > starts))
 
     def wait_gone(self) -> set[int]:
-        """Processes of the run that live on in spite of all; waits for them, to a limit."""
+        """Processes of the run that still live after `GONE_S`."""
         deadline_s = time.monotonic() + GONE_S
         while (left := self._living()) and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -215,50 +194,58 @@ class _Watch:
         """Whether there was something to strike, all of it alive."""
         if len(ranks) != self._num_ranks or not all(map(processes.start_time, ranks)):
             return False
-        if fault.kind == "ranks":
-            for rank in ranks:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(rank, signal.SIGKILL)
-        elif fault.kind == "launcher":
-            self.killed_launcher = True
-            os.kill(launcher, signal.SIGKILL)
-        else:
-            server = self._launcher.server(launcher)
-            assert server is not None
-            os.kill(server, signal.SIGKILL)
+        self.killed_launcher |= fault.kind == "launcher"
+        victims: dict[str, list[int | None]] = {
+            "ranks": [*ranks], "launcher": [launcher], "server": [self._launcher.server(launcher)]}
+        kill(victims[fault.kind])
         return True
 
-    def _kill_all(self, launcher: int) -> None:
-        for pid in {launcher, *self._living()}:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+
+def kill(pids: Iterable[int | None]) -> None:
+    """Send SIGKILL to the processes that still live."""
+    for pid in filter(None, pids):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
-def in_child(function: Callable[[], Any]) -> Any:
-    """What the function returns, as JSON gives it, from a fork of this process.
+def ends(pid: int, timeout_s: float) -> bool:
+    """Whether a child process ends within that time."""
+    pidfd = os.pidfd_open(pid)
+    try:
+        return bool(select.select([pidfd], [], [], timeout_s)[0])
+    finally:
+        os.close(pidfd)
 
-    Work with tensors is done so: it starts threads, and a process with threads must not be forked.
+
+def differences(reference: Path, run: Path) -> list[str]:
+    """The first differences of two runs, or why one cannot be read.
+
+    Compared in a fork, since work with tensors starts threads, and a process with threads must not
+    be forked.
     """
     read_fd, write_fd = os.pipe()
-    pid = _fork_quietly()
-    if pid == 0:
-        code = 1
+
+    def report() -> int:
+        import torch
+
+        from trainer.commands import compare
+
+        torch.set_num_threads(1)
         try:
-            with os.fdopen(write_fd, "w") as pipe:
-                json.dump(function(), pipe)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stderr.flush()
-            os._exit(code)
+            found = list(itertools.islice(compare.differences(reference, run), MOST_SHOWN))
+        except compare.RunUnreadable as problem:
+            found = [str(problem)]
+        with os.fdopen(write_fd, "w") as pipe:
+            json.dump(found, pipe)
+        return 0
+
+    pid = _in_fork(report)
     os.close(write_fd)
     with os.fdopen(read_fd) as pipe:
         text = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if status:
-        raise RuntimeError(f"{function} failed in a child process: see above")
-    return json.loads(text)
+    if os.waitpid(pid, 0)[1]:
+        raise RuntimeError("the comparison failed: see above")
+    return list(json.loads(text))
 
 
 def children(pid: int) -> list[int]:
@@ -272,20 +259,31 @@ def children(pid: int) -> list[int]:
 def _fork(argv: Sequence[str], log: Path) -> int:
     import launch.__main__
 
-    pid = _fork_quietly()
-    if pid:
-        return pid
-    code = 1
-    try:
+    def run() -> int:
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        for path, flags, target in ((os.devnull, os.O_RDONLY, (0,)),
-                                    (log, APPEND, (1, 2))):
+        for path, flags, target in ((os.devnull, os.O_RDONLY, (0,)), (log, APPEND, (1, 2))):
             fd = os.open(path, flags, 0o666)
             for number in target:
                 os.dup2(fd, number)
             os.close(fd)
-        code = launch.__main__.main(argv)
+        return launch.__main__.main(argv)
+
+    return _in_fork(run)
+
+
+def _in_fork(function: Callable[[], int]) -> int:
+    """The pid of a fork of this process that exits with what the function returns."""
+    from launch.fork_server import fork
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        code = function()
     except BaseException:
         traceback.print_exc()
     finally:
@@ -294,21 +292,7 @@ def _fork(argv: Sequence[str], log: Path) -> int:
         os._exit(code)
 
 
-def _fork_quietly() -> int:
-    from launch.fork_server import fork
-
-    sys.stdout.flush()
-    sys.stderr.flush()
-    return fork()
-
-
 def _stopped(folder: Path, code: int) -> bool:
-    """Whether the run has saved and stopped on request: torchrun itself always ends with 1."""
-    if code == EXIT_STOPPED:
-        return True
+    """Whether the run has saved and stopped on request. torchrun itself always ends with 1."""
     ends = [e for e in read_events(folder / EVENTS) if e["event"] in ("stop", "failure")]
-    return bool(ends) and ends[-1].get("exit_code") == EXIT_STOPPED
-
-
-def _starts(folder: Path) -> int:
-    return (read_json(folder / IDENTITY) or {"attempt": -1})["attempt"] + 1
+    return code == EXIT_STOPPED or (bool(ends) and ends[-1].get("exit_code") == EXIT_STOPPED)

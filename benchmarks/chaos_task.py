@@ -1,4 +1,4 @@
-"""The task of the chaos runs: tiny, and with everything whose state can get lost on the way."""
+"""The task of the chaos runs: tiny, with every kind of state that a restart could lose."""
 
 from __future__ import annotations
 
@@ -19,12 +19,8 @@ CLASSES = 4
 
 
 class Patches(Dataset):
-    """Noisy 1x8x8 images of 4 classes, augmented by draws from every kind of generator.
-
-    Args:
-        count: number of samples.
-        augment: whether each reading of a sample moves, mirrors and disturbs it anew.
-    """
+    """Noisy 1x8x8 images of 4 classes; `augment`: moved, mirrored and disturbed at each access by
+    draws from every kind of generator."""
 
     def __init__(self, count: int, *, augment: bool) -> None:
         generator = torch.Generator().manual_seed(count)
@@ -60,17 +56,10 @@ class Chaos:
 
     def model(self) -> nn.Module:
         return nn.Sequential(
-            nn.Conv2d(1, 6, 3, padding=1),
-            nn.BatchNorm2d(6),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Dropout(0.2),
-            nn.Linear(6 * (PIXELS // 2) ** 2, 16),
-            nn.ReLU(),
-            nn.Dropout(0.2),
-            nn.Linear(16, CLASSES),
-        )
+            nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2),
+            nn.Flatten(), nn.Dropout(0.2), nn.Linear(6 * (PIXELS // 2) ** 2, 16), nn.ReLU(),
+            nn.Dropout(0.2), nn.Linear(16, CLASSES),
+        )  # fmt: skip
 
     def dataset(self, split: str) -> Dataset | None:
         if split == "train":

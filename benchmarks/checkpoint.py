@@ -1,114 +1,175 @@
-"""What a save costs: how long the training is held, and when the state is safe on the disk.
+"""For how long does a save hold up the training, and when is the state durable?
 
-    python -m benchmarks.checkpoint [--sizes 10,100,1000] [--parts stall,overhead,share] [--json]
+    python -m benchmarks.checkpoint [--sizes 10,100,1000] [--parts stall,overhead]
 
-stall     for how long the training thread is held, and when the state is durable: this trainer's
-          save (held: in the save, and before the next update, until the copy of what an update
-          changes is complete), the same without that overlap, torch.save without and with fsync,
-          torch.distributed.checkpoint's save and async_save; beside them, as a yardstick, a copy of
-          the same tensors into memory that is in use already, by as many threads.
-overhead  the price of a durable save every 10 steps, as paired blocks of steps with and without.
-share     one process that writes the whole state against two that write half of it each.
+stall     The time for which the training thread is held, and the time to durable, compared with
+          torch.save, torch.distributed.checkpoint, and a copy of the same tensors into memory that
+          is already in use.
+overhead  The cost of a durable save every 10 steps, as paired blocks of steps with and without.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import random
+import os
 import shutil
 import statistics
 import tempfile
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+
 from benchmarks import reporting
-from benchmarks.saving import contestants
-from benchmarks.synthetic_state import make_checkpointer, make_subject
+from benchmarks.reporting import in_turn, ratios
+from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 
 BLOCK = 10
-"""Steps from save to save, where their price is measured."""
-PARTS = ("stall", "overhead", "share")
+"""Steps from save to save in `overhead`."""
+BATCH = 64
+"""Samples of the forward and backward after a save in `stall`."""
+PARTS = ("stall", "overhead")
+OURS, COPY, FSYNC = "this trainer", "copy in memory", "torch.save + fsync"
+Times = tuple[float, float | None]
+"""Seconds held, and seconds until the state is durable."""
+
+
+class Savers:
+    """The ways to save a state that are compared."""
+
+    def __init__(self, subject: Subject, folder: Path) -> None:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        self.alone, self.during = list[float](), list[float]()
+        """Seconds of a forward and backward alone, and during a save."""
+        self._subject, self._folder = subject, folder
+        self._ours = make_checkpointer(subject, folder / "ours")
+        self._inputs = torch.randn(BATCH, subject.width)
+        self._touched = [tensor.clone() for tensor in subject.live]
+
+    def close(self) -> None:
+        self._ours.close()
+        dist.destroy_process_group()
+
+    def all(self) -> dict[str, Callable[[], Times]]:
+        return {
+            COPY: self._copy, OURS: self._save,
+            "this trainer, no overlap": lambda: self._save(overlap=False),
+            "torch.save": self._torch_save, FSYNC: lambda: self._torch_save(fsync=True),
+            "dcp.save": lambda: self._dcp(dcp.save),
+            "dcp.async_save": lambda: self._dcp(dcp.async_save),
+        }  # fmt: skip
+
+    def _forward_backward(self) -> float:
+        began = time.perf_counter()
+        self._subject.model(self._inputs).square().mean().backward()
+        seconds = time.perf_counter() - began
+        self._subject.optimizer.zero_grad()
+        return seconds
+
+    def _copy(self) -> Times:
+        began = time.perf_counter()
+        torch._foreach_copy_(self._touched, self._subject.live)
+        return time.perf_counter() - began, None
+
+    def _save(self, *, overlap: bool = True) -> Times:
+        if overlap:
+            self.alone.append(self._forward_backward())
+        self._ours.overlap = overlap
+        self._subject.state.progress.step += 1
+        began = time.perf_counter()
+        self._ours.save("periodic")
+        held = time.perf_counter() - began
+        if overlap:
+            self.during.append(self._forward_backward())
+            joined = time.perf_counter()
+            self._ours.finish_copy()
+            held += time.perf_counter() - joined
+        self._ours.finish_pending(must=True)
+        return held, time.perf_counter() - began
+
+    def _torch_save(self, *, fsync: bool = False) -> Times:
+        with (self._folder / "state.pt").open("wb") as file:
+            began = time.perf_counter()
+            torch.save(self._subject.dictionary(), file)
+            file.flush()
+            if fsync:
+                os.fsync(file.fileno())
+            held = time.perf_counter() - began
+            os.fsync(file.fileno())  # not timed: else the next contestant would wait for this disk
+        (self._folder / "state.pt").unlink()
+        return held, held if fsync else None
+
+    def _dcp(self, save: Callable[..., Any]) -> Times:
+        path = self._folder / "dcp"
+        began = time.perf_counter()
+        pending = save(self._subject.dictionary(), checkpoint_id=path)
+        held = time.perf_counter() - began
+        if save is dcp.async_save:
+            getattr(pending, "upload_completion", pending).result()
+        durable = time.perf_counter() - began
+        shutil.rmtree(path)
+        return held, durable
 
 
 def measure_stall(megabytes: float, repeats: int, folder: Path) -> dict[str, Any]:
-    """All contestants in turn, `repeats` times after a first round that doesn't count."""
-    import torch
-
+    """All contestants in turn, after a first round that does not count."""
     subject = make_subject(megabytes)
-    entrants, (alone, beside), close = contestants(subject, folder)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # dcp's, about a world of one
-        for turn in range(repeats + 1):
-            for contestant in entrants:
-                path = folder / "other"
-                path.mkdir()
-                held, durable = contestant.run(path)
-                shutil.rmtree(path)
-                if not turn:
-                    contestant.first = held
-                    continue
-                contestant.stalls.append(held)
-                if durable is not None:
-                    contestant.durables.append(durable)
-    close()
-    found = {c.name: {"stall": reporting.summary(c.stalls), "first_stall": c.first,
-                      "durable": reporting.summary(c.durables) if c.durables else None}
-             for c in entrants}
-    stall = {name: values["stall"]["median"] for name, values in found.items()}
-    return {
-        "bytes": subject.bytes, "tensors": len(subject.live), "threads": torch.get_num_threads(),
-        "contestants": found,
-        "forward_backward": {"alone": reporting.summary(alone[1:]),
-                             "beside_a_save": reporting.summary(beside[1:])},
-        "stall_over_copy": stall["this trainer"] / stall["copy in memory"],
-        "fsync_over_stall": stall["torch.save + fsync"] / stall["this trainer"],
-    }
+    savers = Savers(subject, folder)
+    with warnings.catch_warnings(action="ignore"):  # dcp's, about a world of one
+        times = in_turn(savers.all(), repeats)
+    savers.close()
+    found: dict[str, dict[str, Any]] = {
+        name: {"held": reporting.summary([held for held, _ in own]),
+               "durable": None if own[0][1] is None else
+               reporting.summary([durable for _, durable in own])}
+        for name, own in times.items()}
+    held = {name: figures["held"]["median"] for name, figures in found.items()}
+    return {"bytes": subject.bytes, "tensors": len(subject.live),
+            "threads": torch.get_num_threads(), "contestants": found,
+            "forward_backward": {"alone": reporting.summary(savers.alone[1:]),
+                                 "during a save": reporting.summary(savers.during[1:])},
+            "held_over_copy": held[OURS] / held[COPY], "fsync_over_held": held[FSYNC] / held[OURS]}
 
 
 def show_stall(found: dict[str, Any]) -> str:
-    rows = []
-    ours = found["contestants"]["this trainer"]["stall"]["median"]
-    for name, values in found["contestants"].items():
-        durable = values["durable"]
-        rows.append([
-            name, reporting.spread(values["stall"], 1e3), f"{values['stall']['median'] / ours:.2f}",
-            "–" if durable is None else reporting.spread(durable, 1e3),
-            f"{values['first_stall'] * 1e3:,.1f}",
-        ])  # fmt: skip
-    n = found["contestants"]["this trainer"]["stall"]["n"]
-    head = ["", "held, ms", "held / ours", "durable, ms", "first time, ms"]
+    rows = [[name, reporting.spread(figures["held"], 1e3),
+             "–" if figures["durable"] is None else reporting.spread(figures["durable"], 1e3)]
+            for name, figures in found["contestants"].items()]
+    next_step = ", ".join(f"{reporting.spread(times, 1e3)} ms {when}"
+                          for when, times in found["forward_backward"].items())
     return (f"{found['bytes'] / 1e6:,.0f} MB in {found['tensors']} tensors, {found['threads']} "
-            f"threads, n = {n}; medians (quartiles)\n{reporting.table(head, rows)}\n"
-            f"held: {found['stall_over_copy']:.2f} × the copy, 1/{found['fsync_over_stall']:.1f} "
-            "of torch.save + fsync; the next forward and backward took "
-            f"{reporting.spread(found['forward_backward']['beside_a_save'], 1e3)} ms beside the "
-            f"save, {reporting.spread(found['forward_backward']['alone'], 1e3)} ms alone\n")
+            f"threads, n = {found['contestants'][OURS]['held']['n']}; medians (quartiles)\n"
+            f"{reporting.table(['', 'held, ms', 'durable, ms'], rows)}\n"
+            f"held: {found['held_over_copy']:.2f} × the copy, 1/{found['fsync_over_held']:.1f} "
+            f"of torch.save + fsync; a forward and backward takes {next_step}\n")
 
 
 def measure_overhead(
     megabytes: float, ratio: float, threads: int, pairs: int, folder: Path
 ) -> dict[str, Any]:
-    """Blocks of `BLOCK` steps with a save at their start and without, in turn.
+    """Blocks of `BLOCK` steps, in turn with a save at their start and without.
 
     Args:
-        ratio: s = state bytes / (bytes a second to the disk × seconds a step), by which the steps
-            are made as long as needed.
+        ratio: s = state bytes / (bytes per second to the disk × seconds per step); the steps are
+            made as long as it needs.
         threads: that the steps compute with.
     """
-    import torch
-
     torch.set_num_threads(threads)
     subject = make_subject(megabytes)
     ours = make_checkpointer(subject, folder / "overhead")
     ours.overlap = True
 
-    def save() -> float:
+    def save() -> None:
         subject.state.progress.step += 1
-        began = time.perf_counter()
         ours.save("periodic")
+
+    def save_durably() -> float:
+        began = time.perf_counter()
+        save()
         ours.settle()
         return time.perf_counter() - began
 
@@ -121,35 +182,33 @@ def measure_overhead(
             subject.optimizer.step()
         return time.perf_counter() - began
 
-    rate = subject.bytes / statistics.median([save() for _ in range(5)][1:])
+    rate = subject.bytes / statistics.median([save_durably() for _ in range(5)][1:])
     step_s = subject.bytes / rate / ratio
     batch = 256
     for _ in range(5):
         inputs = torch.randn(batch, subject.width)
         batch = max(8, round(batch * step_s / min(steps(1) for _ in range(3))))
-    # Wall time, and the processor time of the training thread, which other programs don't prolong.
-    blocks: dict[bool, list[tuple[float, float]]] = {False: [], True: []}
-    for turn in range(2 * pairs):
-        saves = turn % 2 == 1
+
+    def block(begin: Callable[[], None]) -> tuple[float, float]:
+        """Seconds, and the training thread's processor time, which other work does not prolong."""
         began = time.perf_counter(), time.thread_time()
-        if saves:
-            subject.state.progress.step += 1
-            ours.save("periodic")
+        begin()
         steps(BLOCK)
-        blocks[saves].append((time.perf_counter() - began[0], time.thread_time() - began[1]))
+        seconds = time.perf_counter() - began[0], time.thread_time() - began[1]
         ours.finish_pending(must=True)
+        return seconds
+
+    blocks = in_turn({"without": lambda: block(lambda: None), "with": lambda: block(save)}, pairs,
+                     warm=0)
     ours.close()
-    without = [wall for wall, _ in blocks[False]]
-    costs, cpu_costs = [
-        [a[clock] / b[clock] - 1 for a, b in zip(blocks[True], blocks[False], strict=True)]
-        for clock in (0, 1)
-    ]
-    return {
-        "bytes": subject.bytes, "threads": threads, "bytes_per_s": rate,
-        "step_s": statistics.median(without) / BLOCK,
-        "s": subject.bytes / rate / (statistics.median(without) / BLOCK),
-        "cost": reporting.summary(costs), "cpu_cost": reporting.summary(cpu_costs),
-    }
+    cost, cpu_cost = (
+        reporting.summary([ratio - 1 for ratio in ratios([times[clock] for times in blocks["with"]],
+                                                         [times[clock] for times in
+                                                          blocks["without"]])])
+        for clock in (0, 1))
+    step_s = statistics.median(wall for wall, _ in blocks["without"]) / BLOCK
+    return {"bytes": subject.bytes, "threads": threads, "bytes_per_s": rate, "step_s": step_s,
+            "s": subject.bytes / rate / step_s, "cost": cost, "cpu_cost": cpu_cost}
 
 
 def show_overhead(found: list[dict[str, Any]]) -> str:
@@ -157,97 +216,37 @@ def show_overhead(found: list[dict[str, Any]]) -> str:
              f"{f['step_s'] * 1e3:,.0f}", f"{f['s']:.2f}", reporting.spread(f["cost"], 100, 2),
              reporting.spread(f["cpu_cost"], 100, 2), str(f["cost"]["n"])] for f in found]
     head = ["threads that compute", "MB", "MB/s durable", "step, ms", "s", "cost, %",
-            "cost in the training thread's processor time, %", "n"]
+            "cost in processor time of the training thread, %", "n"]
     return f"a durable save every {BLOCK} steps\n{reporting.table(head, rows)}\n"
 
 
-def measure_share(megabytes: float, repeats: int, folder: Path) -> dict[str, Any]:
-    """Seconds until the state is durable: written by one process, and halved by two."""
-    spawn = multiprocessing.get_context("spawn")
-    size = int(megabytes * 1e6)
-    whole, halves = [], []
-    connections, writers = [], []
-    for number in range(2):
-        ours, theirs = spawn.Pipe()
-        writers.append(spawn.Process(target=write_share, args=(theirs, folder / f"share{number}")))
-        writers[-1].start()
-        connections.append(ours)
-    for step in range(1, repeats + 2):
-        for taking, times in ((connections[:1], whole), (connections, halves)):
-            began = time.perf_counter()
-            for connection in taking:
-                connection.send((2 * step + len(taking), size // len(taking)))
-            for connection in taking:
-                connection.recv()
-            times.append(time.perf_counter() - began)
-    for connection, writer in zip(connections, writers, strict=True):
-        connection.send(None)
-        writer.join()
-    return {"bytes": size, "one": reporting.summary(whole[1:]),
-            "two": reporting.summary(halves[1:])}
-
-
-def write_share(connection: Any, folder: Path) -> None:
-    """A process without torch that writes what it is told to."""
-    from trainer.checkpoint.store import Store
-
-    store, data = Store(folder, keep=1), b""
-    while (task := connection.recv()) is not None:
-        step, size = task
-        data = data if len(data) == size else random.randbytes(size)
-        with store.stage(step, generation=0) as stage:
-            stage.write("state", data)
-            stage.commit(kind="periodic")
-        store.prune()
-        connection.send(step)
-
-
-def show_share(found: dict[str, Any]) -> str:
-    rows = [[name, reporting.spread(found[key], 1e3), f"{found[key]['n']}"]
-            for name, key in (("rank 0 writes all", "one"), ("two ranks write half each", "two"))]
-    return (f"{found['bytes'] / 1e6:,.0f} MB\n"
-            f"{reporting.table(['', 'durable, ms', 'n'], rows)}\n")
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.checkpoint", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--sizes", default="10,100,1000", help="of the state in MB (%(default)s)")
-    parser.add_argument("--parts", default=",".join(PARTS), help="(%(default)s)")
+    parser = reporting.parser("checkpoint", __doc__)
+    parser.add_argument("--sizes", type=reporting.numbers, default="10,100,1000",
+                        help="of the state in MB (%(default)s)")
+    parser.add_argument("--parts", type=reporting.some_of(PARTS), default=",".join(PARTS),
+                        help="(%(default)s)")
     parser.add_argument("--repeats", type=int, help="of each contestant; default: 20, at 1 GB 5")
     parser.add_argument("--threads", type=int, help="that copy and compute; default: all cores")
-    parser.add_argument("--folder", type=Path, help="on the disk in question; default: here")
-    parser.add_argument("--json", action="store_true", help="print the JSON line only")
+    parser.add_argument("--folder", type=Path, default=".",
+                        help="on the disk to measure (%(default)s)")
     options = parser.parse_args()
-    parts = options.parts.split(",")
-    if unknown := set(parts) - set(PARTS):
-        parser.error(f"--parts: no {', '.join(sorted(unknown))}; there are {', '.join(PARTS)}")
-
-    import torch
-
-    found: dict[str, Any] = {"machine": reporting.machine(), "stall": [], "overhead": []}
-    say = (lambda text: None) if options.json else (lambda text: print(text, flush=True))
-    say(reporting.describe(found["machine"]) + "\n")
-    sizes = [float(size) for size in options.sizes.split(",")]
-    threads = options.threads or found["machine"]["cores"]
-    for size in sizes if "stall" in parts else ():
+    machine = reporting.machine()
+    found: dict[str, Any] = {"machine": machine, "stall": [], "overhead": []}
+    threads = options.threads or machine["cores"]
+    for size in options.sizes if "stall" in options.parts else ():
         torch.set_num_threads(threads)
         repeats = options.repeats or (20 if size < 500 else 5)
-        with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
             found["stall"].append(measure_stall(size, repeats, Path(folder)))
-        say(show_stall(found["stall"][-1]))
-    with tempfile.TemporaryDirectory(dir=options.folder or Path.cwd()) as folder:
-        size = min(sizes, key=lambda s: abs(s - 100))
-        if "overhead" in parts:
-            for ratio, busy in ((1.0, 1), (0.3, threads)):
-                found["overhead"].append(
-                    measure_overhead(size, ratio, busy, options.repeats or 8, Path(folder)))
-            say(show_overhead(found["overhead"]))
-        if "share" in parts:
-            found["share"] = measure_share(size, options.repeats or 10, Path(folder))
-            say(show_share(found["share"]))
+        print(show_stall(found["stall"][-1]), flush=True)
+    if "overhead" in options.parts:
+        size = min(options.sizes, key=lambda s: abs(s - 100))
+        with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+            found["overhead"] = [
+                measure_overhead(size, ratio, busy, options.repeats or 8, Path(folder))
+                for ratio, busy in ((1.0, 1), (0.3, threads))]
+        print(show_overhead(found["overhead"]), flush=True)
     reporting.print_json("checkpoint", **found)
 
 

@@ -1,7 +1,6 @@
-"""How much of the time a run that is interrupted at random spends on new work: formula, simulation.
+"""The goodput (new work / time) of a run that is interrupted at random: formula and simulation.
 
-Times are in seconds, failures come at random (exponential gaps) with the mean `mtbf_s`, also while
-a restart is under way. Goodput is new work / time.
+Failures come with exponential gaps of mean `mtbf_s`, also during a restart. Times are in seconds.
 """
 
 from __future__ import annotations
@@ -13,25 +12,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What a run pays.
-
-    Attributes:
-        step_s: an optimizer step.
-        interval_s: work from one periodic save to the next.
-        save_s: for how long a save holds the training.
-        durable_s: from a save's beginning until a restart can use it.
-        restart_s: from a failure to the first step that is made again or new; without the work
-            that is made again.
-        survivors: whether those that are left save the last step boundary, so that a failure takes
-            no more than the step in the making.
-    """
+    """The costs of a run."""
 
     step_s: float
     interval_s: float
+    """Work from one periodic save to the next."""
     save_s: float
+    """For which a save holds the training."""
     restart_s: float
+    """From a failure to the first step, without work that is redone."""
     durable_s: float = 0.0
+    """From the start of a save until a restart can use it."""
     survivors: bool = True
+    """Whether surviving ranks save the last step boundary: a failure costs only a step."""
 
 
 def young(save_s: float, mtbf_s: float) -> float:
@@ -40,11 +33,8 @@ def young(save_s: float, mtbf_s: float) -> float:
 
 
 def daly(costs: Costs, mtbf_s: float) -> float:
-    """The goodput by the complete formula of Daly (2006), eq. 20: saves take effect at once.
-
-    With survivors the piece of work that a failure takes is a step instead of an interval, and its
-    share of a save comes with it.
-    """
+    """The goodput by Daly's complete formula (2006, eq. 20), where saves are durable at once. With
+    survivors a failure costs a step, with its share of a save, instead of an interval."""
     piece = costs.step_s if costs.survivors else costs.interval_s
     save = costs.save_s * piece / costs.interval_s
     spent = mtbf_s * math.exp(costs.restart_s / mtbf_s) * math.expm1((piece + save) / mtbf_s)
@@ -58,13 +48,13 @@ def simulate(costs: Costs, mtbf_s: float, *, failures: int, seed: int = 0) -> fl
     for _ in range(failures):
         alive = draw.expovariate(1 / mtbf_s)
         spent += alive
-        if alive > costs.restart_s:  # else it dies amid the restart, which begins anew
+        if alive > costs.restart_s:  # otherwise it dies during the restart, which begins again
             work += kept(costs, alive - costs.restart_s)
     return work / spent
 
 
 def kept(costs: Costs, trained_s: float) -> float:
-    """The work that outlives a failure after so many seconds of training since a restart."""
+    """The work that survives a failure this long after a restart."""
     cycle = costs.interval_s + costs.save_s
     saves, rest = divmod(trained_s, cycle)
     if costs.survivors:
@@ -76,5 +66,5 @@ def kept(costs: Costs, trained_s: float) -> float:
 
 
 def mtbf_s(gpus: int, *, failures_per_1000_node_days: float, gpus_per_node: int = 8) -> float:
-    """Mean time from failure to failure of a job on so many GPUs."""
+    """Mean time between failures of a job."""
     return 86400 * 1000 / failures_per_1000_node_days / (gpus / gpus_per_node)

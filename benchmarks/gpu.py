@@ -1,44 +1,178 @@
-"""One CUDA card: what each lever is worth in training, what a save costs, in under 8 minutes.
+"""What does each optimisation gain on one CUDA card, and for how long does a save stall it?
 
-    python -m benchmarks.gpu [--models …] [--rounds N] [--limit-s 440] [--json]
+    python -m benchmarks.gpu [--models …] [--rounds N] [--limit-s 440]
     python -m benchmarks.gpu --dry-run
 
-ResNet-50 (224², batch 256), ResNet-18 (32², batch 512), a GPT of 124M parameters (8 × 1,024
-tokens), each trained by AdamW from batches in host memory. Levers, each with those before it: fp32,
-tf32, bf16 autocast, channels_last, torch.compile, fused AdamW (instead of foreach), torch.compile's
-reduce-overhead (CUDA graphs), batches copied a step ahead from pinned memory. All levers of a model
-are built and warmed up first, then take turns. For each: samples a second; the share of the rate at
-which the card multiplies large bf16 matrices (MFU; 8192³, measured first); the memory that a step
-takes; what it copies from the host; without compiling, the bytes that its operations read and
-write.
-
-Then the state of the GPT (1.5 GB): for how long a snapshot stalls the training, and a survivor's
-copy on a stream of its own while the main stream is stuck in a kernel.
-
-`--dry-run` makes a step of each model and lever on the CPU, all of it tiny, compiled without code
-being generated: it shows that the script works, its figures say nothing.
+Each optimisation is added to those before it. All versions of a model are built and warmed up
+first, then take turns. `--dry-run` makes a step of each on the CPU with tiny models, compiled
+without code generation: it shows that the script works; its figures mean nothing.
 """
 
 from __future__ import annotations
 
-import argparse
+import dataclasses
 import functools
 import gc
 import time
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.flop_counter import FlopCounterMode
+from torchvision.models import resnet
+
 from benchmarks import reporting
-from benchmarks.turns import in_turn, ratios
+from benchmarks.reporting import in_turn, ratios
+from trainer.checkpoint.snapshot import Snapshot
+from trainer.optim.precision import set_tf32
+from trainer.tasks.gpt import GPT
 
 WARM_UP = 4
 TURN_S = 0.5
 """About how long a turn takes, in steps of at least one."""
+LEVERS = ("fp32", "tf32", "bf16", "channels_last", "compile", "fused AdamW", "reduce-overhead",
+          "prefetch")
+"""Optimisations, each used with those before it. channels_last is for images only; reduce-overhead
+compiles to CUDA graphs; prefetch copies batches a step ahead from pinned memory."""
 
 
-def matmul_rate(device: Any, size: int, repeats: int = 20) -> float:
-    """bf16 multiply-adds of a square product, in operations (2 a multiply-add) a second."""
-    import torch
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model to train, and its batches."""
 
+    name: str
+    make: Callable[[], nn.Module]
+    batch: int
+    """Images or sequences per step."""
+    host: Callable[[int], tuple[Tensor, Tensor]]
+    """Makes a batch on the host: inputs (uint8 images or int64 tokens) and labels."""
+    images: bool = True
+
+
+def subjects(*, tiny: bool) -> list[Subject]:
+    """ResNet-50 (224²), ResNet-18 (32²), a GPT of 124M parameters; `tiny` versions for a CPU."""
+    def pictures(size: int, classes: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+        return lambda count: (torch.randint(256, (count, 3, size, size), dtype=torch.uint8),
+                              torch.randint(classes, (count,)))
+
+    def resnet50() -> nn.Module:
+        return resnet.ResNet(resnet.Bottleneck, [1] * 4 if tiny else [3, 4, 6, 3])
+
+    def resnet18() -> nn.Module:
+        model = resnet.ResNet(resnet.BasicBlock, [1 if tiny else 2] * 4, num_classes=10)
+        model.conv1 = nn.Conv2d(3, 64, 3, padding=1, bias=False)  # as is usual for 32x32
+        model.maxpool = nn.Identity()
+        return model
+
+    gpt = ({"tokens": 64, "context": 16, "layers": 2, "heads": 2, "width": 32} if tiny else
+           {"tokens": 50304, "context": 1024, "layers": 12, "heads": 12, "width": 768})
+
+    def text(count: int) -> tuple[Tensor, Tensor]:
+        tokens = torch.randint(gpt["tokens"], (count, gpt["context"] + 1))
+        return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+    return [
+        Subject("ResNet-50, 224²", resnet50, 2 if tiny else 256,
+                pictures(32 if tiny else 224, 1000)),
+        Subject("ResNet-18, 32²", resnet18, 2 if tiny else 512, pictures(32, 10)),
+        Subject("GPT, 124M", lambda: GPT(**gpt), 2 if tiny else 8, text, images=False),
+    ]
+
+
+class Trainee:
+    """A subject on the device with some levers: `step()` is one optimizer step from host memory.
+
+    Args:
+        compiles: whether torch.compile generates code, or only traces.
+    """
+
+    def __init__(self, subject: Subject, levers: Collection[str], device: torch.device, *,
+                 compiles: bool = True) -> None:
+        torch.manual_seed(0)
+        self.subject, self._levers, self.device = subject, levers, device
+        self._format = (torch.channels_last if "channels_last" in levers else
+                        torch.contiguous_format)
+        self.model = subject.make().to(device)
+        self.model.to(memory_format=self._format)  # type: ignore[call-overload]
+        mode = "reduce-overhead" if "reduce-overhead" in levers else "default"
+        options = {"mode": mode} if compiles else {"backend": "eager"}
+        self._forward: Any = self.model
+        if "compile" in levers:
+            self._forward = torch.compile(self.model, **options)  # type: ignore[call-overload]
+        fused = "fused AdamW" in levers
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=fused,
+                                           foreach=not fused)
+        batches = [subject.host(subject.batch) for _ in range(3)]
+        self._batches = (_prefetched if "prefetch" in levers else _copied)(batches, device)
+
+    def step(self) -> None:
+        """Copy a batch, forward, backward, update; does not wait for the card."""
+        if self.device.type == "cuda":
+            set_tf32("tf32" in self._levers)
+            if "reduce-overhead" in self._levers:
+                torch.compiler.cudagraph_mark_step_begin()
+        self.optimizer.zero_grad(set_to_none=True)
+        inputs, labels = next(self._batches)
+        self.loss(inputs, labels).backward()
+        self.optimizer.step()
+
+    def loss(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        """The loss of a batch on the device, where images are normalised."""
+        if self.subject.images:
+            inputs = inputs.to(memory_format=self._format).float().sub_(128).div_(64)
+        with torch.autocast(self.device.type, torch.bfloat16, enabled="bf16" in self._levers):
+            logits = self._forward(inputs)
+        return functional.cross_entropy(logits.flatten(0, -2).float(), labels.flatten())
+
+    def close(self) -> None:
+        """Release the card's memory."""
+        self._forward = self.model = self.optimizer = self._batches = None  # type: ignore[assignment]
+
+
+def _copied(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
+    """Batches from pageable memory, whose copy is waited for."""
+    while True:
+        for batch in batches:
+            yield tuple(part.to(device) for part in batch)
+
+
+def _prefetched(batches: list[tuple[Tensor, Tensor]], device: torch.device) -> Iterator[Any]:
+    """Batches from pinned memory, copied a step ahead on a separate stream."""
+    if device.type != "cuda":
+        yield from _copied(batches, device)
+    pinned = [tuple(part.pin_memory() for part in batch) for batch in batches]
+    stream = torch.cuda.Stream(device)
+
+    def fetch(number: int) -> tuple[Tensor, ...]:
+        with torch.cuda.stream(stream):
+            return tuple(part.to(device, non_blocking=True)
+                         for part in pinned[number % len(pinned)])
+
+    ahead, number = fetch(0), 0
+    while True:
+        number += 1
+        torch.cuda.current_stream().wait_stream(stream)
+        for part in ahead:
+            part.record_stream(torch.cuda.current_stream())
+        ready, ahead = ahead, fetch(number)
+        yield ready
+
+
+def count_flops(trainee: Trainee) -> int:
+    """Operations of a forward and backward of the whole batch (attention without its causal
+    half)."""
+    few = min(2, trainee.subject.batch)
+    inputs, labels = (part.to(trainee.device) for part in trainee.subject.host(few))
+    with FlopCounterMode(display=False) as counter:
+        trainee.loss(inputs, labels).backward()
+    trainee.optimizer.zero_grad(set_to_none=True)
+    return counter.get_total_flops() * trainee.subject.batch // few
+
+
+def matmul_rate(device: torch.device, size: int, repeats: int) -> float:
+    """Operations per second of bf16 matrix products (2 for a multiply-add)."""
     a, b = (torch.randn(size, size, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def multiply() -> None:
@@ -50,47 +184,20 @@ def matmul_rate(device: Any, size: int, repeats: int = 20) -> float:
     return 10 * 2 * size**3 / reporting.summary(times)["median"]
 
 
-def synchronise(device: Any) -> None:
-    """Wait for all that the card has been told to do."""
-    import torch
-
+def synchronise(device: torch.device) -> None:
+    """Wait for all work that the card was given."""
     if device.type == "cuda":
         torch.cuda.synchronize()
 
 
-def measure(
-    subject: Any, device: Any, rate: float, rounds: int, deadline_s: float, *, dry: bool
-) -> dict[str, Any]:
-    """Lever → figures. Levers whose turn to be built comes after the deadline are left out."""
-    import torch
-
-    from benchmarks import gpu_models as models
-
-    trainees, found, left_out = {}, dict[str, dict[str, Any]](), []
+def measure(subject: Subject, device: torch.device, rate: float, rounds: int, deadline_s: float
+            ) -> dict[str, Any]:
+    """Lever → figures. Levers that would be built after the deadline are left out."""
+    dry = device.type == "cpu"
+    trainees, found, left_out = dict[str, Trainee](), dict[str, dict[str, Any]](), list[str]()
     flops = 0
-    for lever in models.levers(images=subject.images):
-        if time.monotonic() > deadline_s and not dry:
-            left_out.append(lever.name)
-            continue
-        began = time.perf_counter()
-        trainee = models.Trainee(subject, lever, device, backend="eager" if dry else "inductor")
-        flops = flops or models.count_flops(trainee)
-        for _ in range(1 if dry else WARM_UP):
-            trainee.step()
-        synchronise(device)
-        found[lever.name] = {"warm_up_s": time.perf_counter() - began,
-                             "host_bytes": trainee.host_bytes, "moved_bytes": None}
-        if lever.compile is None:
-            found[lever.name]["moved_bytes"] = models.count_traffic(trainee)
-        if device.type == "cuda" and lever.compile != "reduce-overhead":  # a graph keeps its memory
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            trainee.step()
-            synchronise(device)
-            found[lever.name]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
-        trainees[lever.name] = trainee
 
-    def steps(trainee: Any, count: int) -> float:
+    def steps(trainee: Trainee, count: int) -> float:
         synchronise(device)
         began = time.perf_counter()
         for _ in range(count):
@@ -98,126 +205,109 @@ def measure(
         synchronise(device)
         return (time.perf_counter() - began) / count
 
+    names = [name for name in LEVERS if subject.images or name != "channels_last"]
+    for place, lever in enumerate(names):
+        if time.monotonic() > deadline_s and not dry:
+            left_out.append(lever)
+            continue
+        began = time.perf_counter()
+        trainee = Trainee(subject, names[:place + 1], device, compiles=not dry)
+        flops = flops or count_flops(trainee)
+        steps(trainee, 1 if dry else WARM_UP)
+        found[lever] = {"warm_up_s": time.perf_counter() - began}
+        if not dry and "reduce-overhead" not in names[:place + 1]:  # a graph keeps its memory
+            torch.cuda.reset_peak_memory_stats()
+            before = torch.cuda.memory_allocated()
+            steps(trainee, 1)
+            found[lever]["peak_bytes"] = torch.cuda.max_memory_allocated() - before
+        trainees[lever] = trainee
     turns = {name: functools.partial(steps, trainee, 1 if dry else
                                      max(1, round(TURN_S / steps(trainee, 2))))
              for name, trainee in trainees.items()}
     times = in_turn(turns, rounds, warm=0 if dry else 1)
-    before = None
+    previous = times["fp32"]
     for name, seconds in times.items():
         found[name] |= {
             "samples_per_s": reporting.summary([subject.batch / s for s in seconds]),
-            "speedup": None if before is None else reporting.summary(ratios(before, seconds)),
+            "speedup": reporting.summary(ratios(previous, seconds)),
             "speedup_in_all": reporting.summary(ratios(times["fp32"], seconds)),
             "mfu": flops / reporting.summary(seconds)["median"] / rate,
         }  # fmt: skip
-        before = seconds
+        previous = seconds
     for trainee in trainees.values():
         trainee.close()
     gc.collect()
-    if device.type == "cuda":
+    if not dry:
         torch.compiler.reset()  # CUDA graphs keep their memory
         torch.cuda.empty_cache()
-    return {"batch": subject.batch, "flops_per_step": flops, "levers": found,
-            "left_out": left_out}
+    return {"batch": subject.batch, "flops_per_step": flops, "levers": found, "left_out": left_out}
 
 
 def show(name: str, found: dict[str, Any]) -> str:
-    rows = []
-    for lever, f in found["levers"].items():
-        moved, peak = f["moved_bytes"], f.get("peak_bytes")
-        rows.append([
-            lever, reporting.spread(f["samples_per_s"]),
-            "–" if f["speedup"] is None else reporting.spread(f["speedup"], digits=2),
-            f"{f['speedup_in_all']['median']:.2f}", f"{100 * f['mfu']:.1f}",
-            "–" if moved is None else f"{moved / 1e9:,.2f}", f"{f['host_bytes'] / 1e6:,.1f}",
-            "–" if peak is None else f"{peak / 1e9:,.2f}", f"{f['warm_up_s']:.1f}",
-        ])  # fmt: skip
-    head = [name, "samples/s", "× the one before", "× fp32", "MFU, %", "operations move, GB a step",
-            "from the host, MB", "memory of a step, GB", "ready after, s"]
-    left = f"\nleft out for want of time: {', '.join(found['left_out'])}" if found[
-        "left_out"] else ""
+    rows = [[lever, reporting.spread(f["samples_per_s"]), reporting.spread(f["speedup"], digits=2),
+             f"{f['speedup_in_all']['median']:.2f}", f"{100 * f['mfu']:.1f}",
+             f"{f['peak_bytes'] / 1e9:,.2f}" if "peak_bytes" in f else "–",
+             f"{f['warm_up_s']:.1f}"] for lever, f in found["levers"].items()]
+    head = [name, "samples/s", "× the one before", "× fp32", "MFU, %", "memory of a step, GB",
+            "ready after, s"]
+    left = f"\nleft out, no time: {', '.join(found['left_out'])}" if found["left_out"] else ""
     return f"{reporting.table(head, rows)}{left}\n"
 
 
-def measure_saves(subject: Any, device: Any, repeats: int) -> dict[str, Any]:
-    """The stall of a snapshot beside a step's time, and a copy beside a stuck kernel."""
-    from benchmarks import gpu_models as models
-    from benchmarks import gpu_saves as saves
-
-    lever = next(lever for lever in models.levers(images=False) if lever.name == "bf16")
-    trainee = models.Trainee(subject, lever, device)
+def measure_stall(subject: Subject, device: torch.device, repeats: int) -> dict[str, float]:
+    """Seconds for which a snapshot of a model and its optimizer holds the training."""
+    trainee = Trainee(subject, ["fp32"], device)
     trainee.step()
-    synchronise(device)
-    live = saves.state_of(trainee.model, trainee.optimizer)
-    found = saves.stall(live, repeats)
-    for name in ("snapshot", "one by one"):
-        found[name] = reporting.summary(found[name])
-    if device.type == "cuda":
-        found["stuck"] = saves.beside_a_stuck_kernel(live)
-    trainee.close()
-    return found
+    moments = {f"{number}.{name}": value
+               for number, entry in enumerate(trainee.optimizer.state.values())
+               for name, value in entry.items() if isinstance(value, Tensor)}
+    snapshot, live = Snapshot(), {"model": trainee.model.state_dict(), "optimizer": moments}
 
+    def take() -> float:
+        synchronise(device)
+        began = time.perf_counter()
+        snapshot.take(live)
+        return time.perf_counter() - began
 
-def show_saves(found: dict[str, Any]) -> str:
-    lines = [f"state of {found['bytes'] / 1e6:,.0f} MB: a snapshot holds the training for "
-             f"{reporting.spread(found['snapshot'], 1e3)} ms (the first one, which makes its "
-             f"buffers, {found['first_s'] * 1e3:,.0f} ms); tensor by tensor to pageable memory "
-             f"{reporting.spread(found['one by one'], 1e3)} ms"]
-    if stuck := found.get("stuck"):
-        lines.append(f"beside a stuck kernel: copied in {stuck['seconds'] * 1e3:,.0f} ms, kernel "
-                     f"still running: {stuck['kernel_still_ran']}, the boundary's bits: "
-                     f"{stuck['same_bits']}")
-    else:
-        lines.append("beside a stuck kernel: needs a CUDA card, not tried")
-    return "\n".join(lines) + "\n"
+    return reporting.summary(in_turn({"snapshot": take}, repeats)["snapshot"])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", help="parts of their names, by commas; default: all")
+    parser = reporting.parser("gpu", __doc__)
+    parser.add_argument("--models", help="parts of their names, separated by commas; default: all")
     parser.add_argument("--rounds", type=int, default=7, help="turns of each (%(default)s)")
     parser.add_argument("--limit-s", type=float, default=440.0,
-                        help="levers that aren't built by then are left out; each model has its "
-                        "share (%(default)s)")
+                        help="each model has its share; optimisations that are not built in it are "
+                        "left out (%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="tiny, on the CPU")
-    parser.add_argument("--json", action="store_true", help="print the JSON line only")
     options = parser.parse_args()
-
-    import torch
-
-    from benchmarks.gpu_models import subjects
-
-    if not options.dry_run and not torch.cuda.is_available():
+    dry = options.dry_run
+    if not dry and not torch.cuda.is_available():
         parser.error("this needs a CUDA card; --dry-run tries the script on the CPU.")
-    began_s = time.monotonic()
-    device = torch.device("cpu" if options.dry_run else "cuda")
+    began_s, device = time.monotonic(), torch.device("cpu" if dry else "cuda")
     torch.backends.cudnn.benchmark = True
-    chosen = [subject for subject in subjects(tiny=options.dry_run)
-              if not options.models or any(part in subject.name
-                                           for part in options.models.split(","))]
+    known = subjects(tiny=dry)
+    chosen = [subject for subject in known if not options.models
+              or any(part in subject.name for part in options.models.split(","))]
     if not chosen:
-        parser.error(f"--models {options.models}: there are "
-                     f"{', '.join(s.name for s in subjects(tiny=True))}.")
+        parser.error(f"--models {options.models}: there are {', '.join(s.name for s in known)}.")
     machine = reporting.machine()
-    machine["card"] = None if options.dry_run else torch.cuda.get_device_name()
-    say = (lambda text: None) if options.json else (lambda text: print(text, flush=True))
-    say(f"{reporting.describe(machine)}; card: {machine['card'] or 'none, a dry run'}")
-    rate = matmul_rate(device, 64 if options.dry_run else 8192, 3 if options.dry_run else 20)
-    say(f"bf16 matrix products: {rate / 1e12:,.1f} TFLOP/s\n")
-    rounds = 1 if options.dry_run else options.rounds
+    machine["card"] = None if dry else torch.cuda.get_device_name()
+    rate = matmul_rate(device, 64 if dry else 8192, 3 if dry else 20)
+    print(f"card: {machine['card'] or 'none, a dry run'}; bf16 matrix products: "
+          f"{rate / 1e12:,.1f} TFLOP/s\n", flush=True)
     found = {}
     for number, subject in enumerate(chosen, start=1):
         # A third of a model's time is left for its turns.
         deadline_s = began_s + options.limit_s * (number - 1 / 3) / (len(chosen) + 1 / 3)
-        found[subject.name] = measure(subject, device, rate, rounds, deadline_s,
-                                      dry=options.dry_run)
-        say(show(subject.name, found[subject.name]))
-    saved = measure_saves(subjects(tiny=options.dry_run)[-1], device, 2 if options.dry_run else 10)
-    say(show_saves(saved))
-    say(f"{time.monotonic() - began_s:.0f} s in all")
-    reporting.print_json("gpu", machine=machine, dry_run=options.dry_run,
-                         bf16_matmul_flops_per_s=rate, models=found, saves=saved)
+        found[subject.name] = measure(subject, device, rate, 1 if dry else options.rounds,
+                                      deadline_s)
+        print(show(subject.name, found[subject.name]), flush=True)
+    stall = measure_stall(known[-1], device, 2 if dry else 10)
+    print(f"a snapshot of {known[-1].name} holds the training for "
+          f"{reporting.spread(stall, 1e3)} ms\n{time.monotonic() - began_s:.0f} s in all")
+    reporting.print_json("gpu", machine=machine, dry_run=dry, bf16_matmul_flops_per_s=rate,
+                         models=found, stall=stall)
 
 
 if __name__ == "__main__":

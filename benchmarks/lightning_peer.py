@@ -1,39 +1,24 @@
-"""The small CNN on the bundled sample with Lightning, as plain use of it resumes: started anew by
-torchrun, from its last checkpoint.
+"""The small CNN with Lightning, which torchrun restarts from its last checkpoint.
 
-    python -m torch.distributed.run --standalone --nproc_per_node=2 --max-restarts=3 \\
-        -m benchmarks.lightning_peer FOLDER --steps 33 --deaths 12:0,22:1
-
-Global batch, optimizer and clipping are those of the default recipe; a rank takes its 64 samples in
-one forward, and neither augmentation, schedule nor synchronised batch norm cost it anything. Each
-rank appends a line to FOLDER/steps.jsonl when it starts, when the training begins and after each
-step. In the step of a death its rank says so and waits to be killed from outside.
+Each rank appends a line to FOLDER/steps.jsonl when it starts, when the training begins and after
+each step. In the step of a death its rank writes a line and waits to be killed from outside.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks import reporting
+from trainer.storage.jsonl import read_records
+
 STEPS = "steps.jsonl"
 GLOBAL_BATCH = 128
 PATIENCE_S = 60.0
-"""For how long a rank waits to be killed."""
-
-
-def parse_deaths(text: str) -> list[tuple[int, int]]:
-    """(step, rank) of each death, of `STEP:RANK,…`."""
-    pairs = [death.split(":") for death in text.split(",")]
-    return [(int(step), int(rank)) for step, rank in pairs]
-
-
-def show_deaths(deaths: list[tuple[int, int]]) -> str:
-    """What `parse_deaths` reads."""
-    return ",".join(f"{step}:{rank}" for step, rank in deaths)
+"""How long a rank waits to be killed."""
 
 
 def say(folder: Path, event: str, step: int) -> None:
@@ -44,15 +29,8 @@ def say(folder: Path, event: str, step: int) -> None:
         file.write(json.dumps(line).encode() + b"\n")
 
 
-def lines_of(folder: Path) -> list[dict[str, Any]]:
-    """The whole lines that the ranks have written."""
-    path = folder / STEPS
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-
-
-def train(folder: Path, steps: int, every: int, deaths: list[tuple[int, int]]) -> None:
-    """Train to the end, or to the first death that has not been."""
+def train(folder: Path, steps: int, every: int, deaths: list[list[int]]) -> None:
+    """Train to the end, or to the next (step, rank) of `deaths`."""
     import pytorch_lightning as pl
     import torch
     from pytorch_lightning.callbacks import ModelCheckpoint
@@ -62,7 +40,7 @@ def train(folder: Path, steps: int, every: int, deaths: list[tuple[int, int]]) -
     from trainer.tasks.image_models import SmallCNN
     from trainer.tasks.images import Images
 
-    been = {line["step"] for line in lines_of(folder) if line["event"] == "stand"}
+    been = {line["step"] for line in read_records(folder / STEPS) if line["event"] == "stand"}
     due = next((death for death in deaths if death[0] not in been), None)
 
     class Classifier(pl.LightningModule):
@@ -82,10 +60,10 @@ def train(folder: Path, steps: int, every: int, deaths: list[tuple[int, int]]) -
             say(folder, "train", trainer.global_step)
 
         def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
-            if due == (trainer.global_step + 1, trainer.global_rank):
+            if due == [trainer.global_step + 1, trainer.global_rank]:
                 say(folder, "stand", trainer.global_step + 1)
                 time.sleep(PATIENCE_S)
-                raise SystemExit("nobody has killed this rank")
+                raise SystemExit("this rank was not killed")
 
         def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
             say(folder, "step", trainer.global_step)
@@ -103,14 +81,12 @@ def train(folder: Path, steps: int, every: int, deaths: list[tuple[int, int]]) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lightning_peer", description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = reporting.parser("lightning_peer", __doc__)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--every", type=int, default=10, help="steps from save to save (10)")
-    parser.add_argument("--deaths", type=parse_deaths, required=True, help="STEP:RANK,…")
+    parser.add_argument("--deaths", type=json.loads, required=True,
+                        help="[STEP, RANK] of each")
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     say(options.folder, "start", 0)
@@ -118,4 +94,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    reporting.finish(main)

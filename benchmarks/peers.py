@@ -1,21 +1,18 @@
-"""The contestants of `benchmarks.throughput`: one process of one of them, which trains block by
-block, as it is told through a socket.
+"""The contestants of `benchmarks.throughput`: a process trains in blocks on request of a socket.
 
     torchrun --nproc_per_node=W -m benchmarks.peers NAME MODEL SOCKET FOLDER
 
-All train the same model in the same memory layout, from the same data in memory, in batches of the
-same size, with the same clipping, fused AdamW and schedule, a step after the other for ever.
+All train the same model in the same memory layout, from the same data in memory, with the same
+batch size, clipping, fused AdamW and schedule, without end.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import os
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,26 +24,33 @@ from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
+import trainer.__main__
+import trainer.loop
+from benchmarks import reporting
+from benchmarks.loader import dataset, unchanged
 from benchmarks.small_tasks import SmallResNet, TinyMlp
 from examples import bare_loop
+from trainer.distributed import allocator
 
+NAMES = ("by-hand", "control", "trainer", "lightning", "accelerate", "lightning-logging",
+         "accelerate-logging", "usual", "memory-kept", "independent", "canonical")
+"""`control` is by-hand again; `memory-kept` is by-hand with the trainer's settings of glibc, which
+keep freed memory; `independent` ranks are by-hand without DDP; `canonical` is the trainer with
+`--parallel.reduction canonical`."""
 FOREVER = 10**6
-"""Steps of a run that is ended from outside."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What all contestants compute."""
+    """The training of all contestants."""
 
     micro_size: int
     accumulation: int
-    """Micro-batches of a step, over all ranks where there are more of them."""
+    """Micro-batches of a step, over all ranks."""
     block: int
-    """Steps from one turn to the next; the trainer saves once in each."""
+    """Steps of a turn; the trainer saves once in each."""
     task: str
-    """The trainer's name of it."""
     channels_last: bool = False
-    """The memory layout of the model."""
 
     def per_rank(self, ranks: int) -> int:
         """Micro-batches of a rank in a step."""
@@ -61,36 +65,29 @@ WORKS = {
 
 
 class Gate:
-    """Where a contestant stands between its blocks: it tells the seconds of the last one and waits
-    for the next."""
+    """Stops a contestant after each block of steps, reports its time and waits for the next one."""
 
-    def __init__(self, path: str, hello: dict[str, Any]) -> None:
-        self._socket = socket.socket(socket.AF_UNIX)
-        self._socket.connect(path)
-        self._file = self._socket.makefile("rw")
-        self._left, self._start = 0, 0.0
-        self._say(hello)
-        self._wait()
+    def __init__(self, path: str) -> None:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect(path)
+        self._file = connection.makefile("rw")
+        self._left, self._start_s = 0, 0.0
+        self._report(0.0)
 
-    def step(self) -> bool:
-        """A step is made; whether it ended a block (`rest` follows)."""
+    def step(self, finish: Callable[[], None] = lambda: None) -> None:
+        """Count a step; at the end of a block call `finish`, report and wait."""
         self._left -= 1
-        return self._left == 0
+        if not self._left:
+            finish()
+            self._report(time.perf_counter() - self._start_s)
 
-    def rest(self) -> None:
-        """Tell and wait."""
-        self._say({"seconds": time.perf_counter() - self._start})
-        self._wait()
-
-    def _say(self, what: dict[str, Any]) -> None:
-        self._file.write(json.dumps(what) + "\n")
+    def _report(self, seconds: float) -> None:
+        self._file.write(f"{seconds}\n")
         self._file.flush()
-
-    def _wait(self) -> None:
         line = self._file.readline()
         if not line:
             os._exit(0)  # the benchmark is over
-        self._left, self._start = int(line), time.perf_counter()
+        self._left, self._start_s = int(line), time.perf_counter()
 
 
 def make(name: str) -> tuple[nn.Module, Dataset]:
@@ -102,84 +99,64 @@ def make(name: str) -> tuple[nn.Module, Dataset]:
     return task.model(), task.dataset("train")
 
 
-def batches(data: Dataset, work: Work, rank: int, ranks: int) -> Iterator[Any]:
-    """Micro-batches without end."""
-    sampler = DistributedSampler(data, ranks, rank, drop_last=True)  # type: ignore[arg-type, var-annotated]
-    loader = DataLoader(data, work.micro_size, sampler=sampler, drop_last=True,
-                        collate_fn=_unchanged)
+def loader_of(data: Dataset, work: Work, rank: int, ranks: int, **options: Any) -> DataLoader:
+    """This rank's micro-batches of an epoch."""
+    sampler: Any = DistributedSampler(data, ranks, rank, drop_last=True)  # type: ignore[arg-type]
+    return DataLoader(data, work.micro_size, sampler=sampler, drop_last=True, **options)
+
+
+def epochs(loader: DataLoader) -> Iterator[Any]:
+    """Its micro-batches without end, each epoch in another order."""
     for epoch in itertools.count():
-        sampler.set_epoch(epoch)
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
         yield from loader
 
 
-def by_hand(name: str, gate: Gate, rank: int, ranks: int, usual: bool = False) -> None:
-    """examples/bare_loop.py's step; `usual`: a sample at a time through PIL, in two workers, with
-    loss and accuracy read at every micro-batch, as most loops do."""
+def hand_steps(name: str, rank: int, ranks: int, *, ddp: bool = True) -> Iterator[None]:
+    """The step of examples/bare_loop.py without end: yields after each.
+
+    Args:
+        ddp: whether the ranks train one model together; else each trains its own.
+    """
     work = WORKS[name]
     model, data = make(name)
     optimizer = bare_loop.make_optimizer(model)
     schedule = bare_loop.make_schedule(optimizer, FOREVER)
-    wrapped = DistributedDataParallel(model) if ranks > 1 else model
-    if usual:
-        return as_usual(wrapped, optimizer, schedule, gate, work, rank, ranks)
-    source = batches(data, work, rank, ranks)
+    wrapped = DistributedDataParallel(model) if ddp and ranks > 1 else model
+    source = epochs(loader_of(data, work, rank, ranks, collate_fn=unchanged))
     while True:
         window = itertools.islice(source, work.per_rank(ranks))
         bare_loop.train_step(wrapped, optimizer, schedule, window, work.per_rank(ranks))
-        if gate.step():
-            gate.rest()
+        yield
 
 
-def as_usual(model: nn.Module, optimizer: Any, schedule: Any, gate: Gate, work: Work, rank: int,
-             ranks: int) -> None:
-    """The CNN's loop as it stands in many a repository."""
-    from torchvision import transforms
-
-    images, labels, *_ = bare_loop.read_sample()
-    data = PerSample(images, labels, transforms.Compose([
-        transforms.RandomHorizontalFlip(), transforms.ToTensor(),
-        transforms.Normalize((0.286,), (0.353,)),
-    ]))
-    sampler: Any = DistributedSampler(data, ranks, rank, drop_last=True)
-    loader = DataLoader(data, work.micro_size, sampler=sampler, drop_last=True, num_workers=2)
-    running, correct, number = 0.0, 0, 0
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        for inputs, targets in loader:
-            number += 1
-            outputs = model(inputs)
-            loss = functional.cross_entropy(outputs, targets) / work.per_rank(ranks)
-            loss.backward()
-            running += loss.item()
-            correct += int((outputs.argmax(1) == targets).sum().item())
-            if number % work.per_rank(ranks):
-                continue
+def usual_steps(rank: int, ranks: int) -> Iterator[None]:
+    """The CNN's loop as in many repositories: PIL transforms of each sample in two workers, loss
+    and accuracy read at every micro-batch."""
+    work = WORKS["cnn"]
+    model, _ = make("cnn")
+    optimizer = bare_loop.make_optimizer(model)
+    schedule = bare_loop.make_schedule(optimizer, FOREVER)
+    wrapped = DistributedDataParallel(model) if ranks > 1 else model
+    loader = loader_of(dataset("PIL a sample"), work, rank, ranks, num_workers=2)
+    running, correct = 0.0, 0
+    for number, (inputs, targets) in enumerate(epochs(loader), start=1):
+        outputs = wrapped(inputs)
+        loss = functional.cross_entropy(outputs, targets) / work.per_rank(ranks)
+        loss.backward()
+        running += loss.item()
+        correct += int((outputs.argmax(1) == targets).sum().item())
+        if number % work.per_rank(ranks) == 0:
             nn.utils.clip_grad_norm_(model.parameters(), bare_loop.CLIP_NORM)
             optimizer.step()
             schedule.step()
             optimizer.zero_grad()
-            if gate.step():
-                gate.rest()
-
-
-class PerSample(Dataset):
-    """A PIL image and a transform at a time."""
-
-    def __init__(self, images: Any, labels: Any, transform: Any) -> None:
-        self._images, self._labels, self._transform = images, labels, transform
-
-    def __len__(self) -> int:
-        return len(self._labels)
-
-    def __getitem__(self, index: int) -> tuple[Tensor, int]:
-        from PIL import Image
-
-        return self._transform(Image.fromarray(self._images[index])), int(self._labels[index])
+            yield
 
 
 def lightning(name: str, gate: Gate, rank: int, ranks: int, folder: Path | None = None) -> None:
-    """pytorch-lightning without bar; with a `folder` it logs loss and rate of each step there and
-    saves once in each block, otherwise nothing."""
+    """pytorch-lightning; with a `folder` it logs loss and rate of each step there and saves once in
+    each block."""
     import pytorch_lightning as pl
     from pytorch_lightning.callbacks import LearningRateMonitor, ModelCheckpoint
     from pytorch_lightning.loggers import CSVLogger
@@ -206,12 +183,9 @@ def lightning(name: str, gate: Gate, rank: int, ranks: int, folder: Path | None 
 
     class Turns(pl.Callback):
         def on_train_batch_end(self, trainer: pl.Trainer, *rest: Any) -> None:
-            if (rest[-1] + 1) % work.per_rank(ranks) == 0 and gate.step():
-                gate.rest()
+            if (rest[-1] + 1) % work.per_rank(ranks) == 0:
+                gate.step()
 
-    sampler: Any = DistributedSampler(data, ranks, rank, drop_last=True)  # type: ignore[arg-type]
-    loader = DataLoader(data, work.micro_size, sampler=sampler, drop_last=True,
-                        collate_fn=_unchanged)
     callbacks: list[pl.Callback] = [Turns()]
     if folder is not None:
         callbacks += [LearningRateMonitor(logging_interval="step"),
@@ -222,12 +196,12 @@ def lightning(name: str, gate: Gate, rank: int, ranks: int, folder: Path | None 
         callbacks=callbacks, logger=False if folder is None else CSVLogger(folder),
         log_every_n_steps=1, enable_progress_bar=False, enable_model_summary=False,
         enable_checkpointing=folder is not None, use_distributed_sampler=False,
-    ).fit(Module(), loader)  # fmt: skip
+    ).fit(Module(), loader_of(data, work, rank, ranks, collate_fn=unchanged))  # fmt: skip
 
 
-def accelerate(name: str, gate: Gate, rank: int, ranks: int, folder: Path | None = None) -> None:
-    """Hugging Face's accelerate, as its documentation shows the loop; with a `folder` it logs loss,
-    rate and norm of each step there (TensorBoard) and saves once in each block."""
+def accelerate(name: str, gate: Gate, ranks: int, folder: Path | None = None) -> None:
+    """Hugging Face's accelerate, as in its documentation; with a `folder` it logs loss, rate and
+    norm of each step there (TensorBoard) and saves once in each block."""
     from accelerate import Accelerator
 
     work = WORKS[name]
@@ -239,7 +213,7 @@ def accelerate(name: str, gate: Gate, rank: int, ranks: int, folder: Path | None
         accelerator.init_trackers("log")
     optimizer = bare_loop.make_optimizer(model)
     schedule = bare_loop.make_schedule(optimizer, FOREVER)
-    loader = DataLoader(data, work.micro_size, shuffle=True, drop_last=True, collate_fn=_unchanged)
+    loader = DataLoader(data, work.micro_size, shuffle=True, drop_last=True, collate_fn=unchanged)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     step = 0
     while True:
@@ -263,71 +237,68 @@ def accelerate(name: str, gate: Gate, rank: int, ranks: int, folder: Path | None
                                  "grad_norm": norm.item()}, step)
                 if step % work.block == 0:
                     accelerator.save_state(str(folder / "state"))
-            if gate.step():
-                gate.rest()
+            gate.step()
 
 
-def ours(name: str, gate: Gate, ranks: int, folder: Path) -> None:
-    """This trainer, with everything on; a block ends when its save is durable."""
-    import trainer.loop
-    from trainer.__main__ import main
-
+def ours(name: str, gate: Gate, ranks: int, folder: Path, reduction: str) -> None:
+    """This trainer with everything on; a block ends when its save is durable."""
     work, loop = WORKS[name], trainer.loop.train
 
     def train(run: Any) -> Any:
+        def wait_for_save() -> None:
+            while run.guard.checkpoint.in_flight is not None:
+                time.sleep(0.0005)
+
         def turn(step: int) -> None:
-            if step > work.block // 2 and gate.step():  # saves fall into the middle of the blocks
-                while run.guard.checkpoint.in_flight is not None:
-                    time.sleep(0.0005)
-                gate.rest()
+            if step > work.block // 2:  # saves fall into the middle of the blocks
+                gate.step(wait_for_save)
 
         run.context.status.on_step(turn)
         return loop(run)
 
     trainer.loop.train = train
     micro = work.micro_size
-    raise SystemExit(main([
+    raise SystemExit(trainer.__main__.main([
         f"--task={work.task}", f"--steps={FOREVER}", f"--batch.micro-size={micro}",
         f"--batch.global-size={micro * work.per_rank(ranks) * ranks}", "--eval.every=off",
         f"--checkpoint.every={work.block}", "--parallel.sync-bn=off", "--device=cpu",
+        f"--parallel.reduction={reduction}",
         f"--clip.norm={bare_loop.CLIP_NORM}", "--watchdog.limit-s=3600", "--world.timeout-s=3600",
         f"--precision.channels-last={'on' if work.channels_last else 'off'}",
         "--log.level=warning", f"--run-dir={folder}",
     ]))  # fmt: skip
 
 
-def _unchanged(batch: Any) -> Any:
-    return batch
-
-
 def main() -> None:
-    """Train as the socket tells."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.peers", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("name")
+    parser = reporting.parser("peers", __doc__)
+    parser.add_argument("name", choices=NAMES)
     parser.add_argument("model", choices=list(WORKS))
     parser.add_argument("socket")
     parser.add_argument("folder", type=Path)
     options = parser.parse_args()
+    name, model = options.name, options.model
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
-    if options.name in ("by-hand", "control", "usual") and ranks > 1:
-        dist.init_process_group("gloo")
-    gate = Gate(options.socket, {"name": options.name, "rank": rank})
-    match options.name:
-        case "by-hand" | "control" | "usual":
-            by_hand(options.model, gate, rank, ranks, usual=options.name == "usual")
-        case "lightning" | "lightning-logging":
-            lightning(options.model, gate, rank, ranks,
-                      options.folder if options.name == "lightning-logging" else None)
-        case "accelerate" | "accelerate-logging":
-            accelerate(options.model, gate, rank, ranks,
-                       options.folder if options.name == "accelerate-logging" else None)
+    gate = Gate(options.socket)
+    logs = options.folder if name.endswith("-logging") else None
+    match name.removesuffix("-logging"):
         case "trainer":
-            ours(options.model, gate, ranks, options.folder)
-        case name:
-            parser.error(f"no contestant {name!r}")
+            ours(model, gate, ranks, options.folder, "ddp")
+        case "canonical":
+            ours(model, gate, ranks, options.folder, "canonical")
+        case "lightning":
+            lightning(model, gate, rank, ranks, logs)
+        case "accelerate":
+            accelerate(model, gate, ranks, logs)
+        case _:
+            if name == "memory-kept" and not allocator.keep_freed():
+                raise SystemExit("the C library, or the environment, does not allow these settings")
+            if ranks > 1:
+                dist.init_process_group("gloo")
+            for _ in usual_steps(rank, ranks) if name == "usual" else hand_steps(
+                    model, rank, ranks, ddp=name != "independent"):
+                gate.step()
 
 
 if __name__ == "__main__":
-    main()
+    reporting.finish(main)

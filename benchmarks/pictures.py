@@ -1,4 +1,4 @@
-"""The pictures of the README: a run with faults, its report, its TensorBoard.
+"""Makes the pictures of the documentation: the report and TensorBoard of a run with faults.
 
     python -m benchmarks.pictures [--out docs/pictures] [--work FOLDER]
 
@@ -7,12 +7,7 @@ Needs Chromium (Debian: `apt install chromium-headless-shell`, or any of `BROWSE
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import html
-import io
-import os
-import re
 import shutil
 import socket
 import subprocess
@@ -20,33 +15,34 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
-from PIL import Image, ImageChops
+from PIL import Image
 
 from benchmarks import reporting
 
 BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome", "chrome")
 FAULTS = ("kill:rank=1:step=90:phase=backward", "nan:step=150", "stop:rank=1:step=230",
           "term:step=330")  # fmt: skip
-HEIGHT, MARGIN, MAX_BYTES = 7000, 16, 200_000
-TOP = 1480  # of the report: down to its time line
+MAX_BYTES = 200_000
+TOP = 1480  # pixels of the report, down to its time line
 ROOT, RUN = Path(__file__).resolve().parents[1], "sample-with-faults"
 TAGS = "%5E(train%7Cvalidation)%2F(loss%7Caccuracy)"
 TENSORBOARD_S = 60.0
 
 
 def browser() -> str | None:
-    """The path of a browser that can draw a page without a screen; None if there is none."""
+    """The path of a browser that draws pages without a screen; None if there is none."""
     return next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
-def _draw(url: str, width: int, height: int, *options: str) -> str:
+def draw(url: str, width: int, height: int, *options: str) -> str:
+    """Open a page in the browser; its output."""
     found = browser()
     if found is None:
         raise FileNotFoundError(f"no browser: looked for {', '.join(BROWSERS)}")
-    # A folder of its own: two at a time would wait for each other, and it asks for none at home.
+    # A separate profile: two browsers with one profile would wait for each other.
     with tempfile.TemporaryDirectory() as profile:
         command = [found, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                    f"--user-data-dir={profile}", f"--window-size={width},{height}", *options, url]
@@ -54,52 +50,17 @@ def _draw(url: str, width: int, height: int, *options: str) -> str:
                               check=True).stdout
 
 
-def scroll_width(page: Path, width: int, work: Path) -> int:
-    """Width in pixels of a page in a viewport of `width`: more than `width` if it scrolls sideways.
-
-    The viewport is a frame, because a window of headless Chromium is at least 500 pixels wide.
-    """
-    probe = work / "probe.html"
-    probe.write_text(
-        f'<!DOCTYPE html><title></title><iframe srcdoc="{html.escape(page.read_text())}" '
-        f'style="border: 0; width: {width}px; height: 1000px"></iframe><script>onload = () => '
-        '{ const { contentWindow: view, contentDocument: page } = document.querySelector("iframe");'
-        ' document.title = `wide ${view.innerWidth} ${page.documentElement.scrollWidth}` }'
-        '</script>')
-    text = _draw(probe.as_uri(), max(width, 500), 1000, "--dump-dom")
-    found = re.search(r"<title>wide (\d+) (\d+)</title>", text)
-    if found is None or int(found[1]) != width:
-        raise RuntimeError(f"{page} was not laid out at {width} pixels")
-    return int(found[2])
-
-
-def screenshot(url: str, target: Path, *, width: int, dark: bool = False,
-               height: int | None = None, most: int = HEIGHT, wait_ms: int = 0) -> None:
-    """A picture of a page in at most 256 colours.
-
-    Args:
-        height: of the window, in pixels; default: what the content needs, `most` at the most.
-    """
+def screenshot(url: str, target: Path, *, height: int, wait_ms: int = 0) -> None:
+    """Save a picture of a page, 1200 pixels wide, in as many colours as `MAX_BYTES` allow."""
     with tempfile.TemporaryDirectory() as folder:
         raw = Path(folder, "page.png")
-        scheme = f"--blink-settings=preferredColorScheme={0 if dark else 1}"
-        wait = [f"--virtual-time-budget={wait_ms}"] if wait_ms else []
-        _draw(url, width, height or HEIGHT, f"--screenshot={raw}", scheme, *wait)
+        draw(url, 1200, height, f"--screenshot={raw}", "--blink-settings=preferredColorScheme=1",
+              *([f"--virtual-time-budget={wait_ms}"] if wait_ms else []))
         image = Image.open(raw).convert("RGB")
-    if height is None:
-        empty = Image.new("RGB", image.size, image.getpixel((0, image.height - 1)))
-        box = ImageChops.difference(image, empty).getbbox()
-        image = image.crop((0, 0, width, min(most, (box[3] if box else 0) + MARGIN)))
-    _save(image, target)
-
-
-def _save(image: Image.Image, target: Path) -> None:
     for colors in (256, 128, 64, 32):
-        buffer = io.BytesIO()
-        image.quantize(colors, dither=Image.Dither.NONE).save(buffer, "PNG", optimize=True)
-        if buffer.tell() <= MAX_BYTES:
+        image.quantize(colors, dither=Image.Dither.NONE).save(target, "PNG", optimize=True)
+        if target.stat().st_size <= MAX_BYTES:
             break
-    target.write_bytes(buffer.getvalue())
 
 
 def train(work: Path) -> None:
@@ -114,9 +75,8 @@ def train(work: Path) -> None:
 
 def python(work: Path, *arguments: str) -> subprocess.Popen[bytes]:
     """`python -m` of this project, in a folder in which the run's path is short."""
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     return subprocess.Popen([sys.executable, "-m", *arguments], cwd=work,
-                            env=os.environ | {"PYTHONPATH": path})
+                            env=reporting.environment())
 
 
 @contextlib.contextmanager
@@ -143,11 +103,11 @@ def tensorboard(work: Path) -> Iterator[str]:
         process.wait()
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main() -> int:
+    parser = reporting.parser("pictures", __doc__)
     parser.add_argument("--out", type=Path, default=Path("docs/pictures"))
-    parser.add_argument("--work", type=Path, help="where the run is, and stays; default: nowhere")
-    options = parser.parse_args(argv)
+    parser.add_argument("--work", type=Path, help="folder in which the run stays")
+    options = parser.parse_args()
     if browser() is None:
         print(f"no browser found ({', '.join(BROWSERS)})", file=sys.stderr)
         return 2
@@ -159,13 +119,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if python(work, "trainer", "report", RUN).wait():
             return 1
         page = (work / RUN / "report.html").resolve().as_uri()
-        screenshot(page, options.out / "report.png", width=1200, most=TOP)
-        for name, width, dark in (("report-dark", 1200, True), ("report-phone", 380, False),
-                                  ("report-phone-dark", 380, True)):
-            screenshot(page, work / f"{name}.png", width=width, dark=dark)
+        screenshot(page, options.out / "report.png", height=TOP)
         with tensorboard(work) as url:
             screenshot(f"{url}/#scalars&_smoothingWeight=0&tagFilter={TAGS}",
-                       options.out / "tensorboard.png", width=1200, height=760, wait_ms=20_000)
+                       options.out / "tensorboard.png", height=760, wait_ms=20_000)
     return 0
 
 

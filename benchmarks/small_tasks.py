@@ -1,4 +1,5 @@
-"""Tasks for the speed benchmarks: models whose step is as short as a step gets."""
+"""Tasks of the speed benchmarks, with short steps and without metrics, which the loop by hand does
+not compute either."""
 
 from __future__ import annotations
 
@@ -13,47 +14,39 @@ from trainer import Outcome
 from trainer.tasks.images import Images
 
 
+class CrossEntropy:
+    """The loss of all these tasks."""
+
+    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
+        inputs, labels = batch
+        total = functional.cross_entropy(model(inputs), labels, reduction="sum")
+        return Outcome(total, len(labels))
+
+
 @dataclasses.dataclass(frozen=True)
-class TinyMlp:
+class TinyMlp(CrossEntropy):
     """Three classes in the plane by a network of 2-128-128-3."""
 
-    samples: int = 30000
-    width: int = 128
-
     def model(self) -> nn.Module:
-        width = self.width
-        return nn.Sequential(nn.Linear(2, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(),
-                             nn.Linear(width, 3))
+        return nn.Sequential(nn.Linear(2, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(),
+                             nn.Linear(128, 3))
 
     def dataset(self, split: str) -> Dataset | None:
         if split != "train":
             return None
-        generator = torch.Generator().manual_seed(0)
-        points = torch.randn(self.samples, 2, generator=generator)
+        points = torch.randn(30_000, 2, generator=torch.Generator().manual_seed(0))
         angle = torch.atan2(points[:, 1], points[:, 0])
         return Rows(points, (angle + 2 * points.norm(dim=1)).long() % 3)
 
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        points, labels = batch
-        return Outcome(functional.cross_entropy(model(points), labels, reduction="sum"),
-                       len(labels))
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SmallCnn(Images):
-    """The default task without its accuracy, which the loop by hand doesn't count either."""
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        images, labels = batch
-        return Outcome(functional.cross_entropy(model(images), labels, reduction="sum"),
-                       len(labels))
+class SmallCnn(CrossEntropy, Images):
+    """The default task."""
 
 
 @dataclasses.dataclass(frozen=True)
-class SmallResNet:
+class SmallResNet(CrossEntropy):
     """torchvision's ResNet-18 on random images of 32 x 32, ten classes."""
-
-    samples: int = 5000
 
     def model(self) -> nn.Module:
         from torchvision.models import resnet18
@@ -64,13 +57,8 @@ class SmallResNet:
         if split != "train":
             return None
         generator = torch.Generator().manual_seed(0)
-        return Rows(torch.randn(self.samples, 3, 32, 32, generator=generator),
-                    torch.randint(10, (self.samples,), generator=generator))
-
-    def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
-        images, labels = batch
-        return Outcome(functional.cross_entropy(model(images), labels, reduction="sum"),
-                       len(labels))
+        return Rows(torch.randn(5000, 3, 32, 32, generator=generator),
+                    torch.randint(10, (5000,), generator=generator))
 
 
 class Rows(TensorDataset):

@@ -1,4 +1,4 @@
-"""A training state of any size, made up, and what saves it as a run would."""
+"""A training state of any size, and the checkpointer that saves it as in a run."""
 
 from __future__ import annotations
 
@@ -6,27 +6,38 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import nn
+
+from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
+from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
+from trainer.checkpoint.store import Store
+from trainer.checkpoint.train_state import TrainState
+from trainer.config.schema import Optim, Schedule
+from trainer.distributed.world import LaunchInfo, World
+from trainer.optim import optimizers, schedules
+from trainer.telemetry.events import Log
+
 LAYERS = 24
 
 
 @dataclass
 class Subject:
-    """A model of `LAYERS` blocks with AdamW, after one update, and this trainer's state of it."""
+    """A model of `LAYERS` blocks with AdamW after one update, and its training state."""
 
-    model: Any
-    optimizer: Any
-    state: Any
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    state: TrainState
     width: int
 
     @property
-    def live(self) -> list[Any]:
+    def live(self) -> list[torch.Tensor]:
         """All tensors of the state."""
         return [t for tensors in self.state.tensors().values() for t in tensors.values()]
 
     @property
     def bytes(self) -> int:
-        """Of the whole state."""
-        return sum(t.numel() * t.element_size() for t in self.live)
+        return sum(tensor.nbytes for tensor in self.live)
 
     def dictionary(self) -> dict[str, Any]:
         """The state as most scripts save it."""
@@ -34,15 +45,7 @@ class Subject:
 
 
 def make_subject(megabytes: float) -> Subject:
-    """A subject whose state, model and both moments, is about this large."""
-    import torch
-    from torch import nn
-
-    from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
-    from trainer.checkpoint.train_state import TrainState
-    from trainer.config.schema import Optim, Schedule
-    from trainer.optim import optimizers, schedules
-
+    """A subject whose state (model and both moments) has about this size."""
     width = max(8, round((megabytes * 1e6 / 3 / 4 / LAYERS) ** 0.5))
     blocks = [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU())
               for _ in range(LAYERS)]
@@ -57,21 +60,13 @@ def make_subject(megabytes: float) -> Subject:
         model=model, optimizer=optimizer,
         schedule=schedules.make_schedule(Schedule(), optimizer, horizon),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
-        best=BestTracker(),
-        meter=LossMeter(), seed=0, num_ranks=1, parts={"horizon": horizon},
+        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=1, parts={"horizon": horizon},
     )  # fmt: skip
     return Subject(model, optimizer, state, width)
 
 
-def make_checkpointer(subject: Subject, folder: Path) -> Any:
-    """This trainer's own, as a run has it, with a store that keeps one checkpoint."""
-    import torch
-
-    from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
-    from trainer.checkpoint.store import Store
-    from trainer.distributed.world import LaunchInfo, World
-    from trainer.telemetry.events import Log
-
+def make_checkpointer(subject: Subject, folder: Path) -> Checkpointer:
+    """The checkpointer of a run, with a store that keeps one checkpoint."""
     world = World.form(device="cpu", threads=torch.get_num_threads(), launch=LaunchInfo())
     store = Store(folder, run="benchmark", keep=1)
     return Checkpointer(

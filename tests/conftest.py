@@ -1,9 +1,12 @@
 """Paths for the tests' own modules, and for `benchmarks`, which isn't installed; how hypothesis
-draws."""
+draws; processes and runs that tests share."""
 
+import functools
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 for folder in ("..", "support", "ranks"):
@@ -15,3 +18,23 @@ for folder in ("..", "support", "ranks"):
 settings.register_profile("tests", deadline=None, derandomize=True, database=None,
                           suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[Callable]:
+    """`ranks(world_size, function, *args, timeout_s=100, group=True, env=None, **kwargs)`: run a
+    function in freshly forked ranks."""
+    from harness import Ranks
+
+    server = Ranks()
+    yield server
+    server.close()
+
+
+@pytest.fixture(scope="session")
+def undisturbed(ranks, tmp_path_factory) -> Callable[..., Path]:
+    """`undisturbed(size, *flags)`: the folder of a run with these flags, which trains once."""
+    from runs import run
+
+    return functools.cache(lambda size, *flags, **options: run(
+        ranks, size, tmp_path_factory.mktemp("undisturbed") / "run", *flags, **options))

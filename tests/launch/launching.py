@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import scripted
+from machine import alive
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
 DEADLINE_S = 200.0
-AT_ONCE_S = 4.0
-"""Shorter than 4.3 s, after which orphans are killed: shows that the exit was orderly."""
-GONE_S = 20.0
-"""Orphans are killed within 5 s; the rest is a margin for a busy machine."""
 
 
 class Launched:
@@ -88,45 +83,3 @@ class Launched:
         """Pids of all processes that have written notes, and of the fork servers."""
         notes = scripted.read(self.folder / "notes.jsonl")
         return {note["pid"] for note in notes} | {n["server"] for n in notes if "server" in n}
-
-
-def alive(pid: int) -> bool:
-    """Whether a process is running and not a zombie."""
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    return state not in "ZX"
-
-
-def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
-    """Wait for processes to exit; returns those still alive after `timeout_s`."""
-    deadline_s = time.monotonic() + timeout_s
-    while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < deadline_s:
-        time.sleep(0.01)
-    return left
-
-
-def listening(pid: int) -> dict[str, str]:
-    """Addresses, by inode, of the TCP sockets on which a process listens."""
-    inodes = set()
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
-            target = os.readlink(entry)
-            if target.startswith("socket:["):
-                inodes.add(target[8:-1])
-    return {inode: address for inode, address in listeners().items() if inode in inodes}
-
-
-def listeners() -> dict[str, str]:
-    """Addresses, by inode, of all listening TCP sockets.
-
-    Compare inodes and not ports: another process may reuse a freed port immediately.
-    """
-    found = {}
-    for table in ("tcp", "tcp6"):
-        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == "0A":
-                found[fields[9]] = fields[1].partition(":")[0]
-    return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
 import subprocess
@@ -12,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import chaos_plan as plans
-from trainer.resilience.fault_injection import PHASES, parse_fault
+from trainer.resilience.fault_injection import PHASES
 
 ROOT = Path(__file__).parents[2]
 
@@ -42,7 +41,7 @@ def planned(faults: int, seed: int, *, soak: bool = False) -> list[plans.Run]:
             for number, count in enumerate(plans.sizes(faults))]
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_forty_faults_cover_every_phase_and_every_shape(seed: int) -> None:
     runs = planned(40, seed)
 
@@ -53,35 +52,3 @@ def test_forty_faults_cover_every_phase_and_every_shape(seed: int) -> None:
     assert {run.setting.workers for run in runs} == {0, 2}
     assert any(f.rank == r.setting.ranks - 1 > 0 for r in runs for f in r.faults)
     assert any(f.rank == 0 for f in faults)
-
-
-@pytest.mark.parametrize(("faults", "soak"), [(1, False), (7, True), (73, True), (500, False)])
-def test_a_plan_has_the_requested_number_of_faults_at_distinct_steps(
-    faults: int, soak: bool
-) -> None:
-    runs = planned(faults, 3, soak=soak)
-
-    assert sum(len(run.faults) for run in runs) == faults
-    assert max(len(run.faults) for run in runs) <= plans.MOST_FAULTS
-    for run in runs:
-        steps = [fault.step for fault in run.faults if fault.step is not None]
-        assert len(set(steps)) == len(steps)
-        for fault in run.faults:
-            if fault.kind not in plans.OUTSIDE:
-                assert parse_fault(str(fault)).kind == fault.kind
-
-
-def test_equal_seeds_give_equal_plans_and_different_seeds_different_ones() -> None:
-    plan = planned(40, 5)
-
-    assert planned(40, 5) == plan
-    assert planned(40, 6) != plan
-
-
-def test_four_rounds_over_the_shapes_cover_all_settings() -> None:
-    settings = {plans.setting(number, 0) for number in range(4 * len(plans.SHAPES))}
-
-    assert {(s.ranks, s.micro_batches, s.sync_bn, s.workers) for s in settings} == {
-        (*shape, sync_bn, workers)
-        for shape, sync_bn, workers in itertools.product(plans.SHAPES, ("auto", "off"), (0, 2))
-    }

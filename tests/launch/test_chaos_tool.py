@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import alive, wait_gone
+from launches import ROOT, Launch, finish
+from machine import alive, wait_gone
 from scripted import wait_for
 
 from launch import chaos
+from trainer.commands.compare import differences
 from trainer.resilience.processes import state
 
-ROOT = Path(__file__).parents[2]
 CHAOS = [sys.executable, "-m", "launch.chaos"]
 
 RANK = """\
@@ -63,36 +64,29 @@ def drill(run: Path, *options: str) -> subprocess.CompletedProcess[str]:
                           timeout=250, check=False, env={**os.environ, "PYTHONPATH": str(ROOT)})
 
 
-def arguments(run: Path) -> list[str]:
-    return ["-m", "launch", "--nproc-per-node=2", "--max-restarts=20", "--", "--run-dir", str(run),
-            "--task", "benchmarks.chaos_task:Chaos", "--steps=400", "--device=cpu",
-            "--world.threads=1", "--log.level=warning", "--batch.global-size=8",
-            "--batch.micro-size=2", "--checkpoint.every=20", "--eval.every=100", "--seed=3"]
+FLAGS = ("--task=benchmarks.chaos_task:Chaos", "--steps=400", "--device=cpu",
+         "--log.level=warning", "--batch.global-size=8", "--batch.micro-size=2",
+         "--checkpoint.every=20", "--eval.every=100", "--seed=3")  # fmt: skip
 
 
 @pytest.mark.long
 @pytest.mark.timeout(240)
-def test_a_run_whose_ranks_and_whole_node_are_killed_ends_with_the_same_bits(tmp_path, processes):
-    straight, disturbed_run = tmp_path / "straight", tmp_path / "disturbed"
-    reference = processes.start(sys.executable, *arguments(straight))
-    disturbed = processes.start(sys.executable, *arguments(disturbed_run))
+def test_a_run_whose_ranks_and_whole_node_are_killed_ends_with_the_same_bits(tmp_path):
+    with Launch(tmp_path / "run", *FLAGS).start() as launch:
+        ranks = drill(launch.run, "--mtbf=0.2", "--kinds=kill", "--count=3", "--seed=1")
+        node = drill(launch.run, "--mtbf=0.1", "--kinds=node", "--count=1")
 
-    ranks = drill(disturbed_run, "--mtbf=0.2", "--kinds=kill", "--count=3", "--seed=1")
-    node = drill(disturbed_run, "--mtbf=0.1", "--kinds=node", "--count=1")
+        assert (ranks.returncode, node.returncode) == (0, 0), ranks.stderr + node.stderr
+        kill = r"\d\d:\d\d:\d\d \+[\d.]+ s  kill: SIGKILL to rank [01] \(pid \d+\) at step \d+"
+        assert [bool(re.fullmatch(kill, line)) for line in ranks.stdout.splitlines()] == [True] * 3
+        assert f"and the launcher (pid {launch.process.pid})" in node.stdout
+        launch.end(-signal.SIGKILL)
+    finish(launch.run, *FLAGS)
 
-    assert (ranks.returncode, node.returncode) == (0, 0), ranks.stderr + node.stderr
-    kill = r"\d\d:\d\d:\d\d \+[\d.]+ s  kill: SIGKILL to rank [01] \(pid \d+\) at step \d+"
-    assert [bool(re.fullmatch(kill, line)) for line in ranks.stdout.splitlines()] == [True] * 3
-    assert f"and the launcher (pid {disturbed.pid})" in node.stdout
-    assert disturbed.wait(200) == -signal.SIGKILL
-    again = processes.start(sys.executable, *arguments(disturbed_run))
-    assert again.wait(100) == reference.wait(100) == 0
-    compared = subprocess.run([sys.executable, "-m", "trainer", "compare", straight, disturbed_run],
-                              cwd=ROOT, capture_output=True, text=True, check=False)
-    assert compared.returncode == 0, compared.stdout
-    attempts = {e["attempt"] for e in chaos.read_events(disturbed_run / "events.jsonl")}
-    assert len(attempts) > 2
-    assert "the run is complete" in drill(disturbed_run, "--mtbf=60").stdout
+    straight = finish(tmp_path / "straight", *FLAGS)
+    assert not list(differences(straight.run, launch.run))
+    assert len({e["attempt"] for e in launch.events("start")}) > 2
+    assert "the run is complete" in drill(launch.run, "--mtbf=60").stdout
 
 
 def test_each_kind_sends_its_signal_to_a_rank_of_the_newest_attempt_only(tmp_path, processes):
@@ -139,38 +133,6 @@ def test_a_process_without_the_events_file_open_for_appending_is_no_target(tmp_p
     ended = drill(tmp_path, "--mtbf=0.01", "--wait-s=0.2")
     assert "after 0 faults: the run has ended" in ended.stdout
     assert reader.poll() is None
-
-
-WAITS = "import sys; print(flush=True); sys.stdin.read()"
-
-
-@pytest.mark.parametrize(("command", "launches"), [
-    (["-u", "-X", "dev", "-m", "launch", "--", "x"], True), (["{here}/torchrun"], True),
-    (["-c", WAITS, "tests/torchrun"], False),  # for example a test runner
-    (["-c", WAITS, "-m", "launch"], False),
-])  # fmt: skip
-def test_a_launcher_is_found_by_the_program_and_not_by_its_arguments(
-    tmp_path, processes, command, launches
-):
-    for name in ("launch.py", "torchrun"):
-        (tmp_path / name).write_text(WAITS)
-    process = processes.start(sys.executable, *(word.format(here=tmp_path) for word in command),
-                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, at=tmp_path)
-    assert process.stdout.readline() == b"\n"
-
-    assert chaos._is_launcher(process.pid) is launches
-
-
-def test_ctrl_c_ends_a_drill_quietly(tmp_path, processes):
-    processes.rank(tmp_path, 0)
-    tool = processes.start(*CHAOS, str(tmp_path), "--mtbf=0.01", "--kinds=stop",
-                           stdout=subprocess.PIPE, stderr=subprocess.STDOUT)  # fmt: skip
-    assert b"SIGSTOP to rank 0" in tool.stdout.readline()
-
-    tool.send_signal(signal.SIGINT)
-
-    assert tool.wait(200) == 0
-    assert tool.stdout.read() == b""
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

@@ -2,36 +2,26 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+from launches import Launch
+from runs import TAPE
 
 from trainer.commands.inspect import inspect
 
-ROOT = Path(__file__).parents[2]
 RAISED = "ValueError: sample 88 is not to be borne (tests/support/failing_task.py:"
+FLAGS = (*TAPE, "--task=failing_task:Failing", "--steps=20", "--data.shuffle=off",
+         "--checkpoint.every=5", "--log.level=warning")  # fmt: skip
+RAISES = ("--task.how=raise", "--task.at=92")
 
 
-def launch(run: Path, *arguments: str, command: tuple[str, ...]) -> tuple[int, list[str]]:
-    """The exit code and the lines on stderr."""
-    search = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-    ended = subprocess.run(
-        [sys.executable, "-m", *command, str(run), "--task=failing_task:Failing", "--device=cpu",
-         "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160", "--steps=20",
-         "--data.shuffle=off", "--data.workers=0", "--checkpoint.every=5", "--world.threads=1",
-         "--log.level=warning", *arguments],
-        capture_output=True, text=True, timeout=250, cwd=ROOT, check=False,
-        env=os.environ | {"PYTHONPATH": search},
-    )  # fmt: skip
-    return ended.returncode, ended.stderr.strip().splitlines()
-
-
-def hot(size: int, max_restarts: int = 3) -> tuple[str, ...]:
-    return ("launch", f"--nproc-per-node={size}", f"--max-restarts={max_restarts}", "--",
-            "--run-dir")
+def end(run: Path, *arguments: str, code: int, **options: Any) -> list[str]:
+    """The lines that a launch has printed, which ends with `code`."""
+    options = {"options": ["--max-restarts=3"], **options}
+    with Launch(run, *FLAGS, *arguments, **options).start() as launch:
+        return launch.end(code).strip().splitlines()
 
 
 def ends(run: Path) -> list[str]:
@@ -39,11 +29,10 @@ def ends(run: Path) -> list[str]:
 
 
 def test_a_crash_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
-    run, arguments = tmp_path / "run", ["--task.how=raise", "--task.at=92"]
+    run = tmp_path / "run"
 
-    code, lines = launch(run, *arguments, command=hot(2))
+    lines = end(run, *RAISES, code=76)
 
-    assert code == 76
     assert ends(run) == ["failure", "failure", "failure", "gave up"]
     assert lines[-1].startswith("error: gave up: step 12 has failed 3 times in a row")
     assert f"First cause: rank 1, step 12 (forward), attempt 0: {RAISED}" in lines[-1]
@@ -54,40 +43,32 @@ def test_a_crash_at_the_same_step_is_tried_three_times(tmp_path: Path) -> None:
         assert f"attempt {number}: {RAISED}" in line
 
     # Repeating the command allows the same number of attempts again.
-    code, lines = launch(run, *arguments, command=hot(2, max_restarts=0))
+    *_, last = end(run, *RAISES, code=1, options=["--max-restarts=0"])
 
-    assert code == 1
-    assert lines[-1].startswith("launch: failed first: rank 1, step 12 (warm-up, forward), attempt "
-                                f"4: {RAISED}")
-    assert lines[-1].endswith("; giving up, 0 of 0 restarts used")
+    assert last.startswith("launch: failed first: rank 1, step 12 (warm-up, forward), attempt 4: "
+                           f"{RAISED}")
+    assert last.endswith("; giving up, 0 of 0 restarts used")
 
 
 def test_a_single_rank_killed_repeatedly_at_the_same_step_is_given_up(tmp_path: Path) -> None:
-    code, lines = launch(tmp_path / "run", "--task.how=kill", command=hot(1))
+    *_, last = end(tmp_path / "run", "--task.how=kill", code=76, size=1)
 
-    assert code == 76
-    assert lines[-1].endswith("First cause: rank 0, step 12 (train), attempt 0: was killed by "
-                              "SIGKILL")
+    assert last.endswith("First cause: rank 0, step 12 (train), attempt 0: was killed by SIGKILL")
 
 
 def test_a_failed_import_is_not_restarted(tmp_path: Path) -> None:
-    code, lines = launch(tmp_path / "run", "--task.how=import", "--task.at=92", command=hot(2))
+    *_, last = end(tmp_path / "run", "--task.how=import", "--task.at=92", code=2)
 
-    assert code == 2
     assert ends(tmp_path / "run") == ["failure"]
-    assert lines[-1].startswith("launch: failed first: rank 1, step 12 (forward), attempt 0: "
-                                "ModuleNotFoundError: No module named 'no_such_module_anywhere' (")
-    assert lines[-1].endswith("; not restarted, would fail again")
+    assert last.startswith("launch: failed first: rank 1, step 12 (forward), attempt 0: "
+                           "ModuleNotFoundError: No module named 'no_such_module_anywhere' (")
+    assert last.endswith("; not restarted, would fail again")
 
 
 @pytest.mark.long
 def test_under_torchrun_the_last_line_names_the_first_cause_too(tmp_path: Path) -> None:
-    command = ("torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=3",
-               "-m", "trainer", "--run-dir")  # fmt: skip
-
-    _, lines = launch(tmp_path / "run", "--task.how=raise", "--task.at=92",
-                      "--restart.max-same-step=1", command=command)
+    *_, last = end(tmp_path / "run", *RAISES, "--restart.max-same-step=1", code=1, by="torchrun")
 
     assert ends(tmp_path / "run") == ["failure", "gave up"]
-    assert lines[-1].startswith("trainer: exit code 76: gave up: step 12 has failed 1 time in a")
-    assert f"First cause: rank 1, step 12 (forward), attempt 0: {RAISED}" in lines[-1]
+    assert last.startswith("trainer: exit code 76: gave up: step 12 has failed 1 time in a")
+    assert f"First cause: rank 1, step 12 (forward), attempt 0: {RAISED}" in last

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import resource
 import signal
 import subprocess
 import time
@@ -12,8 +11,16 @@ from pathlib import Path
 
 import pytest
 import scripted
-from launching import AT_ONCE_S, GONE_S, Launched, listeners, listening, wait_gone
-from machine import left_in_shared_memory, shared_memory
+from launching import Launched
+from machine import (
+    AT_ONCE_S,
+    GONE_S,
+    left_in_shared_memory,
+    listeners,
+    listening,
+    shared_memory,
+    wait_gone,
+)
 
 from launch import fork_server, worker
 from trainer.resilience import stop_signals
@@ -127,22 +134,6 @@ def test_all_processes_exit_5_s_after_the_launchers_death(tmp_path: Path, stoppe
         assert left_in_shared_memory(before, {launch.process.pid, *launch.pids()}) == set()
         assert len(sockets) == 1
         assert sockets.keys().isdisjoint(listeners())
-
-
-@pytest.mark.long  # the agent waits half a minute for the remaining rank
-def test_reaching_a_system_limit_is_an_error_with_a_remedy(tmp_path: Path) -> None:
-    script = {"0.0": "serve", "0.1": "serve"}
-    with Launched(tmp_path / "run", script, num_ranks=2) as launch:
-        [first, _] = launch.wait_notes("serving", 2)
-        # No more descriptors than are open now, so that the next attempt gets no socket.
-        resource.prlimit(launch.process.pid, resource.RLIMIT_NOFILE, (8, 8))
-        os.kill(first["pid"], signal.SIGKILL)
-        code = launch.end()
-
-        assert code == 1
-        assert "Too many open files; raise the limit of open files: ulimit -n" in launch.err
-        assert launch.err.rstrip().splitlines()[-1].startswith("launch: error: OSError: ")
-        assert wait_gone(launch.pids(), GONE_S) == set()
 
 
 def test_a_rank_without_launcher_and_fork_server_kills_itself(tmp_path: Path) -> None:

@@ -2,91 +2,60 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from launching import GONE_S, alive, listeners, listening, wait_gone
-from machine import left_in_shared_memory, shared_memory
+from launches import Launch, finish
+from machine import (
+    GONE_S,
+    alive,
+    left_in_shared_memory,
+    listeners,
+    listening,
+    shared_memory,
+    wait_gone,
+)
+from runs import TAPE
 
 from benchmarks.chaos_run import children
 from trainer.commands.compare import differences
 from trainer.storage.files import read_json
-from trainer.telemetry.metrics import read_metrics
 
-ROOT = Path(__file__).parents[2]
 STEPS = 200
-DEADLINE_S = 200.0
+FLAGS = (*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--data.workers=2",
+         f"--steps={STEPS}", "--checkpoint.every=50", "--log.level=warning")  # fmt: skip
 
 
 class Run:
     """A run folder and its launches, which have their own temporary folder."""
 
-    def __init__(self, folder: Path, launcher: str) -> None:
-        self.path, self.launcher = folder / "run", launcher
+    def __init__(self, folder: Path, by: str) -> None:
+        self.path, self.by = folder / "run", by
         self.temporary = folder / "temporary"
         self.temporary.mkdir()
         self.shared = shared_memory()
 
     @contextmanager
-    def launch(
-        self, *arguments: str, path: Path | None = None
-    ) -> Iterator[subprocess.Popen[bytes]]:
-        path = path or self.path
-        command = {
-            "launch": ["launch", "--nproc-per-node=2", "--", f"--run-dir={path}"],
-            "torchrun": ["torch.distributed.run", "--standalone", "--nproc_per_node=2",
-                         "--max-restarts=3", "-m", "trainer", f"--run-dir={path}"],
-        }[self.launcher]  # fmt: skip
-        search = os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])
-        env = os.environ | {"PYTHONPATH": search, "TMPDIR": str(self.temporary)}
-        with path.with_suffix(".log").open("ab") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", *command, "--task=failing_task:Failing", "--device=cpu",
-                 "--batch.global-size=8", "--batch.micro-size=2", "--task.samples=160",
-                 "--task.norm=batch", "--data.workers=2", f"--steps={STEPS}", "--world.threads=1",
-                 "--checkpoint.every=50", "--log.level=warning", *arguments],
-                stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env, process_group=0,
-            )  # fmt: skip
+    def launch(self) -> Iterator[Launch]:
+        launch = Launch(self.path, *FLAGS, by=self.by, options=["--max-restarts=3"],
+                        TMPDIR=str(self.temporary), SLOW_TRAIN_S="0.005").start()
         try:
-            yield process
+            yield launch
         finally:
-            for pid in self.tree(process.pid):
-                with contextlib.suppress(ProcessLookupError):
+            for pid in launch.tree():
+                if alive(pid):
                     os.kill(pid, signal.SIGKILL)
-            process.wait()
+            launch.process.wait()
 
-    def tree(self, pid: int) -> list[int]:
-        """A process and its descendants, in order."""
-        return [pid, *(p for child in children(pid) for p in self.tree(child))]
-
-    def ranks(self, pid: int) -> list[int]:
-        """Pids of a launcher's ranks."""
-        if self.launcher == "torchrun":
-            return children(pid)
-        return [rank for server in children(pid) for rank in children(server)]
-
-    def wait_step(self, step: int, *, attempt: int = 0) -> None:
+    def wait_step(self, launch: Launch, step: int, *, attempt: int = 0) -> None:
         """Wait until the run has reached a step in the given or a later attempt."""
-        deadline_s = time.monotonic() + DEADLINE_S
-        while True:
-            last = max((n["step"] for n in read_metrics(self.path / "metrics.jsonl")), default=0)
-            if last >= step and (read_json(self.path / "run.json") or {})["attempt"] >= attempt:
-                return
-            assert time.monotonic() < deadline_s, f"step {last} instead of {step}"
-            time.sleep(0.02)
-
-    def leftovers(self) -> list[str]:
-        """Files in the temporary folder, except torch's cache and torchrun's logs."""
-        return [path.name for path in self.temporary.iterdir()
-                if not path.name.startswith(("torchinductor_", "torchelastic_"))]
+        launch.wait(lambda: launch.step() >= step and (
+            read_json(self.path / "run.json") or {})["attempt"] >= attempt, f"step {step}")
 
     def check_all_gone(self, pids: list[int], sockets: dict[str, str], killed_s: float) -> None:
         """Assert that processes, shared memory and sockets are gone within `GONE_S`."""
@@ -94,69 +63,71 @@ class Run:
         assert left_in_shared_memory(self.shared, pids) == set()
         assert sockets.keys().isdisjoint(listeners())
 
+    def check_nothing_is_left(self) -> None:
+        """No files in the temporary folder, except torch's cache and torchrun's logs."""
+        assert [path.name for path in self.temporary.iterdir()
+                if not path.name.startswith(("torchinductor_", "torchelastic_"))] == []
+
 
 @pytest.mark.timeout(600)
 def test_nothing_is_left_behind_and_the_next_start_is_safe(tmp_path: Path) -> None:
     run = Run(tmp_path, "launch")
-    with run.launch(path=tmp_path / "straight") as launcher:
-        assert launcher.wait(DEADLINE_S) == 0
-
-    with run.launch("--task.how=slow") as first:
-        run.wait_step(40)
-        pids, ranks = run.tree(first.pid), run.ranks(first.pid)
+    with run.launch() as first:
+        run.wait_step(first, 40)
+        pids, ranks = first.tree(), first.ranks()
         assert len(pids) == 1 + 1 + 2 + 2 * 2
         os.kill(ranks[1], signal.SIGKILL)
-        server = children(first.pid)[0]
-        assert wait_gone(set(pids) - {first.pid, server}, GONE_S) == set()
-        run.wait_step(50, attempt=1)
+        server = children(pids[0])[0]
+        assert wait_gone(set(pids) - {pids[0], server}, GONE_S) == set()
+        run.wait_step(first, 50, attempt=1)
 
-        pids, sockets = run.tree(first.pid), listening(first.pid)
+        pids, sockets = first.tree(), listening(first.process.pid)
         killed_s = time.monotonic()
-        first.kill()
-        with run.launch("--task.how=slow") as second:  # while the orphans are still alive
+        first.process.kill()
+        with run.launch() as second:  # while the orphans are still alive
             run.check_all_gone(pids, sockets, killed_s)
-            run.wait_step(70, attempt=2)
+            run.wait_step(second, 70, attempt=2)
 
-            pids, sockets = run.tree(second.pid), listening(second.pid)
-            ranks = run.ranks(second.pid)
-            workers = [pid for rank in ranks for pid in children(rank)]
+            pids, sockets = second.tree(), listening(second.process.pid)
+            workers = [pid for rank in second.ranks() for pid in children(rank)]
             assert len(workers) == 4
             killed_s = time.monotonic()
             for pid in pids:
                 if pid not in workers:
                     os.kill(pid, signal.SIGKILL)
-            second.wait()
+            second.process.wait()
             run.check_all_gone(pids, sockets, killed_s)
 
-    with run.launch("--task.how=slow") as third:
-        run.wait_step(100, attempt=3)
-        [server], pids = children(third.pid), run.tree(third.pid)[1:]
+    with run.launch() as third:
+        run.wait_step(third, 100, attempt=3)
+        server, *pids = third.tree()[1:]
         os.kill(server, signal.SIGKILL)
-        run.wait_step(110, attempt=4)
-        assert not any(map(alive, pids))
-        pids, sockets = run.tree(third.pid), listening(third.pid)
-        assert third.wait(DEADLINE_S) == 0
+        run.wait_step(third, 110, attempt=4)
+        assert not any(map(alive, [server, *pids]))
+        pids, sockets = third.tree(), listening(third.process.pid)
+        third.end()
         run.check_all_gone(pids, sockets, time.monotonic())
 
-    assert run.leftovers() == []
-    assert not list(differences(tmp_path / "straight", run.path))
+    run.check_nothing_is_left()
+    straight = finish(tmp_path / "straight", *FLAGS)
+    assert not list(differences(straight.run, run.path))
 
 
 @pytest.mark.long
 @pytest.mark.timeout(600)
 def test_nothing_is_left_behind_by_plain_torchrun_either(tmp_path: Path) -> None:
     run = Run(tmp_path, "torchrun")
-    with run.launch("--task.how=slow") as first:
-        run.wait_step(40)
-        pids, sockets = run.tree(first.pid), listening(first.pid)
+    with run.launch() as first:
+        run.wait_step(first, 40)
+        pids, sockets = first.tree(), listening(first.process.pid)
         assert len(pids) == 1 + 2 + 2 * 2
         killed_s = time.monotonic()
-        first.kill()
-        with run.launch("--task.how=slow") as second:
+        first.process.kill()
+        with run.launch() as second:
             run.check_all_gone(pids, sockets, killed_s)
-            pids = run.tree(second.pid)
-            assert second.wait(DEADLINE_S) == 0
+            pids = second.tree()
+            second.end()
             run.check_all_gone(pids, {}, time.monotonic())
 
-    assert run.leftovers() == []
-    assert read_metrics(run.path / "metrics.jsonl")[-1]["step"] == STEPS
+    run.check_nothing_is_left()
+    assert second.step() == STEPS

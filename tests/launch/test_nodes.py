@@ -7,23 +7,21 @@ import re
 import shutil
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from hosts import DEADLINE_S, PATH, PORT, ROOT, Hosts, Node, two_hosts, wait_until
-from launching import listening
-from machine import free_port
-
-from trainer.commands.compare import differences
-from trainer.commands.inspect import inspect
-
-sys.path.insert(0, str(ROOT / "tests/support"))
+from hosts import Hosts, two_hosts
+from launches import PATH, Launch, finish, wait_until
+from machine import free_port, listening
 from paced_task import SAMPLES, consumed
 from runs import steps, validations
 
+from trainer.commands.compare import differences
+from trainer.commands.inspect import inspect
+from trainer.resilience import processes
+
+PORT = 29400
 BOUND_S = 10.0
 """Limit from a node's death to the next step without it, and from its return to a step with it."""
 
@@ -33,39 +31,37 @@ STEPS = 300
 def training(folder: Path, *more: str) -> list[str]:
     return ["--task=paced_task:Paced", f"--task.hurry={folder / 'hurry'}", "--device=cpu",
             "--batch.global-size=8", "--batch.micro-size=2", "--data.workers=0",
-            "--world.threads=1", "--checkpoint.every=20", f"--steps={STEPS}",
+            "--checkpoint.every=20", f"--steps={STEPS}",
             "--eval.every=100", "--log.every=1000", "--optim.name=sgd", *more]  # fmt: skip
 
 
-def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str) -> tuple[Node, Node]:
+def nodes(hosts: Hosts, folder: Path, nnodes: str, *more: str) -> list[Launch]:
     """A node with one rank, which hosts the store, and one with two; each has its own folder."""
-    def node(number: int) -> Node:
-        options = [f"--nproc-per-node={number + 1}", f"--nnodes={nnodes}", "--max-restarts=0",
-                   f"--rdzv-endpoint={hosts.addresses[0]}:{PORT}"]  # fmt: skip
-        return Node(hosts.names[number], folder / f"node{number}", *options, "--",
-                    *training(folder, *more))
-
-    return node(0), node(1)
+    options = [f"--nnodes={nnodes}", "--max-restarts=0",
+               f"--rdzv-endpoint={hosts.addresses[0]}:{PORT}"]
+    return [Launch(folder / f"node{number}", *training(folder, *more), size=number + 1,
+                   options=options, enter=hosts.enter(number)) for number in range(2)]
 
 
 def undisturbed(folder: Path, *more: str) -> Path:
     """The same run on one node with three ranks."""
     (folder / "hurry").touch()
-    run = folder / "straight"
-    with Node(None, run, "--nproc-per-node=3", "--", *training(folder, *more)) as node:
-        node.start()
-        assert node.end() == 0, node.err.read_text()
-    return run
+    return finish(folder / "straight", *training(folder, *more), size=3).run
 
 
-def reach(step: int, *running: Node) -> None:
+def end(code: int, *running: Launch) -> None:
+    assert [each.process.wait(400) for each in running] == [code] * len(running), "\n".join(
+        each.output() for each in running)
+
+
+def reach(step: int, *running: Launch) -> None:
     wait_until(lambda: all(node.step() >= step for node in running), f"step {step}", *running)
 
 
-def time_to_first_step(*running: Node, since: float) -> float:
+def time_to_first_step(*running: Launch, since: float) -> float:
     """Seconds from `since` (wall clock) to the first step of a later attempt."""
     def first() -> list[float]:
-        return [e["time"] for e in running[0].events(event="first-step") if e["time"] > since]
+        return [e["time"] for e in running[0].events("first-step") if e["time"] > since]
 
     wait_until(first, "the first step of the next attempt", *running)
     return first()[0] - since
@@ -88,17 +84,17 @@ def test_deaths_of_whole_nodes_change_no_bit_if_all_return(tmp_path: Path) -> No
             reach(8, a, b)
 
             b.kill()
-            wait_until(lambda: a.events(event="save", kind="survivor"), "a survivor's save", a)
+            wait_until(lambda: a.events("save", kind="survivor"), "a survivor's save", a)
             b.start()
             time_to_first_step(a, b, since=time.time())
 
             a.kill()  # it hosts the store and is rank 0
             shutil.rmtree(a.run)
-            wait_until(lambda: b.printed("does not answer; retrying"), "the store's loss", b)
+            wait_until(lambda: b.output().count("does not answer; retrying"), "the store's loss", b)
             a.start()
             time_to_first_step(b, a, since=time.time())
             (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), logs(a, b)
+            end(0, a, b)
 
     straight = undisturbed(tmp_path)
     assert not list(differences(straight, a.run))
@@ -109,10 +105,9 @@ def test_deaths_of_whole_nodes_change_no_bit_if_all_return(tmp_path: Path) -> No
             straight / "model.safetensors").read_bytes()
     assert len(inspect(b.run)["attempts"]) == 3
     # The empty node got the checkpoint and the metric lines before the first step.
-    assert any(e["at_step"] < STEPS for e in a.events(event="copied"))
+    assert any(e["at_step"] < STEPS for e in a.events("copied"))
     # The loss of a node uses up no restart: --max-restarts is 0.
-    assert not a.printed("giving up")
-    assert not b.printed("giving up")
+    assert "giving up" not in a.output() + b.output()
 
 
 @pytest.mark.long
@@ -130,13 +125,13 @@ def test_joining_and_leaving_nodes_keep_batch_schedule_and_order(tmp_path, more)
             a.start()
             reach(4, a)  # alone, and in mid-epoch
             b.start()
-            wait_until(lambda: a.printed(" joins;"), "node 1 joins", a, b)
+            wait_until(lambda: a.output().count(" joins;"), "node 1 joins", a, b)
             assert time_to_first_step(a, b, since=time.time()) < BOUND_S
 
             b.kill()
             assert time_to_first_step(a, since=time.time()) < BOUND_S
             b.start()
-            wait_until(lambda: a.printed(" joins;") == 2, "node 1 joins again", a, b)
+            wait_until(lambda: a.output().count(" joins;") == 2, "node 1 joins again", a, b)
             assert time_to_first_step(a, b, since=time.time()) < BOUND_S
             reach(b.step() + 3, a, b)
 
@@ -145,7 +140,7 @@ def test_joining_and_leaving_nodes_keep_batch_schedule_and_order(tmp_path, more)
             assert time_to_first_step(a, since=frozen_at) < BOUND_S
             reach(before + 5, a)
             b.signal(signal.SIGCONT)
-            wait_until(lambda: a.printed(" joins;") == 3, "node 1 joins again", a, b)
+            wait_until(lambda: a.output().count(" joins;") == 3, "node 1 joins again", a, b)
             assert time_to_first_step(a, b, since=time.time()) < BOUND_S
             reach(b.step() + 3, a, b)
 
@@ -161,7 +156,7 @@ def test_joining_and_leaving_nodes_keep_batch_schedule_and_order(tmp_path, more)
             hosts.join()
             assert time_to_first_step(b, a, since=back_at) < BOUND_S
             (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), logs(a, b)
+            end(0, a, b)
 
     straight = undisturbed(tmp_path, *more)
     for run in (a.run, b.run):
@@ -173,56 +168,22 @@ def test_joining_and_leaving_nodes_keep_batch_schedule_and_order(tmp_path, more)
     assert {attempt["world_size"] for attempt in inspect(a.run)["attempts"]} == {1, 3}
 
 
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_a_temporarily_cut_link_changes_no_bit_if_all_nodes_are_needed(
-    tmp_path: Path,
-) -> None:
-    with two_hosts() as hosts:
-        a, b = nodes(hosts, tmp_path, "2")
-        with a, b:
-            a.start(), b.start()
-            reach(8, a, b)
-            cut_at = time.time()
-            hosts.cut()
-            wait_until(lambda: time.time() > cut_at + 20, "20 s")
-            back_at = time.time()
-            hosts.join()
-            assert time_to_first_step(a, b, since=back_at) < BOUND_S
-
-            assert b.process is not None
-            b.process.kill()  # the launcher alone: its ranks are orphans
-            b.process.wait()
-            wait_until(lambda: not b.pids(), "orphans exit", a, b)
-            b.start()
-            time_to_first_step(a, b, since=time.time())
-            (tmp_path / "hurry").touch()
-            assert (a.end(), b.end()) == (0, 0), logs(a, b)
-
-    straight = undisturbed(tmp_path)
-    assert not list(differences(straight, a.run))
-    assert not list(differences(straight, b.run))
-
-
 @pytest.mark.timeout(600)
 def test_stopping_one_node_stops_all_and_two_nodes_may_share_a_machine_and_folder(
     tmp_path: Path,
 ) -> None:
-    port = free_port()
-    first, second = neighbours(tmp_path, port)
+    first, second = neighbours(tmp_path)
     with first:
         first.start()
-        wait_until(lambda: first.printed("waiting for 2 to 2 nodes"), "the rendezvous", first)
-        assert first.process is not None
+        first.wait(lambda: "waiting for 2 to 2 nodes" in first.output())
         first.process.send_signal(signal.SIGTERM)
-        assert first.end() == 75  # although it waited for another node
-    first, second = neighbours(tmp_path, port)
+        first.end(75)  # although it waited for another node
+    first, second = neighbours(tmp_path)
     with first, second:
         first.start(), second.start()
         reach(5, first)
-        assert second.process is not None
         second.process.send_signal(signal.SIGTERM)
-        assert (first.end(), second.end()) == (75, 75), logs(first, second)
+        end(75, first, second)
 
     assert [c["kind"] for c in inspect(first.run)["checkpoints"]][-1] == "stop"
     # The folder is shared: one rank wrote it.
@@ -241,80 +202,61 @@ def test_all_nodes_exit_with_the_same_code(
     tmp_path: Path, restarts: int, more: list[str], code: int
 ) -> None:
     (tmp_path / "hurry").touch()
-    first, second = neighbours(tmp_path, free_port(), "--steps=10")
-    with first, second:
-        first.start(), second.start()
-        assert (first.end(), second.end()) == (0, 0), logs(first, second)
-    first, second = neighbours(tmp_path, free_port(), *more, restarts=restarts)
-    with first, second:
-        first.start(), second.start()
-        assert (first.end(), second.end()) == (code, code), logs(first, second)
+    for flags, ends in ((["--steps=10"], 0), (more, code)):
+        first, second = neighbours(tmp_path, *flags, restarts=restarts)
+        with first, second:
+            first.start(), second.start()
+            end(ends, first, second)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
 def test_a_death_or_stop_of_one_rank_restarts_or_stops_all_nodes(tmp_path: Path) -> None:
     kill = "--inject=kill:rank=1:step=12:phase=backward"
-    first, second = neighbours(tmp_path, free_port(), kill, restarts=1)
+    first, second = neighbours(tmp_path, kill, restarts=1)
     with first, second:
         first.start(), second.start()
-        wait_until(lambda: first.events(event="fault"), "the death", first, second)
-        time_to_first_step(first, second, since=first.events(event="fault")[0]["time"])
-        [saved] = first.events(event="save", kind="survivor")
+        [fault] = first.wait(lambda: first.events("fault"), "the death")
+        time_to_first_step(first, second, since=fault["time"])
+        [saved] = first.events("save", kind="survivor")
         assert saved["at_step"] == 11  # the last step before that of the death
-        wait_until(lambda: len(first.events(event="first-step", rank=0)) > 1,
-                   "the first step of rank 0", first, second)
-        phases = first.events(event="first-step", rank=0)[-1]["entered"]
+        first.wait(lambda: len(first.events("first-step", rank=0)) > 1)
+        phases = first.events("first-step", rank=0)[-1]["entered"]
         assert list(phases)[:4] == ["stop", "rendezvous", "fork", "start"]
         reach(15, first)
 
-        os.kill(rank_process(first, 1), signal.SIGTERM)
-        assert (first.end(), second.end()) == (75, 75), logs(first, second)
+        [rank] = [pid for pid in first.pids() if processes.name(pid) == "rank 1"]
+        os.kill(rank, signal.SIGTERM)
+        end(75, first, second)
         assert inspect(first.run)["checkpoints"][-1]["kind"] == "stop"
         wait_until(lambda: not first.pids(), "all processes exit", first, second)
 
         (tmp_path / "hurry").touch()
         first.start(), second.start()
-        assert (first.end(), second.end()) == (0, 0), logs(first, second)
+        end(0, first, second)
 
-    straight = Node(None, tmp_path / "straight", "--nproc-per-node=2", "--", *training(tmp_path))
-    with straight:
-        straight.start()
-        assert straight.end() == 0, logs(straight)
+    straight = finish(tmp_path / "straight", *training(tmp_path))
     assert not list(differences(straight.run, first.run))
 
 
-def rank_process(node: Node, number: int) -> int:
-    """The pid of a rank of this run folder."""
-    return next(pid for pid in node.pids()
-                if Path(f"/proc/{pid}/comm").read_text().strip() == f"rank {number}")
-
-
-def neighbours(folder: Path, port: int, *more: str, restarts: int = 0) -> tuple[Node, Node]:
+def neighbours(folder: Path, *more: str, restarts: int = 0) -> tuple[Launch, Launch]:
     """Two nodes on this machine with the same run folder."""
-    options = ["--nnodes=2", f"--max-restarts={restarts}", f"--rdzv-endpoint=127.0.0.1:{port}",
-               "--", *training(folder, *more)]  # fmt: skip
-    first, second = (Node(None, folder / "run", *options) for _ in range(2))
-    second.err = folder / "second.stderr"
+    options = ["--nnodes=2", f"--max-restarts={restarts}",
+               f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    first, second = (Launch(folder / "run", *training(folder, *more), size=1, options=options)
+                     for _ in range(2))
+    second.log = folder / "second.log"
     return first, second
-
-
-def logs(*nodes: Node) -> str:
-    return "\n".join(node.err.read_text() for node in nodes)
 
 
 def test_a_port_in_use_is_an_error_that_names_port_and_option(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        ended = subprocess.run(
-            [sys.executable, "-m", "launch", "--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}",
-             "--", *training(tmp_path), f"--run-dir={tmp_path / 'run'}"],
-            env=os.environ | {"PYTHONPATH": PATH}, capture_output=True, text=True,
-            timeout=DEADLINE_S,
-        )  # fmt: skip
+        options = ["--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{port}"]
+        with Launch(tmp_path / "run", *training(tmp_path), options=options).start() as launch:
+            output = launch.end(2)
 
-    assert ended.returncode == 2, ended.stderr
-    assert re.search(rf"--rdzv-endpoint 127\.0\.0\.1:{port}: .*port {port} is in use", ended.stderr)
+    assert re.search(rf"--rdzv-endpoint 127\.0\.0\.1:{port}: .*port {port} is in use", output)
 
 
 def test_one_node_listens_on_loopback_only_and_unpickles_nothing(tmp_path: Path) -> None:
@@ -327,14 +269,12 @@ def test_one_node_listens_on_loopback_only_and_unpickles_nothing(tmp_path: Path)
         "        os.write(fd, f'{args}\\n'.encode())\n"
         "        os.close(fd)\n"
         "sys.addaudithook(hook)\n")
-    node = Node(None, tmp_path / "run", "--nproc-per-node=2", "--", *training(tmp_path))
-    node.path = str(tmp_path)
-    with node:
-        node.start()
-        reach(3, node)
-        found = {pid: listening(pid) for pid in node.pids()}
-        node.signal(signal.SIGTERM)
-        node.end()
+    with Launch(tmp_path / "run", *training(tmp_path),
+                PYTHONPATH=os.pathsep.join([str(tmp_path), PATH])).start() as launch:
+        reach(3, launch)
+        found = {pid: listening(pid) for pid in launch.pids()}
+        launch.signal(signal.SIGTERM)
+        launch.process.wait(200)
 
     assert len(found) >= 4  # launcher, fork server, ranks
     addresses = {address for ports in found.values() for address in ports.values()}

@@ -21,17 +21,13 @@ def test_arguments_after_the_dashes_belong_to_the_trainer() -> None:
     ("argv", "words"),
     [
         (["--nproc-per-node", "0"], ("--nproc-per-node is 0", "use 1 or more")),
-        (["--nproc-per-node", "two"], ("--nproc-per-node", "'two'")),
         (["--max-restarts", "-1"], ("--max-restarts is -1", "use 0")),
         (["--grace-s", "nan"], ("--grace-s is nan", "0 or more")),
-        (["--grace-s", "1e10"], ("--grace-s is 1", "1e+09 at most")),
         (["--entry", "trainer"], ("--entry is 'trainer'", "MODULE:FUNCTION")),
         (["--nnodes", "2:1"], ("--nnodes is 2:1", "MIN:MAX")),
-        (["--nnodes", "some"], ("--nnodes", "'some'", "MIN:MAX")),
         (["--nnodes", "2"], ("--nnodes MIN:MAX", "--rdzv-endpoint HOST:PORT")),
         (["--nnodes=2", "--rdzv-endpoint=a:b"], ("--rdzv-endpoint", "'a:b'", "HOST:PORT")),
         (["--rejoin-timeout", "0"], ("--rejoin-timeout is 0", "above 0")),
-        (["--rejoin-timeout", "1e15"], ("--rejoin-timeout is 1", "1e+09 at most")),
         (["--max-restart", "3"], ("--max-restart is not", "--max-restarts")),
         (["tiny", "--steps", "5"], ("tiny is not", "-- tiny --steps 5")),
     ],
@@ -56,13 +52,3 @@ def test_numbers_of_nodes_and_rendezvous_endpoint() -> None:
     assert options.rdzv_endpoint == ("fd00::1", 5000)
     assert options.rejoin_timeout_s == 9
     assert parse_options(["--nnodes=2", "--rdzv-endpoint=node0"]).rdzv_endpoint == ("node0", 29400)
-
-
-def test_help_shows_the_options_and_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as end:
-        parse_options(["--help"])
-
-    text = capsys.readouterr().out
-    assert end.value.code == 0
-    for word in ("--nproc-per-node", "--max-restarts", "--grace-s", "--entry", " -- ", "75"):
-        assert word in text

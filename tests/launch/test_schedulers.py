@@ -70,7 +70,7 @@ class Batch:
         return self.process.wait(200)
 
 
-@pytest.mark.parametrize("code", [0, 1, 2, 76, 77])
+@pytest.mark.parametrize("code", [0, 76])
 def test_sbatch_exits_with_the_launchers_code_and_does_not_requeue(code, tmp_path):
     batch = Batch(tmp_path, code=code)
 
@@ -83,9 +83,7 @@ def test_sbatch_exits_with_the_launchers_code_and_does_not_requeue(code, tmp_pat
     (signal.SIGTERM, "RUNNING", True),  # preempted, during the grace time
     (signal.SIGTERM, "COMPLETING", False),  # cancelled
 ])  # fmt: skip
-def test_sbatch_forwards_a_signal_waits_and_requeues_a_saved_run(
-    number, state, again, tmp_path
-):
+def test_sbatch_forwards_a_signal_waits_and_requeues_a_saved_run(number, state, again, tmp_path):
     batch = Batch(tmp_path, code=75, hold=True, state=state)
     wait_for(lambda: batch.calls("srun"), 1)
 
@@ -111,15 +109,6 @@ def test_sbatch_starts_a_launcher_on_each_node_with_the_first_as_endpoint(tmp_pa
     assert double.calls("srun") == [
         f"{step} --cpus-per-task=32 python -m launch --nproc-per-node 8 --max-restarts 3"
         " --nnodes 2:2 --rdzv-endpoint n07:20123 -- --steps=1"]
-
-
-def test_sbatch_sets_the_options_that_its_comments_describe():
-    text = (LAUNCH / "slurm/train.sbatch").read_text()
-    flags = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH ")]
-
-    assert {"--requeue", "--no-kill", "--open-mode=append", "--ntasks-per-node=1"} <= set(flags)
-    before_s = next(int(a.partition("@")[2]) for a in flags if a.startswith("--signal=B:USR1@"))
-    assert before_s > GRACE_S
 
 
 @pytest.mark.long

@@ -11,29 +11,25 @@ import select
 import signal
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch.utils.tensorboard  # noqa: F401
+from runs import TAPE, events
 
 # Imported here, in the process that launchers are forked from.
-import launch.__main__
-import launch.agent
-import launch.rendezvous
-import launch.workers  # noqa: F401
 import trainer.__main__
 import trainer.loop
 import trainer.run.build
 from benchmarks.chaos_run import _fork, children
 from trainer.commands.compare import differences
 from trainer.commands.inspect import inspect
-from trainer.telemetry.events import read_events
+from trainer.resilience import processes
 
-TASK = ["--task=slow_task:Slow", "--device=cpu", "--batch.global-size=8", "--batch.micro-size=2",
-        "--task.samples=160", "--task.norm=batch", "--task.dropout=0.2", "--world.threads=1",
-        "--checkpoint.every=1000"]  # fmt: skip
+TASK = [*TAPE, "--task=failing_task:Failing", "--task.norm=batch", "--task.dropout=0.2",
+        "--world.threads=1", "--checkpoint.every=1000"]  # fmt: skip
 GRACE_S = 30.0
 DEADLINE_S = 200.0
 
@@ -61,20 +57,15 @@ class Stop:
     gap_s: float = 0.0
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class End:
-    """How the launch ended: exit code, and seconds since the first signal."""
-
-    code: int | None
-    took_s: float
-
-
 def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
-            env: Mapping[str, str] = {}) -> End:
-    """In a warm process, launch `size` ranks, stop them, and return how the launch ended.
+            env: Mapping[str, str] = {}) -> tuple[int | None, float]:
+    """In a fork of a process that has imported everything, launch `size` ranks and stop them.
 
     Args:
         size: number of ranks; 0: `python -m trainer` without a launcher.
+
+    Returns:
+        Exit code, and seconds since the first signal.
     """
     os.environ.update(env)
     warnings.simplefilter("ignore")
@@ -104,9 +95,9 @@ def stopped(run: str, size: int, arguments: Sequence[str], stop: Stop,
                 break
     if not select.select([pidfd], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
         os.killpg(pid, signal.SIGKILL)
-        return End(code=None, took_s=DEADLINE_S)
+        return None, DEADLINE_S
     took_s = time.monotonic() - began_s
-    return End(code=os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), took_s=took_s)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), took_s
 
 
 def alone(arguments: list[str], log: Path) -> int:
@@ -127,9 +118,9 @@ def send_signal(launcher: int, stop: Stop) -> None:
     if stop.who == "launcher":
         os.kill(launcher, stop.number)
         return
-    ranks = {name(pid): pid for server in children(launcher) for pid in children(server)}
-    processes = [launcher, *(q for p in ranks.values() for q in [p, *children(p)])]
-    targets = {"ranks": list(ranks.values()), "orphans": list(ranks.values()), "all": processes}
+    ranks = {processes.name(pid): pid for server in children(launcher) for pid in children(server)}
+    every = [launcher, *(q for p in ranks.values() for q in [p, *children(p)])]
+    targets = {"ranks": list(ranks.values()), "orphans": list(ranks.values()), "all": every}
     for pid in targets.get(stop.who) or [ranks[stop.who]]:
         with contextlib.suppress(ProcessLookupError):  # it has exited after another rank's stop
             os.kill(pid, stop.number)
@@ -144,68 +135,77 @@ def listens(pid: int) -> bool:
     return found is not None and bool(int(found[1], 16) >> (signal.SIGTERM - 1) & 1)
 
 
-def name(pid: int) -> str:
-    return Path(f"/proc/{pid}/comm").read_text().strip()
+@pytest.fixture(scope="module")
+def start(ranks: Any) -> Callable[..., tuple[int | None, float]]:
+    """`start(run, size, arguments, stop, **slow)`: exit code, and seconds since the signal."""
+    def started(run: Path, size: int, arguments: Sequence[str], stop: Stop | None = None,
+                 **slow: float) -> tuple[int | None, float]:
+        env = {f"SLOW_{key}_S": str(value) for key, value in slow.items()}
+        return ranks(1, stopped, str(run), size, arguments, stop or Stop(when="$^never"), env,
+                     group=False, timeout_s=DEADLINE_S + 10)[0]
 
-
-def until_done(warm: Any, run: Path, size: int, arguments: Sequence[str], stops: Sequence[Stop],
-               **slow: float) -> list[End]:
-    """Launch once per stop, then once more until completion; returns the ends of the former."""
-    env = {f"SLOW_{key}_S": str(value) for key, value in slow.items()}
-    ends = [warm(1, stopped, str(run), size, arguments, stop, env, group=False,
-                 timeout_s=DEADLINE_S + 10)[0] for stop in stops]
-    finish(warm, run, size, arguments)
-    return ends
-
-
-def finish(warm: Any, run: Path, size: int, arguments: Sequence[str]) -> None:
-    never = Stop(when="$^never")
-    [end] = warm(1, stopped, str(run), size, arguments, never, {}, group=False,
-                 timeout_s=DEADLINE_S + 10)
-    assert end.code == 0, run.with_suffix(".log").read_text()
+    return started
 
 
 @pytest.fixture(scope="module")
-def straight(warm: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def finish(start: Any) -> Callable[..., Path]:
+    """`finish(run, arguments)`: launch 2 ranks, which complete the run."""
+    def finished(run: Path, arguments: Sequence[str], size: int = 2) -> Path:
+        assert start(run, size, arguments)[0] == 0, log(run)
+        return run
+
+    return finished
+
+
+@pytest.fixture(scope="module")
+def until_done(start: Any, finish: Any) -> Callable[..., list[int | None]]:
+    """Launch once per stop, then once more until completion; returns the codes of the former."""
+    def done(run: Path, arguments: Sequence[str], stops: Sequence[Stop],
+             **slow: float) -> list[int | None]:
+        ends = [start(run, 2, arguments, stop, **slow) for stop in stops]
+        assert max(took_s for _, took_s in ends) < GRACE_S
+        finish(run, arguments)
+        return [code for code, _ in ends]
+
+    return done
+
+
+@pytest.fixture(scope="module")
+def straight(finish: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An undisturbed run of 80 steps."""
-    run = tmp_path_factory.mktemp("undisturbed") / "straight"
-    finish(warm, run, 2, ["--steps=80", "--data.workers=0"])
-    return run
+    return finish(tmp_path_factory.mktemp("undisturbed") / "straight",
+                  ["--steps=80"])
 
 
 def log(run: Path) -> str:
     return run.with_suffix(".log").read_text()
 
 
-def events(run: Path, event: str) -> list[dict[str, Any]]:
-    return [e for e in read_events(run / "events.jsonl") if e["event"] == event]
-
-
 @pytest.mark.parametrize("count", [2, pytest.param(20, marks=[pytest.mark.long,
                                                               pytest.mark.timeout(600)])])
-def test_stops_at_random_times_with_loader_workers_change_no_bit(warm, tmp_path, count):
+def test_stops_at_random_times_with_loader_workers_change_no_bit(
+    until_done, finish, tmp_path, count
+):
     draw = random.Random(count)
     # Samples of 20 ms, read by two processes per rank: at least 12 s; all stops come within 9 s.
     arguments = [f"--steps={50 * count}", "--data.workers=2", "--task.validation=12",
                  "--eval.every=25", "--checkpoint.every=30"]
     stops = [Stop(after_s=draw.uniform(0, 3.0)) for _ in range(count)]
-    finish(warm, tmp_path / "straight", 2, arguments)
+    straight = finish(tmp_path / "straight", arguments)
 
-    ends = until_done(warm, tmp_path / "run", 2, arguments, stops, TRAIN=0.02, VALIDATION=0.02)
+    codes = until_done(tmp_path / "run", arguments, stops, TRAIN=0.02, VALIDATION=0.02)
 
-    assert [end.code for end in ends] == [75] * count, log(tmp_path / "run")
-    assert max(end.took_s for end in ends) < GRACE_S
-    assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
+    assert codes == [75] * count, log(tmp_path / "run")
+    assert list(differences(straight, tmp_path / "run")) == []
 
 
-def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(warm, tmp_path, straight):
-    arguments = ["--steps=80", "--data.workers=0"]
+def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(until_done, tmp_path, straight):
     stops = [Stop(when="first-step", who="rank 1", number=signal.SIGUSR1, times=20),
              Stop(when="first-step", who="ranks", number=signal.SIGHUP)]
 
-    ends = until_done(warm, tmp_path / "run", 2, arguments, stops, TRAIN=0.01)
+    codes = until_done(tmp_path / "run", ["--steps=80"], stops, TRAIN=0.01)
 
-    assert [end.code for end in ends] == [75, 75], log(tmp_path / "run")
+    assert codes == [75, 75], log(tmp_path / "run")
     steps = [(e["rank"], e["step"]) for e in events(tmp_path / "run", "stop")]
     assert len(set(steps)) == 4
     assert len({step for _, step in steps}) == 2
@@ -215,93 +215,85 @@ def test_a_burst_of_signals_to_one_rank_stops_all_at_the_same_step(warm, tmp_pat
 @pytest.mark.parametrize("phase", [
     "restore", *(pytest.param(other, marks=pytest.mark.long) for other in ("start", "data"))])
 def test_before_the_first_step_a_stop_is_immediate_even_if_the_main_thread_hangs(
-        warm, tmp_path, phase):
+        until_done, tmp_path, phase):
     run, fault = tmp_path / "run", f"--inject=hang:phase={phase}:rank=1"
-    arguments = ["--steps=30", "--data.workers=0", "--checkpoint.every=10", fault]
+    arguments = ["--steps=30", "--checkpoint.every=10", fault]
     stops = [Stop(when='"event": "fault"', who="rank 0")]
     if phase == "restore":
         stops.insert(0, Stop(when="first-step"))
 
-    ends = until_done(warm, run, 2, arguments, stops, TRAIN=0.01)
+    assert until_done(run, arguments, stops, TRAIN=0.01) == [75] * len(stops), log(run)
 
-    assert [end.code for end in ends] == [75] * len(stops), log(run)
     assert "failure" not in log(run)
 
 
-def test_a_stop_interrupts_validation_and_test_which_the_next_start_repeats(warm, tmp_path):
+def test_a_stop_interrupts_validation_and_test_which_the_next_start_repeats(
+    until_done, finish, tmp_path
+):
     arguments = ["--steps=20", "--eval.every=10", "--task.validation=60", "--data.workers=0",
                  "--inject=slow:phase=evaluate:step=10:seconds=0.5"]
-    finish(warm, tmp_path / "straight", 2, arguments)
+    straight, run = finish(tmp_path / "straight", arguments), tmp_path / "run"
     stops = [Stop(when='"at_phase": "evaluate"'), Stop(when='"event": "save".*"at_step": 20')]
 
-    ends = until_done(warm, tmp_path / "run", 2, arguments, stops, VALIDATION=0.05, TEST=0.2)
+    assert until_done(run, arguments, stops, VALIDATION=0.05, TEST=0.2) == [75, 75], log(run)
 
-    assert [end.code for end in ends] == [75, 75], log(tmp_path / "run")
-    assert [e["step"] for e in events(tmp_path / "run", "stop")] == [10, 10, 20, 20]
-    assert list(differences(tmp_path / "straight", tmp_path / "run")) == []
+    assert [e["step"] for e in events(run, "stop")] == [10, 10, 20, 20]
+    assert list(differences(straight, run)) == []
 
 
-def test_a_stop_waits_for_a_slow_save_within_the_grace_time(warm, tmp_path):
-    arguments = ["--steps=30", "--data.workers=0", "--checkpoint.every=10"]
+def test_a_stop_waits_for_a_slow_save_within_the_grace_time(until_done, tmp_path):
+    arguments = ["--steps=30", "--checkpoint.every=10"]
     slow = [*arguments, "--inject=slow:phase=save-mid:step=10:seconds=2"]
     late = [*arguments, "--stop.grace-s=1", "--inject=slow:phase=save-mid:step=10:seconds=40"]
     stop = Stop(when='"at_phase": "save-mid"')
 
-    [saved] = until_done(warm, tmp_path / "slow", 2, slow, [stop], TRAIN=0.01)
-    [cut] = until_done(warm, tmp_path / "late", 2, late, [stop], TRAIN=0.01)
+    [saved] = until_done(tmp_path / "slow", slow, [stop], TRAIN=0.01)
+    [cut] = until_done(tmp_path / "late", late, [stop], TRAIN=0.01)
 
-    assert saved.code == 75
+    assert saved == 75
     assert "--stop.grace-s 1: step" in log(tmp_path / "late")
     # From the beginning, or from the save of rank 1 after it noticed the exit of rank 0.
     first, second = inspect(tmp_path / "late")["attempts"]
     assert first["start_step"] == 0
     assert second["start_step"] == 0 or second["start_step"] >= 10
     # The time of rank 1 is up too, unless it notices the exit of rank 0 first, and saves.
-    assert cut.code == 1 or (cut.code == 75 and second["start_step"] >= 10)
+    assert cut == 1 or (cut == 75 and second["start_step"] >= 10)
     assert inspect(tmp_path / "slow")["attempts"][1]["start_step"] >= 10
 
 
-def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_exits_immediately(warm, tmp_path):
-    run, arguments = tmp_path / "run", ["--steps=1000", "--data.workers=0"]
-    hang, env = [*arguments, "--inject=hang:step=50"], {"SLOW_TRAIN_S": "0.01"}
+def test_without_a_launcher_one_ctrl_c_stops_and_a_second_one_exits_immediately(start, tmp_path):
+    run, arguments = tmp_path / "run", ["--steps=1000"]
     once = Stop(when="first-step", number=signal.SIGINT)
     twice = Stop(when='"event": "fault"', number=signal.SIGINT, times=100, gap_s=0.05)
 
-    [first] = warm(1, stopped, str(run), 0, arguments, once, env, group=False)
-    [second] = warm(1, stopped, str(run), 0, hang, twice, env, group=False)
+    first, _ = start(run, 0, arguments, once, TRAIN=0.01)
+    second, _ = start(run, 0, [*arguments, "--inject=hang:step=50"], twice, TRAIN=0.01)
 
-    assert (first.code, second.code) == (75, 130), log(run)
+    assert (first, second) == (75, 130), log(run)
 
 
-def test_threads_that_delay_the_exit_are_named_and_a_stop_ends_the_wait(warm, tmp_path):
-    run, arguments = tmp_path / "run", ["--steps=2", "--data.workers=0", "--stop.grace-s=0.2"]
+def test_threads_that_delay_the_exit_are_named_and_a_stop_ends_the_wait(start, tmp_path):
+    run, arguments = tmp_path / "run", ["--steps=2", "--stop.grace-s=0.2"]
 
-    [end] = warm(1, stopped, str(run), 1, arguments, Stop(when="waits for threads.*: upload;"),
-                 {"SLOW_THREAD_S": "80"}, group=False)
+    code, took_s = start(run, 1, arguments, Stop(when="waits for threads.*: upload;"), THREAD=80)
 
-    assert end.code == 0, log(run)
-    assert end.took_s < 40
+    assert code == 0, log(run)
+    assert took_s < 40
     assert inspect(run)["finished"]
 
 
-def test_loader_workers_survive_a_signal_to_every_process(warm, tmp_path, straight):
-    arguments = ["--steps=80", "--data.workers=2"]
+@pytest.mark.parametrize(("stop", "slow_s", "warned"), [
+    (Stop(when="first-step", who="all", times=3), 0.05, False),  # workers survive the signal
+    (Stop(when="first-step", who="orphans"), 0.3, True),  # an error while stopping
+])
+def test_a_stop_with_loader_workers_ends_as_a_stop(
+    until_done, tmp_path, straight, stop, slow_s, warned
+):
+    run = tmp_path / "run"
 
-    ends = until_done(warm, tmp_path / "run", 2, arguments,
-                      [Stop(when="first-step", who="all", times=3)], TRAIN=0.05)
+    assert until_done(run, ["--steps=80", "--data.workers=2"], [stop], TRAIN=slow_s) == [75], log(
+        run)
 
-    assert [end.code for end in ends] == [75], log(tmp_path / "run")
-    assert list(differences(straight, tmp_path / "run")) == []
-    assert "while stopping" not in log(tmp_path / "run")
-
-
-def test_an_error_while_stopping_still_ends_as_a_stop(warm, tmp_path, straight):
-    arguments = ["--steps=80", "--data.workers=2"]
-
-    ends = until_done(warm, tmp_path / "run", 2, arguments,
-                      [Stop(when="first-step", who="orphans")], TRAIN=0.3)
-
-    assert [end.code for end in ends] == [75], log(tmp_path / "run")
-    assert "warning: while stopping, step" in log(tmp_path / "run")
-    assert events(tmp_path / "run", "failure") == []
-    assert list(differences(straight, tmp_path / "run")) == []
+    assert ("warning: while stopping, step" in log(run)) == warned
+    assert events(run, "failure") == []
+    assert list(differences(straight, run)) == []

@@ -5,6 +5,7 @@ Linux only. A rank costs a fork (milliseconds) instead of an import of torch (se
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pickle
@@ -16,6 +17,7 @@ from collections.abc import Callable, Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
+NOTHING = pickle.dumps({})
 GRACE_S = 5.0  # how long the others may go on after a rank failed: their own errors come in it
 
 
@@ -58,24 +60,24 @@ class Ranks:
         self._start()
 
     def __call__(self, world_size: int, function: Callable[..., Any], *args: Any,
-                 timeout_s: float = 100.0, group: bool = True,
-                 env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Any]:
+                 **options: Any) -> list[Any]:
         """The results of `function(*args, **kwargs)` in `world_size` new processes, by rank.
+
+        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors.
 
         Args:
             function: at module level; arguments and results are pickled.
-            timeout_s: seconds from the fork to the last result.
-            group: True: a gloo process group is formed before and destroyed after the call.
+            options: `timeout_s` (100): seconds from the fork to the last result.
+                `group` (True): a gloo process group is formed before and destroyed after the call;
                 False: no group, only the variables that torchrun sets, with a free port.
-            env: more environment variables. {rank} in a value becomes the rank.
-
-        Each rank has one intra-op thread, generators seeded with 0, and warnings as errors.
+                `env`: more environment variables. {rank} in a value becomes the rank.
+                The others are arguments of the function.
 
         Raises:
             the exception of the rank that failed first, with rank and traceback as a note;
             RankDied: the first failure was a death; RankHung: time was up, with all stacks.
         """
-        outcomes = self._run(world_size, function, args, kwargs, timeout_s, group, env, GRACE_S)
+        outcomes = self._run(world_size, function, args, GRACE_S, **options)
         for outcome in outcomes:
             if outcome.output and (outcome.ok or outcome.error):  # else it is in the exception
                 print(f"--- output of rank {outcome.rank}\n{outcome.output}")
@@ -83,31 +85,28 @@ class Ranks:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(self, world_size: int, function: Callable[..., Any], *args: Any,
-                 timeout_s: float = 100.0, group: bool = True,
-                 env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Outcome]:
+                 **options: Any) -> list[Outcome]:
         """Like a call, but tells how each rank ended: for tests in which ranks die on purpose.
 
-        After a death the others go on until they end themselves or `timeout_s` is up.
+        After a death the others go on until they end themselves or the time is up.
         """
-        return self._run(world_size, function, args, kwargs, timeout_s, group, env, timeout_s)
+        return self._run(world_size, function, args, None, **options)
 
     def close(self) -> None:
         """End the server, and with it every process that it started."""
         if self._connection is not None:
             self._connection.close()
         if self._server is not None:
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._server.wait(timeout=10)
-            except subprocess.TimeoutExpired:
-                self._server.kill()
-                self._server.wait()
+            self._server.kill()
+            self._server.wait()
         self._server = self._connection = None
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            module = f"{__name__.removesuffix('harness')}rank_server"
-            code = f"from {module} import serve; serve({theirs.fileno()})"
+            code = f"from rank_server import serve; serve({theirs.fileno()})"
             env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1",
                                 "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
             # Its own session: Ctrl-C reaches pytest alone, and the server ends when pytest does.
@@ -117,15 +116,15 @@ class Ranks:
         self._connection = Connection(ours.detach())
 
     def _run(self, world_size: int, function: Callable[..., Any], args: tuple[Any, ...],
-             kwargs: dict[str, Any], timeout_s: float, group: bool,
-             env: Mapping[str, str] | None, grace_s: float) -> list[Outcome]:
+             grace_s: float | None, *, timeout_s: float = 100.0, group: bool = True,
+             env: Mapping[str, str] | None = None, **kwargs: Any) -> list[Outcome]:
         try:
             call = pickle.dumps((function, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise TypeError(f"{function!r} or its arguments can't be sent to another process; "
                             "use a function at module level and plain arguments") from error
         request = {"world_size": world_size, "call": call, "timeout_s": timeout_s, "group": group,
-                   "module": getattr(function, "__module__", None), "grace_s": grace_s,
+                   "module": getattr(function, "__module__", None), "grace_s": grace_s or timeout_s,
                    "path": sys.path, "cwd": os.getcwd(), "environ": dict(os.environ),
                    "env": dict(env or {})}
         if self._connection is None:
@@ -142,7 +141,8 @@ class Ranks:
             raise
         if isinstance(reply, str):
             raise RuntimeError(reply)
-        return [Outcome(**(fields | pickle.loads(result))) for fields, result in reply]
+        return [Outcome(**(fields | pickle.loads(fields.pop("result", NOTHING))))
+                for fields in reply]
 
 
 def _raise_first_failure(outcomes: list[Outcome]) -> None:

@@ -48,17 +48,6 @@ def test_a_cache_is_made_anew_after_an_end_amid_a_compile_only(ranks, tmp_path, 
     assert [path.name for path in tmp_path.iterdir()] == [Path(place).name]
 
 
-def chosen_by_the_user(folder: str) -> str:
-    os.environ[VARIABLE] = f"{folder}/mine"
-    use(Path(folder), World.form(device="cpu"))
-    return os.environ[VARIABLE]
-
-
-def test_a_place_that_the_user_has_chosen_is_used(ranks, tmp_path):
-    assert ranks(1, chosen_by_the_user, str(tmp_path), group=False) == [f"{tmp_path}/mine"]
-    assert list(tmp_path.iterdir()) == []
-
-
 def in_turn(folder: str) -> list[str]:
     from torch._dynamo.callback import callback_handler
 

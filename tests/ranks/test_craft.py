@@ -1,77 +1,27 @@
-"""Schedules, averaged weights, recomputed blocks and NaN detection in exact runs."""
+"""Schedules, averaged weights, recomputed blocks, fine-tuning and NaN detection in exact runs."""
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
-from runs import metrics, steps, train, validations, weights
+from runs import TAPE, events, run, steps, summary, validations, weights
 from safetensors.torch import load_file
 
 from trainer.commands.compare import differences
 
-TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
-        "--batch.micro-size=2", "--task.samples=160", "--task.norm=batch",
-        "--task.validation=6"]  # fmt: skip
-
-
-def until_done(ranks, size: int, folder: Path, *arguments: str) -> None:
-    """Repeat the command until the run is complete, over stops and deaths."""
-    for _ in range(9):
-        outcomes = ranks.outcomes(size, train, *TASK, *arguments, f"--run-dir={folder}",
-                                  group=False)
-        if all(outcome.value == 0 for outcome in outcomes):
-            return
-    raise AssertionError("the run is not complete")
-
-
-@pytest.mark.parametrize("optimizer", [
-    ["--optim.name=sgd", "--optim.nesterov=on"], ["--optim.name=torch.optim:RMSprop"],
-], ids=["nesterov", "rmsprop"])  # fmt: skip
-def test_other_optimizers_resume_from_a_stop_with_the_same_bits(ranks, tmp_path, optimizer):
-    arguments = ["--steps=6", "--optim.lr=0.01", *optimizer]
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-
-    until_done(ranks, 1, straight, *arguments)
-    until_done(ranks, 1, stopped, *arguments, "--inject=term:step=2", "--inject=term:step=5")
-
-    assert not list(differences(straight, stopped))
-    assert load_file(stopped / "checkpoints/step-00000006/optimizer.safetensors")
-
-
-PLATEAU = ["--schedule.name=plateau", "--schedule.options=patience=0",
+TASK = (*TAPE, "--task.norm=batch", "--task.validation=6")
+PLATEAU = ("--steps=20", "--schedule.name=plateau", "--schedule.options=patience=0",
            "--schedule.options=factor=0.5", "--schedule.options=threshold=0.2",
-           "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02"]  # fmt: skip
-
-
-@pytest.mark.parametrize("craft", [
-    ["--optim.ema=0.9", "--optim.rates=body.*=0.5", *PLATEAU],
-    pytest.param(["--schedule.name=one-cycle", "--schedule.warmup=3", "--optim.ema=0.5",
-                  "--eval.every=5"], marks=pytest.mark.long),
-], ids=["ema-plateau", "one-cycle"])  # fmt: skip
-def test_stops_and_deaths_change_no_bit(ranks, tmp_path, craft):
-    arguments = ["--steps=20", "--checkpoint.every=4", *craft]
-    straight, hurt = tmp_path / "straight", tmp_path / "hurt"
-    faults = ["--inject=term:step=2", "--inject=kill:rank=1:step=6:phase=backward",
-              "--inject=kill:rank=0:step=10:phase=evaluate", "--inject=term:step=15:rank=1"]
-
-    until_done(ranks, 2, straight, *arguments)
-    until_done(ranks, 2, hurt, *arguments, *faults)
-
-    assert not list(differences(straight, hurt))
-    assert metrics(straight) == metrics(hurt)
-    assert len(steps(hurt)) == 20
-    checkpoint = hurt / "checkpoints/step-00000020"
-    assert "ema.safetensors" in json.loads((checkpoint / "manifest.json").read_text())["files"]
+           "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02")  # fmt: skip
+RESNET = ("--task=resnet_task:ResNet", "--device=cpu", "--data.workers=0", "--batch.global-size=4",
+          "--batch.micro-size=2", "--steps=2")  # fmt: skip
 
 
 def test_a_plateau_follows_the_validation_loss(ranks, tmp_path):
-    until_done(ranks, 1, tmp_path / "run", "--steps=20", *PLATEAU)
+    folder = run(ranks, 1, tmp_path / "run", *TASK, *PLATEAU)
 
-    rates = [line["lr"] for line in steps(tmp_path / "run")]
-    losses = {line["step"]: line["val_loss"] for line in validations(tmp_path / "run")}
+    rates = [line["lr"] for line in steps(folder)]
+    losses = {line["step"]: line["val_loss"] for line in validations(folder)}
     expected, rate, best = [], 0.02, float("inf")
     for step in range(1, 21):
         expected.append(rate * min(1.0, step / 4))
@@ -84,59 +34,90 @@ def test_a_plateau_follows_the_validation_loss(ranks, tmp_path):
     assert rates[-1] < 0.02
 
 
-def test_averaged_weights_are_validated_and_exported(ranks, tmp_path):
-    arguments = ["--steps=12", "--eval.every=4", "--optim.lr=0.05", "--checkpoint.keep=5"]
-    until_done(ranks, 1, tmp_path / "plain", *arguments)
-    until_done(ranks, 1, tmp_path / "ema", *arguments, "--optim.ema=0.9")
-
-    plain, ema = ([line["val_loss"] for line in validations(tmp_path / run)]
-                  for run in ("plain", "ema"))
-    assert [line["loss"] for line in steps(tmp_path / "plain")] == [
-        line["loss"] for line in steps(tmp_path / "ema")]
-    assert plain != ema
-    summary = json.loads((tmp_path / "ema/summary.json").read_text())
-    best = summary["best"]["step"]
-    assert summary["model.safetensors"].startswith(f"the averaged weights of step {best}")
-    average = load_file(tmp_path / f"ema/checkpoints/step-{best:08d}/ema.safetensors")
-    product = load_file(tmp_path / "ema/model.safetensors")
-    trained = weights(tmp_path / "ema", best)
-    assert all(torch.equal(product[n], average.get(n, trained[n])) for n in product)
-    assert any(not torch.equal(average[n], trained[n]) for n in average)
-
-
-def test_recomputed_activations_change_no_bit(ranks, tmp_path):
-    for every in (0, 2):  # batch norms synchronise in the second forward too
-        ended = ranks(2, train, "--task=resnet_task:ResNet", "--device=cpu", "--data.workers=0",
-                      "--batch.global-size=4", "--batch.micro-size=2", "--steps=2",
-                      f"--precision.recompute-every={every}", f"--run-dir={tmp_path / str(every)}",
-                      group=False)
-        assert ended == [0, 0]
-
-    assert not list(differences(tmp_path / "0", tmp_path / "2"))
-
-
-def test_the_operation_that_creates_a_nan_is_reported_by_its_rank(ranks, tmp_path):
-    ended = ranks(2, train, "--task=sick_task:Sick", *TASK[1:], "--task.way=gradient",
-                  "--task.first=44", "--task.end=45", "--data.shuffle=off", "--task.norm=group",
-                  "--steps=8", "--numerics.anomaly=on", f"--run-dir={tmp_path / 'run'}",
-                  group=False)
-
-    assert ended == [0, 0]
-    events = [json.loads(t) for t in (tmp_path / "run/events.jsonl").read_text().splitlines()]
-    (event,) = [e for e in events if e["event"] == "anomaly"]
-    found = {k: event[k] for k in ("at_step", "micro_batch", "rank", "phase", "node", "module")}
-    assert found == {"at_step": 6, "micro_batch": 2, "rank": 1, "phase": "backward",
-                     "node": "AbsBackward0", "module": None}  # infinity · 0
-
-
 @pytest.mark.parametrize(("flags", "message"), [
     (["--task.validation=0"], "the task has no validation data"),
     (["--schedule.options=metric=val_f1:max"], "it computes val_loss, val_abs"),
 ], ids=["no-validation", "no-such-figure"])  # fmt: skip
 def test_a_plateau_without_its_metric_is_refused(ranks, tmp_path, capfd, flags, message):
-    ended = ranks(1, train, *TASK, "--steps=4", "--schedule.name=plateau", *flags,
-                  f"--run-dir={tmp_path / 'run'}", group=False)
+    run(ranks, 1, tmp_path / "run", *TASK, "--steps=4", "--schedule.name=plateau", *flags, code=2)
 
-    assert ended == [2]
-    output = capfd.readouterr()
-    assert message in output.out + output.err
+    assert message in capfd.readouterr().out
+
+
+def test_averaged_weights_are_validated_and_exported(ranks, tmp_path):
+    arguments = [*TASK, "--steps=12", "--eval.every=4", "--optim.lr=0.05", "--checkpoint.keep=5"]
+    plain = run(ranks, 1, tmp_path / "plain", *arguments)
+    ema = run(ranks, 1, tmp_path / "ema", *arguments, "--optim.ema=0.9")
+
+    assert [line["loss"] for line in steps(plain)] == [line["loss"] for line in steps(ema)]
+    assert [line["val_loss"] for line in validations(plain)] != [
+        line["val_loss"] for line in validations(ema)]
+    best = summary(ema)["best"]["step"]
+    assert summary(ema)["model.safetensors"].startswith(f"the averaged weights of step {best}")
+    average = load_file(ema / f"checkpoints/step-{best:08d}/ema.safetensors")
+    product, trained = load_file(ema / "model.safetensors"), weights(ema, best)
+    assert all(torch.equal(product[n], average.get(n, trained[n])) for n in product)
+    assert any(not torch.equal(average[n], trained[n]) for n in average)
+
+
+def test_recomputed_activations_change_no_bit(ranks, tmp_path):
+    # Batch norms synchronise in the second forward too.
+    plain, again = (run(ranks, 2, tmp_path / f"{every}", *RESNET,
+                        f"--precision.recompute-every={every}") for every in (0, 2))
+
+    assert not list(differences(plain, again))
+
+
+def test_the_operation_that_creates_a_nan_is_reported_by_its_rank(ranks, tmp_path):
+    folder = run(ranks, 2, tmp_path / "run", *TASK, "--task=sick_task:Sick", "--task.way=gradient",
+                 "--task.first=44", "--task.end=45", "--data.shuffle=off", "--task.norm=group",
+                 "--steps=8", "--numerics.anomaly=on")
+
+    (event,) = events(folder, "anomaly")
+    found = {k: event[k] for k in ("at_step", "micro_batch", "rank", "phase", "node", "module")}
+    assert found == {"at_step": 6, "micro_batch": 2, "rank": 1, "phase": "backward",
+                     "node": "AbsBackward0", "module": None}  # infinity · 0
+
+
+def save_random_weights(path: str) -> None:
+    """Save weights of 1000 classes in the format of old scripts.
+
+    Runs in a rank, since torchvision's import takes seconds.
+    """
+    from torchvision.models import resnet18
+
+    torch.manual_seed(5)
+    state = resnet18().state_dict()
+    torch.save({"state_dict": {f"module.{n}": t for n, t in state.items()}}, path)
+
+
+def test_in_fine_tuning_a_new_head_learns_and_frozen_parts_stay_bit_identical(
+    ranks, tmp_path, capfd
+):
+    path, folder = tmp_path / "resnet18.pth", tmp_path / "run"
+    ranks(1, save_random_weights, str(path), group=False)
+    tuning = [*RESNET, "--precision.channels-last=off", f"--init={path}", "--freeze=*",
+              "--freeze=!fc.*", "--freeze=!layer4.*", "--optim.rates=layer4.*=0.1",
+              "--optim.lr=0.01", "--inject=term:step=1"]
+
+    run(ranks, 2, folder, *tuning, code=75)
+    before = torch.load(path, weights_only=True)["state_dict"]
+    path.unlink()  # it is no longer needed
+    run(ranks, 2, folder, *tuning)
+
+    text = capfd.readouterr().out
+    assert "new head, initialized by the model: fc.weight (4, 512), in the file (1000, 512)" in text
+    after = weights(folder, 2)
+    assert after["fc.weight"].shape == (4, 512)
+    for name, value in after.items():
+        if not name.startswith("fc."):
+            changed = not torch.equal(value, before[f"module.{name}"])
+            assert changed == name.startswith("layer4."), name
+
+
+def test_weights_that_do_not_fit_are_refused_before_the_run_folder_is_touched(ranks, tmp_path):
+    torch.save({"model": {"layer.weight": torch.ones(2)}}, tmp_path / "other.pt")
+
+    run(ranks, 2, tmp_path / "run", *TASK, f"--init={tmp_path / 'other.pt'}", code=2)
+
+    assert not (tmp_path / "run").exists()

@@ -15,16 +15,13 @@ import torch
 import torch.distributed as dist
 from harness import RankDied, RankHung, Ranks
 
+from benchmarks.chaos_run import children
+
 
 def rank_plus(number: int, *, factor: int = 1) -> tuple[int, int, int]:
     total = torch.tensor([dist.get_rank() + number])
     dist.all_reduce(total)
     return dist.get_rank(), int(total) * factor, torch.get_num_threads()
-
-
-def environment(names: list[str]) -> list[str]:
-    assert not dist.is_initialized()
-    return [os.environ[name] for name in names]
 
 
 def fail_on(rank: int) -> None:
@@ -52,61 +49,15 @@ def hang_on(rank: int, folder: str) -> None:
         a_name_to_find_in_the_stack()
 
 
-def stop_self() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def survive(rank: int) -> str:
-    try:
-        dist.barrier()  # else the others may still be joining the group
-        if dist.get_rank() == rank:
-            os._exit(7)
-        dist.barrier()
-    except RuntimeError as error:
-        return type(error).__name__
-    return "nothing"
-
-
-def draws() -> tuple[float, torch.Tensor]:
-    return float(torch.rand(())), torch.randn(3)
-
-
 def warn() -> None:
     warnings.warn("look here", stacklevel=1)
-
-
-def write(text: str) -> None:
-    print(text)
-    os.write(2, b"by the descriptor\n")
-
-
-def form_own_group() -> int:
-    dist.init_process_group("gloo")
-    return dist.get_world_size()
-
-
-def return_a_lambda() -> object:
-    return lambda: None
 
 
 def test_a_function_runs_in_a_group_of_ranks_and_returns_by_rank(ranks: Ranks) -> None:
     assert ranks(3, rank_plus, 10, factor=2) == [(0, 66, 1), (1, 66, 1), (2, 66, 1)]
 
 
-def test_without_a_group_ranks_see_what_torchrun_sets(ranks: Ranks) -> None:
-    names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MINE"]
-
-    seen = ranks(2, environment, names, group=False, env={"MINE": "rank {rank}"})
-
-    assert seen == [["0", "2", "0", "2", "127.0.0.1", "rank 0"],
-                    ["1", "2", "1", "2", "127.0.0.1", "rank 1"]]
-
-
-def test_without_a_group_ranks_can_form_their_own(ranks: Ranks) -> None:
-    assert ranks(2, form_own_group, group=False) == [2, 2]
-
-
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 2])
 def test_the_exception_that_came_first_is_raised_with_rank_and_traceback(
         ranks: Ranks, rank: int) -> None:
     with pytest.raises(ZeroDivisionError, match="the cause") as caught:
@@ -132,56 +83,14 @@ def test_a_hang_is_reported_with_its_stack_and_nothing_is_left(
     assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
 
 
-def test_a_stopped_rank_is_killed(ranks: Ranks) -> None:
-    with pytest.raises(RankHung, match="from rank 0 of 1"):
-        ranks(1, stop_self, timeout_s=0.5)
-
-
-def test_outcomes_tell_of_survivors_and_dead(ranks: Ranks) -> None:
-    first, second = ranks.outcomes(2, survive, 1)
-
-    assert (first.ok, first.value) == (True, "RuntimeError")
-    assert (second.ok, second.exit_code, second.signal) == (False, 7, None)
-
-
-def test_ranks_start_from_the_same_seeds_each_time(ranks: Ranks) -> None:
-    once, again = ranks(2, draws), ranks(2, draws)
-
-    assert {number for number, _ in once} == {number for number, _ in again}
-    assert torch.equal(once[0][1], again[1][1])
-
-
 def test_a_warning_in_a_rank_is_an_error(ranks: Ranks) -> None:
     with pytest.raises(UserWarning, match="look here"):
         ranks(1, warn)
 
 
-def test_output_is_shown_by_rank(ranks: Ranks, capfd: pytest.CaptureFixture[str]) -> None:
-    ranks(2, write, "hello")
-
-    shown = "--- output of rank {}\nhello\nby the descriptor\n\n"
-    assert capfd.readouterr().out == shown.format(0) + shown.format(1)
-
-
 def test_what_cannot_be_sent_is_refused_by_name(ranks: Ranks) -> None:
     with pytest.raises(TypeError, match=r"lambda.*module level"):
         ranks(1, lambda: None)
-
-
-def test_a_result_that_cannot_be_sent_is_an_error_of_its_rank(ranks: Ranks) -> None:
-    with pytest.raises(Exception, match="pickle") as caught:
-        ranks(1, return_a_lambda)
-
-    assert "in rank 0 of 1" in caught.value.__notes__[0]
-
-
-def children_of(pid: int) -> list[int]:
-    """None once the process has ended: short-lived ones come and go while the server imports."""
-    try:
-        return [int(child) for child in
-                Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    except (FileNotFoundError, ProcessLookupError):
-        return []
 
 
 def test_ranks_end_with_the_process_that_asked_for_them() -> None:
@@ -194,9 +103,9 @@ def test_ranks_end_with_the_process_that_asked_for_them() -> None:
     while len(sleeping) < 2:
         assert time.monotonic() < deadline
         assert asker.poll() is None
-        servers = children_of(asker.pid)
-        started = [rank for server in servers for rank in children_of(server)]
-        sleeping = [child for rank in started for child in children_of(rank)]
+        servers = children(asker.pid)
+        started = [rank for server in servers for rank in children(server)]
+        sleeping = [child for rank in started for child in children(rank)]
 
     asker.kill()
     asker.wait()

@@ -5,15 +5,17 @@ from __future__ import annotations
 import dataclasses
 import multiprocessing
 import os
+import re
 import signal
 import threading
 import tomllib
-import weakref
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from runs import events
 from small_task import Held, Small, fail, interrupt_twice, process_state, samples, send
 from tape_task import Tape
 
@@ -24,7 +26,6 @@ from trainer.commands.inspect import inspect
 from trainer.config.fields import Duration
 from trainer.config.schema import Batch, Checkpoint, Optim, WorldConfig
 from trainer.run.saved_run import find_weights
-from trainer.telemetry.events import read_events
 
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -63,11 +64,22 @@ def straight(run: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def undisturbed(ranks, tmp_path_factory) -> Path:
+def call(ranks) -> Callable[..., Any]:
+    """`call(function, *arguments)`: what it returns in a process without a launcher."""
+    return lambda *call: ranks(1, alone, *call, group=False)[0]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(call, tmp_path_factory) -> Path:
     """An undisturbed run."""
     path = tmp_path_factory.mktemp("library") / "run"
-    ranks(1, alone, straight, str(path), group=False)
+    call(straight, str(path))
     return path
+
+
+@pytest.fixture
+def run(tmp_path) -> str:
+    return str(tmp_path / "run")
 
 
 def three_calls(path: str) -> Any:
@@ -76,20 +88,21 @@ def three_calls(path: str) -> Any:
     return first[0], train(f"{path}/b"), train(f"{path}/a")
 
 
-def test_tensors_in_memory_train_and_the_same_call_returns_the_finished_run(ranks, tmp_path):
-    [(first, (other, moved), (again, moved_again))] = ranks(
-        1, alone, three_calls, str(tmp_path), group=False)
+def test_tensors_in_memory_train_and_the_same_call_returns_the_finished_run(call, tmp_path):
+    first, (other, moved), (again, moved_again) = call(three_calls, str(tmp_path))
 
-    assert first[:3] == (False, 12, f"{tmp_path}/a")
-    assert again[:3] == first[:3]
+    assert first[:3] == again[:3] == (False, 12, f"{tmp_path}/a")
     assert moved == moved_again == []
     assert all(torch.equal(first[3][n], v) and torch.equal(other[3][n], v)
                for n, v in again[3].items())
     assert not list(differences(tmp_path / "a", tmp_path / "b"))
-    table = tomllib.loads((tmp_path / "a/config.toml").read_text())["task"]
-    assert table["class"] == "trainer.given:Given"
-    assert table["path"] == "small_task:Held"
-    assert table["holds"] == []
+    table = recorded(tmp_path / "a")
+    assert (table["class"], table["path"], table["holds"]) == (
+        "trainer.given:Given", "small_task:Held", [])
+
+
+def recorded(run: Path) -> dict[str, Any]:
+    return tomllib.loads((run / "config.toml").read_text())["task"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,100 +110,47 @@ class Kept(Small):
     x: torch.Tensor = dataclasses.field(default_factory=lambda: samples(96, 0)[0])
 
 
-def test_of_a_dataclass_with_tensors_the_form_is_recorded_and_the_rest_holds(ranks, tmp_path):
-    run = str(tmp_path / "run")
-    ranks(1, alone, one_step, run, Kept(), group=False)
+def test_of_a_dataclass_with_tensors_the_form_is_recorded_and_the_rest_holds(call, run):
+    call(one_step, run, Kept())
 
-    [found] = ranks(1, alone, error_of, one_step, run, Kept(drift=0.5), group=False)
-
-    table = tomllib.loads((tmp_path / "run/config.toml").read_text())["task"]
-    assert table["holds"] == ["drift=0.0", "x=Tensor float32 96x6"]
-    assert "--task.holds was" in found
+    assert recorded(Path(run))["holds"] == ["drift=0.0", "x=Tensor float32 96x6"]
+    assert "--task.holds was" in call(error_of, one_step, run, Kept(drift=0.5))
 
 
-@pytest.mark.parametrize(("number", "raised"), [
-    (signal.SIGINT, "KeyboardInterrupt"), (signal.SIGTERM, "SystemExit"),
-])  # fmt: skip
-def test_a_stop_is_saved_raised_and_gone_on_from_with_the_same_bits(
-        ranks, undisturbed, tmp_path, number, raised):
-    run = str(tmp_path / "run")
+@pytest.mark.parametrize(("at", "act", "number", "expected", "kept"), [
+    # The warm-up is the first micro-batch, two make a step.
+    (12, "signal", signal.SIGINT, ("KeyboardInterrupt", "", "StopRequested"), 6),
+    (12, "signal", signal.SIGTERM, ("SystemExit", "75", "StopRequested"), 6),
+    # A second interrupt does not wait for the step.
+    (13, "twice", 0, ("KeyboardInterrupt", "", "StopRequested"), 5),
+    (13, "fail", 0, ("KeyError", '"the user\'s own mistake"', "NoneType"), 5),
+])
+def test_what_ends_a_call_is_saved_and_raised_and_the_next_call_goes_on_with_the_same_bits(
+        call, undisturbed, run, at, act, number, expected, kept):
+    outcome, moved = call(train, run, at, act, number)
+    saved = inspect(Path(run))["step"]
+    call(straight, run)
 
-    [((kind, code, cause), moved)] = ranks(1, alone, train, run, 12, "signal", number, group=False)
-    kept = inspect(tmp_path / "run")
-    ranks(1, alone, straight, run, group=False)
-
-    assert (kind, cause) == (raised, "StopRequested")
-    assert code == ("" if number == signal.SIGINT else "75")
+    assert outcome == expected
     assert len(moved) <= 2, "descriptors and threads that a first call makes"
-    assert kept["step"] == 6  # the warm-up is the first micro-batch, two make a step
-    assert not list(differences(undisturbed, tmp_path / "run"))
-
-
-def interrupted_in_a_notebook(run: str) -> Any:
-    """Return the cause of an interrupt, and whether the model was freed although it is kept."""
-    made = []
-
-    class Watched(Held):
-        def model(self) -> Any:
-            model = super().model()
-            made.append(weakref.ref(model))
-            return model
-
-    try:
-        trainer.train(config(run, Watched(12, send(signal.SIGINT))))
-    except KeyboardInterrupt as error:
-        return type(error.__cause__).__name__, [model() is None for model in made]
-
-
-def test_an_interrupt_that_is_kept_keeps_no_model(ranks, tmp_path):
-    found = ranks(1, alone, interrupted_in_a_notebook, str(tmp_path / "run"), group=False)
-
-    assert found == [("StopRequested", [True])]
-
-
-def test_a_second_interrupt_does_not_wait_for_the_step(ranks, undisturbed, tmp_path):
-    run = str(tmp_path / "run")
-
-    [(outcome, _)] = ranks(1, alone, train, run, 13, "twice", group=False)
-    kept = inspect(tmp_path / "run")["step"]
-    ranks(1, alone, straight, run, group=False)
-
-    assert outcome == ("KeyboardInterrupt", "", "StopRequested")
-    assert kept == 5
-    assert not list(differences(undisturbed, tmp_path / "run"))
+    assert saved == kept
+    assert not list(differences(undisturbed, Path(run)))
+    if act == "fail":
+        where = events(Path(run), "failure")[0]["where"]
+        assert "small_task.py:" in where
+        assert where.endswith(" in fail")
 
 
 def killed(run: str) -> None:
     trainer.train(config(run, inject=("kill:step=7:phase=backward",)))
 
 
-def test_a_run_that_was_killed_goes_on_with_the_same_bits(ranks, undisturbed, tmp_path):
-    run = str(tmp_path / "run")
-
+def test_a_run_that_was_killed_goes_on_with_the_same_bits(ranks, call, undisturbed, run):
     [outcome] = ranks.outcomes(1, alone, killed, run, group=False)
-    ranks(1, alone, straight, run, group=False)
+    call(straight, run)
 
     assert outcome.signal == signal.SIGKILL
-    assert not list(differences(undisturbed, tmp_path / "run"))
-
-
-def fail_and_go_on(run: str) -> Any:
-    failed = train(run, 13, "fail")
-    return failed[0], inspect(Path(run))["step"], train(run)[0][:2]  # the folder is free
-
-
-def test_the_users_own_exception_is_raised_and_the_boundary_before_it_saved(
-        ranks, undisturbed, tmp_path):
-    run = str(tmp_path / "run")
-
-    [(outcome, kept, then)] = ranks(1, alone, fail_and_go_on, run, group=False)
-
-    assert outcome == ("KeyError", '"the user\'s own mistake"', "NoneType")
-    assert (kept, then) == (5, (False, 12))
-    failure = next(e for e in read_events(Path(run) / "events.jsonl") if e["event"] == "failure")
-    assert "small_task.py:" in failure["where"]
-    assert failure["where"].endswith(" in fail")
-    assert not list(differences(undisturbed, tmp_path / "run"))
+    assert not list(differences(undisturbed, Path(run)))
 
 
 class Interrupted(Held):
@@ -207,11 +167,9 @@ def interrupted(run: str) -> str:
     return ""
 
 
-def test_an_interrupt_before_there_is_anything_to_save_is_raised_at_once(ranks, tmp_path):
-    run = str(tmp_path / "run")
-
-    assert ranks(1, alone, interrupted, run, group=False) == ["interrupted"]
-    assert not (tmp_path / "run").exists()
+def test_an_interrupt_before_there_is_anything_to_save_is_raised_at_once(call, run):
+    assert call(interrupted, run) == "interrupted"
+    assert not Path(run).exists()
 
 
 def in_a_thread(run: str) -> Any:
@@ -223,13 +181,12 @@ def in_a_thread(run: str) -> Any:
     failed = threading.Thread(target=lambda: found.append(train(f"{run}-2", 12, "fail")[0]))
     failed.start()
     failed.join()
-    return found[0][:2], found[1][0], process_state()[0] == before
+    again = train(f"{run}-2")[0]  # the folder is free
+    return found[0][:2], found[1][0], again[:2], process_state()[0] == before
 
 
-def test_in_another_thread_it_trains_and_leaves_the_signals_alone(ranks, tmp_path):
-    run = str(tmp_path / "run")
-
-    assert ranks(1, alone, in_a_thread, run, group=False) == [((False, 12), "KeyError", True)]
+def test_in_another_thread_it_trains_and_leaves_the_signals_alone(call, run):
+    assert call(in_a_thread, run) == ((False, 12), "KeyError", (False, 12), True)
 
 
 def in_a_pool(run: str) -> Any:
@@ -238,10 +195,8 @@ def in_a_pool(run: str) -> Any:
         return pool.apply(error_of, (trainer.train, config(run, files)))
 
 
-def test_in_a_process_that_may_have_no_children_it_reads_itself(ranks, tmp_path):
-    run = str(tmp_path / "run")
-
-    assert ranks(1, alone, in_a_pool, run, group=False) == [""]
+def test_in_a_process_that_may_have_no_children_it_reads_itself(call, run):
+    assert call(in_a_pool, run) == ""
     assert inspect(Path(run))["finished"]
 
 
@@ -258,56 +213,30 @@ def one_in_the_other(run: str) -> str:
     return error_of(trainer.train, config(run, Held(8, lambda: straight(f"{run}/inner"))))
 
 
-def test_a_second_training_at_the_same_time_is_refused(ranks, tmp_path):
-    run = str(tmp_path / "run")
-
-    assert "running in this process already" in ranks(
-        1, alone, one_in_the_other, run, group=False)[0]
+def test_a_second_training_at_the_same_time_is_refused(call, run):
+    assert "running in this process already" in call(one_in_the_other, run)
 
 
-REFUSED = {
-    "no task": ({"task": object()}, "--task object: it has no method model, dataset, loss"),
-    "no such task": ({"task": "small_task:Smal"}, "did you mean small_task:Small?"),
-    "a class that wants arguments": ({"task": type("Odd", (Held,), {
-        "__init__": lambda self, x: None})}, "--task Odd: "),
-    "too large a batch": (
-        {"batch": Batch(global_size=128, micro_size=8)}, "--batch.global-size 128: the training"),
-    "no such device": (
-        {"device": "tpu"}, "(device='tpu'): expected 'auto' or 'cpu' or 'cuda' or 'mps'"),
-    "a sink that isn't there": (
-        {"log": trainer.config.schema.Logging(sinks=("small_task:Sink",))}, "--log.sinks "
-                                                                            "small_task:Sink"),
-}  # fmt: skip
+@pytest.mark.parametrize(("more", "message"), [
+    ({"task": object()}, "--task object: it has no method model, dataset, loss"),
+    ({"device": "tpu"}, "(device='tpu'): expected 'auto' or 'cpu' or 'cuda' or 'mps'"),
+])
+def test_a_refusal_is_a_config_error_and_starts_nothing(run, more, message):
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        trainer.train(config(run, **more))
 
-
-def refusals(run: str) -> list[str]:
-    return [error_of(lambda more=more: trainer.train(config(run, **more)))
-            for more, _ in REFUSED.values()]
-
-
-def test_a_refusal_is_one_config_error_and_starts_nothing(ranks, tmp_path):
-    [found] = ranks(1, alone, refusals, str(tmp_path / "run"), group=False)
-
-    for what, text in zip(REFUSED, found, strict=True):
-        assert REFUSED[what][1] in text, what
-    assert not (tmp_path / "run").exists()
+    assert not Path(run).exists()
 
 
 def one_step(run: str, task: Any) -> None:
     trainer.train(config(run, task, steps=1))
 
 
-def one_step_each(folder: str) -> None:
-    for name, task in (("path", "small_task:Small"), ("class", Small), ("instance", Small())):
-        one_step(f"{folder}/{name}", task)
+def test_a_task_that_can_be_made_again_is_recorded_as_on_the_command_line(call, tmp_path):
+    for number, task in enumerate(("small_task:Small", Small, Small())):
+        call(one_step, str(tmp_path / f"{number}"), task)
 
-
-def test_a_task_that_can_be_made_again_is_recorded_as_on_the_command_line(ranks, tmp_path):
-    ranks(1, alone, one_step_each, str(tmp_path), group=False)
-
-    for name in ("path", "class", "instance"):
-        table = tomllib.loads((tmp_path / name / "config.toml").read_text())["task"]
-        assert table == {"class": "small_task:Small", "drift": 0.0}
+        assert recorded(tmp_path / f"{number}") == {"class": "small_task:Small", "drift": 0.0}
 
 
 def other_data(run: str) -> str:
@@ -317,8 +246,8 @@ def other_data(run: str) -> str:
     return error_of(trainer.train, config(run, task))
 
 
-def test_a_run_of_other_data_in_memory_is_refused(ranks, tmp_path):
-    [found] = ranks(1, alone, other_data, str(tmp_path / "run"), group=False)
+def test_a_run_of_other_data_in_memory_is_refused(call, run):
+    found = call(other_data, run)
 
     assert "the data's fingerprint was" in found
     assert "the order of a set" in found
@@ -333,8 +262,8 @@ def documented(folder: str) -> Any:
     return done.summary["step"], (done.model(names["x"]) - names["y"]).square().mean().item()
 
 
-def test_the_lines_that_the_page_opens_with_train(ranks, tmp_path):
-    [(step, error)] = ranks(1, alone, documented, str(tmp_path), group=False)
+def test_the_lines_that_the_page_opens_with_train(call, tmp_path):
+    step, error = call(documented, str(tmp_path))
 
     assert step == 10 * (2000 // 128)
     assert error < 7, "of targets with a variance of 8"
@@ -359,10 +288,8 @@ def read_beside_the_writer(run: str) -> int:
     return os.waitpid(reader, 0)[1]
 
 
-def test_a_checkpoint_is_read_while_the_run_saves_and_prunes(ranks, tmp_path):
-    run = str(tmp_path / "run")
-
-    assert ranks(1, alone, read_beside_the_writer, run, group=False) == [0]
+def test_a_checkpoint_is_read_while_the_run_saves_and_prunes(call, run):
+    assert call(read_beside_the_writer, run) == 0
 
 
 def two_calls(path: str) -> Any:
@@ -374,7 +301,6 @@ def test_ranks_of_a_launcher_train_together_and_go_on_in_the_same_script(ranks, 
     (ours, as_before), (theirs, _) = ranks(2, two_calls, str(tmp_path), group=False)
 
     assert as_before, "the handlers of signals"
-
     for (mode, step, _, weights), (_, _, _, others) in zip(ours, theirs, strict=True):
         assert (mode, step) == (False, 12)
         assert all(torch.equal(v, others[n]) for n, v in weights.items())
@@ -390,7 +316,7 @@ def stopped(run: str) -> None:
 
 
 @pytest.mark.parametrize(("function", "code"), [(refused, 2), (stopped, 75)])
-def test_a_rank_leaves_with_the_exit_codes_of_the_command_line(ranks, tmp_path, function, code):
-    outcomes = ranks.outcomes(2, function, str(tmp_path / "run"), group=False)
+def test_a_rank_leaves_with_the_exit_codes_of_the_command_line(ranks, run, function, code):
+    outcomes = ranks.outcomes(2, function, run, group=False)
 
     assert [outcome.exit_code for outcome in outcomes] == [code, code]

@@ -3,39 +3,31 @@
 from __future__ import annotations
 
 import itertools
-import json
-from pathlib import Path
 
 import pytest
 import torch
-from runs import metrics, steps, train, weights
+from runs import TAPE, run, state, steps, until_done, weights
 from safetensors.torch import load_file
 
 from trainer.commands.compare import differences
 
-TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0",
-        "--batch.global-size=8", "--batch.micro-size=2",
-        "--task.norm=group", "--task.samples=160"]  # fmt: skip
-
-
-def run(ranks, size: int, folder: Path, *arguments: str, timeout_s: float = 100) -> list[int]:
-    return ranks(size, train, *TASK, *arguments, f"--run-dir={folder}", group=False,
-                 timeout_s=timeout_s)
+TASK = (*TAPE, "--task.norm=group")
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_overflowing_updates_are_skipped_and_change_neither_rate_nor_count(ranks, tmp_path, size):
-    arguments = ["--precision.dtype=fp16", f"--precision.loss-scale={2.0**40}", "--steps=40",
-                 "--schedule.warmup=10"]
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
+def test_overflowing_updates_are_skipped_and_change_neither_rate_nor_count(
+    ranks, undisturbed, tmp_path, size
+):
+    arguments = [*TASK, "--precision.dtype=fp16", f"--precision.loss-scale={2.0**40}",
+                 "--steps=40", "--schedule.warmup=10"]
+    straight, stopped = undisturbed(size, *arguments), tmp_path / "stopped"
 
-    assert run(ranks, size, straight, *arguments) == [0] * size
-    stops = ["--inject=term:step=3", "--inject=term:step=33"]
-    assert run(ranks, size, stopped, *arguments, *stops) == [75] * size
-    assert run(ranks, size, stopped, *arguments, *stops) == [75] * size
-    assert run(ranks, size, stopped, *arguments, *stops) == [0] * size
+    ends = until_done(ranks, size, stopped, *arguments, "--inject=term:step=3",
+                      "--inject=term:step=33")
 
-    lines = steps(straight)
+    assert ends == [[75] * size, [75] * size, [0] * size]
+    assert not list(differences(straight, stopped))
+    lines = steps(stopped)
     first = list(itertools.takewhile(lambda line: line.get("skipped"), lines))
     taken = [line for line in lines if not line.get("skipped")]
     assert len(first) >= 3
@@ -44,18 +36,13 @@ def test_overflowing_updates_are_skipped_and_change_neither_rate_nor_count(ranks
     assert [line["lr"] for line in taken[:10]] == pytest.approx(
         [3e-3 * (n + 1) / 10 for n in range(10)])
     assert all(line["loss"] is None for line in first)
-    assert metrics(straight) == metrics(stopped)
-    assert not list(differences(straight, stopped))
-    for folder in (straight, stopped):
-        checkpoint = folder / "checkpoints/step-00000040"
-        state = json.loads((checkpoint / "state.json").read_text())
-        counts = {float(value) for name, value in load_file(
-            checkpoint / "optimizer.safetensors").items() if name.endswith("step")}
-        assert counts == {len(taken)} == {state["schedule"]["updates"]}
+    optimizer = load_file(stopped / "checkpoints/step-00000040/optimizer.safetensors")
+    counts = {float(value) for name, value in optimizer.items() if name.endswith("step")}
+    assert counts == {len(taken)} == {state(stopped, 40)["schedule"]["updates"]}
 
 
 def test_a_window_in_fp16_is_clipped_once_in_real_units(ranks, tmp_path):
-    common = ["--steps=1", "--batch.global-size=6", "--optim.name=sgd", "--optim.lr=1",
+    common = [*TASK, "--steps=1", "--batch.global-size=6", "--optim.name=sgd", "--optim.lr=1",
               "--optim.momentum=0", "--optim.weight-decay=0", "--schedule.warmup=off",
               "--schedule.name=constant", "--clip.norm=0.1"]
 
@@ -70,12 +57,9 @@ def test_a_window_in_fp16_is_clipped_once_in_real_units(ranks, tmp_path):
     assert all(torch.allclose(half[name], plain[name], atol=1e-3) for name in plain)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-def test_a_nan_on_one_rank_is_skipped_by_all_and_changes_nothing(ranks, tmp_path, size):
-    arguments = ["--steps=8", "--task.norm=batch", "--checkpoint.every=1", "--checkpoint.keep=9",
-                 f"--inject=nan:step=5:rank={size - 1}"]
-
-    assert run(ranks, size, tmp_path / "run", *arguments) == [0] * size
+def test_a_nan_on_one_rank_is_skipped_by_all_and_changes_nothing(ranks, tmp_path):
+    run(ranks, 2, tmp_path / "run", *TASK, "--steps=8", "--task.norm=batch",
+        "--checkpoint.every=1", "--checkpoint.keep=9", "--inject=nan:step=5:rank=1")
 
     line = steps(tmp_path / "run")[4]
     assert line["skipped"]
@@ -94,9 +78,8 @@ def test_checkpoints_load_with_and_without_compile_and_ddp_in_all_pairs(ranks, t
 
     for step, (size, compiled) in enumerate(walk, start=1):
         stop = ["--inject=term:step=" + str(n) for n in range(1, len(walk))]
-        codes = run(ranks, size, tmp_path / "run", f"--steps={len(walk)}", *stop,
-                    f"--precision.compile={compiled}", timeout_s=300)
-        assert codes == [75 if step < len(walk) else 0] * size
+        run(ranks, size, tmp_path / "run", *TASK, f"--steps={len(walk)}", *stop,
+            f"--precision.compile={compiled}", timeout_s=300, code=75 if step < len(walk) else 0)
         keys.add(tuple(sorted(weights(tmp_path / "run", step))))
 
     assert len(keys) == 1
@@ -107,7 +90,7 @@ def test_checkpoints_load_with_and_without_compile_and_ddp_in_all_pairs(ranks, t
 def test_names_in_a_checkpoint_are_those_of_the_plain_model(ranks, tmp_path):
     from tape_task import Tape
 
-    assert run(ranks, 2, tmp_path / "run", "--steps=2") == [0, 0]
+    run(ranks, 2, tmp_path / "run", *TASK, "--steps=2")
 
     model = Tape(norm="group").model()
     model.load_state_dict(weights(tmp_path / "run", 2), strict=True)

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 from pathlib import Path
 
 import pytest
-from runs import steps, train, validations
+from runs import run, steps, summary, train, until_done, validations
 
 from trainer.commands.compare import differences
 
@@ -36,14 +35,12 @@ def command(folder: str, *arguments: str) -> int:
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_a_killed_run_of_the_users_package_has_the_same_bits(ranks, tmp_path, capfd, size):
     kill = f"--inject=kill:rank={size - 1}:step=4:phase=backward"
-    assert ranks(size, elsewhere, str(tmp_path), "--run-dir=straight", group=False) == [0] * size
+    straight = run(ranks, size, tmp_path / "straight", str(tmp_path), function=elsewhere)
 
-    outcomes = ranks.outcomes(size, elsewhere, str(tmp_path), "--run-dir=run", kill, group=False)
-    again = ranks(size, elsewhere, str(tmp_path), "--run-dir=run", kill, group=False)
+    ends = until_done(ranks, size, tmp_path / "run", str(tmp_path), kill, function=elsewhere)
 
-    assert outcomes[size - 1].signal == signal.SIGKILL
-    assert again == [0] * size
-    assert not list(differences(tmp_path / "straight", tmp_path / "run"))
+    assert [ends[0][-1], *ends[1:]] == [-9, [0] * size]
+    assert not list(differences(straight, tmp_path / "run"))
     curve = [text.split(",") for text in (tmp_path / "run/curve.csv").read_text().splitlines()]
     assert [(int(step), float(loss)) for step, loss in curve] == [
         (line["step"], line["loss"]) for line in steps(tmp_path / "run")]
@@ -55,7 +52,7 @@ def test_a_killed_run_of_the_users_package_has_the_same_bits(ranks, tmp_path, ca
                       "--json", group=False)
         said = capfd.readouterr().out
         found = json.loads(next(t for t in said.splitlines() if t.startswith("{")))
-        logged = json.loads((tmp_path / "run/summary.json").read_text())["test"]
+        logged = summary(tmp_path / "run")["test"]
         if split == "validation":
             logged = {name.removeprefix("val_"): value for name, value in
                       validations(tmp_path / "run")[-1].items()
@@ -72,30 +69,3 @@ def test_the_package_predicts_what_it_wants_to(ranks, tmp_path):
     lines = [json.loads(text) for text in (tmp_path / "p.jsonl").read_text().splitlines()]
     assert len(lines) == 80
     assert all(line["form"] in range(4) and 0.25 <= line["share"] <= 1 for line in lines)
-
-
-MISTAKES = {
-    "when it is imported": ("import nothing_of_this_name\n", 2, "nothing_of_this_name"),
-    "when it is made": ("def Net():\n    raise ValueError('no net today')\n", 1, "no net today"),
-    "when it is called": (
-        "import torch\nclass Net(torch.nn.Linear):\n    def __init__(self):\n"
-        "        super().__init__(64, 4)\n    def forward(self, x):\n        return x.nothing\n",
-        1, "'Tensor' object has no attribute 'nothing'"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("when", MISTAKES)
-def test_a_mistake_in_another_model_is_told_with_the_users_line(ranks, tmp_path, when):
-    text, code, expected = MISTAKES[when]
-    (tmp_path / "mine.py").write_text(text)
-
-    [outcome] = ranks.outcomes(1, elsewhere, str(tmp_path), "--run-dir=run", "--task.net=mine:Net",
-                               group=False)
-
-    assert outcome.value == code
-    *_, last = outcome.output.splitlines()
-    assert last.startswith("error: ")
-    assert expected in last
-    if code == 1:
-        assert f"(mine.py:{len(text.splitlines())} in " in last
-    assert f'mine.py", line {len(text.splitlines())}' in outcome.output

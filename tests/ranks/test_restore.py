@@ -1,11 +1,25 @@
-"""A checkpoint is restored equally on all ranks, whichever of them can read it."""
+"""A checkpoint is restored equally on all ranks, whichever of them can read it; and a node that
+rejoins with a disk from before a roll-back gets the current ones."""
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
+import torch
+import xxhash
+from runs import flip_a_bit, state_json
+
+from benchmarks.synthetic_state import make_checkpointer, make_subject
+from trainer.checkpoint.replication import copy_missing_checkpoints
+from trainer.checkpoint.restore import find_checkpoint, restore_state
+from trainer.checkpoint.store import Store
+from trainer.distributed.world import World
+from trainer.storage import tensorfile
+from trainer.storage.layout import STATE
+from trainer.telemetry.events import Log
 
 
 def bring_back(folder: str, view: str) -> tuple[str, int]:
@@ -14,16 +28,6 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
     Returns:
         A digest of the restored state, and how often tensors were broadcast.
     """
-    import torch
-    import xxhash
-
-    from benchmarks.synthetic_state import make_checkpointer, make_subject
-    from trainer.checkpoint.restore import find_checkpoint, restore_state
-    from trainer.checkpoint.store import Store
-    from trainer.distributed.world import World
-    from trainer.storage import tensorfile
-    from trainer.telemetry.events import Log
-
     with World.form(device="cpu", threads=1) as world:
         torch.manual_seed(world.rank)
         subject = make_subject(1)
@@ -37,10 +41,7 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
         if world.rank == 1 and view in ("whole", "damaged"):
             shutil.copytree(Path(folder, "0"), own)
         if world.rank == 1 and view == "damaged":
-            path = own / "step-00000001/model.safetensors"
-            data = bytearray(path.read_bytes())
-            data[-1] ^= 1
-            path.write_bytes(data)
+            flip_a_bit(own / "step-00000001/model.safetensors")
         found = find_checkpoint(Store(own), world, "benchmark")
         assert found is not None
         assert found.holder == 0
@@ -55,10 +56,37 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
 
 
 @pytest.mark.parametrize("view", ["whole", "damaged", "another", "none"])
-def test_ranks_read_a_checkpoint_that_all_can_see_and_receive_it_otherwise(
-    ranks, tmp_path, view
-):
+def test_ranks_read_a_checkpoint_that_all_can_see_and_receive_it_otherwise(ranks, tmp_path, view):
     (first, sends), (second, _) = ranks(2, bring_back, str(tmp_path), view, group=False)
 
     assert first == second
     assert (sends == 0) == (view == "whole")
+
+
+def levelled(path: str) -> dict[int, tuple[int, int]]:
+    """In a rank, as if it were the only one of its node.
+
+    Returns:
+        Step → generation, by manifest and by content, in its folder after the copy.
+    """
+    with World.form(device="cpu", threads=1) as world:
+        world.has_nodes = world.writes_run_dir = True
+        folder = Path(path, str(world.rank))
+        for step in (10, 20, 30 - world.rank):  # rank 0's were abandoned by a roll-back to step 0
+            with Store(folder, run="a run").stage(step, generation=world.rank) as stage:
+                stage.write(STATE, state_json(best=10, of=world.rank))
+                stage.commit(kind="periodic", run="a run")
+        store = Store(folder, run="a run")
+        world.barrier()
+        found = find_checkpoint(store, world, "a run")
+        assert found is not None
+        copy_missing_checkpoints(found, store, "a run", world, Log())
+        return {i.step: (i.generation, json.loads((i.path / STATE).read_bytes())["of"])
+                for i in store.checkpoints()}
+
+
+def test_the_resumed_and_the_best_checkpoint_replace_those_of_an_abandoned_history(ranks, tmp_path):
+    stale, good = ranks(2, levelled, str(tmp_path), group=False)
+
+    assert good == {10: (1, 1), 20: (1, 1), 29: (1, 1)}
+    assert stale[10] == stale[29] == (1, 1)

@@ -1,90 +1,134 @@
-"""Stops and restarts: samples, weights and metrics equal those of an uninterrupted run."""
+"""Stops and deaths: a disturbed run ends with the samples, weights and metrics of an undisturbed
+one."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
 import pytest
-from runs import metrics, steps, train, validations
+from runs import (
+    TAPE,
+    codes,
+    events,
+    flip_a_bit,
+    run,
+    state,
+    steps,
+    summary,
+    train,
+    until_done,
+    validations,
+)
 
 from trainer.commands.compare import differences
+from trainer.commands.inspect import inspect
 
-TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0",
-        "--batch.global-size=8", "--batch.micro-size=2",
-        "--task.norm=batch", "--task.dropout=0.3"]  # fmt: skip
-
-
-def until_done(ranks, size: int, folder: Path, *arguments: str, sizes=()) -> list[int]:
-    """Run the same command until it isn't stopped any more. Returns the exit codes of rank 0."""
-    codes = []
-    while not codes or codes[-1] == 75:
-        now = sizes[len(codes)] if len(codes) < len(sizes) else size
-        ended = ranks(now, train, *arguments, f"--run-dir={folder}", group=False)
-        assert len(set(ended)) == 1
-        codes.append(ended[0])
-        assert len(codes) < 10
-    return codes
+NET = (*TAPE, "--task.norm=batch", "--task.dropout=0.3")
+EPOCHS = (*NET, "--task.validation=6", "--epochs=3", "--eval.every=10")
+VALIDATED = (*TAPE, "--task.validation=6", "--steps=12", "--checkpoint.every=1000")
+BEST = (*VALIDATED, "--eval.every=5", "--eval.best=val_loss:max", "--optim.lr=0.02")
+"""The first validation, of step 5, stays the best."""
+SHORT = (*NET, "--steps=9", "--checkpoint.every=1000")
+CRAFT = (*NET, "--task.validation=6", "--steps=20", "--checkpoint.every=4")
+PLATEAU = ("--schedule.name=plateau", "--schedule.options=patience=0",
+           "--schedule.options=factor=0.5", "--schedule.options=threshold=0.2",
+           "--schedule.warmup=4", "--eval.every=2", "--optim.lr=0.02")  # fmt: skip
 
 
-@pytest.mark.parametrize(("stops", "workers"), [
-    # Three times in the first epoch, the last one step after a resume; 20 steps per epoch.
-    ((4, 10, 11), 0),
-    # In a later epoch, on an epoch's last step, and on its first.
-    ((5, 40, 41), 2),
-])  # fmt: skip
-def test_stopped_runs_end_with_the_same_bits(ranks, tmp_path, stops, workers):
-    arguments = [*TASK, "--task.samples=160", "--task.validation=6", "--epochs=3",
-                 f"--data.workers={workers}", "--eval.every=10"]
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    stop = [f"--inject=term:step={step}:rank=1" for step in stops]
+def stops(*numbers: int, rank: int = 0) -> list[str]:
+    return [f"term:step={number}:rank={rank}" for number in numbers]
 
-    until_done(ranks, 2, straight, *arguments, f"--task.tape={tmp_path / 'a'}")
-    codes = until_done(ranks, 2, stopped, *arguments, f"--task.tape={tmp_path / 'b'}", *stop)
 
-    assert codes == [75] * len(stops) + [0]
-    assert not list(differences(straight, stopped))
-    assert metrics(straight) == metrics(stopped)
+FOUR = [*stops(2), "kill:rank=1:step=6:phase=backward", "kill:rank=0:step=10:phase=evaluate",
+        *stops(15, rank=1)]  # fmt: skip
+FOUR_ENDS = [[75, 75], [1, -9], [-9, 1], [75, 75]]
+
+DISTURBED = {
+    "stops in one epoch": (2, EPOCHS, stops(4, 10, 11, rank=1), [[75, 75]] * 3),
+    "stops at an epoch's end, with workers": (
+        2, (*EPOCHS, "--data.workers=2"), stops(5, 40, 41, rank=1), [[75, 75]] * 3),
+    "deaths before, in and after a due validation": (
+        1, (*NET, "--task.samples=80", "--task.validation=6", "--epochs=3", "--checkpoint.every=5",
+            "--eval.every=5"),
+        ["kill:step=5:phase=evaluate", "kill:step=10:phase=step-end",
+         "kill:step=20:phase=save-end", "kill:step=30:phase=evaluate"], [[-9]] * 4),
+    "a validation that is done again": (
+        1, (*VALIDATED, "--eval.every=5", "--log.every=1"), [*stops(5), "kill:step=8"],
+        [[75], [-9]]),
+    "stops around the warm-up of the rate": (
+        1, (*NET, "--steps=20", "--schedule.warmup=5"), stops(1, 4, 5, 6, 19), [[75]] * 5),
+    "three ranks": (
+        3, (*NET, "--steps=12", "--task.width=40"), stops(5, rank=2), [[75, 75, 75]]),
+    "a stop at the last step but one": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
+                                        stops(8, rank=1), [[75, 75]]),
+    "a stop at the last step": (2, (*SHORT, "--task.validation=6", "--eval.every=4"),
+                                stops(9, rank=1), [[75, 75]]),
+    "nesterov": (1, (*NET, "--steps=6", "--optim.lr=0.01", "--optim.name=sgd",
+                     "--optim.nesterov=on"), stops(2, 5), [[75]] * 2),
+    "rmsprop": (1, (*NET, "--steps=6", "--optim.lr=0.01", "--optim.name=torch.optim:RMSprop"),
+                stops(2, 5), [[75]] * 2),
+    "plateau and averaged weights": (
+        2, (*CRAFT, "--optim.ema=0.9", "--optim.rates=body.*=0.5", *PLATEAU), FOUR, FOUR_ENDS),
+    "one-cycle": (2, (*CRAFT, "--schedule.name=one-cycle", "--schedule.warmup=3",
+                      "--optim.ema=0.5", "--eval.every=5"), FOUR, FOUR_ENDS),
+    "a failed save of the best weights": (
+        1, (*BEST, "--checkpoint.every=7"), ["enospc:step=5:phase=save-begin"], []),
+    # Weights of step 5 that wait, the stop's own, and those of the last step.
+    "failed saves of a stop and of the end": (
+        2, (*BEST, "--steps=9", "--checkpoint.every=7"),
+        [*(f"enospc:step={step}:phase=save-begin" for step in (5, 6, 9)), *stops(6)], [[75, 75]]),
+    "the death of the writer of the best weights": (
+        2, BEST, ["slow:step=5:phase=save-begin:seconds=30", "kill:step=8"], [[-9, 1]]),
+    **{f"a death in the last save, {phase}": (
+        2, SHORT, [f"kill:step=9:phase={phase}"], [[-9, 1]])
+       for phase in ("save-begin", "save-mid", "save-end")},
+}  # fmt: skip
+"""Number of ranks, flags, faults, and exit codes of the starts that end early."""
+
+
+@pytest.mark.parametrize("what", [
+    pytest.param(what, marks=pytest.mark.long) if what == "one-cycle" else what
+    for what in DISTURBED])
+def test_a_disturbed_run_ends_with_the_same_bits(ranks, undisturbed, tmp_path, what):
+    size, flags, faults, ends = DISTURBED[what]
+    straight, disturbed = undisturbed(size, *flags), tmp_path / "run"
+
+    ended = until_done(ranks, size, disturbed, *flags, *(f"--inject={fault}" for fault in faults))
+
+    assert ended == [*ends, [0] * size]
+    assert not list(differences(straight, disturbed))
+    assert [line["step"] for line in validations(straight)] == [
+        line["step"] for line in validations(disturbed)]
     keys = {tuple(sorted(json.loads((c / "manifest.json").read_bytes())["files"]))
-            for c in (stopped / "checkpoints").glob("step-*")}
+            for c in (disturbed / "checkpoints").glob("step-*")}
     assert len(keys) == 1
-    assert [line["step"] for line in steps(stopped)] == list(range(1, 61))
-    assert [line["step"] for line in validations(stopped)] == [10, 20, 30, 40, 50, 60]
-    epochs = [line["epoch"] for line in steps(stopped)]
-    assert epochs == [0] * 20 + [1] * 20 + [2] * 20
+    if what.startswith("a death in the last save"):
+        assert inspect(disturbed)["attempts"][1]["start_step"] == 9
+    if what.startswith("the death of the writer"):
+        assert inspect(disturbed)["attempts"][1]["start_step"] == 7
 
 
-def test_a_due_validation_is_done_exactly_once_despite_a_kill_before_or_after_it(ranks, tmp_path):
-    arguments = [*TASK, "--task.samples=80", "--task.validation=6", "--epochs=3",
-                 "--checkpoint.every=5", "--eval.every=5"]
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    until_done(ranks, 1, straight, *arguments)
-    faults = ["--inject=kill:step=5:phase=evaluate", "--inject=kill:step=10:phase=step-end",
-              "--inject=kill:step=20:phase=save-end", "--inject=kill:step=30:phase=evaluate"]
+def test_the_epochs_and_validations_of_a_run_are_whole(undisturbed):
+    straight = undisturbed(2, *EPOCHS)
 
-    for _ in faults:
-        outcome, = ranks.outcomes(1, train, *arguments, *faults, f"--run-dir={killed}", group=False)
-        assert outcome.signal == 9
-    assert until_done(ranks, 1, killed, *arguments, *faults) == [0]
-
-    assert not list(differences(straight, killed))
-    assert [line["step"] for line in validations(killed)] == [5, 10, 15, 20, 25, 30]
-    assert {line["val_samples"] for line in validations(killed)} == {6}
-    assert [line["step"] for line in steps(killed)] == list(range(1, 31))
+    assert [line["step"] for line in validations(straight)] == [10, 20, 30, 40, 50, 60]
+    assert {line["val_samples"] for line in validations(straight)} == {6}
+    assert [line["epoch"] for line in steps(straight)] == [0] * 20 + [1] * 20 + [2] * 20
 
 
-def test_the_number_of_ranks_may_change_and_no_sample_is_lost_or_repeated(ranks, tmp_path, capfd):
-    arguments = [*TASK, "--task.samples=48", "--epochs=2", "--task.norm=group",
-                 "--task.dropout=0"]
-    straight, changed = tmp_path / "straight", tmp_path / "changed"
-    until_done(ranks, 2, straight, *arguments)
-    capfd.readouterr()
+def test_the_number_of_ranks_may_change_and_no_sample_is_lost_or_repeated(
+    ranks, undisturbed, tmp_path, capfd
+):
+    arguments = [*NET, "--task.samples=48", "--epochs=2", "--task.norm=group", "--task.dropout=0"]
+    straight, changed = undisturbed(2, *arguments), tmp_path / "changed"
 
-    codes = until_done(ranks, 2, changed, *arguments, f"--task.tape={tmp_path / 'tape'}",
-                       "--inject=term:step=3", "--inject=term:step=7", sizes=(2, 1, 2))
+    ends = until_done(ranks, (2, 1, 2), changed, *arguments, f"--task.tape={tmp_path / 'tape'}",
+                      "--inject=term:step=3", "--inject=term:step=7")
 
-    assert codes == [75, 75, 0]
+    assert ends == [[75, 75], [75], [0, 0]]
     assert "world size was 2 and is 1" in capfd.readouterr().out
     assert len(steps(changed)) == 12
     losses = [[line["loss"] for line in steps(run)] for run in (straight, changed)]
@@ -100,165 +144,257 @@ def test_the_number_of_ranks_may_change_and_no_sample_is_lost_or_repeated(ranks,
     assert len(seen[0]) + len(seen[1]) == 96 + 7 * 2
 
 
-def test_the_learning_rate_continues_where_it_was(ranks, tmp_path):
-    arguments = [*TASK, "--task.samples=160", "--steps=20", "--schedule.warmup=5"]
-    until_done(ranks, 1, tmp_path / "straight", *arguments)
-    stops = [f"--inject=term:step={n}" for n in (1, 4, 5, 6, 19)]
+def test_a_finished_run_is_unchanged_and_a_longer_one_continues_at_the_last_rate(
+    ranks, tmp_path, capfd
+):
+    arguments = [*NET, "--task.samples=80"]
+    folder = run(ranks, 1, tmp_path / "run", *arguments, "--steps=10")
+    before = {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
 
-    codes = until_done(ranks, 1, tmp_path / "stopped", *arguments, *stops)
+    run(ranks, 1, folder, *arguments, "--steps=10")
 
-    assert codes == [75] * 5 + [0]
-    rates = [[line["lr"] for line in steps(tmp_path / run)] for run in ("straight", "stopped")]
-    assert rates[0] == rates[1]
-    assert len(rates[0]) == 20
-
-
-def test_a_finished_run_is_unchanged_and_a_longer_one_continues_at_the_last_rate(ranks, tmp_path,
-                                                                               capfd):
-    arguments = [*TASK, "--task.samples=80", f"--run-dir={tmp_path / 'run'}"]
-    assert ranks(1, train, *arguments, "--steps=10", group=False) == [0]
-    before = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-
-    assert ranks(1, train, *arguments, "--steps=10", group=False) == [0]
-    after = {p: p.stat().st_mtime_ns for p in (tmp_path / "run").rglob("*")}
-    assert before == after
+    assert before == {p: p.stat().st_mtime_ns for p in folder.rglob("*")}
     assert "nothing to do" in capfd.readouterr().out
-
-    assert ranks(1, train, *arguments, "--steps=15", group=False) == [0]
-    rates = [line["lr"] for line in steps(tmp_path / "run")]
+    run(ranks, 1, folder, *arguments, "--steps=15")
+    rates = [line["lr"] for line in steps(folder)]
     assert rates[10:] == [rates[9]] * 5
-    environment = json.loads((tmp_path / "run/environment.json").read_text())
+    environment = json.loads((folder / "environment.json").read_text())
     assert environment["determinism"]["label"] == "equivalent"
 
 
-@pytest.mark.parametrize(("changed", "flag"), [
-    (["--batch.global-size=4"], "batch.global-size"),
-    (["--task.samples=161"], "task.samples"),
-    (["--task.norm=group"], "task.norm"),
-    (["--seed=1"], "seed"),
-])  # fmt: skip
-def test_another_run_is_not_continued_by_mistake(ranks, tmp_path, capfd, changed, flag):
-    arguments = [*TASK, "--task.samples=160", "--steps=4", f"--run-dir={tmp_path / 'run'}"]
-    assert ranks(1, train, *arguments, "--inject=term:step=2", group=False) == [75]
+def test_another_run_is_not_continued_by_mistake(ranks, tmp_path, capfd):
+    arguments = [*NET, "--steps=4"]
+    folder = run(ranks, 1, tmp_path / "run", *arguments, "--inject=term:step=2", code=75)
 
-    assert ranks(1, train, *arguments, *changed, group=False) == [2]
+    for changed in ("batch.global-size=4", "task.samples=161", "task.norm=group", "seed=1"):
+        run(ranks, 1, folder, *arguments, f"--{changed}", code=2)
+        assert f"--accept {changed.partition('=')[0]}" in capfd.readouterr().out
 
-    assert f"--accept {flag}" in capfd.readouterr().out
-    assert ranks(1, train, *arguments, group=False) == [0]
+    run(ranks, 1, folder, *arguments)
 
 
 @pytest.mark.parametrize("damage", [
     "flip", "remove", "all",
     *(pytest.param(other, marks=pytest.mark.long) for other in ("cut", "empty"))])
-def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(ranks, tmp_path, capfd, damage):
-    arguments = [*TASK, "--task.samples=160", "--steps=12", "--checkpoint.every=3"]
-    straight, broken = tmp_path / "straight", tmp_path / "broken"
-    until_done(ranks, 2, straight, *arguments)
-    assert ranks(2, train, *arguments, "--inject=term:step=10", f"--run-dir={broken}",
-                 group=False) == [75, 75]
+def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
+    ranks, undisturbed, tmp_path, capfd, damage
+):
+    arguments = [*NET, "--steps=12", "--checkpoint.every=3"]
+    straight = undisturbed(2, *arguments)
+    broken = run(ranks, 2, tmp_path / "run", *arguments, "--inject=term:step=10", code=75)
     newest = broken / "checkpoints/step-00000010/model.safetensors"
-    data = newest.read_bytes()
-    if damage == "cut":
-        newest.write_bytes(data[: len(data) // 2])
-    elif damage == "flip":
-        middle = len(data) // 2
-        newest.write_bytes(data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :])
-    elif damage == "empty":
-        newest.write_bytes(b"")
+    if damage == "flip":
+        flip_a_bit(newest)
     elif damage == "remove":
         newest.unlink()
-    else:
+    elif damage == "all":
         for file in broken.glob("checkpoints/*/state.json"):
-            file.write_bytes(file.read_bytes()[:-5])
+            os.truncate(file, file.stat().st_size - 5)
+    else:
+        os.truncate(newest, 0 if damage == "empty" else newest.stat().st_size // 2)
     files = {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
     capfd.readouterr()
 
-    codes = ranks(2, train, *arguments, f"--run-dir={broken}", group=False)
+    ended = codes(ranks, 2, *arguments, f"--run-dir={broken}")
 
     output = capfd.readouterr().out
     assert "step-00000010" in output
     if damage == "all":
-        assert codes == [2, 2]
+        assert ended == [2, 2]
         assert "no valid checkpoint is left; nothing was changed" in output
         assert files == {p: p.read_bytes() for p in broken.rglob("*.safetensors")}
-        return
-    assert codes == [0, 0]
-    assert "continuing from step 9" in output
-    assert not list(differences(straight, broken))
+    else:
+        assert ended == [0, 0]
+        assert "continuing from step 9" in output
+        assert not list(differences(straight, broken))
 
 
-def test_a_run_starts_from_a_given_checkpoint_and_later_continues_from_its_own(ranks, tmp_path):
-    arguments = [*TASK, "--task.samples=160", "--steps=12", "--checkpoint.every=3",
-                 "--checkpoint.keep=9"]
-    straight, other = tmp_path / "straight", tmp_path / "other"
-    until_done(ranks, 1, straight, *arguments)
+def test_damaged_best_weights_end_the_attempt_and_the_next_one_computes_them_again(
+    ranks, undisturbed, tmp_path, capfd
+):
+    command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
+               "--eval.best=val_loss:max", "--task.samples=40"]  # fmt: skip
+    stop = "--inject=term:step=3:rank=1"
+    harmed = run(ranks, 2, tmp_path / "harmed", *command, stop, code=75)
+    assert state(harmed, 3)["best"]["step"] == 2
+    flip_a_bit(harmed / "checkpoints/step-00000002/model.safetensors")
+
+    run(ranks, 2, harmed, *command, stop, code=1)
+    run(ranks, 2, harmed, *command, stop)
+
+    assert "best weights, of step 2, are damaged. The next start continues from step 1" in (
+        "".join(capfd.readouterr()))
+    assert [e["at_step"] for e in events(harmed, "restore") if e["rank"] == 0] == [3, 1]
+    assert not list(differences(undisturbed(2, *command), harmed))
+
+
+def test_lost_best_weights_are_replaced_by_the_last_with_a_warning(ranks, tmp_path, capfd):
+    command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
+               "--eval.best=val_loss:max", "--task.samples=40", "--inject=term:step=6",
+               "--checkpoint.keep=1"]
+    harmed = run(ranks, 2, tmp_path / "run", *command, code=75)
+    assert state(harmed, 6)["best"]["step"] == 2
+    flip_a_bit(harmed / "checkpoints/step-00000002/model.safetensors")
+
+    run(ranks, 2, harmed, *command)
+
+    assert "the best weights, of step 2, are lost" in capfd.readouterr().out
+    assert summary(harmed)["model.safetensors"] == "the weights of step 8, the last step"
+    product = (harmed / "model.safetensors").read_bytes()
+    assert product == (harmed / "checkpoints/step-00000008/model.safetensors").read_bytes()
+
+
+def test_a_run_starts_from_a_given_checkpoint_and_later_continues_from_its_own(
+    ranks, undisturbed, tmp_path
+):
+    arguments = [*NET, "--steps=12", "--checkpoint.every=3", "--checkpoint.keep=9"]
+    straight, other = undisturbed(1, *arguments), tmp_path / "other"
     resume = f"--resume={straight / 'checkpoints/step-00000006'}"
 
-    codes = until_done(ranks, 1, other, *arguments, resume, "--inject=term:step=8")
+    ends = until_done(ranks, 1, other, *arguments, resume, "--inject=term:step=8")
 
-    assert codes == [75, 0]
-    starts = [json.loads(t) for t in (other / "events.jsonl").read_text().splitlines()]
-    assert [e["step"] for e in starts if e["event"] == "start"] == [6, 8]
+    assert ends == [[75], [0]]
+    assert [e["step"] for e in events(other, "start")] == [6, 8]
     final = [(run / "checkpoints/step-00000012/model.safetensors").read_bytes()
              for run in (straight, other)]
     assert final[0] == final[1]
 
 
 def test_the_best_checkpoint_stays_and_the_folder_never_holds_fewer_than_keep(ranks, tmp_path):
-    run = tmp_path / "run"
-    arguments = [*TASK, "--task.samples=160", "--task.validation=6", "--steps=20",
-                 "--checkpoint.every=3", "--eval.every=2", "--checkpoint.keep=2",
-                 "--optim.lr=3", "--optim.name=sgd", "--eval.best=val_loss:min"]
+    folder = tmp_path / "run"
+    arguments = [*NET, "--task.validation=6", "--steps=20", "--checkpoint.every=3",
+                 "--eval.every=2", "--checkpoint.keep=2", "--optim.lr=3", "--optim.name=sgd",
+                 "--eval.best=val_loss:min"]
 
-    until_done(ranks, 1, run, *arguments, "--inject=term:step=14")
+    until_done(ranks, 1, folder, *arguments, "--inject=term:step=14")
 
-    values = {line["step"]: line["val_loss"] for line in validations(run)
+    values = {line["step"]: line["val_loss"] for line in validations(folder)
               if line["val_loss"] is not None}
     best = min(values, key=lambda step: values[step])
-    kept = sorted(int(p.name[5:]) for p in (run / "checkpoints").glob("step-????????"))
+    kept = sorted(int(p.name[5:]) for p in (folder / "checkpoints").glob("step-????????"))
     assert best in kept
     assert kept[-1] == 20
     assert len([step for step in kept if step != best]) >= 1
-    assert json.loads((run / "summary.json").read_text())["best"]["step"] == best
+    assert summary(folder)["best"]["step"] == best
 
 
-def test_a_moved_run_folder_is_continued(ranks, tmp_path):
-    arguments = [*TASK, "--task.samples=160", "--steps=8"]
-    until_done(ranks, 1, tmp_path / "straight", *arguments)
-    assert ranks(1, train, *arguments, "--inject=term:step=4", f"--run-dir={tmp_path / 'here'}",
-                 group=False) == [75]
+@pytest.mark.parametrize("change", ["moved", "identity lost"])
+def test_a_folder_that_was_moved_or_has_lost_its_identity_is_continued(
+    ranks, undisturbed, tmp_path, change
+):
+    folder = run(ranks, 1, tmp_path / "here", *SHORT, "--inject=term:step=4", code=75)
+    if change == "moved":
+        folder = Path(shutil.move(folder, tmp_path / "there"))
+    else:
+        (folder / "run.json").write_text('{"run": "ab')
 
-    shutil.move(tmp_path / "here", tmp_path / "there")
-    assert until_done(ranks, 1, tmp_path / "there", *arguments) == [0]
+    run(ranks, 1, folder, *SHORT, "--inject=term:step=4")
 
-    assert not list(differences(tmp_path / "straight", tmp_path / "there"))
-
-
-def test_three_ranks_resume_to_the_bits_of_a_straight_run(ranks, tmp_path):
-    arguments = [*TASK, "--task.samples=160", "--steps=12", "--task.width=40"]
-    until_done(ranks, 3, tmp_path / "straight", *arguments)
-
-    codes = until_done(ranks, 3, tmp_path / "stopped", *arguments, "--inject=term:step=5:rank=2")
-
-    assert codes == [75, 0]
-    assert not list(differences(tmp_path / "straight", tmp_path / "stopped"))
+    assert not list(differences(undisturbed(1, *SHORT), folder))
 
 
-def test_patience_is_kept_over_restarts(ranks, tmp_path):
+def test_patience_is_kept_over_restarts(ranks, undisturbed, tmp_path):
     # With this high rate validations get worse and worse: the first one stays the best.
-    arguments = [*TASK, "--task.samples=160", "--task.validation=6", "--steps=60",
-                 "--eval.every=2", "--eval.patience=3", "--eval.best=val_loss:min",
-                 "--optim.name=sgd", "--optim.lr=5", "--clip.norm=0", "--schedule.warmup=off"]
-    until_done(ranks, 1, tmp_path / "straight", *arguments)
-    stops = [f"--inject=term:step={n}" for n in (3, 4, 5, 6, 7)]
+    arguments = [*NET, "--task.validation=6", "--steps=60", "--eval.every=2", "--eval.patience=3",
+                 "--eval.best=val_loss:min", "--optim.name=sgd", "--optim.lr=5", "--clip.norm=0",
+                 "--schedule.warmup=off"]
+    straight, stopped = undisturbed(1, *arguments), tmp_path / "stopped"
+    faults = [f"--inject={stop}" for stop in stops(3, 4, 5, 6, 7)]
 
-    codes = until_done(ranks, 1, tmp_path / "stopped", *arguments, *stops)
+    until_done(ranks, 1, stopped, *arguments, *faults)
 
-    values = [line["val_loss"] for line in validations(tmp_path / "straight")]
+    values = [line["val_loss"] for line in validations(straight)]
     best = min(range(len(values)), key=lambda i: float("inf") if values[i] is None else values[i])
     assert len(values) == best + 1 + 3
-    assert len(steps(tmp_path / "straight")) == 2 * len(values) < 60
-    assert codes[-1] == 0
-    assert not list(differences(tmp_path / "straight", tmp_path / "stopped"))
-    assert until_done(ranks, 1, tmp_path / "stopped", *arguments, *stops) == [0]
-    assert json.loads((tmp_path / "stopped/summary.json").read_text())["stopped_early"]
+    assert len(steps(straight)) == 2 * len(values) < 60
+    assert not list(differences(straight, stopped))
+    run(ranks, 1, stopped, *arguments, *faults)
+    assert summary(stopped)["stopped_early"]
+
+
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.long), 2])
+def test_a_step_that_outlasts_the_grace_is_left_and_its_boundary_saved(
+    ranks, undisturbed, tmp_path, size
+):
+    late = ["--stop.grace-s=1", "--inject=term:step=7", "--inject=slow:step=7:seconds=600"]
+    stopped = tmp_path / "run"
+
+    assert codes(ranks, size, *SHORT, *late, f"--run-dir={stopped}")[0] == 75
+
+    assert [e["at_step"] for e in events(stopped, "save")] == [6]
+    run(ranks, size, stopped, *SHORT, *late)
+    assert not list(differences(undisturbed(size, *SHORT), stopped))
+
+
+@pytest.mark.parametrize(("faults", "ends", "step"), [
+    # A stop that can't be saved is a failure on all ranks.
+    (["term:step=4", "enospc:step=4:phase=save-begin:always"], [1, 1], 0),
+    # A survivor's save is tried once more.
+    (["kill:step=6:rank=1", "enospc:phase=save-mid"], [1, -9], 5),
+    # A peer that hangs is survived like one that dies; its watchdog ends it.
+    (["hang:step=6:rank=0"], [1, 1], 5),
+])  # fmt: skip
+def test_a_save_at_an_early_end(ranks, tmp_path, faults, ends, step):
+    ended = codes(ranks, 2, *SHORT, *(f"--inject={fault}" for fault in faults),
+                  "--world.timeout-s=5", f"--run-dir={tmp_path / 'run'}")
+
+    assert ended == ends
+    assert inspect(tmp_path / "run")["step"] == step
+
+
+def test_a_run_whose_validations_are_all_nan_comes_to_its_end(ranks, tmp_path):
+    folder = run(ranks, 1, tmp_path / "run", *VALIDATED, "--steps=4", "--eval.every=2",
+                 "--optim.name=sgd", "--optim.lr=1e30", "--clip.norm=0", "--schedule.warmup=off")
+
+    assert summary(folder)["best"]["value"] is None
+    assert "best" not in summary(folder)["model.safetensors"]
+
+
+PLACES = ("meter", "average", "beginning")
+
+
+def struck(folder: str, *arguments: str) -> int:
+    """Train without a launcher; kill a loader process when the rank first reaches the place with
+    its number."""
+    import multiprocessing
+    import signal
+    import time
+
+    from trainer.checkpoint.progress import LossMeter
+    from trainer.distributed.comm_timer import DeviceInterval
+    from trainer.optim import ema
+
+    place = PLACES[int(os.environ["RANK"])]
+    for name in ("RANK", "WORLD_SIZE"):
+        del os.environ[name]
+    owner, name, times = {
+        "meter": (LossMeter, "take_mean", 1),
+        "average": (ema, "_copy", 2),  # the first call is that of the first update
+        "beginning": (DeviceInterval, "first", 5),  # before the buffers are copied in step 5
+    }[place]
+    original, left = getattr(owner, name), iter(range(times)[::-1])
+
+    def then_strike(*given):
+        result = original(*given)
+        if next(left, None) == 0:
+            worker = multiprocessing.active_children()[0]
+            os.kill(worker.pid or 0, signal.SIGKILL)
+            while worker.is_alive():
+                time.sleep(0.01)
+            time.sleep(0.01)  # if another thread received the signal, it will arrive
+        return result
+
+    setattr(owner, name, then_strike)
+    return train(*arguments, f"--run-dir={folder}/{place}")
+
+
+def test_a_loader_process_dies_while_the_state_is_updated(ranks, undisturbed, tmp_path):
+    arguments = [*VALIDATED, "--data.workers=1", "--eval.every=5", "--checkpoint.every=3",
+                 "--optim.ema=0.9", "--task.norm=batch"]
+
+    # At the same time, because torch looks for a dead loader process only every 5 s.
+    assert codes(ranks, len(PLACES), str(tmp_path), *arguments, function=struck) == [1, 1, 1]
+    for place in PLACES:
+        run(ranks, 1, tmp_path / place, *arguments)
+
+        assert not list(differences(undisturbed(1, *arguments), tmp_path / place))

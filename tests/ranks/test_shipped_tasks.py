@@ -3,34 +3,26 @@
 from __future__ import annotations
 
 import argparse
-import json
+import functools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from runs import steps, train, validations
+from runs import events, run, steps, summary, train, until_done, validations
 from safetensors.torch import save_file
 from torch.nn import functional
 
 from trainer import rng
 from trainer.commands.compare import differences
-from trainer.tasks.fashion_mnist import FILES
 from trainer.tasks.image_models import SmallCNN
-from trainer.tasks.shapes import SHAPES, draw
 from trainer.tasks.text import Text
 
 TEXT = argparse.__file__
 """A file of the Python distribution, 100 kB."""
 
 SMALL_TEXT = (f"--task.file={TEXT}", "--task.context=32", "--task.width=32")
-
-
-def run(ranks, size: int, folder: Path, *arguments: str) -> Path:
-    codes = ranks(size, train, *arguments, "--device=cpu", f"--run-dir={folder}", group=False)
-    assert codes == [0] * size
-    return folder
 
 
 def losses_of(folder: Path) -> torch.Tensor:
@@ -70,7 +62,7 @@ def plain_loop(count: int, batch: int, lr: float, decay: float) -> torch.Tensor:
 
 
 def test_the_gpt_has_the_loss_of_a_plain_loop_on_one_and_on_two_ranks(ranks, tmp_path):
-    arguments = ["--task=text", *SMALL_TEXT, "--batch.global-size=16", "--batch.micro-size=4",
+    arguments = ["--task=text", *SMALL_TEXT, "--device=cpu", *SIXTEEN,
                  "--steps=60", "--optim.lr=3e-3", "--optim.weight-decay=0.1", "--clip.norm=1",
                  "--optim.betas", "0.9", "0.95", "--schedule.name=constant",
                  "--schedule.warmup=off"]  # fmt: skip
@@ -86,105 +78,59 @@ def test_the_gpt_has_the_loss_of_a_plain_loop_on_one_and_on_two_ranks(ranks, tmp
     assert last["val_perplexity"] == pytest.approx(np.exp(last["val_loss"]))
 
 
+EIGHT = ("--batch.global-size=8", "--batch.micro-size=2")
+SIXTEEN = ("--batch.global-size=16", "--batch.micro-size=4")
+SPIRAL = ("spiral", "--device=cpu", "--task.points=120", "--task.width=16",
+          "--batch.global-size=40", "--batch.micro-size=10", "--eval.every=4")  # fmt: skip
 SHORT = {
-    "spiral": ["--task.points=120", "--task.width=16", "--batch.global-size=40",
-               "--batch.micro-size=10", "--eval.every=4"],
-    "shapes": ["--task.images=48", "--task.width=4", "--batch.global-size=8",
-               "--batch.micro-size=2", "--eval.every=4"],
-    "shape-labels": ["--task.images=48", "--task.width=4", "--batch.global-size=8",
-                     "--batch.micro-size=2", "--eval.every=4", "--task.balanced"],
-    "text": [*SMALL_TEXT, "--batch.global-size=8", "--batch.micro-size=2", "--eval.every=6"],
-    "text-stream": [*SMALL_TEXT, "--batch.global-size=8", "--batch.micro-size=2",
-                    "--eval.every=6"],
+    "spiral": SPIRAL[2:],
+    "shapes": ("--task.images=48", "--task.width=4", *EIGHT, "--eval.every=4"),
+    "shape-labels": ("--task.images=48", "--task.width=4", *EIGHT, "--eval.every=4",
+                     "--task.balanced"),
+    "text": (*SMALL_TEXT, *EIGHT, "--eval.every=6"),
+    "text-stream": (*SMALL_TEXT, *EIGHT, "--eval.every=6"),
+    "sample": (*SIXTEEN, "--eval.every=off", "--task.validation-fraction=0.98"),
+    "distill": (*SIXTEEN, "--eval.every=off", "--task.validation-fraction=0.99",
+                "--task.teacher={data}/teacher.safetensors"),
+    "folder": (*EIGHT, "--task.root={data}", "--task.model=squeezenet1_1", "--task.crop=32",
+               "--task.class-weights=balanced", "--data.workers=1"),
 }  # fmt: skip
-"""Recipe → flags that make it a matter of a second."""
+"""Recipe → flags that make it a matter of seconds."""
 
 
-@pytest.mark.parametrize("recipe", [
-    pytest.param(name, marks=pytest.mark.long if name in ("text", "shape-labels") else ())
-    for name in SHORT])
-def test_a_killed_run_of_a_recipe_ends_with_the_same_bits(ranks, tmp_path, recipe):
-    kill_and_compare(ranks, tmp_path, recipe, *SHORT[recipe])
-
-
-@pytest.mark.long
-def test_a_killed_run_with_a_teacher_ends_with_the_same_bits(ranks, tmp_path):
-    torch.manual_seed(1)
-    save_file(SmallCNN().state_dict(), tmp_path / "teacher.safetensors")
-
-    kill_and_compare(ranks, tmp_path, "distill", "--batch.global-size=16", "--batch.micro-size=4",
-                     f"--task.teacher={tmp_path / 'teacher.safetensors'}", "--eval.every=off",
-                     "--task.validation-fraction=0.99")
-
-
-@pytest.mark.long
-def test_a_killed_run_on_a_folder_of_images_ends_with_the_same_bits(ranks, tmp_path):
+def write_data(folder: Path, recipe: str) -> None:
+    """Write random data, or a teacher, for a recipe that needs files."""
     generator = np.random.default_rng(1)
-    for number in range(40):
-        path = tmp_path / "data/train" / "ab"[number % 2] / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(path)
-
-    kill_and_compare(ranks, tmp_path, "folder", f"--task.root={tmp_path / 'data'}",
-                     "--task.model=squeezenet1_1", "--task.crop=32",
-                     "--task.class-weights=balanced", "--batch.global-size=8",
-                     "--batch.micro-size=2", "--data.workers=1")
-
-
-@pytest.mark.long
-def test_a_killed_run_on_the_sample_ends_with_the_same_bits(ranks, tmp_path):
-    kill_and_compare(ranks, tmp_path, "sample", "--batch.global-size=16", "--batch.micro-size=4",
-                     "--eval.every=off", "--task.validation-fraction=0.98")
+    folder.mkdir()
+    if recipe == "distill":
+        torch.manual_seed(1)
+        save_file(SmallCNN().state_dict(), folder / "teacher.safetensors")
+    elif recipe == "folder":
+        for number in range(40):
+            path = folder / "train" / "ab"[number % 2] / f"{number}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            Image.fromarray(generator.integers(0, 255, (40, 50, 3), dtype=np.uint8)).save(path)
 
 
-@pytest.mark.long
-def test_a_killed_run_on_the_full_set_ends_with_the_same_bits(ranks, tmp_path):
-    generator = np.random.default_rng(1)
-    for name in FILES:
-        count = 200 if name.startswith("train") else 40
-        images = "images" in name
-        head = [0x803 if images else 0x801, count, *([28, 28] if images else [])]
-        content = generator.integers(0, 256 if images else 10, count * (784 if images else 1))
-        path = tmp_path / "data" / name
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(np.array(head, ">u4").tobytes() + content.astype(np.uint8).tobytes())
-
-    kill_and_compare(ranks, tmp_path, "fashion-mnist", f"--task.root={tmp_path / 'data'}",
-                     "--batch.global-size=16", "--batch.micro-size=4")
-
-
-@pytest.mark.long
 @pytest.mark.timeout(300)
-def test_a_killed_run_on_cifar_ends_with_the_same_bits(ranks, tmp_path):
-    generator = np.random.default_rng(1)
-    (tmp_path / "data").mkdir()
-    for name in (*(f"data_batch_{n}.bin" for n in range(1, 6)), "test_batch.bin"):
-        content = generator.integers(0, 256, (24, 3073), dtype=np.uint8)
-        content[:, 0] %= 10
-        (tmp_path / "data" / name).write_bytes(content.tobytes())
+@pytest.mark.parametrize("recipe", [
+    name if name in ("spiral", "shapes", "text-stream") else
+    pytest.param(name, marks=pytest.mark.long) for name in SHORT])
+def test_a_killed_run_of_a_recipe_ends_with_the_same_bits(ranks, undisturbed, tmp_path, recipe):
+    write_data(tmp_path / "data", recipe)
+    arguments = (recipe, *(flag.format(data=tmp_path / "data") for flag in SHORT[recipe]),
+                 "--steps=12", "--checkpoint.every=5", "--device=cpu")
 
-    kill_and_compare(ranks, tmp_path, "cifar-10", f"--task.root={tmp_path / 'data'}",
-                     "--batch.global-size=8", "--batch.micro-size=4", "--eval.every=off")
+    ends = until_done(ranks, 2, tmp_path / "run", *arguments,
+                      "--inject=kill:rank=1:step=8:phase=backward")
 
-
-def kill_and_compare(ranks, tmp_path: Path, *arguments: str) -> None:
-    arguments = (*arguments, "--steps=12", "--checkpoint.every=5", "--device=cpu")
-    straight, killed = (tmp_path / name for name in ("straight", "killed"))
-    run(ranks, 2, straight, *arguments)
-
-    outcomes = ranks.outcomes(2, train, *arguments, "--inject=kill:rank=1:step=8:phase=backward",
-                              f"--run-dir={killed}", group=False)
-    assert outcomes[1].signal == 9
-    run(ranks, 2, killed, *arguments, "--inject=kill:rank=1:step=8:phase=backward")
-
-    assert not list(differences(straight, killed))
-    assert [line["step"] for line in steps(killed)] == list(range(1, 13))
+    assert ends == [[1, -9], [0, 0]]
+    assert not list(differences(undisturbed(2, *arguments), tmp_path / "run"))
 
 
-def test_a_picture_that_died_with_rank_0_is_drawn_by_the_next_attempt(ranks, tmp_path):
-    arguments = ["spiral", *SHORT["spiral"], "--steps=8", "--checkpoint.every=4", "--device=cpu"]
-    straight, killed = (tmp_path / name for name in ("straight", "killed"))
-    run(ranks, 2, straight, *arguments)
+def test_a_picture_that_died_with_rank_0_is_drawn_by_the_next_attempt(ranks, undisturbed, tmp_path):
+    arguments = [*SPIRAL, "--steps=8", "--checkpoint.every=4"]
+    straight, killed = undisturbed(2, *arguments), tmp_path / "killed"
     inject = "--inject=kill:rank=0:step=5:phase=forward"  # rank 1 saves step 4, validated
     outcomes = ranks.outcomes(2, train, *arguments, inject, f"--run-dir={killed}", group=False)
     assert outcomes[0].signal == 9
@@ -202,36 +148,31 @@ def test_a_picture_that_died_with_rank_0_is_drawn_by_the_next_attempt(ranks, tmp
     assert not list(differences(straight, killed))
 
 
-def test_the_table_of_a_validation_is_the_same_on_any_number_of_ranks(ranks, tmp_path):
-    arguments = ["spiral", *SHORT["spiral"], "--steps=4", "--optim.lr=1e-9"]
+def test_the_table_of_a_validation_is_the_same_on_any_number_of_ranks(undisturbed):
+    one, two, three = (validations(undisturbed(size, *SPIRAL, "--steps=4", "--optim.lr=1e-9"))[-1]
+                       for size in (1, 2, 3))
 
-    lines = [validations(run(ranks, size, tmp_path / f"{size}", *arguments))[-1]
-             for size in (1, 2, 3)]
-
-    assert np.array(lines[0]["val_table"]).sum() == 40
-    assert lines[0]["val_table"] == lines[1]["val_table"] == lines[2]["val_table"]
-    assert lines[0]["val_f1"] == lines[1]["val_f1"] == lines[2]["val_f1"]
+    assert np.array(one["val_table"]).sum() == 40
+    assert one["val_table"] == two["val_table"] == three["val_table"]
+    assert one["val_f1"] == two["val_f1"] == three["val_f1"]
 
 
 def test_the_best_weights_may_be_chosen_by_a_figure_and_a_wrong_name_is_refused_at_once(
     ranks, tmp_path, capfd
 ):
-    arguments = ["spiral", *SHORT["spiral"], "--steps=4", f"--run-dir={tmp_path / 'run'}"]
+    run(ranks, 1, tmp_path / "run", *SPIRAL, "--steps=4", "--eval.best=val_f2:max", code=2)
 
-    assert ranks(1, train, *arguments, "--eval.best=val_f2:max", group=False) == [2]
-    assert "does not compute val_f2; it computes val_accuracy, val_f1" in "".join(
-        capfd.readouterr())
-    assert ranks(1, train, *arguments, "--eval.best=val_f1:max", group=False) == [0]
+    output = capfd.readouterr().out
+    assert "does not compute val_f2; it computes val_accuracy, val_f1" in output
+    run(ranks, 1, tmp_path / "run", *SPIRAL, "--steps=4", "--eval.best=val_f1:max")
 
 
 def test_a_wrong_pairing_ends_the_run_before_its_first_step(ranks, tmp_path, capfd):
-    codes = ranks(2, train, "--task=softmax_task:Softmax", "--steps=4", "--device=cpu",
-                  f"--run-dir={tmp_path / 'run'}", group=False)
+    folder = run(ranks, 2, tmp_path / "run", "--task=softmax_task:Softmax", "--steps=4",
+                 "--device=cpu", code=2)
 
-    assert codes == [2, 2]
-    assert "cross-entropy: the model's output went through a softmax" in "".join(
-        capfd.readouterr())
-    assert not (tmp_path / "run/metrics.jsonl").read_text()
+    assert "cross-entropy: the model's output went through a softmax" in capfd.readouterr().out
+    assert not (folder / "metrics.jsonl").read_text()
 
 
 # --- what the recipes reach
@@ -247,24 +188,25 @@ likeliest class; every pixel above 0.4 is each shape; each image holds each shap
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", REACHED)
-def test_a_recipe_reaches_its_figure(ranks, tmp_path, recipe):
+def test_a_recipe_reaches_its_figure_and_gets_no_hint(trained, recipe):
     figure, least, without_learning = REACHED[recipe]
 
-    assert ranks(2, train, recipe, "--device=cpu", f"--run-dir={tmp_path / 'run'}", group=False,
-                 timeout_s=850) == [0, 0]
+    folder = trained(2, recipe, "--device=cpu")
 
-    reached = json.loads((tmp_path / "run/summary.json").read_bytes())["test"][figure]
-    assert reached >= least > without_learning
+    assert summary(folder)["test"][figure] >= least > without_learning
+    assert not events(folder, "hint")
+
+
+@pytest.fixture(scope="module")
+def trained(undisturbed):
+    return functools.partial(undisturbed, timeout_s=850)
 
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("recipe", ["text", "text-stream"])
-def test_the_gpt_beats_counting_which_byte_follows_which(ranks, tmp_path, recipe):
-    folder = tmp_path / "run"
-
-    assert ranks(2, train, recipe, "--device=cpu", f"--run-dir={folder}", group=False,
-                 timeout_s=850) == [0, 0]
+def test_the_gpt_beats_counting_which_byte_follows_which(trained, recipe):
+    folder = trained(2, recipe, "--device=cpu")
 
     task = Text()
     train_on, held_out = (task.dataset(split).data.astype(np.int64)
@@ -274,42 +216,16 @@ def test_the_gpt_beats_counting_which_byte_follows_which(ranks, tmp_path, recipe
     share = counts / counts.sum(1, keepdims=True)
     counting = float(np.exp(-np.log(share[held_out[:-1], held_out[1:]]).mean()))
     assert validations(folder)[-1]["val_perplexity"] < 0.85 * counting
+    assert not events(folder, "hint")
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)
-def test_a_student_of_few_images_is_better_with_a_teacher_than_without(ranks, tmp_path):
-    reached = []
-    for name, arguments in {
-        "teacher": ["sample"],
-        "taught": ["distill", f"--task.teacher={tmp_path / 'teacher'}"],
-        "alone": ["distill", f"--task.teacher={tmp_path / 'teacher'}", "--task.teacher-share=0"],
-    }.items():
-        assert ranks(2, train, *arguments, "--device=cpu", f"--run-dir={tmp_path / name}",
-                     group=False, timeout_s=550) == [0, 0]
-        summary = json.loads((tmp_path / name / "summary.json").read_bytes())
-        reached.append(summary["test"]["accuracy"])
+def test_a_student_of_few_images_is_better_with_a_teacher_than_without(trained):
+    teacher = trained(2, "sample", "--device=cpu")
+    student = ("distill", f"--task.teacher={teacher}", "--device=cpu")
 
-    teacher, taught, alone = reached
-    assert teacher > taught > alone + 0.02
+    taught, alone = (summary(trained(2, *student, *more))["test"]["accuracy"]
+                     for more in ((), ("--task.teacher-share=0",)))
 
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_folder_of_images_is_learnt(ranks, tmp_path):
-    for split, count in (("train", 400), ("test", 100)):
-        images, masks = draw(4 * count, 0.1, (0, count))
-        single = np.flatnonzero(masks.any((2, 3)).sum(1) == 1)[:count]
-        for number in single:
-            name = SHAPES[int(masks[number].any((1, 2)).argmax())]
-            path = tmp_path / "data" / split / name / f"{number}.png"
-            path.parent.mkdir(parents=True, exist_ok=True)
-            Image.fromarray((images[number, 0].clip(0, 1) * 255).astype(np.uint8)).save(path)
-
-    codes = ranks(2, train, "folder", f"--task.root={tmp_path / 'data'}", "--task.crop=32",
-                  "--device=cpu", f"--run-dir={tmp_path / 'run'}", group=False, timeout_s=550)
-
-    assert codes == [0, 0]
-    summary = json.loads((tmp_path / "run/summary.json").read_bytes())
-    assert list(summary["test_classes"]) == sorted(SHAPES)
-    assert summary["test"]["accuracy"] > 0.6
+    assert summary(teacher)["test"]["accuracy"] > taught > alone + 0.02

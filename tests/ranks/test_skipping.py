@@ -2,38 +2,23 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
-from runs import steps, train, weights
+from runs import events, run, steps, summary, train, until_done, weights
 from stream_task import windows
 
 from trainer.commands.compare import differences
-from trainer.telemetry.events import read_events
 
-TASK = ["--task=bad_task:BadTape", "--device=cpu", "--clip.norm=0", "--batch.global-size=12",
-        "--batch.micro-size=2", "--task.norm=batch", "--task.dropout=0.3"]  # fmt: skip
-SKIP = [*TASK, "--task.samples=72", "--task.bad=5,40", "--task.uncollatable=11", "--epochs=3",
-        "--data.on-error=skip"]  # fmt: skip
+TASK = ("--task=bad_task:BadTape", "--device=cpu", "--clip.norm=0", "--batch.global-size=12",
+        "--batch.micro-size=2", "--task.norm=batch", "--task.dropout=0.3")  # fmt: skip
+SKIP = (*TASK, "--task.samples=72", "--task.bad=5,40", "--task.uncollatable=11", "--epochs=3",
+        "--data.on-error=skip")  # fmt: skip
 BAD = {5, 11, 40}
-
-
-def run(ranks, size: int, folder: Path, *arguments: str, code: int = 0) -> Path:
-    codes = ranks(size, train, *arguments, f"--run-dir={folder}", group=False)
-    assert codes == [code] * size
-    return folder
-
-
-def summary(folder: Path) -> dict:
-    return json.loads((folder / "summary.json").read_text())
 
 
 # --- stop
 
 @pytest.mark.parametrize(("size", "workers", "kind", "doing"), [
-    (2, 0, "uncollatable", "collating"), (2, 2, "bad", "reading"),
-    (3, 0, "bad", "reading"), (3, 2, "uncollatable", "collating"),
+    (2, 2, "bad", "reading"), (3, 0, "uncollatable", "collating"),
 ])  # fmt: skip
 def test_all_ranks_end_within_seconds_and_the_sample_is_named(
     ranks, tmp_path, size, workers, kind, doing
@@ -59,23 +44,10 @@ def test_all_ranks_end_within_seconds_and_the_sample_is_named(
     line = "# the user's line" if kind == "bad" else 'raise ValueError(f"no shape for'
     assert line in text
     assert all("sample 32" not in other for rank, other in output.items() if rank != size - 1)
-    [failure] = [e for e in read_events(tmp_path / "run/events.jsonl")
-                 if e["event"] == "failure" and not e["echo"]]
+    [failure] = events(tmp_path / "run", "failure", echo=False)
     assert failure["rank"] == size - 1
     saved = sorted(p.name for p in (tmp_path / "run/checkpoints").glob("step-*"))
     assert saved == ["step-00000002"], "a survivor's"
-
-
-def test_a_sample_that_ends_its_loader_worker_is_reported_and_not_replaced(ranks, tmp_path, capfd):
-    arguments = [*TASK, "--task.samples=48", "--epochs=1", "--data.shuffle=off", "--task.bad=32",
-                 "--task.error=SystemExit", "--data.workers=1", "--data.on-error=skip"]
-
-    run(ranks, 2, tmp_path / "run", *arguments, code=1)
-
-    output = capfd.readouterr().out
-    assert ("reading sample 32 of epoch 0 raised SystemExit: no picture in 32 (rank 1, loader "
-            "worker 0) (") in output
-    assert "out of memory" not in output
 
 
 def test_a_bad_sample_of_the_validation_is_never_replaced(ranks, tmp_path, capfd):
@@ -91,29 +63,28 @@ def test_a_bad_sample_of_the_validation_is_never_replaced(ranks, tmp_path, capfd
 
 # --- skip
 
-def test_a_killed_run_replaces_the_same_samples_and_counts_each_once(ranks, tmp_path, capfd):
-    straight = run(ranks, 2, tmp_path / "straight", *SKIP, "--data.workers=0")
+def test_a_killed_run_replaces_the_same_samples_and_counts_each_once(
+    ranks, undisturbed, tmp_path, capfd
+):
+    straight, killed = undisturbed(2, *SKIP, "--data.workers=0"), tmp_path / "killed"
     faults = ["--inject=kill:step=3:rank=1:phase=backward", "--inject=kill:step=11:rank=0"]
-    killed = [*SKIP, "--data.workers=2", *faults, f"--run-dir={tmp_path / 'killed'}"]
 
-    for _ in faults:
-        outcomes = ranks.outcomes(2, train, *killed, group=False)
-        assert 9 in [outcome.signal for outcome in outcomes]
-    run(ranks, 2, tmp_path / "killed", *killed)
+    ends = until_done(ranks, 2, killed, *SKIP, "--data.workers=2", *faults)
 
-    assert not list(differences(straight, tmp_path / "killed"))
-    for folder in (straight, tmp_path / "killed"):
+    assert ends == [[1, -9], [-9, 1], [0, 0]]
+    assert not list(differences(straight, killed))
+    for folder in (straight, killed):
         counts = [line["replaced"] for line in steps(folder) if "replaced" in line]
         assert all(counts)
         assert sum(counts) == summary(folder)["replaced"] == 3 * len(BAD)
-    events = [e for e in read_events(straight / "events.jsonl") if e["event"] == "bad-sample"]
-    reported = {(e["rank"], e["index"]) for e in events}
-    assert len(reported) == len(events), "once by each rank"
+    found = events(straight, "bad-sample")
+    reported = {(e["rank"], e["index"]) for e in found}
+    assert len(reported) == len(found), "once by each rank"
     assert {index for _, index in reported} == BAD
-    assert {e["exception"] for e in events} == {
+    assert {e["exception"] for e in found} == {
         "ValueError: no picture in 5", "ValueError: no picture in 40", "ValueError: no shape for "
         "{11}"}  # fmt: skip
-    assert all(e["replaced_by"] not in BAD for e in events)
+    assert all(e["replaced_by"] not in BAD for e in found)
     assert "9 bad samples replaced" in capfd.readouterr().out
 
 

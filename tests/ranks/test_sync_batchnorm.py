@@ -20,7 +20,7 @@ from trainer.distributed.sync_batchnorm import (
 )
 
 CHANNELS = 5
-SPLITS = ([1, 3], [0, 1, 3])
+DOUBLE = torch.float64
 BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
 
@@ -58,16 +58,16 @@ def train(module: nn.Module, x: Tensor, steps: int = 2) -> dict[str, Tensor | No
     return result | {name: tensor.clone() for name, tensor in module.named_buffers()}
 
 
-def train_share(module: nn.Module, shares: Sequence[Tensor], steps: int = 2,
-                convert_it: bool = True) -> dict[str, Tensor | None]:
-    if convert_it:
-        module, number = convert(module, dist.get_world_size(), "cpu")
-        assert number == sum(isinstance(m, SyncBatchNorm) for m in module.modules()) > 0
+def train_share(module: nn.Module, shares: Sequence[Tensor],
+                steps: int = 2) -> dict[str, Tensor | None]:
+    module, number = convert(module, dist.get_world_size(), "cpu")
+    assert number == sum(isinstance(m, SyncBatchNorm) for m in module.modules()) > 0
     return train(module, shares[dist.get_rank()], steps)
 
 
-def assert_equal_to_one_process(ranks: Ranks, module: nn.Module, x: Tensor, split: list[int],
-                                tolerance: float = 1e-6) -> None:
+def assert_equal_to_one_process(
+    ranks: Ranks, module: nn.Module, x: Tensor, split: list[int], tolerance: float = 1e-6
+) -> list[dict[str, Tensor]]:
     expected = train(copy.deepcopy(module), x)
 
     results = ranks(len(split), train_share, module, x.split(split))
@@ -85,21 +85,17 @@ def assert_equal_to_one_process(ranks: Ranks, module: nn.Module, x: Tensor, spli
         scale = max(1.0, float(value.abs().max()))
         torch.testing.assert_close(actual, value, rtol=0, atol=tolerance * scale,
                                    msg=lambda text, name=name: f"{name}: {text}")
+    return results
 
 
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("kind", ["flat", "1d", "2d", "channels-last", "3d"])
-def test_unequal_shares_equal_one_process(
-        ranks: Ranks, kind: str, split: list[int]) -> None:
-    assert_equal_to_one_process(ranks, layer(kind), samples(4, kind), split)
+@pytest.mark.parametrize(("kind", "split"), [
+    ("2d", [1, 3]), *((kind, [0, 1, 3]) for kind in ("flat", "1d", "2d", "channels-last", "3d"))])
+def test_unequal_shares_equal_one_process(ranks: Ranks, kind: str, split: list[int]) -> None:
+    results = assert_equal_to_one_process(ranks, layer(kind), samples(4, kind), split)
 
-
-@pytest.mark.parametrize("split", SPLITS, ids=str)
-@pytest.mark.parametrize("kind", ["flat", "2d"])
-def test_a_mean_of_100_costs_no_precision(ranks: Ranks, kind: str, split: list[int]) -> None:
-    double = torch.float64
-    assert_equal_to_one_process(ranks, layer(kind, double), samples(4, kind, 100.0, double), split,
-                                tolerance=1e-9)
+    if kind == "channels-last":
+        for result in results:
+            assert result["output"].is_contiguous(memory_format=torch.channels_last)
 
 
 def test_the_variance_of_fp32_values_around_100_is_right(ranks: Ranks) -> None:
@@ -112,38 +108,26 @@ def test_the_variance_of_fp32_values_around_100_is_right(ranks: Ranks) -> None:
                                atol=0)
 
 
-@pytest.mark.parametrize("options", [
-    {"momentum": None}, {"momentum": 0.0}, {"affine": False}, {"track_running_stats": False},
-], ids=str)
+def shared_layer() -> nn.Module:
+    """A layer that is called twice in each forward."""
+    shared = layer(dtype=DOUBLE)
+    return nn.Sequential(shared, nn.Conv2d(CHANNELS, CHANNELS, 1, dtype=DOUBLE), nn.ReLU(), shared)
+
+
+@pytest.mark.parametrize(("module", "mean", "dtype", "tolerance"), [
+    (layer(momentum=None), 0.0, torch.float32, 1e-6),
+    (layer(momentum=0.0), 0.0, torch.float32, 1e-6),
+    (layer(affine=False), 0.0, torch.float32, 1e-6),
+    (layer(track_running_stats=False), 0.0, torch.float32, 1e-6),
+    (layer().requires_grad_(False), 0.0, torch.float32, 1e-6),
+    (layer(dtype=DOUBLE), 100.0, DOUBLE, 1e-9),
+    (shared_layer(), 0.0, DOUBLE, 1e-9),
+], ids=["cumulative", "no-momentum", "not-affine", "no-statistics", "frozen", "mean-100", "twice"])
 def test_every_option_of_batch_norm_equals_one_process(
-        ranks: Ranks, options: dict[str, Any]) -> None:
-    assert_equal_to_one_process(ranks, layer(**options), samples(4), [0, 1, 3])
-
-
-def test_a_layer_used_twice_in_one_forward_equals_one_process(ranks: Ranks) -> None:
-    double = torch.float64
-    shared = layer(dtype=double)
-    model = nn.Sequential(shared, nn.Conv2d(CHANNELS, CHANNELS, 1, dtype=double), nn.ReLU(), shared)
-    assert_equal_to_one_process(ranks, model, samples(4, dtype=double), [0, 1, 3], tolerance=1e-9)
-
-
-def test_with_frozen_weights_only_the_input_gets_a_gradient(ranks: Ranks) -> None:
-    assert_equal_to_one_process(ranks, layer().requires_grad_(False), samples(4), [0, 1, 3])
-
-
-def test_a_first_layer_whose_input_needs_no_gradient_trains(ranks: Ranks) -> None:
-    x, expected = samples(4), layer()
-    expected(x).square().sum().backward()
-
-    parts = ranks(2, gradients_without_input_gradient, layer(), x.split([1, 3]))
-
-    torch.testing.assert_close(sum(parts), expected.weight.grad, rtol=1e-5, atol=1e-5)
-
-
-def gradients_without_input_gradient(module: nn.Module, shares: Sequence[Tensor]) -> Tensor:
-    module, _ = convert(module, 2, "cpu")
-    module(shares[dist.get_rank()]).square().sum().backward()
-    return module.weight.grad
+        ranks: Ranks, module: nn.Module, mean: float, dtype: torch.dtype,
+        tolerance: float) -> None:
+    assert_equal_to_one_process(ranks, module, samples(4, mean=mean, dtype=dtype), [0, 1, 3],
+                                tolerance)
 
 
 def test_a_repeated_run_has_the_same_bits(ranks: Ranks) -> None:
@@ -154,16 +138,9 @@ def test_a_repeated_run_has_the_same_bits(ranks: Ranks) -> None:
         assert all(torch.equal(one[name], other[name]) for name in one)
 
 
-def test_the_memory_format_of_the_input_is_kept(ranks: Ranks) -> None:
-    for result in ranks(2, train_share, layer(), samples(6, "channels-last").split([2, 4])):
-        assert result["output"].is_contiguous(memory_format=torch.channels_last)
-        assert result["input.grad"].is_contiguous(memory_format=torch.channels_last)
-
-
 def outputs_under_autocast(module: nn.Module, shares: Sequence[Tensor]) -> dict[str, Tensor]:
-    module, _ = convert(module, dist.get_world_size(), "cpu")
     with torch.autocast("cpu", torch.bfloat16):
-        return train(module, shares[dist.get_rank()], steps=1)
+        return train_share(module, shares, steps=1)
 
 
 def test_bf16_inputs_have_statistics_in_fp32(ranks: Ranks) -> None:
@@ -192,49 +169,33 @@ def test_when_no_rank_has_a_sample_nothing_changes(ranks: Ranks) -> None:
         assert all(torch.equal(result[name], getattr(before, name)) for name in BUFFERS)
 
 
-def message_of_one_value(shares: Sequence[Tensor]) -> str:
+def evaluate_or_train_without_grad(shares: Sequence[Tensor]) -> list[Any]:
+    """The error of one value per channel; an evaluation on rank 0 alone; a forward without
+    gradients, and the buffers then."""
     module, _ = convert(layer("flat"), 2, "cpu")
     with pytest.raises(ValueError, match="more than 1 value per channel") as caught:
-        module(shares[dist.get_rank()])
-    assert int(module.num_batches_tracked) == 0
-    return str(caught.value)
-
-
-def test_one_value_per_channel_on_all_ranks_is_refused_on_each(ranks: Ranks) -> None:
-    with_it, without = ranks(2, message_of_one_value, samples(1, "flat").split([1, 0]))
-
-    assert "(1, 5) on this rank" in with_it
-    assert "(0, 5) on this rank" in without
-
-
-def evaluate_on_rank_0() -> Tensor | None:
+        module(samples(1, "flat")[dist.get_rank():])
     module, _ = convert(layer(), 2, "cpu")
-    return module.eval()(samples(2)) if dist.get_rank() == 0 else None
-
-
-def test_evaluation_on_one_rank_does_not_wait_for_the_other(ranks: Ranks) -> None:
-    output, nothing = ranks(2, evaluate_on_rank_0)
-
-    assert nothing is None
-    assert torch.equal(output, layer().eval()(samples(2)))
-
-
-def forward_without_grad(shares: Sequence[Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
-    module, _ = convert(layer(), 2, "cpu")
+    output = module.eval()(samples(2)) if dist.get_rank() == 0 else None
     with torch.no_grad():
-        output = module(shares[dist.get_rank()])
-    return output, dict(module.named_buffers())
+        trained = module.train()(shares[dist.get_rank()])
+    return [str(caught.value), output, trained, dict(module.named_buffers())]
 
 
-def test_a_training_forward_without_grad_updates_the_statistics(ranks: Ranks) -> None:
+def test_one_value_is_refused_evaluation_does_not_wait_and_grad_is_not_needed(
+        ranks: Ranks) -> None:
     expected = layer()
     output = expected(samples(4)).detach()
 
-    results = ranks(2, forward_without_grad, samples(4).split([1, 3]))
+    first, second = ranks(2, evaluate_or_train_without_grad, samples(4).split([1, 3]))
 
-    torch.testing.assert_close(torch.cat([out for out, _ in results]), output, rtol=1e-6, atol=1e-6)
-    assert not any(out.requires_grad for out, _ in results)
-    for _, buffers in results:
+    assert "(1, 5) on this rank" in first[0]
+    assert "(0, 5) on this rank" in second[0]
+    assert second[1] is None
+    assert torch.equal(first[1], layer().eval()(samples(2)))
+    torch.testing.assert_close(torch.cat([first[2], second[2]]), output, rtol=1e-6, atol=1e-6)
+    for *_, trained, buffers in (first, second):
+        assert not trained.requires_grad
         torch.testing.assert_close(buffers, dict(expected.named_buffers()))
 
 
@@ -299,22 +260,6 @@ def test_conversion_keeps_objects_names_hooks_and_overridden_forwards() -> None:
     assert calls == [model[0]]
 
 
-def test_a_state_dict_loads_both_ways() -> None:
-    plain, synced = layer(), convert(nn.BatchNorm2d(CHANNELS), 2, "cpu")[0]
-
-    synced.load_state_dict(plain.state_dict())
-    plain.load_state_dict(synced.state_dict())
-
-    assert all(torch.equal(synced.state_dict()[k], v) for k, v in plain.state_dict().items())
-
-
-def test_one_rank_keeps_plain_batch_norm() -> None:
-    model, number = convert(nn.Sequential(nn.BatchNorm2d(3)), 1, "cpu")
-
-    assert number == 0
-    assert type(model[0]) is nn.BatchNorm2d
-
-
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_torchs_own_synchronised_layer_trains_on_cpu_after_conversion(world_size: int) -> None:
     model, number = convert(nn.SyncBatchNorm(3), world_size, "cpu")
@@ -366,14 +311,3 @@ def test_the_guard_skips_synchronised_layers_and_those_without_statistics() -> N
     assert guard_plain(model) == 2
     assert model(torch.empty(0, 3, 2, 2)).shape == (0, 3, 2, 2)
     assert int(model[2].num_batches_tracked) == 0
-
-
-def train_guarded(shares: Sequence[Tensor]) -> int:
-    module = layer()
-    guard_plain(module)
-    module(shares[dist.get_rank()])
-    return int(module.num_batches_tracked)
-
-
-def test_without_conversion_an_empty_rank_counts_no_batch(ranks: Ranks) -> None:
-    assert ranks(2, train_guarded, samples(4).split([0, 4])) == [0, 1]

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.distributed.waits import WaitsFor, waiting_for, waits_for
 from trainer.distributed.world import World
 from trainer.resilience import processes
@@ -135,18 +134,3 @@ def at_a_prompt() -> str:
 
 def test_a_rank_at_a_debuggers_prompt_waits_for_a_person(ranks):
     assert ranks(1, at_a_prompt, group=False) == ["person"]
-
-
-def for_the_writer() -> str:
-    """In a rank: what is seen of a thread that waits for the checkpoint writer."""
-    release = threading.Event()
-    checkpoint = object.__new__(Checkpointer)
-    from concurrent.futures import ThreadPoolExecutor
-
-    with ThreadPoolExecutor(1) as pool:
-        checkpoint._writing = pool.submit(release.wait)  # type: ignore[assignment]
-        return standing(checkpoint.abandon, release.set).value
-
-
-def test_a_rank_that_waits_for_its_save_waits_for_the_writer(ranks):
-    assert ranks(1, for_the_writer, group=False) == ["writer"]

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import metrics, steps, train, validations
+from runs import TAPE, run, steps, train, until_done
 
 from trainer.commands.compare import differences
 
-TASK = ["--task=tape_task:Tape", "--device=cpu", "--data.workers=0",
-        "--batch.global-size=8", "--batch.micro-size=2",
-        "--task.norm=batch", "--task.samples=160", "--task.validation=6"]  # fmt: skip
+TASK = (*TAPE, "--task.norm=batch", "--task.validation=6", "--steps=12", "--checkpoint.every=2",
+        "--eval.every=50")  # fmt: skip
+WIDE = (*TASK, "--task.width=20000", "--checkpoint.keep=2")
 
 
 def shown_by(run: Path) -> Any:
@@ -29,20 +29,16 @@ def shown_by(run: Path) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, tmp_path):
+def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, undisturbed, tmp_path):
     arguments = ["spiral", "--device=cpu", "--data.workers=0", "--task.points=120",
                  "--batch.global-size=10", "--batch.micro-size=5", "--steps=24", "--epochs=None",
                  "--checkpoint.every=5", "--eval.every=8", "--log.tensorboard-every=1",
                  "--log.histograms=4", "--log.graph=on"]  # fmt: skip
-    straight, killed = tmp_path / "straight", tmp_path / "killed"
-    assert ranks(1, train, *arguments, f"--run-dir={straight}", group=False) == [0]
+    straight, killed = undisturbed(1, *arguments), tmp_path / "killed"
     faults = [f"--inject=kill:step={n}:phase={p}" for n, p in
               ((4, "forward"), (13, "step-end"), (19, "optimizer"))]
 
-    for _ in faults:
-        outcome, = ranks.outcomes(1, train, *arguments, *faults, f"--run-dir={killed}", group=False)
-        assert outcome.signal == 9
-    assert ranks(1, train, *arguments, *faults, f"--run-dir={killed}", group=False) == [0]
+    assert until_done(ranks, 1, killed, *arguments, *faults) == [[-9]] * 3 + [[0]]
 
     expected, shown = shown_by(straight), shown_by(killed)
     assert len(list((killed / "tensorboard").iterdir())) == 4
@@ -70,21 +66,21 @@ def test_tensorboard_has_all_of_it_and_each_step_once_after_kills(ranks, tmp_pat
     marks = [(e.step, e.value) for e in shown.Scalars("run/restarts")]
     assert [value for _, value in marks] == [1, 2, 3]
     assert len({step for step, _ in marks}) == 3
-    for run in (expected, shown):
-        card, = run.Tensors("run/text_summary")
+    for each in (expected, shown):
+        card, = each.Tensors("run/text_summary")
         assert b"global batch of 10" in card.tensor_proto.string_val[0]
-        assert len(run.Tensors("custom_scalars__config__")) == 1
-        assert "_hparams_/session_end_info" in run.summary_metadata
-        assert run.Graph().node
+        assert len(each.Tensors("custom_scalars__config__")) == 1
+        assert "_hparams_/session_end_info" in each.summary_metadata
+        assert each.Graph().node
     losses = {line["step"]: line["loss"] for line in steps(killed)}
     read = [e.value for e in shown.Scalars("train/loss")]
     assert read == pytest.approx(list(losses.values()), rel=1e-6)
-    assert metrics(straight) == metrics(killed)
+    assert not list(differences(straight, killed))
 
 
 def test_the_log_is_short_and_plain_without_a_terminal(ranks, tmp_path, capfd):
-    assert ranks(1, train, *TASK, "--steps=1000", "--task.samples=1600",
-                 f"--run-dir={tmp_path / 'run'}", group=False) == [0]
+    run(ranks, 1, tmp_path / "run", *TASK, "--steps=1000", "--task.samples=1600",
+        "--checkpoint.every=1000")
 
     output = capfd.readouterr().out
     assert len(output.splitlines()) <= 60
@@ -161,97 +157,45 @@ def full_disk_run(folder: Path, size: int, *arguments: str) -> int:
     return train(*arguments)
 
 
-def restart_on_full_disk(folder: Path, room_at: str, *arguments: str) -> int:
-    """In a rank: train on a disk that is full until this is said."""
-    import trainer.run.run_dir
-    from trainer.telemetry.events import Log
-
-    trainer.run.run_dir.DISK_FULL_WAIT_S = 1.0
-    used = sum(-(-p.stat().st_blocks // 8) * 4096 for p in folder.rglob("*"))
-    resize(folder, used)
-    original = Log.warning
-
-    def warning(self, text: str) -> None:
-        original(self, text)
-        if room_at in text:
-            resize(folder, 64 << 20)
-
-    Log.warning = warning  # type: ignore[method-assign]
-    return train(*arguments)
-
-
-def checkpoint_bytes(run: Path) -> int:
+def room_for_two(run: Path) -> int:
+    """The size of a disk on which a third checkpoint has no room."""
     newest = sorted((run / "checkpoints").glob("step-????????"))[-1]
-    return sum(-(-p.stat().st_size // 4096) * 4096 for p in newest.iterdir())
-
-
-def test_a_restart_on_a_disk_that_takes_nothing_any_more_is_no_bad_configuration(
-    ranks, tmp_path, small_disk, capfd
-):
-    arguments = [*TASK, "--steps=12", "--checkpoint.every=2", "--eval.every=50"]
-    straight, full = tmp_path / "straight", small_disk / "run"
-    assert ranks(1, train, *arguments, f"--run-dir={straight}", group=False) == [0]
-    arguments.append(f"--run-dir={full}")
-    fault = "--inject=raise:step=6:phase=forward"
-    assert ranks(1, train, *arguments, fault, group=False) == [1]
-
-    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
-    assert ranks(1, train, *arguments, group=False) == [1]
-    assert "Read-only file system" in capfd.readouterr().out
-    subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
-    for room_at, code in (("never", 1), ("for free space", 0)):
-        again = ranks(1, restart_on_full_disk, small_disk, room_at, *arguments, group=False)
-        assert again == [code]
-    assert "No space left on device" in capfd.readouterr().out
-    assert not list(differences(straight, full))
+    return int(2.6 * sum(-(-p.stat().st_size // 4096) * 4096 for p in newest.iterdir()))
 
 
 def test_a_full_disk_is_said_once_and_nothing_is_missing_when_space_comes_back(
-    ranks, tmp_path, small_disk, capfd
+    ranks, undisturbed, small_disk, capfd
 ):
-    arguments = [*TASK, "--task.width=20000", "--steps=12", "--checkpoint.every=2",
-                 "--checkpoint.keep=2", "--eval.every=50"]
-    straight, full = tmp_path / "straight", small_disk / "run"
-    assert ranks(1, train, *arguments, f"--run-dir={straight}", group=False) == [0]
-    size = int(2.6 * checkpoint_bytes(straight))
+    straight, full = undisturbed(1, *WIDE), small_disk / "run"
     capfd.readouterr()
 
-    codes = ranks(1, full_disk_run, small_disk, size, *arguments, f"--run-dir={full}", group=False)
+    assert ranks(1, full_disk_run, small_disk, room_for_two(straight), *WIDE, f"--run-dir={full}",
+                 group=False) == [0]
 
     output = capfd.readouterr().out
-    assert codes == [0]
     assert output.count("was not saved") == 1
     assert "No space left on device" in output
     assert "bytes and" in output
-    assert metrics(straight) == metrics(full)
     assert not list(differences(straight, full))
     assert not list((full / "checkpoints").glob("*.tmp*"))
 
 
-def test_a_disk_that_stays_full_ends_with_1_and_whole_checkpoints(ranks, tmp_path, small_disk,
-                                                                  capfd):
-    arguments = [*TASK, "--task.width=20000", "--steps=12", "--checkpoint.every=2",
-                 "--checkpoint.keep=2", "--eval.every=50"]
-    straight, full = tmp_path / "straight", small_disk / "run"
-    assert ranks(1, train, *arguments, f"--run-dir={straight}", group=False) == [0]
-    resize(small_disk, int(2.6 * checkpoint_bytes(straight)))
+def test_a_disk_that_stays_full_ends_with_1_and_whole_checkpoints(ranks, undisturbed, small_disk):
+    straight = undisturbed(1, *WIDE)
+    resize(small_disk, room_for_two(straight))
 
-    assert ranks(1, train, *arguments, f"--run-dir={full}", group=False) == [1]
+    full = run(ranks, 1, small_disk / "run", *WIDE, code=1)
 
-    capfd.readouterr()
     kept = sorted(p.name for p in (full / "checkpoints").glob("step-*"))
     assert kept == ["step-00000002", "step-00000004"]
     resize(small_disk, 64 << 20)
-    assert ranks(1, train, *arguments, f"--run-dir={full}", group=False) == [0]
+    run(ranks, 1, full, *WIDE)
     assert not list(differences(straight, full))
 
 
 def test_a_failed_save_ends_the_run_where_that_is_asked_for(ranks, tmp_path, capfd):
-    codes = ranks(2, train, *TASK, "--steps=40", "--checkpoint.every=2",
-                  "--checkpoint.on-error=stop", "--inject=enospc:step=4:phase=save-mid",
-                  f"--run-dir={tmp_path / 'run'}", group=False)
+    run(ranks, 2, tmp_path / "run", *TASK, "--checkpoint.on-error=stop",
+        "--inject=enospc:step=4:phase=save-mid", code=1)
 
-    assert codes == [1, 1]
     assert "was not saved" in capfd.readouterr().out
     assert not (tmp_path / "run/summary.json").exists()
-    assert validations(tmp_path / "run") == [] or steps(tmp_path / "run")

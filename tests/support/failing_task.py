@@ -1,4 +1,4 @@
-"""The task of `tape_task`, failing in a chosen way at a chosen sample."""
+"""The task of `tape_task`, which fails, hangs or is slow in a chosen way."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import os
 import resource
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -18,91 +19,125 @@ from torch.utils.data import Dataset, get_worker_info
 
 from trainer import Outcome
 
+FORWARDS = [0]
+
+
+def wait(what: str) -> None:
+    """Sleep for the seconds in an environment variable."""
+    time.sleep(float(os.environ.get(f"SLOW_{what}_S", "0")))
+
 
 class Fragile(Indexed):
-    """Reading sample `at` raises, or kills the loader worker, once."""
+    """Samples with slow reads; in a loader worker one stops it and one is never read, once."""
 
-    def __init__(self, count: int, width: int, how: str, at: int, marks: str) -> None:
-        super().__init__(count, width)
-        self.how, self.at, self.marks = how, at, marks
+    def __init__(self, task: Failing, count: int, split: str) -> None:
+        super().__init__(count, task.width)
+        self.task, self.split = task, split
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if index == self.at and self.how == "bad-sample":
-            raise KeyError("no such picture")
-        if index == self.at and self.how == "killed-worker" and get_worker_info() is not None:
-            try:
-                os.close(os.open(self.marks, os.O_CREAT | os.O_EXCL))
-                os.kill(os.getpid(), signal.SIGKILL)
-            except FileExistsError:
-                pass
+        wait(self.split.upper())
+        task = self.task
+        if self.split == "train" and get_worker_info() is not None:
+            if index == task.endless and task.once("endless"):
+                time.sleep(3600)
+            if index == task.stops and task.once("stops"):
+                os.kill(os.getpid(), signal.SIGSTOP)
         return super().__getitem__(index)
-
-
-class Mute(Exception):
-    """An exception whose str() raises."""
-
-    def __str__(self) -> str:
-        raise RuntimeError("no words")
 
 
 @dataclasses.dataclass(frozen=True)
 class Failing(Tape):
     """With --data.shuffle off, global batches of 8 and micro-batches of 2, sample 88 is the first
-    of step 12, on rank 0; 92 on rank 1 of 2. It fails only in training."""
+    of step 12, on rank 0; 92 on rank 1 of 2. It fails only in training.
+
+    Without an effect on the results, seconds come from SLOW_TRAIN_S, SLOW_VALIDATION_S and
+    SLOW_TEST_S (a sample), and SLOW_THREAD_S (lifetime of an extra thread).
+    """
 
     how: str = ""
     at: int = 88
+    """Sample in whose loss it fails."""
     marks: str = ""
+    """An empty folder, created by the test."""
+    endless: int = -1
+    """Sample whose read never ends."""
+    stops: int = -1
+    """Sample whose loader worker is stopped."""
+    busy_at: int = -1
+    """Forward in training, counted in each process, in which rank 0 computes for a minute."""
+    first_s: float = 0.0
+    """Seconds that the first forward of each process sleeps."""
+    validation_s: float = 0.0
+    """Seconds that each forward of a validation sleeps."""
+
+    def once(self, name: str) -> bool:
+        """Whether this is the first call, over all processes and attempts."""
+        try:
+            Path(self.marks, name).touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
     def model(self) -> nn.Module:
         if self.how == "exit-early":
             sys.exit(0)
-        if self.how == "moved-early":
-            os.chdir(self.marks)
         return super().model()
 
     def dataset(self, split: str) -> Dataset | None:
         if split == "train":
-            return Fragile(self.samples, self.width, self.how, self.at, self.marks)
-        return super().dataset(split)
+            threading.Thread(target=wait, args=("THREAD",), name="upload").start()
+        count = self.samples if split == "train" else self.validation
+        return Fragile(self, count, split) if count else None
 
     def loss(self, model: nn.Module, batch: dict[str, Any]) -> Outcome:
         if self.how == "empty" and not len(batch["index"]):
             raise ValueError("nothing to reshape")
+        if model.training:
+            self._delay()
+        else:
+            time.sleep(self.validation_s)
         outcome = super().loss(model, batch)
-        if self.how == "slow":
-            time.sleep(0.005)
         if model.training and self.at in batch["index"].tolist():
-            match self.how:
-                case "raise":
-                    raise ValueError("sample 88 is not to be borne")
-                case "name":
-                    raise FileNotFoundError("no file \udcff.jpg")
-                case "codes":
-                    raise type("Red\x1b[31m", (Exception,), {})("\x1b[2Jgone\r\x9b1m\u202e")
-                case "words":
-                    raise RuntimeError("Connection reset by peer")
-                case "forked":
-                    if (pid := os.fork()) == 0:
-                        raise ValueError("in a process of the task's own")
-                    os.waitpid(pid, 0)
-                case "moved":
-                    os.chdir(self.marks)
-                case "mute":
-                    raise Mute
-                case "exit":
-                    sys.exit(0)
-                case "import":
-                    import no_such_module_anywhere  # noqa: F401
-                case "kill":
-                    os.kill(os.getpid(), signal.SIGKILL)
-                case "memory":
-                    _, hard = resource.getrlimit(resource.RLIMIT_AS)
-                    size = int(Path("/proc/self/statm").read_text().split()[0])
-                    size *= resource.getpagesize()
-                    resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), hard))
-                    torch.ones(1 << 28)
+            self._fail()
         return outcome
+
+    def _delay(self) -> None:
+        FORWARDS[0] += 1
+        if FORWARDS[0] == 1:
+            time.sleep(self.first_s)
+        elif FORWARDS[0] == self.busy_at and os.environ.get("RANK") == "0" and self.once("busy"):
+            until_s, noise = time.monotonic() + 60, torch.ones(300, 300)
+            while time.monotonic() < until_s:
+                noise = torch.mm(noise, noise).sign()
+
+    def _fail(self) -> None:
+        match self.how:
+            case "raise":
+                raise ValueError("sample 88 is not to be borne")
+            case "name":
+                raise FileNotFoundError("no file \udcff.jpg")
+            case "codes":
+                raise type("Red\x1b[31m", (Exception,), {})("\x1b[2Jgone\r\x9b1m\u202e")
+            case "words":
+                raise RuntimeError("Connection reset by peer")
+            case "forked":
+                if (pid := os.fork()) == 0:
+                    raise ValueError("in a process of the task's own")
+                os.waitpid(pid, 0)
+            case "moved":
+                os.chdir(self.marks)
+            case "exit":
+                sys.exit(0)
+            case "import":
+                import no_such_module_anywhere  # noqa: F401
+            case "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            case "memory":
+                _, hard = resource.getrlimit(resource.RLIMIT_AS)
+                size = int(Path("/proc/self/statm").read_text().split()[0])
+                size *= resource.getpagesize()
+                resource.setrlimit(resource.RLIMIT_AS, (size + (64 << 20), hard))
+                torch.ones(1 << 28)
 
 
 class Thief:

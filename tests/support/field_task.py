@@ -5,9 +5,8 @@ from __future__ import annotations
 import dataclasses
 import enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import tyro
 from tape_task import Tape
 
 
@@ -61,6 +60,13 @@ class Rooted(Tape):
             raise ValueError("root is empty; name a folder")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Needy(Tape):
+    """A field without a default."""
+
+    root: str
+
+
 @dataclasses.dataclass(frozen=True)
 class Unknown(Tape):
     """A field whose type is imported only for type checkers."""
@@ -72,7 +78,7 @@ class Unknown(Tape):
 class Gaps(Tape):
     """TOML has no null."""
 
-    odd_one: Annotated[dict[str, Any], tyro.conf.Fixed] = dataclasses.field(
+    odd_one: dict[str, Any] = dataclasses.field(
         default_factory=lambda: {"a": None})
 
 
@@ -80,4 +86,4 @@ class Gaps(Tape):
 class Objects(Tape):
     """TOML has no objects."""
 
-    odd_one: Annotated[object, tyro.conf.Fixed] = dataclasses.field(default_factory=object)
+    odd_one: object = dataclasses.field(default_factory=object)

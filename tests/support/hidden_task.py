@@ -1,4 +1,5 @@
-"""A task whose model or data have hidden state of the kind given by `way`."""
+"""A task whose model or data have hidden state, or do something that rank-invariant reduction
+doesn't support, of the kind given by `way`."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import Dataset, TensorDataset
 
 from trainer import Outcome
@@ -34,8 +36,14 @@ class Net(nn.Module):
             self.teacher.load_state_dict(self.body.state_dict())
         if way == "parts":
             self.own = nn.Parameter(torch.zeros(WIDTH))
+        if way == "sparse":
+            self.table = nn.Embedding(5, WIDTH, sparse=True)
+        if way == "passing":
+            self.register_buffer("passing", torch.zeros(()), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.way == "skips" and not len(x):
+            return self.head(x)
         h = self.body(x)
         if not self.training:
             return self.head(h)
@@ -75,6 +83,12 @@ class Net(nn.Module):
                 with torch.no_grad():
                     self.own.add_(x.sum(0))
                 h = h + self.own
+            case "sparse":
+                h = h + self.table(x[:, 0].mul(9).long() % 5)
+            case "reentrant":  # the body is in the graph, and in a graph of the checkpoint
+                h = checkpoint(self.body, h, use_reentrant=True)
+            case "passing":
+                self.passing += len(x)
         return self.head(h)
 
 
@@ -114,6 +128,7 @@ class Hidden:
     """Sums of random numbers."""
 
     way: str = ""
+    samples: int = 24
 
     def model(self) -> nn.Module:
         return Net(self.way)
@@ -129,7 +144,7 @@ class Hidden:
         x = torch.randn(24, WIDTH, generator=generator)
         if self.way == "data of a rank":
             x += int(os.environ["RANK"])
-        return TensorDataset(x, x.sum(1, keepdim=True))
+        return TensorDataset(x[:self.samples], x.sum(1, keepdim=True)[:self.samples])
 
     def loss(self, model: nn.Module, batch: Any) -> Outcome:
         x, y = batch
@@ -145,8 +160,6 @@ class Keeps(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr})
         self.kept, self.count = kept, 0
         self.inner = [torch.optim.SGD(self.param_groups, lr=lr, momentum=0.9)]
-        if kept == "shared":
-            self.inner[0].state = self.state
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -166,7 +179,7 @@ class Keeps(torch.optim.Optimizer):
                         self.state["all"] = {"count": 1}
                     case "attribute":
                         self.count += 1
-                    case "optimizer" | "shared":
+                    case "optimizer":
                         self.inner[0].step()
                         break
                 assert parameter.grad is not None
@@ -178,5 +191,4 @@ keeps_list = partial(Keeps, kept="list")
 keeps_tensor = partial(Keeps, kept="tensor")
 keeps_elsewhere = partial(Keeps, kept="elsewhere")
 keeps_optimizer = partial(Keeps, kept="optimizer")
-keeps_shared = partial(Keeps, kept="shared")
 keeps_attribute = partial(Keeps, kept="attribute")

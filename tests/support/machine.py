@@ -10,6 +10,12 @@ import signal
 import socket
 import time
 from collections.abc import Iterable
+from pathlib import Path
+
+AT_ONCE_S = 4.0
+"""Shorter than 4.3 s, after which orphans are killed: shows that the exit was orderly."""
+GONE_S = 20.0
+"""Orphans are killed within 5 s; the rest is a margin for a busy machine."""
 
 
 def free_port() -> int:
@@ -53,3 +59,45 @@ def default_signals() -> None:
     some are ignored, which child processes inherit."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is running and not a zombie."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state not in "ZX"
+
+
+def wait_gone(pids: set[int], timeout_s: float) -> set[int]:
+    """Wait for processes to exit; returns those still alive after `timeout_s`."""
+    deadline_s = time.monotonic() + timeout_s
+    while (left := {pid for pid in pids if alive(pid)}) and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return left
+
+
+def listening(pid: int) -> dict[str, str]:
+    """Addresses, by inode, of the TCP sockets on which a process listens."""
+    inodes = set()
+    for entry in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):  # closed since the folder was listed
+            target = os.readlink(entry)
+            if target.startswith("socket:["):
+                inodes.add(target[8:-1])
+    return {inode: address for inode, address in listeners().items() if inode in inodes}
+
+
+def listeners() -> dict[str, str]:
+    """Addresses, by inode, of all listening TCP sockets.
+
+    Compare inodes and not ports: another process may reuse a freed port immediately.
+    """
+    found = {}
+    for table in ("tcp", "tcp6"):
+        for line in Path("/proc/net", table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                found[fields[9]] = fields[1].partition(":")[0]
+    return found

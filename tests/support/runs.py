@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+TAPE = ("--task=tape_task:Tape", "--device=cpu", "--data.workers=0", "--batch.global-size=8",
+        "--batch.micro-size=2", "--task.samples=160")  # fmt: skip
+"""Four micro-batches per step, twenty steps per epoch."""
 
 
 def train(*arguments: str) -> int:
@@ -15,6 +20,42 @@ def train(*arguments: str) -> int:
     from trainer.__main__ import main
 
     return main([*arguments, "--world.threads=1"])
+
+
+def codes(ranks: Any, size: int, *arguments: str, function: Callable[..., int] = train,
+          **options: Any) -> list[int]:
+    """Train in `size` ranks; their exit codes, -N for a death by signal N. Prints their output."""
+    ended = ranks.outcomes(size, function, *arguments, group=False, **options)
+    print(*(rank.output for rank in ended), sep="")
+    for rank in ended:
+        assert not rank.hung, rank.output
+        if rank.error:
+            raise rank.error
+    return [-rank.signal if rank.signal else rank.exit_code or rank.value for rank in ended]
+
+
+def run(ranks: Any, size: int, folder: Path, *arguments: str, code: int = 0,
+        **options: Any) -> Path:
+    """Train in `size` ranks, which must all end with `code`; returns the run folder."""
+    assert codes(ranks, size, *arguments, f"--run-dir={folder}", **options) == [code] * size
+    return folder
+
+
+def until_done(ranks: Any, sizes: int | Sequence[int], folder: Path, *arguments: str,
+               **options: Any) -> list[list[int]]:
+    """Repeat a command until the run is complete, over stops and deaths; the codes of each start.
+
+    Args:
+        sizes: number of ranks, for each start; the last one is used for all further starts.
+    """
+    sizes = [sizes] if isinstance(sizes, int) else sizes
+    ended: list[list[int]] = []
+    while not ended or any(ended[-1]):
+        assert len(ended) < 30, "the run does not end"
+        size = sizes[min(len(ended), len(sizes) - 1)]
+        ended.append(codes(ranks, size, *arguments, f"--run-dir={folder}", **options))
+        assert 2 not in ended[-1]
+    return ended
 
 
 def metrics(run: Path | str) -> list[dict[str, Any]]:
@@ -32,11 +73,35 @@ def validations(run: Path | str) -> list[dict[str, Any]]:
     return [line for line in metrics(run) if "val_loss" in line]
 
 
+def events(run: Path, name: str, **fields: Any) -> list[dict[str, Any]]:
+    """The events with this name and these fields."""
+    from trainer.telemetry.events import read_events
+
+    return [e for e in read_events(run / "events.jsonl")
+            if e["event"] == name and all(e[key] == fields[key] for key in fields)]
+
+
+def summary(run: Path) -> dict[str, Any]:
+    return json.loads((run / "summary.json").read_text())
+
+
+def state(run: Path, step: int) -> dict[str, Any]:
+    """The state.json of a checkpoint."""
+    return json.loads((run / f"checkpoints/step-{step:08d}/state.json").read_text())
+
+
 def weights(run: Path | str, step: int) -> dict[str, Any]:
     """The model of a checkpoint, loaded as in a plain script."""
     from safetensors.torch import load_file
 
     return load_file(Path(run) / f"checkpoints/step-{step:08d}/model.safetensors")
+
+
+def flip_a_bit(path: Path) -> None:
+    """Change the last byte of a file."""
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
 
 
 def state_json(*, best: int = 0, **entries: Any) -> bytes:

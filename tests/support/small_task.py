@@ -128,11 +128,3 @@ def process_state() -> list[Any]:
         torch.are_deterministic_algorithms_enabled(), torch.get_float32_matmul_precision(),
         threading.active_count(), len(os.listdir("/proc/self/fd")),
     ]  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True)
-class Switched(Small):
-    """With two boolean fields."""
-
-    plain: bool = False
-    fancy: bool = True

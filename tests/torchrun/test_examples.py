@@ -46,12 +46,6 @@ def test_the_bare_loop_trains_two_ranks_under_torchrun(tmp_path):
     assert float(accuracy[1]) > 0.2, "ten classes: better than chance after six steps"
 
 
-def test_the_bare_loop_imports_nothing_of_the_package():
-    text = EXAMPLE.read_text()
-
-    assert not re.search(r"^\s*(from|import) (trainer|launch)", text, re.MULTILINE)
-
-
 def test_the_bare_loop_has_the_model_rates_and_groups_of_the_recipe(bare_loop):
     example, ours = bare_loop.make_model(), SmallCNN("batch")
     assert [p.shape for p in example.parameters()] == [p.shape for p in ours.parameters()]
@@ -82,12 +76,3 @@ def test_a_step_of_the_bare_loop_updates_by_the_whole_batch(bare_loop):
         weights.append(model[1].weight.detach())
 
     torch.testing.assert_close(weights[0], weights[1], rtol=1e-5, atol=1e-7)
-
-
-def test_the_bare_loop_reads_the_same_sample_as_the_trainer(bare_loop):
-    from trainer.tasks import fashion_mnist
-
-    arrays = fashion_mnist.read_sample()
-
-    ours = (arrays.train_images, arrays.train_labels, arrays.test_images, arrays.test_labels)
-    assert all((a == b).all() for a, b in zip(bare_loop.read_sample(), ours, strict=True))

@@ -21,36 +21,29 @@ WORKER = Path(__file__).with_name("leaving_worker.py")
 ONE_ATTEMPT = ["left 0 0 soon", "left 0 1 soon", "started 0 0", "started 0 1"]
 
 
-@pytest.mark.parametrize("code", [
-    pytest.param(code, marks=pytest.mark.long) for code in (2, 76, 77)])
-def test_an_end_by_the_trainer_is_one_attempt(tmp_path: Path, code: int) -> None:
-    with _torchrun(tmp_path, code, "all") as torchrun:
+@pytest.mark.long
+def test_an_end_by_the_trainer_is_one_attempt_and_a_failure_is_restarted(tmp_path: Path) -> None:
+    with _torchrun(tmp_path, 76, "all") as torchrun:
         assert torchrun.wait(200) != 0
     # A rank that is still starting when local rank 0 exits is killed by torchrun's SIGTERM.
     assert {"started 0 0", "left 0 0 soon"} <= set(_notes(tmp_path)) <= set(ONE_ATTEMPT)
-
-
-@pytest.mark.long
-def test_a_failure_is_restarted(tmp_path: Path) -> None:
+    (tmp_path / "notes").unlink()
     with _torchrun(tmp_path, 1, "all", max_restarts=1) as torchrun:
         assert torchrun.wait(200) == 1
     assert {note.split()[1] for note in _notes(tmp_path)} == {"0", "1"}
 
 
-@pytest.mark.parametrize("number", [
-    signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)])
-def test_a_stop_by_a_signal_to_torchrun_is_one_attempt_without_delay(
-        tmp_path: Path, number: signal.Signals) -> None:
-    with _torchrun(tmp_path, 75, "signal") as torchrun:
-        _wait_for(tmp_path, ["started 0 0", "started 0 1"])
-        torchrun.send_signal(number)
-        assert torchrun.wait(200) != 0
-    _wait_for(tmp_path, ONE_ATTEMPT)  # after a second signal, torchrun may exit before its ranks
-
-
-@pytest.mark.long
-def test_a_rank_that_ends_after_torchruns_signal_exits_without_delay(tmp_path: Path) -> None:
-    with _torchrun(tmp_path, 2, "late") as torchrun:
+@pytest.mark.parametrize(("number", "code", "scenario"), [
+    (signal.SIGTERM, 75, "signal"),
+    pytest.param(signal.SIGINT, 75, "signal", marks=pytest.mark.long),
+    pytest.param(0, 2, "late", marks=pytest.mark.long),  # it ends after torchrun's own signal
+])
+def test_an_end_by_or_after_a_signal_is_one_attempt_without_delay(
+        tmp_path: Path, number: int, code: int, scenario: str) -> None:
+    with _torchrun(tmp_path, code, scenario) as torchrun:
+        if number:
+            _wait_for(tmp_path, ["started 0 0", "started 0 1"])
+            torchrun.send_signal(number)
         assert torchrun.wait(200) != 0
     _wait_for(tmp_path, ONE_ATTEMPT)  # after a second signal, torchrun may exit before its ranks
 

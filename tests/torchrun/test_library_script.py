@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from runs import events
 
 from trainer.commands.compare import differences
-from trainer.telemetry.events import read_events
 
 SCRIPT = """
 import sys
@@ -44,7 +44,7 @@ train(Config(task=Mine(), run="refused", batch=Batch(global_size=4, micro_size=4
 def test_a_script_trains_twice_and_survives_a_kill_and_a_bad_config_is_refused(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-               "--max-restarts=3", "script.py", "straight", "killed"]  # fmt: skip
+               "--max-restarts=3", "script.py", "straight", "killed"]
 
     ended = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=280,
                            env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}, check=False)
@@ -52,8 +52,6 @@ def test_a_script_trains_twice_and_survives_a_kill_and_a_bad_config_is_refused(t
     assert ended.returncode == 1, "torchrun knows no other code"
     assert ended.stdout.count("killed 12") == 2, ended.stderr
     assert ended.stderr.count("error: --nproc_per_node: 2 ranks") == 1
-    starts = [e["attempt"] for e in read_events(tmp_path / "killed/events.jsonl")
-              if e["event"] == "start"]
-    assert sorted(set(starts)) == [0, 1]
+    assert {e["attempt"] for e in events(tmp_path / "killed", "start")} == {0, 1}
     assert not (tmp_path / "refused").exists()
     assert not list(differences(tmp_path / "straight", tmp_path / "killed"))

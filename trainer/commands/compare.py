@@ -27,11 +27,7 @@ class RunUnreadable(Exception):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare two runs and print the first difference.
-
-    Returns:
-        0: same bits; 1: they differ; 2: they cannot be compared.
-    """
+    """Compare two runs and print the first difference. Return the exit code."""
     parser = argparse.ArgumentParser(
         prog="trainer compare",
         description="Compare two runs bit by bit: the last checkpoint (weights, optimizer, "
@@ -60,7 +56,7 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
     """Yield a description of each difference between two runs.
 
     Raises:
-        Unreadable: a run cannot be read or is not finished (with `at`: has no such checkpoint).
+        RunUnreadable: a run cannot be read or is not finished (with `at`: has no such checkpoint).
     """
     infos = [_checkpoint(run, at) for run in (run_a, run_b)]
     if infos[0].step != infos[1].step:
@@ -69,14 +65,18 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
     step = infos[0].step
     yield from _metric_differences(run_a, run_b, step)
     for name in sorted({f for i in infos for f in i.manifest["files"] if f != layout.STATE}):
-        yield from _tensor_differences(name, infos)
-    facts = [_facts(info) for info in infos]
+        if any(name not in info.manifest["files"] for info in infos):
+            yield f"{name} is in one checkpoint only"
+        else:
+            left, right = (tensorfile.load_tensors(info.path / name) for info in infos)
+            yield from tensor_differences(name, left, right)
+    facts = [json.loads((info.path / layout.STATE).read_bytes()) for info in infos]
     for part in COMPARED:
         yield from _value_differences(part, facts[0].get(part), facts[1].get(part))
     if len(facts[0]["rng"]) == len(facts[1]["rng"]):
         yield from _value_differences("rng", facts[0]["rng"], facts[1]["rng"])
     if at is None:
-        yield from _product_differences(run_a, run_b)
+        yield from tensor_differences(layout.PRODUCT, _product(run_a), _product(run_b))
 
 
 def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
@@ -95,31 +95,16 @@ def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
         raise RunUnreadable(f"{run}: {error}") from error
 
 
-def _facts(info: CheckpointInfo) -> dict[str, Any]:
-    return json.loads((info.path / layout.STATE).read_bytes())
-
-
 def _metric_differences(run_a: Path, run_b: Path, step: int) -> Iterator[str]:
-    tables = [
-        {line_key(line): line for line in read_metrics(run / layout.METRICS)
-         if line["step"] <= step}
-        for run in (run_a, run_b)
-    ]  # fmt: skip
-    for run, table in zip((run_a, run_b), tables, strict=True):
+    tables = []
+    for run in (run_a, run_b):
         lines = [line for line in read_metrics(run / layout.METRICS) if line["step"] <= step]
-        if len(lines) != len(table):
+        tables.append({line_key(line): line for line in lines})
+        if len(lines) != len(tables[-1]):
             yield f"metrics.jsonl of {run} has a step twice"
     for key in sorted({**tables[0], **tables[1]}):
         what = f"metrics.jsonl, {'validation of ' if key[1] else ''}step {key[0]}"
         yield from _value_differences(what, tables[0].get(key), tables[1].get(key))
-
-
-def _tensor_differences(name: str, infos: Sequence[CheckpointInfo]) -> Iterator[str]:
-    if any(name not in info.manifest["files"] for info in infos):
-        yield f"{name} is in one checkpoint only"
-        return
-    left, right = (tensorfile.load_tensors(info.path / name) for info in infos)
-    yield from tensor_differences(name, left, right)
 
 
 def tensor_differences(
@@ -144,15 +129,8 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().reshape(-1).view(torch.uint8)
 
 
-def _product_differences(run_a: Path, run_b: Path) -> Iterator[str]:
-    paths = [run / layout.PRODUCT for run in (run_a, run_b)]
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        raise RunUnreadable(f"{missing[0]} is missing")
-    yield from tensor_differences(layout.PRODUCT, *map(_product, paths))
-
-
-def _product(path: Path) -> dict[str, torch.Tensor]:
+def _product(run: Path) -> dict[str, torch.Tensor]:
+    path = run / layout.PRODUCT
     try:
         return tensorfile.load_tensors(path)
     except (OSError, SafetensorError) as error:

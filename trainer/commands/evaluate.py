@@ -2,52 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 from trainer.config import command_line
 from trainer.errors import ConfigError
 from trainer.run.saved_run import SavedRun, open_saved_run
-from trainer.telemetry.events import Log
-
-EPILOG = "Any flag of the run may follow; it overrides the saved configuration (--device cpu)."
 
 
 def main(argv: Sequence[str]) -> int:
     """Print the metrics of the validation and the test set; exit code 2 if it has neither."""
-    parser = argparse.ArgumentParser(
-        prog="trainer evaluate", epilog=EPILOG, allow_abbrev=False,
-        description="Evaluate a checkpoint of a run on the validation and the test set. The result "
+    parser = command_line.saved_run_parser(
+        "evaluate", "Evaluate a checkpoint of a run on the validation and the test set. The result "
         "is bitwise equal to what the run logs for that step. The run may still be training; "
-        "nothing is written.",
-    )
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
+        "nothing is written.")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options, overrides = command_line.split(parser, argv)
-    try:
-        reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
-        if reader.choice.compile:
-            reader.model.compile()
-        scores = evaluate(reader)
-    except ConfigError as error:
-        Log().error(str(error))
-        return error.exit_code
-    found = {"step": reader.weights.step, "averaged": bool(reader.weights.average), **scores}
+    reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
+    if reader.choice.compile:
+        reader.model.compile()
+    found = {"step": reader.weights.step, "averaged": bool(reader.weights.average),
+             **evaluate(reader)}
     sys.stdout.write((json.dumps(found) if options.json else _table(found)) + "\n")
     return 0
 
 
 def evaluate(reader: SavedRun) -> dict[str, Any]:
-    """Return, for each split that the task has, "loss", its metrics and "samples".
-
-    Raises:
-        ConfigError: the task has neither a validation nor a test set.
-    """
+    """Return, for each split that the task has, "loss", its metrics and "samples"."""
     found = {}
     for split in ("validation", "test"):
         evaluator = reader.evaluator(split)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 import math
 import warnings
@@ -43,61 +42,51 @@ same code, so they must agree exactly; an exported program uses other operations
 
 def main(argv: Sequence[str]) -> int:
     """Export; exit code 1: the output of a file read back differs, 2: the export failed."""
-    parser = argparse.ArgumentParser(
-        prog="trainer export", allow_abbrev=False,
-        epilog="Any flag of the run may follow; it overrides the saved configuration.",
-        description="Export the model of a checkpoint: its weights (safetensors, plain names) or a "
+    parser = command_line.saved_run_parser(
+        "export", "Export the model of a checkpoint: its weights (safetensors, plain names) or a "
         "torch.export program of its forward in fp32, for batches of any size if the model allows "
         "it. Each file is read back and evaluated on a batch of the run's data; it is kept only "
-        "if the output is the same. Exit code 0: it is; 1: it differs; 2: the export failed.",
-    )
-    parser.add_argument("run", type=Path)
+        "if the output is the same. Exit code 0: it is; 1: it differs; 2: the export failed.")
     parser.add_argument("--to", type=Path, required=True, metavar="FOLDER")
-    parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
     parser.add_argument("--format", action="append", choices=list(TOLERANCE),
                         help="may repeat; default: safetensors")
     parser.add_argument("--tolerance", type=float, help="largest difference, relative to the "
                         "largest output and 1; default: 0 for safetensors, 1e-4 for a program")
     options, overrides = command_line.split(parser, argv)
-    log, exact = Log(), True
-    try:
-        if options.tolerance is not None and not options.tolerance >= 0:
-            raise ConfigError(f"--tolerance {options.tolerance:g}: use 0 or more.")
-        reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
-        call = _example(reader)
-        if any((options.to / name).exists() for name in (layout.IDENTITY, MANIFEST)):
-            raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
-                              f"{SAFETENSORS} of its own; choose another folder.")
-        to_folder = partial(
-            config_error_on_write, f"--to {options.to}", "choose a folder that can be written")
-        with to_folder():
-            options.to.mkdir(parents=True, exist_ok=True)
-        files = {}
-        for kind in dict.fromkeys(options.format or ["safetensors"]):
-            tolerance = TOLERANCE[kind] if options.tolerance is None else options.tolerance
-            write = _write_program if kind == "program" else _write_safetensors
-            name = PROGRAM if kind == "program" else SAFETENSORS
-            with to_folder(), TemporaryDirectory(dir=options.to, prefix=".") as aside:
-                again, notes = write(reader, call, Path(aside) / name)
-                difference = _difference(call.output, again)
-                if difference <= tolerance:
-                    (Path(aside) / name).rename(options.to / name)
-            summary = f"{options.to / name}: largest difference {difference:.3g}"
+    if options.tolerance is not None and not options.tolerance >= 0:
+        raise ConfigError(f"--tolerance {options.tolerance:g}: use 0 or more.")
+    reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
+    call = _example(reader)
+    if any((options.to / name).exists() for name in (layout.IDENTITY, MANIFEST)):
+        raise ConfigError(f"--to {options.to}: this is a run or a checkpoint, with a "
+                          f"{SAFETENSORS} of its own; choose another folder.")
+    to_folder = partial(
+        config_error_on_write, f"--to {options.to}", "choose a folder that can be written")
+    with to_folder():
+        options.to.mkdir(parents=True, exist_ok=True)
+    files, exact = {}, True
+    for kind in dict.fromkeys(options.format or ["safetensors"]):
+        tolerance = TOLERANCE[kind] if options.tolerance is None else options.tolerance
+        write = _write_program if kind == "program" else _write_safetensors
+        name = PROGRAM if kind == "program" else SAFETENSORS
+        with to_folder(), TemporaryDirectory(dir=options.to, prefix=".") as aside:
+            again, notes = write(reader, call, Path(aside) / name)
+            difference = _difference(call.output, again)
             if difference <= tolerance:
-                files[name] = {"difference": difference, "tolerance": tolerance, **notes}
-                print(summary + "".join(f", {key} {notes[key]}" for key in notes))
-            else:
-                exact = False
-                log.error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
-        if files:
-            with to_folder():
-                durable.replace_json(options.to / ABOUT, {
-                    "run": str(options.run), "step": reader.weights.step,
-                    "averaged": bool(reader.weights.average), "task": task_path(reader.config.task),
-                    "files": files})
-    except ConfigError as error:
-        log.error(str(error))
-        return error.exit_code
+                (Path(aside) / name).rename(options.to / name)
+        summary = f"{options.to / name}: largest difference {difference:.3g}"
+        if difference <= tolerance:
+            files[name] = {"difference": difference, "tolerance": tolerance, **notes}
+            print(summary + "".join(f", {key} {notes[key]}" for key in notes))
+        else:
+            exact = False
+            Log().error(f"{summary}, more than --tolerance {tolerance:g}: it isn't kept.")
+    if files:
+        with to_folder():
+            durable.replace_json(options.to / ABOUT, {
+                "run": str(options.run), "step": reader.weights.step,
+                "averaged": bool(reader.weights.average), "task": task_path(reader.config.task),
+                "files": files})
     return 0 if exact else 1
 
 

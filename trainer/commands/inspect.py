@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer.storage.locks import owner_is_alive
 
 
 def main(argv: Sequence[str]) -> int:
-    """Print the contents of a run folder; exit code 2 if it contains no run."""
+    """Print the contents of a run folder."""
     parser = argparse.ArgumentParser(
         prog="trainer inspect",
         description="Print the checkpoints and their validity, the attempts, the step, the uses of "
@@ -30,9 +30,6 @@ def main(argv: Sequence[str]) -> int:
                         help="folders of the same run on other nodes, for their events")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
-    if files.read_json(options.run / layout.IDENTITY) is None:
-        print(f"{options.run}: there is no run in this folder (no whole {layout.IDENTITY})")
-        return 2
     report = inspect(options.run, *options.others)
     print(json.dumps(report, indent=2) if options.json else _table(report, options.run))
     return 0
@@ -127,26 +124,23 @@ def resume_label(run: Path, saved: SavedState | None) -> tuple[str, str]:
     It is the start with the configuration, the ranks and the kind of device of the last start, and
     with the libraries that are installed here.
     """
+    import numpy
+    import torch
+
     determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
     if saved is None or not saved.settings or not saved.circumstances:
         return last
+    then = saved.circumstances
     try:
         verdict = compatibility.compare_settings(
             command_line.load(run / layout.CONFIG), saved.settings, before=saved.inexact,
-            now=_here(saved.circumstances), then=saved.circumstances)
+            now={**then, "torch": torch.__version__, "numpy": numpy.__version__}, then=then)
     except ConfigError as error:
         # The task can't be imported from here: use the label of the last start.
         return ("refused", str(error)) if "--accept" in str(error) else last
     # The last start may have had a reason that isn't known here, such as its kernels.
     return last if verdict.label == "exact" else (verdict.label, verdict.why)
-
-
-def _here(then: Mapping[str, Any]) -> dict[str, Any]:
-    import numpy
-    import torch
-
-    return {**then, "torch": torch.__version__, "numpy": numpy.__version__}
 
 
 def _table(report: dict[str, Any], run: Path) -> str:

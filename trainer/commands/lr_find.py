@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import math
 import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,17 +69,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--plot", type=Path, default=Path("lr-find.png"),
                         help="file of the plot (lr-find.png)")
     options, rest = command_line.split(parser, argv)
-    try:
-        if not 0 < options.low < options.high < math.inf:
-            raise ConfigError(f"--from {options.low:g} --to {options.high:g}: use two rates above "
-                              "0, the lower one first.")
-        if options.points < 10:
-            raise ConfigError(f"--points {options.points}: use 10 or more.")
-        _check_plot_path(options.plot)
-        rates, losses = run_range_test(rest, options.low, options.high, options.points)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+    if not 0 < options.low < options.high < math.inf:
+        raise ConfigError(f"--from {options.low:g} --to {options.high:g}: use two rates above 0, "
+                          "the lower one first.")
+    if options.points < 10:
+        raise ConfigError(f"--points {options.points}: use 10 or more.")
+    _check_plot_path(options.plot)
+    rates, losses = run_range_test(rest, options.low, options.high, options.points)
     if len(losses) < 2:
         print("the loss was not finite in the first steps: no suggestion")
         return 1
@@ -97,15 +92,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _check_plot_path(plot: Path) -> None:
-    """Check that the plot can be written, before anything is measured.
+    """Raise ConfigError if the plot can't be written, before anything is measured."""
+    from matplotlib.backend_bases import FigureCanvasBase
 
-    Raises:
-        ConfigError: it cannot.
-    """
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ModuleNotFoundError:
-        return  # `_plot` reports it
     kinds = FigureCanvasBase.get_supported_filetypes()
     if plot.suffix[1:].lower() not in kinds:
         raise ConfigError(f"--plot {plot}: the name must end with one of "
@@ -121,11 +110,7 @@ def _check_plot_path(plot: Path) -> None:
 def run_range_test(
     argv: Sequence[str], low: float, high: float, points: int
 ) -> tuple[list[float], list[float]]:
-    """Return the rates, and for each the loss of its step before the update, until they diverge.
-
-    Raises:
-        ConfigError: the configuration is wrong.
-    """
+    """Return the rates, and for each the loss of its step before the update, until they diverge."""
     from trainer.commands.scratch_run import scratch_run
 
     rates: list[float] = []
@@ -161,15 +146,11 @@ def _table(rates: Sequence[float], losses: Sequence[float]) -> str:
 def _plot(
     path: Path, rates: Sequence[float], losses: Sequence[float], found: Suggestion
 ) -> str:
-    """Draw the curve. Return a line with its path, or with the reason why there is none."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        return "no plot: matplotlib isn't installed (pip install matplotlib)"
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    """Draw the curve. Return a line with its path."""
+    from matplotlib.figure import Figure
 
-    figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.add_subplot()
     smoothed = smooth(losses)
     axes.semilogx(rates, losses, color="0.8", label="loss")
     axes.semilogx(rates, smoothed, color="tab:blue", label="smoothed")
@@ -181,5 +162,4 @@ def _plot(
     axes.set_xlabel("learning rate")
     axes.legend()
     figure.savefig(path, dpi=120)
-    pyplot.close(figure)
     return f"plot: {path}"

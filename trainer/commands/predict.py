@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import os
@@ -19,7 +18,7 @@ from trainer.data.batch import to_device
 from trainer.errors import ConfigError
 from trainer.run.saved_run import SavedRun, config_error_on_write, open_saved_run, record_first_call
 from trainer.storage import files, layout
-from trainer.telemetry.events import Log, writable
+from trainer.telemetry.events import writable
 
 KINDS = (".safetensors", ".jsonl")
 INDEX = "index"
@@ -28,52 +27,38 @@ REMEDY = "choose a file that can be written"
 
 def main(argv: Sequence[str]) -> int:
     """Write the predictions; exit code 2 if there is no checkpoint or no such data."""
-    parser = argparse.ArgumentParser(
-        prog="trainer predict", allow_abbrev=False,
-        epilog="Any flag of the run may follow; it overrides the saved configuration.",
-        description="Write the output of a checkpoint's model for each sample of a split, in the "
+    parser = command_line.saved_run_parser(
+        "predict", "Write the output of a checkpoint's model for each sample of a split, in the "
         "order of the data set: the result of the task's predict(model, batch), or the output of "
         "the model in its loss. A safetensors file has `index` (N) and `output` (N rows), or "
         "several outputs by name; a .jsonl file has one line {\"index\": …, \"output\": …} for "
-        "each sample, and the outputs may differ in size.",
-    )
-    parser.add_argument("run", type=Path)
-    parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
+        "each sample, and the outputs may differ in size.")
     parser.add_argument("--split", help="any split that the task's dataset() accepts; default: "
                         "test, or validation if there is no test set")
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
                         help="default: RUN/predictions/SPLIT-step-N.safetensors")
     options, overrides = command_line.split(parser, argv)
-    log = Log()
-    try:
-        if options.out is not None and options.out.suffix not in KINDS:
-            raise ConfigError(f"--out {options.out}: the name must end with {' or '.join(KINDS)}.")
-        if options.out is not None:
-            with config_error_on_write(f"--out {options.out}", REMEDY):
-                _prepare_folder(options.out)
-        reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
-        split, rows = _predict(reader, options.split)
-        step = reader.weights.step
-        name = f"{split}-{layout.step_name(step)}.safetensors"
-        out = options.out or options.run / "predictions" / name
-        origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
-        encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
-        with config_error_on_write(f"--out {out}", REMEDY):
-            out.parent.mkdir(parents=True, exist_ok=True)
-            files.replace_bytes(out, encoded)
-    except ConfigError as error:
-        log.error(str(error))
-        return error.exit_code
+    if options.out is not None and options.out.suffix not in KINDS:
+        raise ConfigError(f"--out {options.out}: the name must end with {' or '.join(KINDS)}.")
+    if options.out is not None:
+        with config_error_on_write(f"--out {options.out}", REMEDY):
+            _prepare_folder(options.out)
+    reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
+    split, rows = _predict(reader, options.split)
+    step = reader.weights.step
+    name = f"{split}-{layout.step_name(step)}.safetensors"
+    out = options.out or options.run / "predictions" / name
+    origin = {"run": writable(str(options.run)), "step": str(step), "split": split}
+    encoded = _lines(rows) if out.suffix == ".jsonl" else [save(_stacked(rows), origin)]
+    with config_error_on_write(f"--out {out}", REMEDY):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        files.replace_bytes(out, encoded)
     print(f"{out}: {split}, step {step}, {sum(map(_size, rows))} samples")
     return 0
 
 
 def _prepare_folder(out: Path) -> None:
-    """Create the folder of the file, before anything is computed.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Create the folder of the file, before anything is computed."""
     out.parent.mkdir(parents=True, exist_ok=True)
     if out.is_dir():
         raise IsADirectoryError("this is a folder")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -70,17 +69,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--to", type=Path, default=Path("profile"),
                         help="folder of the trace (profile)")
     options, rest = command_line.split(parser, argv)
+    if options.active < 1:
+        raise ConfigError(f"--active {options.active}: use 1 or more.")
     try:
-        if options.active < 1:
-            raise ConfigError(f"--active {options.active}: use 1 or more.")
-        try:
-            options.to.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--to {options.to}: {error}; choose a folder.") from error
-        spent_s, averages, on_gpu = profile_steps(rest, options.active, options.to)
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        options.to.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--to {options.to}: {error}; choose a folder.") from error
+    spent_s, averages, on_gpu = profile_steps(rest, options.active, options.to)
     print(_phases(spent_s, options.active))
     print(_operations(averages, on_gpu, options.active))
     print(f"trace: {options.to} (tensorboard --logdir {options.to}, with torch-tb-profiler; or "
@@ -91,11 +86,7 @@ def main(argv: Sequence[str]) -> int:
 def profile_steps(
     argv: Sequence[str], active: int, folder: Path
 ) -> tuple[dict[str, float], list[Any], bool]:
-    """Return the seconds of each phase, the profiler's sums by operation, and whether on a GPU.
-
-    Raises:
-        ConfigError: the configuration is wrong.
-    """
+    """Return the seconds of each phase, the profiler's sums by operation, and whether on a GPU."""
     from trainer.commands.scratch_run import scratch_run
 
     clock = PhaseClock()

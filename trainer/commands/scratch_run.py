@@ -34,11 +34,6 @@ def scratch_run(
     Args:
         argv: recipe and flags, as for training.
         steps: largest number of steps.
-        command: name of the command, for error messages.
-        clock: subscriber of the progress marks.
-
-    Raises:
-        ConfigError: the configuration is wrong, or a launcher has started several ranks.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(f"trainer {command} runs in one process; start it without a launcher.")

@@ -15,7 +15,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainer.config import command_line
+from trainer.config.schema import Config
 from trainer.distributed.peer_errors import lost_peer
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import (
     EXIT_COMPLETE,
     EXIT_FAILURE,
@@ -24,19 +27,16 @@ from trainer.errors import (
     StopRequested,
     TrainerError,
 )
-from trainer.resilience.diagnosis import is_foreign
-from trainer.resilience.launcher_channel import Orders
+from trainer.resilience.diagnosis import Failure, forget_workers, is_foreign
+from trainer.resilience.launcher_channel import Orders, has_lost_rank, leave_launcher, tell
 from trainer.resilience.preflight import allow_files, check_environment
 from trainer.resilience.stop_signals import StopSignals
+from trainer.telemetry.events import Log, writable
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import ignore_output_errors, say
 
-if TYPE_CHECKING:  # signal handlers are installed before torch is imported
-    from trainer.config.schema import Config
-    from trainer.distributed.world import World
-    from trainer.resilience.diagnosis import Failure
+if TYPE_CHECKING:  # its import takes seconds: a wrong configuration is reported before
     from trainer.run.guard import Guard
-    from trainer.telemetry.events import Log
 
 THREADS_AFTER_S = 5.0
 """Seconds after a complete run until a warning names the threads that keep the process alive."""
@@ -64,10 +64,6 @@ class RankProcess:
     """
 
     def __init__(self, stop: StopSignals, commands: Sequence[str] = ()) -> None:
-        from trainer.distributed.world import LaunchInfo
-        from trainer.resilience.diagnosis import Failure
-        from trainer.telemetry.events import Log
-
         self._stop, self._commands = stop, ", ".join(commands)
         self._log, self._launch, self._agent = Log(), LaunchInfo(), os.getppid()
         self._failure, self._current = Failure(self._log), CurrentRun()
@@ -111,12 +107,6 @@ class RankProcess:
         return code
 
     def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
-        from trainer.config import command_line
-        from trainer.distributed.world import LaunchInfo, World
-        from trainer.resilience.diagnosis import Failure
-        from trainer.resilience.launcher_channel import tell
-        from trainer.telemetry.events import Log
-
         self._launch = launch = LaunchInfo.from_environment()
         allow_files(launch.local_size, launch.size - launch.local_size)
         check_environment()
@@ -156,15 +146,11 @@ class RankProcess:
 
     def _leave(self, code: int, last_words: str = "") -> None:
         """Tell the launcher the exit code."""
-        from trainer.resilience.launcher_channel import leave_launcher
-
         leave_launcher(code, self._launch, lambda: self._stop.senders[self._agent],
                        last_words=last_words)
 
     def _leave_before_training(self) -> int:
         """Report a stop before the first step, with nothing to save; returns the exit code."""
-        from trainer.resilience.launcher_channel import has_lost_rank
-
         stop, log, launch = self._stop, self._log, self._launch
         if stop.only_from(self._agent) and has_lost_rank(launch):  # torchrun restarts all ranks
             log.event("failure", why="the launcher ends the attempt: a rank is gone", echo=True)
@@ -179,8 +165,6 @@ class RankProcess:
         """Save the last step, in another thread, if a stop has exceeded --stop.grace-s; returns the
         exit code.
         """
-        from trainer.resilience.launcher_channel import tell
-
         if self._complete:  # the process waits for threads of the task
             tell("returned", EXIT_COMPLETE)
             return EXIT_COMPLETE
@@ -212,8 +196,6 @@ def train_attempt(
         watched: False: `--watchdog.limit-s auto` sets no limit.
     """
     from trainer.loop import train
-    from trainer.resilience.diagnosis import forget_workers
-    from trainer.resilience.launcher_channel import tell
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
     from trainer.run.warmup import start
@@ -280,8 +262,6 @@ def _survive(
 
 def show_cause(error: BaseException) -> None:
     """Print the traceback of the exception in user code that caused an error, if any."""
-    from trainer.telemetry.events import writable
-
     cause = error.__cause__
     if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
         say(writable("".join(traceback.format_exception(cause))))

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 import argparse
 import ast
-import collections.abc
-import contextlib
 import dataclasses
 import difflib
 import enum
-import io
-import re
-import sys
+import functools
+import inspect
+import shutil
+import textwrap
 import tomllib
-import types
 import typing
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import tomli_w
-import tyro
 
-from trainer.config.fields import Duration
-from trainer.config.schema import Config, Schedule
+from trainer.config.fields import (
+    SEVERAL,
+    Duration,
+    InvalidSetting,
+    convert_value,
+    flag_of,
+    type_name,
+)
+from trainer.config.schema import Config
 from trainer.errors import ConfigError
 from trainer.task import BUILT_IN, RECORDED, find_task, split_task_argument
-from trainer.telemetry.std_streams import EXIT_PIPE, quiet_broken_pipe
+from trainer.telemetry.std_streams import quiet_broken_pipe
 
-_UNREADABLE = re.compile(
-    r"Error parsing (--\S+): (.*) Argument helptext: --\S+ "
-    r"(\[?(?:(?:INT|FLOAT|STR|PATH|LENGTH|\{[^}]*\})[| ]?)+(?:\[.*?\.\.\.\]\])?) ?"
-    r"(.*?)(?: \(default: [^()]*\))?$")
-"""tyro's message about a value of the wrong type: flag, reason, type, help text."""
-FLAG_NAMES = {"run": "run-dir"}
-"""Setting → name of its flag, where they differ."""
+RECIPES = Path(__file__).parent / "recipes"
+DEFAULT_RECIPE = "sample"
 _USUAL = {
     "accumulate-grad-batches": "batch.micro-size", "amp": "precision.dtype",
     "batch-size": "batch.global-size", "bf16": "precision.dtype", "compile": "precision.compile",
@@ -48,86 +48,249 @@ _USUAL = {
     "threads": "world.threads", "warmup-steps": "schedule.warmup", "wd": "optim.weight-decay",
 }
 """Flag name in other trainers → name here."""
-_MISSING = re.compile(r"Missing value for argument '(--[^']+)'\. Expected (\d+) values?\.")
-_VALUE = re.compile(r"(?:no type matching .*? from|invalid literal.*?:|could not convert.*?:|"
-                    r"Could not parse arguments|Could not find valid parse for arguments:) "
-                    r"(\[.*?\]|'[^']*')")
-_MANY = (list, set, frozenset, dict, collections.abc.Sequence, collections.abc.Mapping)
-"""Types of any number of values, besides tuple[X, ...]."""
+# Both keys are keywords of Python, so that no field of a task can have their names.
+_TASK_KEY = "class"
+_NONE_KEY = "None"  # lists the fields that are None, since TOML has no null
+
+_HELP = """\
+Fault-tolerant training. RECIPE comes first: a TOML file, or one of:
+{recipes}
+(default: {default}). Flags override the recipe.
+
+  torchrun --standalone --nproc_per_node=2 --max-restarts=3 -m trainer [RECIPE] [flags]
+  python -m trainer [RECIPE] [flags]     one process, no launcher
+  python -m trainer COMMAND --help       {commands}
+
+A LENGTH is 200 (optimizer steps), 1ep (epochs), 5% (of the run) or off.
+--task NAME|module:Class selects the task ({tasks}, or your own);
+its fields are the flags --task.FIELD.
+
+--quiet shows only warnings and errors (--log.level warning).
+--run is accepted for --run-dir, except under torchrun, which takes it for its own --run-path.
+"""
 
 
-def without_aliases(arguments: Sequence[str]) -> list[str]:
-    """Replace the aliases `--run` (for `--run-dir`) and `--quiet` (for `--log.level=warning`)."""
-    arguments = [re.sub(r"^--run(?==|$)", "--run-dir", argument) for argument in arguments]
-    return ["--log.level=warning" if a == "--quiet" else a for a in arguments]
+@dataclass(frozen=True)
+class Setting:
+    """A field of the configuration, of one of its sections, or of the task."""
+
+    owner: type
+    field: str
+    name: str
+    """Dotted name, as in config.toml."""
+    hint: Any
+    default: Any
+    repeatable: bool
+
+    @property
+    def takes_several(self) -> bool:
+        """Whether its flag takes any number of words."""
+        kinds = (self.hint, *typing.get_args(self.hint))  # also for X | None
+        return not self.repeatable and any(
+            (typing.get_origin(kind) or kind) in (*SEVERAL, dict) for kind in kinds)
 
 
-def split(
-    parser: argparse.ArgumentParser, argv: Sequence[str]
-) -> tuple[argparse.Namespace, list[str]]:
-    """Split arguments into a command's own options and the rest, which are training flags.
-
-    Raises:
-        ConfigError: one of the rest is probably a misspelt flag of the command.
-    """
-    options, rest = parser.parse_known_args(argv)
-    own = [flag for action in parser._actions for flag in action.option_strings]
-    for argument in rest:
-        flag = argument.partition("=")[0]
-        if "." not in flag and (near := difflib.get_close_matches(flag, own, n=1, cutoff=0.8)):
-            raise ConfigError(f"{flag}: there is no such flag; did you mean {near[0]}?")
-    return options, rest
-
-
-def multi_value_flags(cls: Any, prefix: str) -> Iterator[str]:
-    """Flags of a task's fields that take any number of values."""
-    hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        flag = f"--{prefix}{field.name.replace('_', '-')}"
-        of = hints[field.name]
-        for hint in (of, *typing.get_args(of)):  # also for X | None
-            if dataclasses.is_dataclass(hint):
-                yield from multi_value_flags(hint, flag[2:] + ".")
-            elif typing.get_origin(hint) in _MANY or (
-                    typing.get_origin(hint) is tuple and Ellipsis in typing.get_args(hint)):
-                yield flag
-                break
-
-
-def type_name(hint: Any) -> str:
-    """A type in words, for messages."""
-    of = typing.get_args(hint)
-    if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return " | ".join(map(type_name, of))
-    if typing.get_origin(hint) is typing.Literal:
-        return " | ".join(map(str, of))
-    name = getattr(hint, "__name__", str(hint))
-    return {"tuple": "list", "NoneType": "None"}.get(name, name)
-
-
-def join_repeated(arguments: Sequence[str], flags: Iterable[str]) -> list[str]:
-    """Join the values of repeated flags: the parser would only take the last ones.
+def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
+    """Parse a command line: recipe and flags.
 
     Args:
-        flags: flags that take any number of values.
+        show: whether to print the help text (on one rank only).
+        commands: names of the other commands, for the help text and for hints.
+
+    Raises:
+        ConfigError: a recipe, key or flag is unknown, or a value is invalid or can't be stored in
+            config.toml.
+        SystemExit: with code 0, after `--help`.
     """
-    joined = set(flags)
-    values: dict[str, list[str]] = {}
-    rest: list[str] = []
-    into, times = rest, dict[str, int]()
-    for argument in arguments:
-        flag, equals, value = argument.partition("=")
-        flag = flag.replace("_", "-")
-        if argument.startswith("--"):
-            into = values.setdefault(flag, []) if flag in joined else rest
-        if argument.startswith("--") and flag in joined:
-            times[flag] = times.get(flag, 0) + 1
-            into += [value] if equals else []
+    arguments = list(argv)
+    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
+    task_name, arguments = split_task_argument(arguments)
+    check_not_empty(arguments)
+    path = find_recipe(recipe, commands.split(", "))
+    task, values = _read_recipe(path, task_name)
+    settings = _settings(task)
+    if {"-h", "--help"} & set(arguments):
+        if show:
+            with quiet_broken_pipe():
+                print(_help_text(settings, values, commands))
+        raise SystemExit(0)
+    flags = _read_flags(arguments, settings)
+    by_flag = task_name is not None or any(name.startswith("task.") for name in flags)
+    config = _configure(task, values, flags, path,
+                        f"--task {task_name or ''}".strip() if by_flag else f"{path}: [task]")
+    if config.run is None:
+        name = Path(recipe).stem
+        if task_name is not None and recipe == DEFAULT_RECIPE:
+            name = task_name.rpartition(":")[2].lower()
+        config = dataclasses.replace(config, run=f"runs/{name}")
+    to_toml(config)  # raises if a value can't be written, before anything has started
+    return config
+
+
+def load(path: Path) -> Config[Any]:
+    """Read a configuration from a TOML file.
+
+    Raises:
+        ConfigError: the file is invalid; names the file and the key.
+    """
+    task, values = _read_recipe(path, None)
+    return _configure(task, values, {}, path, f"{path}: [task]")
+
+
+def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any]]:
+    """The class of the task, and the recipe's values by dotted name.
+
+    Args:
+        task_name: replaces the recipe's task, together with its fields.
+    """
+    try:
+        table = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"recipe {path}: {error}") from error
+    fields = table.pop("task", {})
+    named = fields.pop(_TASK_KEY, "images") if isinstance(fields, dict) else None
+    if not isinstance(named, str):
+        raise ConfigError(f"{path}: task = {fields!r}: write a table [task], with the task's name "
+                          f"as its key {_TASK_KEY}.")
+    if task_name not in (None, named):
+        named, fields = task_name, {}
+    task = find_task(named)
+    settings = _settings(task)
+    sections = {name.rpartition(".")[0] for name in settings} - {""}
+    values = _flatten({**table, "task": fields}, sections, path)
+    for name, value in values.items():
+        if name not in settings:
+            near = difflib.get_close_matches(name, settings, n=1)
+            hint = f"did you mean {near[0]}?" if near else "--help lists them all."
+            raise ConfigError(f"{path}: unknown key {name}; {hint}")
+        try:
+            values[name] = convert_value(settings[name].hint, value)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {name} = {value!r}: {error}.") from error
+    return task, values
+
+
+def _flatten(table: Mapping[str, Any], sections: set[str], path: Path, prefix: str = ""
+             ) -> dict[str, Any]:  # fmt: skip
+    """Values of a TOML table by dotted name, in the spelling of the fields."""
+    flat: dict[str, Any] = {}
+    for key, value in table.items():
+        name = prefix + key.replace("-", "_")
+        if key == _NONE_KEY and isinstance(value, list):
+            found = {f"{prefix}{empty}": None for empty in value}
+        elif name not in sections:
+            found = {name: value}
+        elif isinstance(value, dict):
+            found = _flatten(value, sections, path, f"{name}.")
         else:
-            into.append(argument)
-    if not any(count > 1 for count in times.values()):
-        return list(arguments)
-    return rest + [word for flag, words in values.items() for word in (flag, *words)]
+            raise ConfigError(f"{path}: {name} = {value!r}: write a table [{name}].")
+        if twice := found.keys() & flat.keys():
+            raise ConfigError(f"{path}: the key {min(twice)} is given twice, with _ and with -; "
+                              "remove one.")
+        flat |= found
+    return flat
+
+
+@functools.cache
+def _settings(task: type) -> dict[str, Setting]:
+    """All settings by dotted name, those of a class of task included."""
+    found = {s.name: s for s in (*_leaves(Config, ""), *_leaves(task, "task."))}
+    del found["task"]
+    return found
+
+
+def _leaves(cls: Any, prefix: str, base: Any = None) -> Iterator[Setting]:
+    for field, name, hint, default in _fields(cls, prefix, base):
+        if _is_section(hint):
+            yield from _leaves(hint, f"{name}.", default)
+        else:
+            yield Setting(cls, field.name, name, hint, default,
+                          field.metadata.get("repeatable", False))
+
+
+def _fields(cls: Any, prefix: str, base: Any
+            ) -> Iterator[tuple[dataclasses.Field[Any], str, Any, Any]]:  # fmt: skip
+    """(field, dotted name, type, default) of each field; the defaults are those of `base`."""
+    hints = typing.get_type_hints(cls)
+    for field in dataclasses.fields(cls):
+        if base is not None:
+            default = getattr(base, field.name)
+        else:
+            made = field.default_factory
+            default = field.default if made is MISSING else made()
+        if field.init:
+            name = prefix + field.metadata.get("flag", field.name)
+            hint = hints[field.name]
+            yield field, name, hint, None if _is_section(hint) and default is MISSING else default
+
+
+def _is_section(hint: Any) -> bool:
+    return isinstance(hint, type) and dataclasses.is_dataclass(hint) and hint is not Duration
+
+
+def _read_flags(arguments: Sequence[str], settings: Mapping[str, Setting]) -> dict[str, Any]:
+    """Values of the flags by dotted name.
+
+    Raises:
+        ConfigError: a flag is unknown, or its value doesn't fit.
+    """
+    given: dict[str, list[list[str]]] = {}
+    for flag, words in _with_words(arguments):
+        name = flag.removeprefix("--").replace("-", "_")
+        name = {"run_dir": "run"}.get(name, name)
+        section, _, last = name.rpartition(".")
+        positive = f"{section}.{last.removeprefix('no_')}".removeprefix(".")
+        if name == "quiet" and not words:
+            name, words = "log.level", ["warning"]
+        elif section in settings and settings[section].takes_several:  # one key of a dict
+            name, words = section, [last, *words]
+        elif name not in settings and positive in settings and settings[positive].hint is bool:
+            if words:
+                raise ConfigError(f"{flag} {' '.join(words)}: it takes no value.")
+            name, words = positive, ["off"]
+        elif name not in settings or not flag.startswith("--"):
+            raise ConfigError(_unknown_flag(flag, settings))
+        elif settings[name].hint is bool and not words:
+            words = ["on"]
+        given.setdefault(name, []).append(words)
+    return {name: _value_of_flag(settings[name], words) for name, words in given.items()}
+
+
+def _with_words(arguments: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
+    """Each flag with the words that follow it; a number may begin with -, other words with =."""
+    flag, words = "", list[str]()
+    for argument in [*arguments, "--"]:
+        if argument.startswith("-") and not argument[1:2].isdigit() and argument[1:2] != ".":
+            if flag:
+                yield flag, words
+            elif words:
+                raise ConfigError(f"{words[0]}: it belongs to no flag; give one RECIPE, before all "
+                                  "flags.")
+            flag, equals, value = argument.partition("=")
+            words = [value] if equals else []
+        else:
+            words.append(argument)
+
+
+def _value_of_flag(setting: Setting, given: Sequence[Sequence[str]]) -> Any:
+    """The value of a flag from its words, for each time it is given."""
+    flag = flag_of(setting.name)
+    for words in given if not setting.takes_several else ():
+        if not words:
+            raise ConfigError(f"{flag}: expected a value; write one that begins with - as "
+                              f"{flag}=-…")
+        if len(words) > 1:
+            remedy = (f"repeat {flag} for each value, and quote a pattern, which the shell would "
+                      "expand to file names" if setting.repeatable else
+                      "quote a value that contains blanks")
+            raise ConfigError(f"{flag} {' '.join(words)}: {words[1]!r} is an excess value; "
+                              f"{remedy}.")
+    every = [word for words in given for word in words]
+    whole = setting.takes_several or setting.repeatable
+    try:
+        return convert_value(setting.hint, every if whole else every[-1], text=True)
+    except ValueError as error:
+        raise ConfigError(f"{' '.join([flag, *every])}: {error}.") from error
 
 
 def check_not_empty(arguments: Sequence[str]) -> None:
@@ -145,248 +308,142 @@ def check_not_empty(arguments: Sequence[str]) -> None:
             raise ConfigError(f"{flag} '': the value is empty; give one, or omit the flag.")
 
 
-def unknown_flag(arguments: Sequence[str], names: Iterable[str]) -> str | None:
-    """The message for the first unknown flag, with a suggestion; None if all flags are known.
-
-    Args:
-        names: names of all settings.
-    """
-    known = [f"--{name.replace('_', '-')}" for name in names]
-    switches = [re.sub(r"^(--(?:.*\.)?)", r"\1no-", flag) for flag in known]  # for boolean fields
-    for argument in arguments:
-        flag = argument.partition("=")[0].replace("_", "-")
-        if flag.startswith("--") and flag not in (*known, *switches):
-            last = flag.rpartition(".")[2].removeprefix("--")
-            same = [name for name in known if re.split(r"\.|--", name)[-1] == last]
-            if last in _USUAL:
-                same = [f"--{_USUAL[last]}"]
-            near = same if len(same) == 1 else difflib.get_close_matches(flag, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists them all."
-            return f"{flag}: there is no such flag; {hint}"
-    return None
+def _unknown_flag(flag: str, settings: Mapping[str, Setting]) -> str:
+    """The message for an unknown flag, with the flag that was probably meant."""
+    known = [flag_of(name) for name in settings]
+    shown = flag.replace("_", "-")
+    last = shown.rpartition(".")[2].lstrip("-")
+    if last in _USUAL:
+        near = [f"--{_USUAL[last]}"]
+    else:
+        near = [name for name in known if name.replace(".", "--").split("--")[-1] == last]
+        near = near if len(near) == 1 else difflib.get_close_matches(shown, known, n=1)
+    hint = f"did you mean {near[0]}?" if near else "--help lists them all."
+    single = "" if flag.startswith("--") else " (Write a value that begins with - as --flag=-….)"
+    return f"{shown}: there is no such flag; {hint}{single}"
 
 
-def error_message(
-    text: str, arguments: Sequence[str], settings: Sequence[tuple[str, Any]]
-) -> str:
-    """The error in a command line, in one line.
-
-    Args:
-        text: tyro's error message.
-        settings: (name, value) of all settings.
-    """
-    words = plain(text)
-    if words.startswith("Unrecognized options"):
-        excess = words.removeprefix("Unrecognized options:").strip()
-        return unknown_flag(arguments, (name for name, _ in settings)) or (
-            _excess_value(arguments, excess, settings) or words)
-    if found := _MISSING.match(words):
-        flag, number = found[1], int(found[2])
-        given = next((typed for name, *typed in _by_flag(arguments) if name == flag), [])
-        return (f"{' '.join([flag, *given])}: " + (
-            f"expected {number} values, separated by blanks." if number > 1 else
-            f"expected a value; write one that begins with - as {flag}=-…"))
-    return words
-
-
-def _by_flag(arguments: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with its values; the values before the first flag come with an empty flag."""
-    part = [""]
-    for argument in arguments:
-        if argument.startswith("--"):
-            yield part
-            flag, equals, value = argument.partition("=")
-            part = [flag.replace("_", "-")] + [value] * bool(equals)
-        else:
-            part.append(argument)
-    yield part
-
-
-def _excess_value(
-    arguments: Sequence[str], excess: str, settings: Sequence[tuple[str, Any]]
-) -> str:
-    """The message for a value that belongs to no flag; "" if it isn't found.
-
-    Args:
-        excess: text that begins with the value.
-    """
-    current = {f"--{name.replace('_', '-')}": value for name, value in settings}
-    for flag, *values in _by_flag(arguments):
-        for value in values:
-            if excess != value and not excess.startswith((f"{value},", f"{value} ")):
-                continue
-            on = re.sub(r"^(--(?:.*\.)?)no-", r"\1", flag) if flag not in current else flag
-            default = current.get(on)
-            typed = " ".join([flag, *values])
-            if re.match(r"-[^\d.]", value):
-                return (f"{value}: there is no such flag; --help lists them all. (Write a value "
-                        f"that begins with - as {flag or '--flag'}={value}.)")
-            if not flag:
-                return f"{value}: it belongs to no flag; give one RECIPE, before all flags."
-            if isinstance(default, bool):
-                off = re.sub(r"^(--(?:.*\.)?)", r"\1no-", on)
-                return f"{typed}: it is a switch and takes no value; write {on} or {off}."
-            if isinstance(default, tuple) and default and not isinstance(default[0], str):
-                return f"{typed}: it takes {len(default)} values."
-            remedy = (f"repeat {flag} for each value, and quote a pattern, which the shell would "
-                      "expand to file names" if isinstance(default, tuple)
-                      else "quote a value that contains blanks")
-            return f"{typed}: {value!r} is an excess value; {remedy}."
-    return ""
-
-
-def _as_typed(words: str) -> str:
-    """Convert Python's repr of a value or list to the form on the command line."""
-    with contextlib.suppress(ValueError, SyntaxError):
-        typed = ast.literal_eval(words)
-        return " ".join(map(repr, typed if isinstance(typed, list) else [typed]))
-    return words
-
-
-def plain(text: str) -> str:
-    """tyro's boxed error message as one line."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", text)
-    lines = [re.sub(r"[─│╭╮╰╯├┤]+", " ", line).strip() for line in text.splitlines()]
-    lines = [line for line in lines if line.strip("- ") and "full helptext" not in line]
-    message = " ".join(lines[1:] if len(lines) > 1 else lines)  # the first is the box's title
-    message = re.sub(r"\s+", " ", message.removesuffix(" trainer --help")).strip()
-    if found := _UNREADABLE.match(message):
-        flag, why, kind, about = found.groups()
-        if value := _VALUE.match(why):
-            kind, *several = kind.strip("[ ").split(" [")
-            expected = re.sub(r"[{}]", "", kind).strip().replace("|", " or ").replace(",", ", ")
-            expected += ", or several separated by blanks" if several else ""
-            return f"{flag} {_as_typed(value[1])}: expected {expected}. {about}"
-        if "key-value pairs" in why:
-            return (f"{flag}: expected alternating keys and values, separated by blanks: "
-                    f"{flag} KEY VALUE. {about}")
-        return f"{flag}: {why}. {about}"
-    message = re.sub(r"^Error parsing [\w.]+: (?=--|task\.)", "", message)
-    return re.sub(r"^Error parsing (task[\w.]*): ", r"--\1: ", message)  # from its __post_init__
-
-
-RECIPES = Path(__file__).parent / "recipes"
-DEFAULT_RECIPE = "sample"
-# Both keys are keywords of Python, so that no field of a task can have their names.
-_TASK_KEY = "class"
-_NONE_KEY = "None"  # lists the fields that are None, since TOML has no null
-
-_HELP = """\
-Fault-tolerant training. RECIPE comes first: a TOML file, or one of: {recipes}
-(default: {default}). Flags override the recipe.
-
-  torchrun --standalone --nproc_per_node=2 --max-restarts=3 -m trainer [RECIPE] [flags]
-  python -m trainer [RECIPE] [flags]                       one process, no launcher
-  python -m trainer COMMAND --help                         {commands}
-
-A LENGTH is 200 (optimizer steps), 1ep (epochs), 5% (of the run) or off.
---task NAME|module:Class selects the task ({tasks}, or your own);
-its fields are the flags below --task.
-
---quiet shows only warnings and errors (--log.level warning).
---run is accepted for --run-dir, except under torchrun, which takes it for its own --run-path.
-"""
-
-
-def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
-    """Parse a command line: recipe and flags.
-
-    Args:
-        show: whether to print the help text (on one rank only).
-        commands: names of the other commands, for the help text and for hints.
-
-    Raises:
-        ConfigError: a recipe, key or flag is unknown, or a value is invalid or can't be stored in
-            config.toml.
-        SystemExit: with code 0, after `--help`.
-    """
-    arguments = list(argv)
-    recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
-    task_name, arguments = split_task_argument(without_aliases(arguments))
-    check_not_empty(arguments)
-    path = find_recipe(recipe, commands.split(", "))
-    has_task_flags = any(argument.startswith(("--task.", "--task_")) for argument in arguments)
-    default = load(path, task_name=task_name, unchecked=has_task_flags)
-    default = _without_schedule_options(default, arguments)
-    arguments = join_repeated(
-        arguments, multi_value_flags(type(default.task), "task."))
-    registry = tyro.constructors.ConstructorRegistry()
-    registry.primitive_rule(_length_rule)
-    problems = io.StringIO()
-    asks_help = any(a in ("-h", "--help") for a in arguments)
-    output = quiet_broken_pipe() if asks_help else contextlib.redirect_stderr(problems)
+def _configure(
+    task: type, recipe: Mapping[str, Any], flags: Mapping[str, Any], path: Path, task_source: str
+) -> Config[Any]:
+    """The configuration: defaults, overridden by the recipe, overridden by the flags."""
+    values = dict(recipe)
+    if flags.get("schedule.name", values.get("schedule.name")) != values.get("schedule.name"):
+        for name in ("schedule.min_ratio", "schedule.options"):  # of the recipe's schedule
+            values.pop(name, None)
+    settings = _settings(task)
+    for name, value in flags.items():
+        before = values.get(name, settings[name].default)
+        if settings[name].repeatable:
+            value = (*before, *value)
+        elif isinstance(value, dict) and isinstance(before, dict):
+            value = {**before, **value}
+        values[name] = value
     try:
-        with output, contextlib.redirect_stdout(problems if not asks_help else sys.stdout):
-            config: Config[Any] = tyro.cli(  # type: ignore[call-overload]
-                Config[type(default.task)],  # type: ignore[misc]
-                args=arguments,
-                default=default,
-                prog="trainer",
-                description=_HELP.format(
-                    recipes=", ".join(recipe_names()), default=DEFAULT_RECIPE,
-                    tasks=", ".join(sorted(BUILT_IN)), commands=commands),
-                console_outputs=show or not asks_help,
-                registry=registry,
-            )
-    except ConfigError:
-        raise
-    except SystemExit as end:
-        if asks_help and end.code in (None, 0, EXIT_PIPE):
-            raise
-        known = [(FLAG_NAMES.get(name, name), value) for name, value, _ in default.leaves()]
-        raise ConfigError(
-            error_message(problems.getvalue(), arguments, known)) from None
+        values["task"] = _build(task, values, "task.")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{error}") from error
-    if config.run is None:
-        name = Path(recipe).stem
-        if task_name is not None and recipe == DEFAULT_RECIPE:
-            name = task_name.rpartition(":")[2].lower()
-        config = dataclasses.replace(config, run=f"runs/{name}")
-    to_toml(config)  # raises if a value can't be written, before anything has started
-    return config
+        raise ConfigError(f"{task_source}: {error}") from error
+    try:
+        return _build(Config, values, "")
+    except InvalidSetting as error:
+        if error.name in recipe and error.name not in flags:
+            raise ConfigError(f"{path}: {error}") from error
+        raise
 
 
-def _without_schedule_options(default: Config[Any], arguments: Sequence[str]) -> Config[Any]:
-    """The recipe's configuration, without its schedule's options if the flags select another."""
-    words = [word for argument in arguments for word in argument.split("=", 1)]
-    named = dict(pairwise(words)).get("--schedule.name")
-    if named in (None, default.schedule.name):
-        return default
-    return dataclasses.replace(default, schedule=Schedule(warmup=default.schedule.warmup))
+def _build(cls: Any, values: Mapping[str, Any], prefix: str, base: Any = None) -> Any:
+    """Create a dataclass from values by dotted name."""
+    given = {}
+    for field, name, hint, default in _fields(cls, prefix, base):
+        if _is_section(hint):
+            given[field.name] = _build(hint, values, f"{name}.", default)
+        elif values.get(name, default) is MISSING:
+            raise ConfigError(f"{flag_of(name)}: this field has no default; give a value.")
+        else:
+            given[field.name] = values.get(name, default)
+    return cls(**given)
 
 
-def load(path: Path, *, task_name: str | None = None, unchecked: bool = False) -> Config[Any]:
-    """Read a configuration from a TOML file.
+def _help_text(settings: Mapping[str, Setting], recipe: Mapping[str, Any], commands: str) -> str:
+    parser = argparse.ArgumentParser(
+        usage="trainer [RECIPE] [--flag value …]", add_help=False,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=_HELP.format(
+            recipes=", ".join(recipe_names()), default=DEFAULT_RECIPE, commands=commands,
+            tasks=", ".join(sorted(BUILT_IN))))
+    sections: dict[str, list[Setting]] = {}
+    for setting in settings.values():
+        sections.setdefault(setting.name.rpartition(".")[0], []).append(setting)
+    for name, members in sections.items():
+        first_line = (members[0].owner.__doc__ or "").strip().partition("\n")[0]
+        width = shutil.get_terminal_size().columns - 4
+        group = parser.add_argument_group(name or "run", textwrap.fill(first_line, width))
+        for setting in members:
+            flag = flag_of(setting.name)
+            default = recipe.get(setting.name, setting.default)
+            shown = "" if default in (None, MISSING) else f" (default: {_as_words(default)})"
+            about = _docs(setting.owner).get(setting.field, "")
+            about = (about + (" (repeatable)" if setting.repeatable else shown)).replace("%", "%%")
+            if setting.hint is bool:
+                off = f"--{setting.name.rpartition('.')[0]}.no-{flag.rpartition('.')[2]}"
+                group.add_argument(flag, off, action="store_true", help=about)
+            else:
+                group.add_argument(flag, metavar=type_name(setting.hint), help=about)
+    return parser.format_help()
 
-    Args:
-        task_name: replaces the file's task, together with the file's `[task]` fields.
-        unchecked: don't raise if the task's fields are invalid; flags will change them later.
+
+def _as_words(value: Any) -> str:
+    """A value as on the command line."""
+    if isinstance(value, dict):
+        value = [word for item in value.items() for word in item]
+    if isinstance(value, SEVERAL):
+        return " ".join(map(_as_words, value)) or "none"
+    return value.name if isinstance(value, enum.Enum) else str(value) or "''"
+
+
+@functools.cache
+def _docs(cls: type) -> dict[str, str]:
+    """Field → the docstring below it in the source."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        try:
+            source = textwrap.dedent(inspect.getsource(base))
+        except (OSError, TypeError):  # from a notebook, or built in
+            continue
+        definition = ast.parse(source).body[0]
+        for field, after in pairwise(getattr(definition, "body", [])):
+            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(
+                    after.value, ast.Constant):
+                found[ast.unparse(field.target)] = " ".join(str(after.value.value).split())
+    return found
+
+
+def saved_run_parser(command: str, description: str) -> argparse.ArgumentParser:
+    """A parser for a command that takes a run, a checkpoint, and flags of the run."""
+    parser = argparse.ArgumentParser(
+        prog=f"trainer {command}", allow_abbrev=False, description=description,
+        epilog="Any flag of the run may follow; it overrides the saved configuration (--device "
+        "cpu).")
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
+    return parser
+
+
+def split(
+    parser: argparse.ArgumentParser, argv: Sequence[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """Split arguments into a command's own options and the rest, which are training flags.
 
     Raises:
-        ConfigError: the file is invalid; names the file and the key.
+        ConfigError: one of the rest is probably a misspelt flag of the command.
     """
-    try:
-        table = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"recipe {path}: {error}") from error
-    task_table = table.pop("task", {})
-    if not isinstance(task_table, dict):
-        raise ConfigError(f"{path}: task = {task_table!r}: write a table [task], with the task's "
-                          f"name as its key {_TASK_KEY}.")
-    task_table = dict(task_table)
-    named = _value(str, found := task_table.pop(_TASK_KEY, "images"),
-                   f"{path}: task.{_TASK_KEY} = {found!r}")
-    source = str(path)
-    if task_name is not None and task_name != named:
-        named, task_table, source = task_name, {}, f"--task {task_name}"
-    task = _instance(find_task(named), task_table, source, unchecked=unchecked)
-    try:
-        return _from_table(Config, table, "", str(path), task=task)
-    except ConfigError as error:
-        if str(path) in str(error):
-            raise
-        raise ConfigError(f"{path}: {error}") from error
+    options, rest = parser.parse_known_args(argv)
+    own = [flag for action in parser._actions for flag in action.option_strings]
+    for argument in rest:
+        flag = argument.partition("=")[0]
+        if "." not in flag and (near := difflib.get_close_matches(flag, own, n=1, cutoff=0.8)):
+            raise ConfigError(f"{flag}: there is no such flag; did you mean {near[0]}?")
+    return options, rest
 
 
 def to_toml(config: Config[Any]) -> str:
@@ -409,156 +466,6 @@ def task_path(task: Any) -> str:
     path = RECORDED.get(path, path)
     names = {p: name for name, p in BUILT_IN.items()}
     return names.get(path, path)
-
-
-def recipe_names() -> list[str]:
-    """Names of the shipped recipes."""
-    return sorted(p.stem for p in RECIPES.glob("*.toml"))
-
-
-def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
-    """The file of a recipe, given by name or path.
-
-    Args:
-        commands: names of commands; the recipe may be a misspelt one.
-
-    Raises:
-        ConfigError: there is no such recipe.
-    """
-    for path in (Path(recipe), RECIPES / f"{recipe}.toml"):
-        if path.suffix == ".toml" and path.is_file():
-            return path
-    near = difflib.get_close_matches(recipe, [*recipe_names(), *commands], n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    if near and near[0] in commands:
-        raise ConfigError(f"{recipe}: there is no such command; {hint}".strip())
-    why = ("this is no TOML file" if recipe and Path(recipe).exists() else
-           "there is no such file and no shipped recipe of this name")
-    raise ConfigError(f"recipe {recipe or repr(recipe)}: {why}; "
-                      f"{hint}Shipped: {', '.join(recipe_names())}.")
-
-
-def _length_rule(info: tyro.constructors.PrimitiveTypeInfo) -> Any:
-    if info.type is not Duration:
-        return None
-    return tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="LENGTH",
-        instance_from_str=lambda words: Duration.parse(words[0]),
-        is_instance=lambda value: isinstance(value, Duration),
-        str_from_instance=lambda value: [str(value)],
-    )
-
-
-def _instance(cls: type, table: dict[str, Any], source: str, *, unchecked: bool) -> Any:
-    """Create a task from a table.
-
-    Fields without a default and without a value in the file remain to be set by flags. If
-    `unchecked`, an invalid instance is returned without calling its constructor.
-    """
-    given = _fields_from_table(cls, table, "task.", source)
-    required = [
-        f.name for f in dataclasses.fields(cls)
-        if f.init and f.name not in given and f.default is dataclasses.MISSING
-        and f.default_factory is dataclasses.MISSING
-    ]
-    try:
-        if not required:
-            return cls(**given)
-    except (TypeError, ValueError) as error:
-        if not unchecked:
-            where = source if source.startswith("--") else f"{source}: [task]"
-            raise ConfigError(f"{where}: {error}") from error
-    instance: Any = object.__new__(cls)
-    for field in dataclasses.fields(cls):
-        if field.name in given:
-            value = given[field.name]
-        elif field.name in required:
-            value = tyro.MISSING
-        elif field.default_factory is not dataclasses.MISSING:
-            value = field.default_factory()
-        else:
-            value = field.default
-        object.__setattr__(instance, field.name, value)
-    return instance
-
-
-def _from_table(cls: Any, table: dict[str, Any], prefix: str, source: str, **more: Any) -> Any:
-    return cls(**_fields_from_table(cls, table, prefix, source), **more)
-
-
-def _fields_from_table(
-    cls: Any, table: dict[str, Any], prefix: str, source: str
-) -> dict[str, Any]:
-    hints = typing.get_type_hints(cls)
-    fields = {f.metadata.get("flag", f.name): f for f in dataclasses.fields(cls) if f.init}
-    given = {}
-    empty = _value(list[str], table.get(_NONE_KEY, []), f"{source}: {prefix}{_NONE_KEY}")
-    table = {k: v for k, v in table.items() if k != _NONE_KEY} | dict.fromkeys(empty)
-    for key, value in table.items():
-        name = key.replace("-", "_")
-        if name not in fields:
-            near = difflib.get_close_matches(name, fields, n=1)
-            hint = f"did you mean {prefix}{near[0]}?" if near else f"known: {', '.join(fields)}."
-            raise ConfigError(f"{source}: unknown key {prefix}{key}; {hint}")
-        field = fields[name]
-        if field.name in given:
-            raise ConfigError(f"{source}: {prefix}{key}: the key is given twice, as "
-                              f"{name} and {name.replace('_', '-')}; remove one.")
-        hint = hints[field.name]
-        if dataclasses.is_dataclass(hint) and isinstance(hint, type) and hint is not Duration:
-            if not isinstance(value, dict):
-                raise ConfigError(f"{source}: {prefix}{key} = {value!r}: write a table "
-                                  f"[{prefix}{key}].")
-            given[field.name] = _from_table(hint, value, f"{prefix}{name}.", source)
-        else:
-            given[field.name] = _value(hint, value, f"{source}: {prefix}{key} = {value!r}")
-    return given
-
-
-def _value(hint: Any, value: Any, where: str) -> Any:
-    """Convert a TOML value to its field's type."""
-    origin = typing.get_origin(hint)
-    if origin is typing.Annotated:
-        return _value(typing.get_args(hint)[0], value, where)
-    if hint is Any or isinstance(hint, typing.TypeVar):
-        return value
-    if origin in (typing.Union, types.UnionType):
-        for choice in typing.get_args(hint):
-            with contextlib.suppress(ConfigError):
-                return _value(choice, value, where)
-    elif origin is Literal:
-        if value in typing.get_args(hint):
-            return value
-        near = difflib.get_close_matches(str(value), map(str, typing.get_args(hint)), n=1)
-        did = f" (did you mean {near[0]!r}?)" if near else ""
-        raise ConfigError(f"{where}: use one of "
-                          f"{', '.join(map(str, typing.get_args(hint)))}{did}.")
-    elif hint in (tuple, set, frozenset) and isinstance(value, list):
-        return hint(value)
-    elif origin in (tuple, list, set, frozenset) and isinstance(value, list):
-        of = typing.get_args(hint)
-        if origin is tuple and of and of[-1] is not Ellipsis and len(of) != len(value):
-            raise ConfigError(f"{where}: expected {len(of)} values.")
-        kinds = of if origin is tuple and of and of[-1] is not Ellipsis else [of[0]] * len(value)
-        return origin(_value(kind, v, where) for kind, v in zip(kinds, value, strict=True))
-    elif hint is Duration and isinstance(value, int | str) and not isinstance(value, bool):
-        try:
-            return Duration.parse(str(value))
-        except ValueError as error:
-            raise ConfigError(f"{where}: {error}.") from error
-    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
-    elif isinstance(hint, type) and isinstance(value, hint):
-        if not (hint is int and isinstance(value, bool)):
-            return value
-    elif hint is Path and isinstance(value, str):
-        return Path(value)
-    elif isinstance(hint, type) and issubclass(hint, enum.Enum) and value in hint.__members__:
-        return hint[value]
-    elif origin is dict and isinstance(value, dict):
-        return {k: _value(typing.get_args(hint)[1], v, where) for k, v in value.items()}
-    raise ConfigError(f"{where}: expected a value of type {type_name(hint)}.")
 
 
 def _to_table(part: Any, prefix: str = "") -> dict[str, Any]:
@@ -594,3 +501,30 @@ def _to_value(value: Any, name: str) -> Any:
     raise ConfigError(
         f"--{name.replace('_', '-')} {value!r}: config.toml can't store a {type(value).__name__}; "
         "use numbers, strings, booleans, paths and enums, and lists, sets or dicts of them.")
+
+
+def recipe_names() -> list[str]:
+    """Names of the shipped recipes."""
+    return sorted(p.stem for p in RECIPES.glob("*.toml"))
+
+
+def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
+    """The file of a recipe, given by name or path.
+
+    Args:
+        commands: names of commands; the recipe may be a misspelt one.
+
+    Raises:
+        ConfigError: there is no such recipe.
+    """
+    for path in (Path(recipe), RECIPES / f"{recipe}.toml"):
+        if path.suffix == ".toml" and path.is_file():
+            return path
+    near = difflib.get_close_matches(recipe, [*recipe_names(), *commands], n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    if near and near[0] in commands:
+        raise ConfigError(f"{recipe}: there is no such command; {hint}".strip())
+    why = ("this is no TOML file" if recipe and Path(recipe).exists() else
+           "there is no such file and no shipped recipe of this name")
+    raise ConfigError(f"recipe {recipe or repr(recipe)}: {why}; "
+                      f"{hint}Shipped: {', '.join(recipe_names())}.")

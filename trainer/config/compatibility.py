@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import Duration
+from trainer.config.fields import Duration, flag_of
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
@@ -70,9 +70,9 @@ def compare_settings(
         _check_accepted("task.class", text, accepted)
         lines.append(text)
         reasons.append(text)
-    for name in _differing(current, saved):
+    for name in [n for n in {**saved, **current} if current.get(n) != saved.get(n)]:
         change = classes.get(name, "must_match" if name.startswith("task.") else "ignored")
-        text = f"{_flag(name)} was {saved.get(name)!r} and is {current.get(name)!r}"
+        text = f"{flag_of(name)} was {saved.get(name)!r} and is {current.get(name)!r}"
         if change == "must_match":
             _check_accepted(name, text, accepted)
         if change != "ignored":
@@ -99,17 +99,9 @@ def compare_settings(
     return ResumeDecision(changes=tuple(lines), label=label, reasons=tuple(reasons))
 
 
-def _differing(current: Mapping[str, Any], saved: Mapping[str, Any]) -> Iterable[str]:
-    return [n for n in {**saved, **current} if current.get(n) != saved.get(n)]
-
-
 def _check_accepted(name: str, text: str, accepted: set[str], cause: str = "") -> None:
     if name not in accepted:
         raise ConfigError(
             f"{text}: this would be a different run, so it is not continued. {cause}Use another "
             f"--run-dir for a new run, or continue anyway with --accept {name.replace('_', '-')}."
         )
-
-
-def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")

@@ -1,21 +1,28 @@
-"""Settings of the configuration: default, how they may change on resume, type check."""
+"""Settings: conversion to their types, allowed ranges, and how they may change on resume."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import difflib
+import enum
 import numbers
+import operator
 import os
 import re
+import types
 import typing
 from dataclasses import dataclass
 from decimal import Decimal
-from typing import Annotated, Any, Literal
-
-import tyro
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from trainer.errors import ConfigError
 
 Unit = Literal["steps", "epochs", "percent"]
+OnOff = Literal["on", "off"]
+Change = Literal["must_match", "may_change", "ignored"]
+"""On resume: a change is an error, is reported, or has no influence on the result."""
 
 
 @dataclass(frozen=True)
@@ -66,74 +73,173 @@ class Duration:
         return max(1, round(self.value * whole))
 
 
-OnOff = Literal["on", "off"]
-Texts = tyro.conf.UseAppendAction[tuple[str, ...]]
-"""Values of a flag that may be repeated; they are added to those of the recipe."""
-RunDir = Annotated[str | None, tyro.conf.arg(name="run-dir")]
-"""The run folder. Its flag is --run-dir, since torchrun takes --run for its own --run-path."""
-Change = Literal["must_match", "may_change", "ignored"]
-"""On resume: a change is an error, is reported, or has no influence on the result."""
+def setting(default: Any, change: Change, allowed: str = "", *, repeatable: bool = False) -> Any:
+    """A dataclass field of a section.
+
+    Args:
+        change: how it may change on resume.
+        allowed: range of a number, such as ">= 0 and < 1".
+        repeatable: the flag takes one value each time, which is added to those of the recipe.
+    """
+    return dataclasses.field(default=default, metadata={
+        "change": change, "allowed": allowed, "repeatable": repeatable})
 
 
-def setting(default: Any, change: Change) -> Any:
-    """A dataclass field with a default and the way it may change on resume."""
-    return dataclasses.field(default=default, metadata={"change": change})
+class InvalidSetting(ConfigError):
+    """A value that a setting can't have.
 
-
-def check_value(condition: bool, flag: str, value: object, remedy: str) -> None:
-    """Raise `ConfigError` with flag, value and remedy unless the condition holds."""
-    if not condition:
-        raise ConfigError(f"--{flag} {value if str(value).strip() else repr(value)}: {remedy}")
-
-
-class CheckedSection:
-    """Base class of configuration sections; checks the types of all values before `__post_init__`.
-
-    Without this check, `True` given from Python for an on/off setting would count as "off".
+    Attributes:
+        name: dotted name of the setting.
     """
 
-    def __init_subclass__(cls) -> None:
+    def __init__(self, name: str, value: object, remedy: str) -> None:
+        shown = value if str(value).strip() else repr(value)
+        super().__init__(f"{flag_of(name)} {shown}: {remedy}")
+        self.name = name
+
+
+class Section:
+    """Base class of configuration sections: converts the values to their types and checks ranges.
+
+    Without it, `True` given from Python for an on/off setting would count as "off".
+    """
+
+    prefix: ClassVar[str] = ""
+
+    def __init_subclass__(cls, prefix: str = "") -> None:
         super().__init_subclass__()
-        own = cls.__dict__.get("__post_init__")
+        cls.prefix = prefix
 
-        def __post_init__(self: Any) -> None:
-            hints = typing.get_type_hints(type(self))
-            for field in dataclasses.fields(self):
-                if wanted := expected_type(getattr(self, field.name), hints[field.name]):
-                    raise ConfigError(f"{type(self).__name__}({field.name}="
-                                      f"{getattr(self, field.name)!r}): expected {wanted}.")
-            if own is not None:
-                own(self)
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            given, hint = getattr(self, field.name), hints[field.name]
+            try:
+                value = convert_value(hint, given)
+            except ValueError as error:
+                raise InvalidSetting(self.prefix + field.name, repr(given), f"{error}.") from error
+            allowed = field.metadata.get("allowed", "")
+            self.check(_fits(value, allowed), field.name, f"use {type_name(hint)} {allowed}.")
+            object.__setattr__(self, field.name, value)
 
-        cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
+    def check(self, condition: bool, name: str, remedy: str, value: object = None) -> None:
+        """Raise `InvalidSetting` unless the condition holds.
+
+        Args:
+            value: the wrong part of the setting's value; default: the whole value.
+        """
+        if not condition:
+            wrong = getattr(self, name) if value is None else value
+            raise InvalidSetting(self.prefix + name, wrong, remedy)
 
 
-def expected_type(value: Any, hint: Any) -> str:
-    """The expected type in words if a value doesn't have it; "" if it does."""
+def flag_of(name: str) -> str:
+    """The flag of a setting. That of `run` is --run-dir: torchrun takes --run for --run-path."""
+    return "--" + ("run-dir" if name == "run" else name.replace("_", "-"))
+
+
+def _fits(value: Any, allowed: str) -> bool:
+    signs = {">": operator.gt, ">=": operator.ge, "<": operator.lt, "<=": operator.le}
+    bounds = [bound.split() for bound in allowed.split(" and ") if bound]
+    several = value if isinstance(value, tuple) else (value,)
+    return all(signs[sign](number, float(limit)) for sign, limit in bounds
+               for number in several if isinstance(number, int | float))
+
+
+SEVERAL = (tuple, list, set, frozenset)
+
+
+def convert_value(hint: Any, value: Any, *, text: bool = False) -> Any:
+    """Convert a value from TOML or Python to a type.
+
+    Args:
+        text: the value is a word of a command line, or a list of words for a type of several
+            values.
+
+    Raises:
+        ValueError: it doesn't fit; says what is expected.
+    """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if hint in (Any, object) or isinstance(hint, typing.TypeVar):
+        return value
+    if origin is typing.Annotated:
+        return convert_value(inner[0], value, text=text)
+    if origin in (typing.Union, types.UnionType):
+        if text and types.NoneType in inner and value in ("None", ["None"]):
+            return None
+        for choice in sorted(inner, key=lambda kind: kind is str):  # any text is a str
+            with contextlib.suppress(ValueError):
+                return convert_value(choice, value, text=text)
+    elif origin is Literal:
+        for choice in inner:
+            if value == (str(choice) if text else choice) and not isinstance(value, bool):
+                return choice
+    elif hint in SEVERAL or origin in SEVERAL:
+        if isinstance(value, SEVERAL):
+            kinds = _kinds(hint, len(value))
+            return (origin or hint)(
+                convert_value(kind, v, text=text) for kind, v in zip(kinds, value, strict=True))
+    elif origin is dict:
+        if text and len(value) % 2:
+            raise ValueError("expected keys and values in turn, separated by blanks: KEY VALUE")
+        if text:
+            value = dict(zip(value[::2], value[1::2], strict=True))
+        if isinstance(value, dict):
+            return {convert_value(inner[0], k, text=text): convert_value(inner[1], v, text=text)
+                    for k, v in value.items()}
+    elif hint in (int, float):
+        kind = numbers.Integral if hint is int else numbers.Real
+        number = _number(hint, value) if text else value
+        if isinstance(number, kind) and not isinstance(number, bool):
+            return hint(number)
+    elif hint in (str, Path):
+        if isinstance(value, str | os.PathLike):
+            return hint(value)
+    elif hint is Duration and isinstance(value, int | str) and not isinstance(value, bool):
+        return Duration.parse(str(value))
+    elif text and hint is bool:
+        words = {"on": True, "true": True, "off": False, "false": False}
+        if value.lower() in words:
+            return words[value.lower()]
+    elif isinstance(hint, enum.EnumMeta) and isinstance(value, str) and value in hint.__members__:
+        return hint[value]
+    elif isinstance(hint, type) and isinstance(value, hint):
+        return value
+    near = difflib.get_close_matches(str(value), map(str, inner), n=1) if origin is Literal else []
+    raise ValueError(f"expected {type_name(hint)}" + "".join(f" (did you mean {n}?)" for n in near))
+
+
+def _kinds(hint: Any, count: int) -> list[Any]:
+    """The type of each of `count` values of a collection."""
+    inner = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and Ellipsis not in inner:
+        if count != len(inner):
+            raise ValueError(f"expected {len(inner)} values, separated by blanks")
+        return list(inner)
+    return [inner[0] if inner else Any] * count
+
+
+def _number(kind: Any, word: str) -> Any:
+    try:
+        return kind(word)
+    except ValueError:
+        return None
+
+
+def type_name(hint: Any) -> str:
+    """A type in the help text and in messages: INT, auto|INT, on|off, FLOAT FLOAT, STR …."""
+    origin, inner = typing.get_origin(hint), typing.get_args(hint)
+    if origin is typing.Annotated:
+        return type_name(inner[0])
+    if origin in (typing.Union, types.UnionType):
+        kinds = sorted(inner, key=lambda kind: typing.get_origin(kind) is not Literal)
+        return "|".join(type_name(kind) for kind in kinds if kind is not types.NoneType)
     if origin is Literal:
-        return "" if isinstance(value, str) and value in inner else " or ".join(map(repr, inner))
-    if origin is tuple:
-        many = inner[-1] is Ellipsis
-        fits = isinstance(value, tuple | list) and (many or len(value) == len(inner)) and not any(
-            expected_type(v, inner[0]) for v in value)
-        strings = "a tuple of strings, such as ('body.*',)" if inner[0] is str else ""
-        return "" if fits else strings or f"a tuple of {len(inner)} numbers"
-    if inner:
-        problems = [expected_type(value, kind) for kind in inner if kind is not type(None)]
-        may_be_none = value is None and type(None) in inner
-        return "" if may_be_none or not all(problems) else " or ".join(problems)
-    if hint is Duration:
-        return "" if isinstance(value, Duration) else (
-            f"a trainer.config.fields.Duration, such as Duration.parse({str(value)!r})")
-    kinds: dict[Any, tuple[Any, str]] = {
-        int: (numbers.Integral, "a whole number"), float: (numbers.Real, "a number"),
-        str: (str | os.PathLike, "a string")}
-    if hint in kinds:
-        kind, wanted = kinds[hint]
-        return "" if isinstance(value, kind) and not isinstance(value, bool) else wanted
-    if dataclasses.is_dataclass(hint):
-        name = getattr(hint, "__name__", "")
-        return "" if isinstance(value,
-                                typing.cast(type, hint)) else f"a trainer.config.schema.{name}(…)"
-    return ""
+        return "|".join(map(str, inner))
+    if isinstance(hint, enum.EnumMeta):
+        return "|".join(hint.__members__)
+    if origin in (*SEVERAL, dict):
+        return " ".join(map(type_name, inner)) + " …" * (origin is not tuple and origin is not dict)
+    names = {int: "INT", float: "FLOAT", str: "STR", bool: "on|off", Path: "PATH",
+             Duration: "LENGTH", Ellipsis: "…"}
+    return names.get(hint) or str(getattr(hint, "__name__", hint))

@@ -14,16 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
-from trainer.config.fields import (
-    Change,
-    CheckedSection,
-    Duration,
-    OnOff,
-    RunDir,
-    Texts,
-    check_value,
-    setting,
-)
+from trainer.config.fields import Change, Duration, OnOff, Section, setting
 from trainer.resilience import fault_injection
 from trainer.resilience.preflight import LONGEST_S
 
@@ -32,39 +23,24 @@ SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restar
 
 MIN_RATIO = 0.1
 """Default final rate of cosine and linear, as a fraction of the peak."""
-MOST_SAMPLES = 10_000_000
-"""Upper limit of samples per optimizer step: some hundred times the usual sizes."""
-MOST_AHEAD = 10_000
-"""Upper limit of prefetched micro-batches per worker: far more than hide any delay."""
-MOST_MB = 1_000_000
-"""Upper limit of a bucket's size: more memory than any device has."""
-MOST_SCALE = 1e38
-"""Upper limit of the loss scale: a larger one is infinite in fp32, and halving keeps it so."""
-MOST_WORKERS = 512
-"""Upper limit of loader processes per rank: far more than it has cores."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Batch(CheckedSection):
+class Batch(Section, prefix="batch."):
     """Batch sizes; gradient accumulation follows from them and the number of ranks."""
 
-    global_size: int = setting(128, "must_match")
+    global_size: int = setting(128, "must_match", ">= 1 and <= 10000000")
     """Samples in one optimizer step, over all ranks."""
-    micro_size: int = setting(32, "must_match")
+    micro_size: int = setting(32, "must_match", ">= 1")
     """Samples in one forward and backward; must divide the global size."""
 
     def __post_init__(self) -> None:
-        check_value(self.global_size >= 1, "batch.global-size", self.global_size, "use 1 or more.")
-        check_value(self.micro_size >= 1, "batch.micro-size", self.micro_size, "use 1 or more.")
-        check_value(self.global_size <= MOST_SAMPLES, "batch.global-size", self.global_size,
-                    f"use {MOST_SAMPLES} or less.")
+        super().__post_init__()
         if self.global_size % self.micro_size:
             divisors = [d for d in range(1, self.global_size + 1) if self.global_size % d == 0]
             near = min(divisors, key=lambda d: (abs(d - self.micro_size), d))
-            check_value(False, "batch.micro-size", self.micro_size,
-                        f"it must divide --batch.global-size {self.global_size}; the nearest "
-                        f"divisor "
-                        f"is {near}.")
+            self.check(False, "micro_size", f"it must divide --batch.global-size "
+                       f"{self.global_size}; the nearest divisor is {near}.")
 
     @property
     def micro_batches(self) -> int:
@@ -73,12 +49,12 @@ class Batch(CheckedSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Data(CheckedSection):
+class Data(Section, prefix="data."):
     """Reading samples."""
 
-    workers: int | Literal["auto"] = setting("auto", "ignored")
+    workers: int | Literal["auto"] = setting("auto", "ignored", ">= 0 and <= 512")
     """Loader processes per rank; auto: 0 for data in memory, else 2 if there are enough cores."""
-    prefetch: int = setting(2, "ignored")
+    prefetch: int = setting(2, "ignored", ">= 1 and <= 10000")
     """Micro-batches that each loader process prepares in advance."""
     drop_last: OnOff = setting("on", "must_match")
     """Drop the last batch of an epoch if it is smaller than the global batch."""
@@ -87,64 +63,48 @@ class Data(CheckedSection):
     on_error: Literal["stop", "skip"] = setting("stop", "ignored")
     """If reading a training sample raises: stop the run, or skip the sample and use another one."""
 
-    def __post_init__(self) -> None:
-        check_value(self.workers == "auto" or 0 <= self.workers <= MOST_WORKERS, "data.workers",
-                    self.workers, f"use auto, or 0 to {MOST_WORKERS}.")
-        check_value(1 <= self.prefetch <= MOST_AHEAD, "data.prefetch", self.prefetch,
-                    f"use 1 to {MOST_AHEAD}.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Optim(CheckedSection):
+class Optim(Section, prefix="optim."):
     """Optimizer."""
 
     name: str = setting("adamw", "must_match")
     """adamw (fused), sgd, or your own as module:Class (called with groups, lr, weight_decay)."""
-    lr: float = setting(3e-3, "may_change")
+    lr: float = setting(3e-3, "may_change", "> 0 and < inf")
     """Peak learning rate."""
-    rates: Texts = setting((), "may_change")
+    rates: tuple[str, ...] = setting((), "may_change", repeatable=True)
     """PATTERN=FACTOR: the learning rate of parameters whose names match is multiplied by FACTOR,
     such as body.*=0.1; patterns are those of file names, and the first match counts."""
-    weight_decay: float = setting(0.01, "may_change")
+    weight_decay: float = setting(0.01, "may_change", ">= 0 and < inf")
     """Weight decay; not applied to biases, norms and other parameters with fewer than 2
     dimensions."""
-    betas: tuple[float, float] = setting((0.9, 0.999), "may_change")
+    betas: tuple[float, float] = setting((0.9, 0.999), "may_change", ">= 0 and < 1")
     """AdamW: decay rates of the two moments."""
-    eps: float = setting(1e-8, "may_change")
+    eps: float = setting(1e-8, "may_change", "> 0 and < inf")
     """AdamW: added to the denominator."""
-    momentum: float = setting(0.9, "may_change")
+    momentum: float = setting(0.9, "may_change", ">= 0 and < 1")
     """SGD: momentum."""
     nesterov: OnOff = setting("off", "may_change")
     """SGD: Nesterov momentum."""
-    ema: float = setting(0.0, "may_change")
+    ema: float = setting(0.0, "may_change", ">= 0 and < 1")
     """Decay of an exponential moving average of the weights (such as 0.999), which is then
     validated, tested and exported in their place; 0 is off."""
 
     def __post_init__(self) -> None:
-        check_value(self.name in ("adamw", "sgd") or ":" in self.name, "optim.name", self.name,
-                    "use adamw, sgd, or your own as module:Class.")
-        check_value(self.lr > 0 and math.isfinite(self.lr), "optim.lr", self.lr,
-                    "use a rate above 0.")
+        super().__post_init__()
+        self.check(self.name in ("adamw", "sgd") or ":" in self.name, "name",
+                   "use adamw, sgd, or your own as module:Class.")
         for text in self.rates:
             pattern, _, factor = text.rpartition("=")
-            check_value(bool(pattern) and _is_above_0(factor), "optim.rates", text,
-                        "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (to keep "
-                        "parameters unchanged, use --freeze).")
-        check_value(0 <= self.weight_decay < math.inf, "optim.weight-decay", self.weight_decay,
-                    "use 0 or more.")
-        check_value(all(0 <= b < 1 for b in self.betas), "optim.betas", self.betas,
-                    "use two numbers from 0 to below 1.")
-        check_value(0 < self.eps < math.inf, "optim.eps", self.eps, "use a number above 0.")
-        check_value(0 <= self.momentum < 1, "optim.momentum", self.momentum,
-                    "use a number from 0 to below 1.")
-        check_value(self.nesterov == "off" or self.momentum > 0, "optim.nesterov", self.nesterov,
-                    "it needs --optim.momentum above 0.")
-        check_value(0 <= self.ema < 1, "optim.ema", self.ema,
-                    "use a number from 0 (off) to below 1.")
+            self.check(bool(pattern) and _is_above_0(factor), "rates",
+                       "write PATTERN=FACTOR with a factor above 0, such as body.*=0.1 (to keep "
+                       "parameters unchanged, use --freeze).", text)
+        self.check(self.nesterov == "off" or self.momentum > 0, "nesterov",
+                   "it needs --optim.momentum above 0.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule(CheckedSection):
+class Schedule(Section, prefix="schedule."):
     """Learning rate schedule over the optimizer steps."""
 
     name: str = setting("cosine", "may_change")
@@ -153,31 +113,26 @@ class Schedule(CheckedSection):
     the number of the update (from 0) to a factor of the peak."""
     warmup: Duration = setting(Duration(5, "percent"), "may_change")
     """Linear warm-up to the peak; the first update's rate is peak / warm-up steps, never zero."""
-    min_ratio: float = setting(MIN_RATIO, "may_change")
+    min_ratio: float = setting(MIN_RATIO, "may_change", ">= 0 and <= 1")
     """cosine, linear: the rate of the last update as a fraction of the peak."""
-    options: Texts = setting((), "may_change")
+    options: tuple[str, ...] = setting((), "may_change", repeatable=True)
     """KEY=VALUE: arguments of torch's scheduler class (T_0=1ep, milestones=30ep,60ep, gamma=0.1,
     pct_start=0.3, patience=5), with durations in steps, epochs or percent of the run; plateau also
     takes metric=NAME:max|min (val_loss:min)."""
 
     def __post_init__(self) -> None:
-        check_value(self.name in SCHEDULES or ":" in self.name, "schedule.name", self.name,
-                    f"use {', '.join(SCHEDULES)}, or your own as module:function.")
-        check_value(0 <= self.min_ratio <= 1, "schedule.min-ratio", self.min_ratio,
-                    "use a number from 0 to 1.")
-        check_value(self.min_ratio == MIN_RATIO or self.name in ("cosine", "linear"),
-                    "schedule.min-ratio", self.min_ratio,
-                    f"--schedule.name {self.name} doesn't use it, only cosine and linear do; omit "
-                    f"the "
-                    "flag.")
+        super().__post_init__()
+        self.check(self.name in SCHEDULES or ":" in self.name, "name",
+                   f"use {', '.join(SCHEDULES)}, or your own as module:function.")
+        self.check(self.min_ratio == MIN_RATIO or self.name in ("cosine", "linear"), "min_ratio",
+                   f"--schedule.name {self.name} doesn't use it, only cosine and linear do; omit "
+                   "the flag.")
+        with_options = [s for s in SCHEDULES if s not in ("cosine", "constant")]
         for text in self.options:
             key, _, value = text.partition("=")
-            check_value(bool(key and value), "schedule.options", text,
-                        "write KEY=VALUE, such as T_0=1ep.")
-            check_value(self.name not in ("cosine", "constant") and ":" not in self.name,
-                        "schedule.options", text,
-                        f"--schedule.name {self.name} takes no options; omit them, or use one of "
-                        f"{', '.join(s for s in SCHEDULES if s not in ('cosine', 'constant'))}.")
+            self.check(bool(key and value), "options", "write KEY=VALUE, such as T_0=1ep.", text)
+            self.check(self.name in with_options, "options", f"--schedule.name {self.name} takes "
+                       f"no options; omit them, or use one of {', '.join(with_options)}.", text)
 
     @property
     def arguments(self) -> dict[str, str]:
@@ -186,21 +141,17 @@ class Schedule(CheckedSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip(CheckedSection):
+class Clip(Section, prefix="clip."):
     """Gradient clipping, once per optimizer step, of the mean gradient of the global batch."""
 
-    norm: float = setting(1.0, "may_change")
+    norm: float = setting(1.0, "may_change", ">= 0")
     """Maximum global norm; 0 is off."""
-    value: float = setting(0.0, "may_change")
+    value: float = setting(0.0, "may_change", ">= 0")
     """Maximum absolute value of an element; 0 is off. Replaces clipping by norm."""
-
-    def __post_init__(self) -> None:
-        check_value(self.norm >= 0, "clip.norm", self.norm, "use 0 (off) or more.")
-        check_value(self.value >= 0, "clip.value", self.value, "use 0 (off) or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Precision(CheckedSection):
+class Precision(Section, prefix="precision."):
     """Number formats, compilation and memory."""
 
     dtype: Literal["auto", "fp32", "bf16", "fp16"] = setting("auto", "may_change")
@@ -209,21 +160,15 @@ class Precision(CheckedSection):
     """torch.compile; auto: on CUDA only."""
     channels_last: Literal["auto", "on", "off"] = setting("auto", "may_change")
     """channels_last memory layout; auto: on if the model has 2-D convolutions."""
-    loss_scale: float = setting(65536.0, "may_change")
-    """fp16: initial loss scale."""
-    recompute_every: int = setting(0, "may_change")
+    loss_scale: float = setting(65536.0, "may_change", "> 0 and <= 1e38")
+    """fp16: initial loss scale (a larger one would be infinite in fp32)."""
+    recompute_every: int = setting(0, "may_change", ">= 0")
     """Activation checkpointing: the backward recomputes the activations of every n-th block instead
     of keeping them in memory; 0 is off."""
 
-    def __post_init__(self) -> None:
-        check_value(self.recompute_every >= 0, "precision.recompute-every", self.recompute_every,
-                    "use 0 (off), 1 (each block) or more.")
-        check_value(0 < self.loss_scale <= MOST_SCALE, "precision.loss-scale", self.loss_scale,
-                    f"use a number above 0 and up to {MOST_SCALE:.0e}.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Parallel(CheckedSection):
+class Parallel(Section, prefix="parallel."):
     """Data-parallel training."""
 
     reduction: Literal["ddp", "canonical"] = setting("ddp", "may_change")
@@ -234,48 +179,41 @@ class Parallel(CheckedSection):
     reduction is canonical."""
     find_unused: OnOff = setting("off", "may_change")
     """Allow trainable parameters that are unused in some batches (DDP's find_unused_parameters)."""
-    bucket_mb: float = setting(25.0, "may_change")
+    bucket_mb: float = setting(25.0, "may_change", "> 0 and <= 1000000")
     """Size in MiB of the buckets for the gradient all-reduce."""
     verify_every: Duration = setting(Duration(100), "ignored")
     """Interval at which ranks compare checksums of weights and optimizer state; they also compare
     them before each save. off: never."""
 
     def __post_init__(self) -> None:
-        check_value(self.reduction == "ddp" or self.sync_bn != "on", "parallel.sync-bn",
-                    self.sync_bn,
-                    "statistics over all ranks depend on their number, which --parallel.reduction "
-                    "canonical does not allow; use auto or off, or --parallel.reduction ddp.")
-        check_value(0 < self.bucket_mb <= MOST_MB, "parallel.bucket-mb", self.bucket_mb,
-                    f"use a number above 0 and up to {MOST_MB}.")
+        super().__post_init__()
+        self.check(self.reduction == "ddp" or self.sync_bn != "on", "sync_bn",
+                   "statistics over all ranks depend on their number, which --parallel.reduction "
+                   "canonical does not allow; use auto or off, or --parallel.reduction ddp.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Eval(CheckedSection):
+class Eval(Section, prefix="eval."):
     """Validation."""
 
     every: Duration = setting(Duration(1, "epochs"), "may_change")
     """Validation interval; the last step is always validated."""
-    batch_size: int | Literal["auto"] = setting("auto", "may_change")
+    batch_size: int | Literal["auto"] = setting("auto", "may_change", ">= 1")
     """Samples in one forward; auto: twice the micro-batch. It influences the last bits of the
     metrics."""
     best: str = setting("auto", "may_change")
     """The metric that selects the best weights, NAME:max or NAME:min (val_loss:min); auto:
     val_accuracy:max if the task reports accuracy, else val_loss:min."""
-    patience: int = setting(0, "may_change")
+    patience: int = setting(0, "may_change", ">= 0")
     """Early stopping: end the run after this many consecutive validations without improvement; 0
     is off."""
-    min_delta: float = setting(0.0, "may_change")
+    min_delta: float = setting(0.0, "may_change", ">= 0 and < inf")
     """Early stopping: minimum improvement that counts, in the metric's unit."""
 
     def __post_init__(self) -> None:
-        check_value(self.patience >= 0, "eval.patience", self.patience, "use 0 (off) or more.")
-        check_value(0 <= self.min_delta < math.inf, "eval.min-delta", self.min_delta,
-                    "use 0 or more.")
-        check_value(self.batch_size == "auto" or self.batch_size >= 1, "eval.batch-size",
-                    self.batch_size, "use auto, 1 or more.")
-        check_value(self.best == "auto" or self.best.endswith((":max", ":min")), "eval.best",
-                    self.best,
-                    "write NAME:max or NAME:min, such as val_loss:min.")
+        super().__post_init__()
+        self.check(self.best == "auto" or self.best.endswith((":max", ":min")), "best",
+                   "write NAME:max or NAME:min, such as val_loss:min.")
 
 
 def _is_above_0(text: str) -> bool:
@@ -292,113 +230,85 @@ HINTS = (
 )  # fmt: skip
 """Names of all hints; each has a row in docs/hints.md."""
 
-MOST_THREADS = 1024
-"""Upper limit: more than any host has cores; with tens of thousands a process can't start."""
-
 
 @dataclass(frozen=True, kw_only=True)
-class WorldConfig(CheckedSection):
+class WorldConfig(Section, prefix="world."):
     """Process group."""
 
-    timeout_s: float = setting(60.0, "ignored")
+    timeout_s: float = setting(60.0, "ignored", "> 0 and <= 1e9")
     """Timeout of a collective in seconds; after it a rank counts as lost."""
-    threads: int | Literal["auto"] = setting("auto", "may_change")
+    threads: int | Literal["auto"] = setting("auto", "may_change", ">= 1 and <= 1024")
     """Compute threads per rank; auto: cores / ranks on this host. The number influences the last
     bits of results."""
 
-    def __post_init__(self) -> None:
-        check_value(0 < self.timeout_s <= LONGEST_S, "world.timeout-s", self.timeout_s,
-                    f"use a number above 0 and up to {LONGEST_S:.0e} (thirty years).")
-        check_value(self.threads == "auto" or 1 <= self.threads <= MOST_THREADS, "world.threads",
-                    self.threads, f"use auto, or 1 to {MOST_THREADS}.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint(CheckedSection):
+class Checkpoint(Section, prefix="checkpoint."):
     """Checkpoints."""
 
     every: Duration = setting(Duration(100), "ignored")
     """Checkpoint interval in steps, epochs or percent of the run, or off (the last step is always
     saved)."""
-    every_s: float = setting(0.0, "ignored")
+    every_s: float = setting(0.0, "ignored", ">= 0")
     """Also save when this many seconds have passed since the last save; 0 is off."""
-    keep: int = setting(3, "ignored")
-    """Number of newest checkpoints to keep, besides the best one."""
+    keep: int = setting(3, "ignored", ">= 1")
+    """Number of newest checkpoints to keep, besides the best one; a restart continues from them."""
     keep_every: Duration = setting(Duration(0), "ignored")
     """Also keep one checkpoint per such interval for good; off: none."""
     on_error: Literal["continue", "stop"] = setting("continue", "ignored")
     """If a save fails: continue with the older checkpoint, or stop the run."""
 
-    def __post_init__(self) -> None:
-        check_value(self.keep >= 1, "checkpoint.keep", self.keep,
-                    "use 1 or more: the newest checkpoint is what a restart continues from.")
-        check_value(self.every_s >= 0, "checkpoint.every-s", self.every_s, "use 0 (off) or more.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Stop(CheckedSection):
+class Stop(Section, prefix="stop."):
     """Stop on request (SIGTERM, SIGINT, SIGHUP, SIGUSR1)."""
 
     grace_s: float = setting(30.0, "ignored")
     """Seconds after the signal within which the state must be saved and the run ended."""
 
     def __post_init__(self) -> None:
-        check_value(0 < self.grace_s <= LONGEST_S or self.grace_s == math.inf, "stop.grace-s",
-                    self.grace_s, f"use a number above 0 and up to {LONGEST_S:.0e}, or inf.")
+        super().__post_init__()
+        self.check(0 < self.grace_s <= LONGEST_S or self.grace_s == math.inf, "grace_s",
+                   f"use a number > 0 and <= {LONGEST_S:.0e}, or inf.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BadStepConfig(CheckedSection):
+class BadStepConfig(Section, prefix="nonfinite."):
     """Steps with a NaN or infinite loss or gradient: all ranks skip the update."""
 
-    max_in_row: int = setting(3, "may_change")
+    max_in_row: int = setting(3, "may_change", ">= 0")
     """After this many consecutive bad steps, roll back to the newest checkpoint and skip exactly
     their batches; 0: never."""
-    max_total: int = setting(100, "may_change")
+    max_total: int = setting(100, "may_change", ">= 0")
     """If the run has more bad steps than this in total, it ends with exit code 77."""
-    spike_z: float = setting(0.0, "may_change")
+    spike_z: float = setting(0.0, "may_change", ">= 0")
     """Also skip a loss that lies this far above the recent ones (modified z-score; 3.5 is usual, 10
     skips only extreme outliers); 0 is off."""
 
-    def __post_init__(self) -> None:
-        check_value(self.max_in_row >= 0, "nonfinite.max-in-row", self.max_in_row,
-                    "use 0 (never roll back) or more.")
-        check_value(self.max_total >= 0, "nonfinite.max-total", self.max_total, "use 0 or more.")
-        check_value(self.spike_z >= 0, "nonfinite.spike-z", self.spike_z, "use 0 (off) or more.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Restart(CheckedSection):
+class Restart(Section, prefix="restart."):
     """Restarts by a launcher after failures."""
 
-    max_same_step: int = setting(3, "ignored")
+    max_same_step: int = setting(3, "ignored", ">= 1")
     """Consecutive failures at the same step after which the run gives up with exit code 76."""
-
-    def __post_init__(self) -> None:
-        check_value(self.max_same_step >= 1, "restart.max-same-step", self.max_same_step,
-                    "use 1 or more.")
 
 
 @dataclass(frozen=True, kw_only=True)
-class WatchdogConfig(CheckedSection):
+class WatchdogConfig(Section, prefix="watchdog."):
     """Watchdog: ends a hanging run so that the launcher restarts it."""
 
-    limit_s: float | Literal["auto"] = setting("auto", "ignored")
+    limit_s: float | Literal["auto"] = setting("auto", "ignored", "> 0")
     """Seconds without progress in a step after which a rank counts as stuck; auto: 10 times the
     longest recent pause, at least 30; inf: never. The limit is doubled in validation and saving. A
     rank that computes or reads is not stuck."""
-    start_s: float | Literal["auto"] = setting("auto", "ignored")
+    start_s: float | Literal["auto"] = setting("auto", "ignored", "> 0")
     """The same limit during startup, where model() and dataset() may wait for a network or a
     download; auto: 300, or twice the limit if that is more; inf: never."""
 
-    def __post_init__(self) -> None:
-        for name, value in (("limit-s", self.limit_s), ("start-s", self.start_s)):
-            check_value(value == "auto" or value > 0, f"watchdog.{name}", value,
-                        "use auto or more than 0.")
-
 
 @dataclass(frozen=True, kw_only=True)
-class Numerics(CheckedSection):
+class Numerics(Section, prefix="numerics."):
     """Numerical reproducibility and debugging."""
 
     deterministic: OnOff = setting("on", "may_change")
@@ -411,14 +321,14 @@ class Numerics(CheckedSection):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Logging(CheckedSection):
+class Logging(Section, prefix="log."):
     """Logging."""
 
     every: Duration = setting(Duration(50), "ignored")
     """Interval of console lines; metrics.jsonl contains every step."""
     level: Literal["debug", "info", "warning", "error"] = setting("info", "ignored")
     """Minimum level of console lines."""
-    sinks: Texts = setting((), "ignored")
+    sinks: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Your own sinks for steps and validations, as module:Class (called with the run folder)."""
     tensorboard_every: Duration = setting(Duration(50), "ignored")
     """Interval of TensorBoard scalars of training steps."""
@@ -430,55 +340,35 @@ class Logging(CheckedSection):
     wandb: Literal["off", "online", "offline"] = setting("off", "ignored")
     """Log to Weights & Biases too (pip install '.[wandb]'); offline: into the run folder, for
     `wandb sync`."""
-    hints_off: Texts = setting((), "ignored")
+    hints_off: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Names of hints to suppress, or all."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         for path in self.sinks:
-            check_value(":" in path, "log.sinks", path, "write module:Class.")
+            self.check(":" in path, "sinks", "write module:Class.", path)
         for name in self.hints_off:
             near = difflib.get_close_matches(name, HINTS, n=1)
-            check_value(name in (*HINTS, "all"), "log.hints-off", name,
-                        f"there is no such hint; did you mean {near[0]}?" if near else
-                        f"there is no such hint; use {', '.join(HINTS)}, or all.")
+            did = f"did you mean {near[0]}?" if near else f"use {', '.join(HINTS)}, or all."
+            self.check(name in (*HINTS, "all"), "hints_off", f"there is no such hint; {did}", name)
 
-
-__all__ = [
-    "BadStepConfig",
-    "Batch",
-    "Checkpoint",
-    "Clip",
-    "Config",
-    "Data",
-    "Eval",
-    "Logging",
-    "Numerics",
-    "Optim",
-    "Parallel",
-    "Precision",
-    "Restart",
-    "Schedule",
-    "Stop",
-    "WatchdogConfig",
-    "WorldConfig",
-]  # fmt: skip
 
 TaskT = TypeVar("TaskT")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(CheckedSection, Generic[TaskT]):
+class Config(Section, Generic[TaskT]):
     """The complete configuration; `config.toml` in the run folder stores it."""
 
     task: TaskT = setting(None, "must_match")
-    run: RunDir = setting(None, "ignored")
+    run: str | None = setting(None, "ignored")
     """The run folder; the same command continues the run in it. Default: runs/RECIPE, or
     runs/TASK for a task without a recipe."""
-    seed: int = setting(0, "must_match")
+    seed: int = setting(0, "must_match", f">= 0 and < {2**63}")
     """Seed of all random numbers."""
-    steps: int | None = setting(None, "may_change")
+    steps: int | None = setting(None, "may_change", ">= 1")
     """Length of the run in optimizer steps (global batches)."""
-    epochs: int | None = setting(None, "may_change")
+    epochs: int | None = setting(None, "may_change", ">= 1")
     """Length of the run in epochs, if --steps is not given; 5 if neither is given."""
     device: Literal["auto", "cpu", "cuda", "mps"] = setting("auto", "may_change")
     """auto: cuda if available, else mps for a single process, else cpu."""
@@ -491,12 +381,12 @@ class Config(CheckedSection, Generic[TaskT]):
     init_strict: OnOff = setting("on", "must_match")
     """Fail if names or shapes of the initial weights don't fit the model; off: load the ones that
     fit and list the others."""
-    freeze: Texts = setting((), "must_match")
+    freeze: tuple[str, ...] = setting((), "must_match", repeatable=True)
     """PATTERN: don't train the parameters whose names match, nor the statistics of their batch
     norms; !PATTERN excludes some again, and the last match counts (such as * and !fc.*)."""
-    accept: Texts = setting((), "ignored")
+    accept: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Changed settings (batch.global-size, data, …) that a resumed run accepts."""
-    inject: Texts = setting((), "ignored")
+    inject: tuple[str, ...] = setting((), "ignored", repeatable=True)
     """Faults to inject: KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:always]."""
     batch: Batch = Batch()
     data: Data = Data()
@@ -516,24 +406,17 @@ class Config(CheckedSection, Generic[TaskT]):
     log: Logging = Logging()
 
     def __post_init__(self) -> None:
-        check_value(self.run is None or bool(str(self.run).strip()), "run-dir", self.run,
-                    "give the path of a folder.")
-        check_value(_is_utf8(str(self.run)), "run-dir", self.run, "choose a name in UTF-8: the "
-                    "libraries that read checkpoints accept no other names.")
-        check_value(bool(str(self.resume).strip()), "resume", self.resume,
-                    "use auto, never, or the path of a checkpoint.")
-        check_value(self.init is None or bool(str(self.init).strip()), "init", self.init,
-                    "give the path of a weights file, or omit the flag.")
-        check_value(self.steps is None or self.steps >= 1, "steps", self.steps, "use 1 or more.")
-        check_value(self.epochs is None or self.epochs >= 1, "epochs", self.epochs,
-                    "use 1 or more.")
-        check_value(0 <= self.seed < 2**63, "seed", self.seed, "use a number from 0 to 2^63 - 1.")
+        super().__post_init__()
+        self.check(self.run is None or bool(self.run.strip()), "run", "give the path of a folder.")
+        self.check(_is_utf8(str(self.run)), "run", "choose a name in UTF-8: the libraries that "
+                   "read checkpoints accept no other names.")
         for text in self.inject:
             fault_injection.parse_fault(text)
         known = {name for name, _, change in self.leaves() if change == "must_match"} | {"data"}
         for name in self.accept:
-            check_value(name.replace("-", "_") in known or name.startswith("task."), "accept", name,
-                        f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.")
+            self.check(name.replace("-", "_") in known or name.startswith("task."), "accept",
+                       f"there is no such setting; use task.FIELD, {', '.join(sorted(known))}.",
+                       name)
 
     def leaves(self) -> Iterator[tuple[str, Any, Change]]:
         """All settings as (dotted name, value, change on resume), the task's fields included."""

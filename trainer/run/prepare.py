@@ -99,8 +99,6 @@ def prepare(config: Config[Any], world: World) -> Setup:
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
     plan, intervals = _plan(config, data, world)
     model, choice = make_model(task, config, world.device)
-    if world.size > 1 and world.device.type == "cpu":
-        state_dict_checks.check_sendable(model)
     synced = 0
     if canonical:
         sync_batchnorm.refuse(model)

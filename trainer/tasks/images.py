@@ -9,11 +9,10 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Any, Literal, get_args
 
 import numpy as np
 import torch
-import tyro
 import xxhash
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -91,7 +90,7 @@ class Images:
     fashion-mnist: all 60,000 + 10,000."""
     root: str | None = dataclasses.field(default=None, metadata={"change": "ignored"})
     """First folder searched for the full data set, and target of its download."""
-    architecture: Annotated[str, tyro.conf.arg(name="model")] = dataclasses.field(
+    architecture: str = dataclasses.field(
         default="cnn", metadata={"flag": "model"})  # `model` itself is the method
     """cnn (two convolutions, 422,000 weights), a classifier of torchvision.models such as resnet18,
     or your own module:Class (called with the number of classes)."""
@@ -105,7 +104,7 @@ class Images:
     """Dropout probability of the cnn's hidden units, in training only."""
     teacher: str | None = dataclasses.field(default=None, metadata={"change": "ignored"})
     """Distil this model: a run folder, a checkpoint folder, or a model.safetensors."""
-    teacher_architecture: Annotated[str, tyro.conf.arg(name="teacher-model")] = dataclasses.field(
+    teacher_architecture: str = dataclasses.field(
         default="cnn", metadata={"flag": "teacher_model"})
     """Architecture of the teacher, as for model."""
     teacher_share: float = 0.5

@@ -9,11 +9,10 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
-import tyro
 import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
@@ -88,7 +87,7 @@ class Photos:
     with the binary files of CIFAR-10 (data_batch_1.bin …)."""
     data: Literal["folder", "cifar-10"] = "folder"
     """Format of the data in root."""
-    architecture: Annotated[str, tyro.conf.arg(name="model")] = field(
+    architecture: str = field(
         default="resnet18", metadata={"flag": "model"})  # `model` itself is the method
     """A classifier of torchvision.models, or your own module:Class (called with the number of
     classes)."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
-import tyro
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
@@ -52,7 +51,7 @@ class Shapes:
 
     target: Literal["masks", "labels"] = "masks"
     """masks: the pixels of each shape (segmentation); labels: the shapes present (multi-label)."""
-    loss_name: Annotated[Literal["dice+bce", "bce"], tyro.conf.arg(name="loss")] = field(
+    loss_name: Literal["dice+bce", "bce"] = field(
         default="dice+bce", metadata={"flag": "loss"})  # `loss` itself is the method
     """Loss of masks; labels always use bce."""
     balanced: bool = False

@@ -14,7 +14,6 @@ from trainer.commands.report.history import (
     PARTS,
     History,
     attempt_times,
-    correct_clock_setbacks,
     goodput,
     read_history,
 )
@@ -186,26 +185,3 @@ def test_an_event_before_the_start_by_another_clock_has_a_position():
 
     assert at(run.begun) == 0.0
     assert at(run.begun - 2.0) <= 0.0
-
-
-def test_an_attempt_whose_clock_was_set_back_follows_the_previous_one():
-    first = [*begun(9000.0, 0), event(9011.0, 0, "fault", step=9, fault="kill:rank=0")]
-    second = [*begun(100.0, 1, step=9), event(121.0, 1, "end", step=29)]
-    timing = [line(9010.0, 0, 9, 9, step_s=1.0), line(120.0, 1, 29, 20, step_s=1.0)]
-    events = sorted([*first, *second], key=lambda e: e["time"])
-
-    correct_clock_setbacks(events, timing)
-
-    assert [e["attempt"] for e in events] == [0] * len(first) + [1] * len(second)
-    found = [(p.begun, p.over) for p in attempt_times(events, timing)]
-    assert found == [(9000.0, 9011.0), (pytest.approx(9011.3), pytest.approx(9032.3))]
-    assert parts(events, timing)["useful"] == pytest.approx(10.0 + 20.0)
-
-
-def test_small_clock_differences_between_nodes_shift_nothing():
-    events = [*begun(0.0, 0), event(9.0, 0, "lost-peer", rank=1, step=8), *begun(8.0, 1, step=8)]
-    before = [dict(e) for e in events]
-
-    correct_clock_setbacks(events, [])
-
-    assert sorted(events, key=str) == sorted(before, key=str)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 from typing import Any
 
 import pytest
 
-from trainer.config import command_line, compatibility
+from trainer.config import command_line
 from trainer.config.compatibility import ResumeDecision, compare_settings, settings
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
@@ -118,20 +117,6 @@ def test_accepting_one_change_accepts_no_other():
                          now=HERE, then=HERE)
 
 
-def test_nothing_changed_is_exact():
-    assert compare_settings(parsed(), saved(), now=HERE, then=HERE) == ResumeDecision(changes=(),
-                                                                                      label="exact")
-
-
-def test_each_reported_change_is_a_line():
-    verdict = compare_settings(parsed("--optim.lr=1", "--clip.norm=2", "--log.every=3"), saved(),
-                               now=HERE,
-                               then=HERE)
-
-    assert [line.split()[0] for line in verdict.changes] == ["--optim.lr", "--clip.norm"]
-    assert verdict.why == "; ".join(verdict.changes)
-
-
 # --- circumstances
 
 @pytest.mark.parametrize(("key", "value", "line"), [
@@ -199,9 +184,3 @@ def test_settings_are_json_values_of_all_settings():
     assert plain.keys() == {name for name, _, _ in config.leaves()}
     assert plain["schedule.warmup"] == "3ep"
     assert plain["optim.betas"] == [0.9, 0.999]
-
-
-def test_a_resume_decision_is_immutable():
-    assert dataclasses.fields(ResumeDecision)
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        compatibility.ResumeDecision().label = "exact"  # type: ignore[misc]

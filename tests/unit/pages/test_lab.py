@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import lab
+from benchmarks.lessons import lab
 from trainer.config.command_line import parse_config
 
 PAGE = (Path(__file__).parents[3] / "docs/lab.md").read_text()

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import tyro
 from torch.nn import functional
 
+from trainer.config.command_line import parse_config
 from trainer.errors import ConfigError
 from trainer.task import Task, find_task
 from trainer.tasks.fashion_mnist import FILES
@@ -217,7 +217,8 @@ def test_it_is_found_by_name_and_keeps_to_the_protocol():
 
 
 def test_the_flag_and_the_recipe_key_of_the_model_are_model():
-    assert tyro.cli(Images, args=["--model", "resnet18"]).architecture == "resnet18"
+    config = parse_config(["--task.model", "resnet18"])
+    assert config.task.architecture == "resnet18"
     field = {f.name: f for f in dataclasses.fields(Images)}["architecture"]
     assert field.metadata["flag"] == "model"
 

@@ -2,57 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
-NARROW, WIDE = (5.2, 3.1), (11.4, 3.1)
+NARROW, WIDE = 5.2, 11.4
+"""Widths of plots, in inches."""
 POINTS = 500
 """Longer series are reduced to the means of this many groups."""
 
-@dataclass(frozen=True)
-class Colors:
-    """Palette of a plot: colours, or placeholders that the style sheet of the page replaces."""
-
-    ink: str
-    faint: str
-    series: tuple[str, ...]
-    parts: tuple[str, ...]
-    """One for each of `history.PARTS`; the plot of step times uses four of them."""
-    alarm: str
-
-
-LIGHT = Colors(
-    ink="#1f2430", faint="#d4d8e0",
-    series=("#2563c9", "#d1571b", "#1b8a5a", "#9244b8", "#a87b00", "#0d8fa8", "#c2376b", "#5b6472"),
-    parts=("#2f8f5b", "#d9822b", "#2563c9", "#c2376b", "#8e6bbf", "#9aa3b2"), alarm="#c62828",
-)  # fmt: skip
-DARK = Colors(
-    ink="#e4e8f0", faint="#39404d",
-    series=("#6ea4ff", "#ff9f5f", "#52c894", "#cf93ee", "#e0b84a", "#4fc6dc", "#f485ad", "#a3adbb"),
-    parts=("#4fb57f", "#f0a04b", "#6ea4ff", "#f485ad", "#b79ae0", "#717b8c"), alarm="#ff7a70",
-)  # fmt: skip
-_VARIABLES = ("ink", "faint", "alarm", *(f"series{i}" for i in range(8)),
-              *(f"part{i}" for i in range(6)))
-_PLACEHOLDERS = {name: f"#0b0c{16 + i:02x}" for i, name in enumerate(_VARIABLES)}
-BY_NAME = Colors(
-    ink=_PLACEHOLDERS["ink"], faint=_PLACEHOLDERS["faint"], alarm=_PLACEHOLDERS["alarm"],
-    series=tuple(_PLACEHOLDERS[f"series{i}"] for i in range(8)),
-    parts=tuple(_PLACEHOLDERS[f"part{i}"] for i in range(6)),
-)  # fmt: skip
+INK, FAINT, ALARM = "#1f2430", "#d4d8e0", "#c62828"
+SERIES = ("#2563c9", "#d1571b", "#1b8a5a", "#9244b8", "#a87b00", "#0d8fa8", "#c2376b", "#5b6472")
+PARTS_COLORS = ("#2f8f5b", "#d9822b", "#2563c9", "#c2376b", "#8e6bbf", "#9aa3b2")
+"""One for each of `history.PARTS`; the plot of step times uses four of them."""
+DARK = {
+    INK: "#e4e8f0", FAINT: "#39404d", ALARM: "#ff7a70", "#2563c9": "#6ea4ff", "#d1571b": "#ff9f5f",
+    "#1b8a5a": "#52c894", "#9244b8": "#cf93ee", "#a87b00": "#e0b84a", "#0d8fa8": "#4fc6dc",
+    "#c2376b": "#f485ad", "#5b6472": "#a3adbb", "#2f8f5b": "#4fb57f", "#d9822b": "#f0a04b",
+    "#8e6bbf": "#b79ae0", "#9aa3b2": "#717b8c",
+}  # fmt: skip
+"""Each colour of a plot → its colour in the page's dark scheme."""
 
 
-def css_variables(colors: Colors) -> str:
-    """CSS variables that the SVG of this module refers to."""
-    values = [colors.ink, colors.faint, colors.alarm, *colors.series, *colors.parts]
-    return " ".join(f"--{n}: {v};" for n, v in zip(_VARIABLES, values, strict=True))
+def css_variables(*, dark: bool = False) -> str:
+    """CSS variables that the SVG of this module refers to, --c1f2430 for #1f2430."""
+    return " ".join(f"--c{light[1:]}: {DARK[light] if dark else light};" for light in DARK)
 
 
 @dataclass(frozen=True)
@@ -62,71 +42,48 @@ class Plot:
     name: str
     title: str
     note: str
-    draw: Callable[[Axes, Colors], None]
+    draw: Callable[[Axes], None]
     wide: bool = False
-    height: float = NARROW[1]
+    height: float = 3.1
 
     def svg(self, *, wide: bool = False) -> str:
         """Return an <svg> element for a page that defines the CSS variables of `css_variables`."""
         buffer = io.StringIO()
-        with self._figure(BY_NAME, wide) as figure:
+        with self._figure(wide) as figure:
             figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(
                 ("Creator", "Date", "Format", "Type")))
         text = buffer.getvalue()
         text = text[text.index("<svg"):]
-        for name, placeholder in _PLACEHOLDERS.items():
-            text = text.replace(placeholder, f"var(--{name})")
+        for color in DARK:
+            text = text.replace(color, f"var(--c{color[1:]})")
         return text
 
     def png(self) -> bytes:
         """Return a PNG image with a title, on white."""
         buffer = io.BytesIO()
-        with self._figure(LIGHT, self.wide) as figure:
-            figure.axes[0].set_title(self.title, loc="left", fontsize=11, color=LIGHT.ink)
+        with self._figure(self.wide) as figure:
+            figure.axes[0].set_title(self.title, loc="left", fontsize=11, color=INK)
             figure.savefig(buffer, format="png", dpi=150, facecolor="white")
         return buffer.getvalue()
 
-    def _figure(self, colors: Colors, wide: bool) -> Any:
-        return _FigureContext(self, colors, (WIDE if wide else NARROW)[0])
-
-
-class _FigureContext:
-    """Context manager: a drawn figure, under matplotlib settings that end with the block."""
-
-    def __init__(self, plot: Plot, colors: Colors, width: float) -> None:
-        self._plot, self._colors, self._width = plot, colors, width
-        self._settings = mpl.rc_context({
-            "svg.fonttype": "none", "svg.hashsalt": f"{plot.name}{width}",
-            "font.size": 11 if width == NARROW[0] else 9, "legend.fontsize": "small",
+    @contextlib.contextmanager
+    def _figure(self, wide: bool) -> Iterator[Figure]:
+        """A drawn figure, under matplotlib settings that end with the block."""
+        width = WIDE if wide else NARROW
+        with mpl.rc_context({
+            "svg.fonttype": "none", "svg.hashsalt": f"{self.name}{width}",
+            "font.size": 9 if wide else 11, "legend.fontsize": "small", "legend.frameon": False,
             "text.parse_math": False, "font.family": "sans-serif", "path.simplify_threshold": 0.5,
-            "axes.formatter.useoffset": False,
-        })  # fmt: skip
-
-    def __enter__(self) -> Figure:
-        self._settings.__enter__()
-        colors = self._colors
-        figure = Figure(figsize=(self._width, self._plot.height), layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.add_subplot()
-        axes.set_facecolor("none")
-        for side, spine in axes.spines.items():
-            spine.set_visible(side in ("left", "bottom"))
-            spine.set_color(colors.faint)
-        axes.grid(True, color=colors.faint, linewidth=0.6)
-        axes.set_axisbelow(True)
-        axes.tick_params(colors=colors.ink, length=3, color=colors.faint)
-        self._plot.draw(axes, colors)
-        for label in (axes.xaxis.label, axes.yaxis.label):
-            label.set_color(colors.ink)
-        legend = axes.get_legend()
-        if legend is not None:
-            legend.get_frame().set_visible(False)
-            for text in legend.get_texts():
-                text.set_color(colors.ink)
-        return figure
-
-    def __exit__(self, *error: Any) -> None:
-        self._settings.__exit__(*error)
+            "axes.formatter.useoffset": False, "axes.spines.top": False,
+            "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.facecolor": "none",
+            "axes.grid": True, "axes.axisbelow": True, "axes.labelcolor": INK, "text.color": INK,
+            "grid.color": FAINT, "grid.linewidth": 0.6, "xtick.color": FAINT, "ytick.color": FAINT,
+            "xtick.labelcolor": INK, "ytick.labelcolor": INK, "xtick.major.size": 3,
+            "ytick.major.size": 3,
+        }):  # fmt: skip
+            figure = Figure(figsize=(width, self.height), layout="constrained")
+            self.draw(figure.add_subplot())
+            yield figure
 
 
 def downsample(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:

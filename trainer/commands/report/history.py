@@ -6,13 +6,13 @@ Only `read_history` reads files; the other functions are pure.
 from __future__ import annotations
 
 import itertools
-import math
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import ConfigError
 from trainer.resilience.attempts import Attempt, Event, read_attempts
 from trainer.storage import files, layout
 from trainer.storage.jsonl import read_records
@@ -30,10 +30,6 @@ FATAL = ("kill", "exit", "raise", "hang", "stop", "corrupt")
 """Injected faults that end the step in which they happen."""
 _NOTICES = ("failure", "lost-peer", "death", "hang")
 _BEFORE_TRAINING = ("stop", "rendezvous", "fork")  # phases of the launcher, in the field `entered`
-
-
-class RunNotFound(ValueError):
-    """A folder contains no run."""
 
 
 @dataclass(kw_only=True)
@@ -114,12 +110,12 @@ def read_history(path: Path, *others: Path) -> History:
         others: folders of the same run on other nodes. Their events are included.
 
     Raises:
-        NoRun: the folder contains no run.
+        ConfigError: the folder contains no run.
     """
     if not path.is_dir():
-        raise RunNotFound(f"{path}: there is no such folder")
+        raise ConfigError(f"{path}: there is no such folder")
     if files.read_json(path / layout.IDENTITY) is None and not (path / layout.EVENTS).exists():
-        raise RunNotFound(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
+        raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS)
     history = History(
         name=path.resolve().name, path=path,
@@ -132,30 +128,9 @@ def read_history(path: Path, *others: Path) -> History:
         environment=files.read_json(path / layout.ENVIRONMENT) or {},
         summary=files.read_json(path / layout.SUMMARY),
     )  # fmt: skip
-    correct_clock_setbacks(history.events, history.timing)
     history.attempt_times = attempt_times(history.events, history.timing)
     history.goodput = goodput(history.attempt_times, history.events, history.timing)
     return history
-
-
-def correct_clock_setbacks(events: list[dict[str, Any]], timing: Sequence[dict[str, Any]]) -> None:
-    """Shift the times of an attempt, in place, if the clock was set back since the previous one."""
-    shift, previous = 0.0, (-math.inf, 0.0)
-    for number in sorted({event["attempt"] for event in events}):
-        own = [event for event in events if event["attempt"] == number]
-        lines = [line for line in timing if line["attempt"] == number]
-        times = [record["time"] for record in (*own, *lines)]
-        times += [at for event in own for at in (event.get("entered") or {}).values()]
-        if min(times) + shift < previous[0]:
-            shift = previous[1] - min(times)
-        previous = min(times) + shift, max(times) + shift
-        if shift:
-            for record in (*own, *lines):
-                record["time"] += shift
-            for event in own:
-                if event.get("entered"):
-                    event["entered"] = {k: at + shift for k, at in event["entered"].items()}
-    events.sort(key=lambda event: event["time"])
 
 
 def attempt_times(

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from trainer.commands.report.charts import DARK, LIGHT, Plot, css_variables, format_duration
+from trainer.commands.report.charts import Plot, css_variables, format_duration
 from trainer.commands.report.figures import affected_rank, notable_events
 from trainer.commands.report.history import History, flatten
 from trainer.resilience.attempts import failure_sentence
@@ -15,12 +15,10 @@ from trainer.resilience.attempts import failure_sentence
 MOST = 100
 """Largest number of events, and of attempts, on the page."""
 
-_LEFT_OUT = ("command",)
-"""Keys of the environment that are not in its table: the command line is shown above it."""
-
 _STYLE = """
 :root { color-scheme: light dark; --page: #f5f6f9; --card: #ffffff; --soft: #5b6472;
-  --mark: #fff3c9; %(light)s }
+  --mark: #fff3c9; --ink: var(--c1f2430); --faint: var(--cd4d8e0); --alarm: var(--cc62828);
+  %(light)s }
 @media (prefers-color-scheme: dark) { :root { --page: #14171d; --card: #1d222b; --soft: #9aa3b2;
   --mark: #4a3f14; %(dark)s } }
 * { box-sizing: border-box }
@@ -73,12 +71,11 @@ def page(
         now: the current time, in seconds since the epoch.
     """
     title = " · ".join(run.name for run in runs)
+    suffixes = [f" of {run.name}" * (len(runs) > 1) for run in runs]
     parts = [
         _summary(runs, found), "<div class=cards>", *(_plot(plot) for plot in drawn),
-        *(_checkpoints(run, own, several=len(runs) > 1)
-          for run, own in zip(runs, checkpoints, strict=True)),
-        *(_attempts(run, several=len(runs) > 1) for run in runs),
-        *(_happenings(run, several=len(runs) > 1) for run in runs),
+        *map(_checkpoints, checkpoints, suffixes), *map(_attempts, runs, suffixes),
+        *map(_happenings, runs, suffixes),
         _settings("Environment", [flatten(run.environment) for run in runs], runs),
         _settings("Configuration", [run.config for run in runs], runs), "</div>",
     ]  # fmt: skip
@@ -87,7 +84,7 @@ def page(
         "<!doctype html>\n<html lang=en>\n<head>\n<meta charset=utf-8>\n"
         '<meta name=viewport content="width=device-width, initial-scale=1">\n'
         f"<title>{_text(title)}</title>\n"
-        f"<style>{_STYLE % {'light': css_variables(LIGHT), 'dark': css_variables(DARK)}}</style>\n"
+        f"<style>{_STYLE % {'light': css_variables(), 'dark': css_variables(dark=True)}}</style>\n"
         f"</head>\n<body>\n<main>\n<h1>{_text(title)}</h1>\n"
         f"<p class=soft>Made {_text(made)}</p>\n" + "\n".join(parts)
         + "\n</main>\n</body>\n</html>\n"
@@ -164,7 +161,7 @@ def _summary(runs: Sequence[History], found: Sequence[Mapping[str, Any]]) -> str
             for what, value in top if value) + "</div>"
     tables = [dict(summary_rows(run, f)) for run, f in zip(runs, found, strict=True)]
     names = list(dict.fromkeys(name for table in tables for name in table))
-    head = _row(["", *(run.name for run in runs)], "th") if len(runs) > 1 else ""
+    head = _names(runs)
     half = (len(names) + 1) // 2 if len(runs) == 1 else len(names)
     shown = ""
     for part in (names[:half], names[half:]):
@@ -182,7 +179,7 @@ def _plot(plot: Plot) -> str:
             f"{drawn}<figcaption>{_text(plot.note)}</figcaption></figure>")
 
 
-def _attempts(run: History, *, several: bool) -> str:
+def _attempts(run: History, suffix: str) -> str:
     left_out = max(0, len(run.attempt_times) - MOST)
     body = _row(["…", "", f"{left_out} earlier", "", ""]) if left_out else ""
     for passage in run.attempt_times[left_out:]:
@@ -193,10 +190,10 @@ def _attempts(run: History, *, several: bool) -> str:
             cause = _text(failure_sentence(a.cause))
             body += f"<tr class=more><td></td><td colspan=4>{cause}</td></tr>"
     head = _row(["attempt", "ranks", "steps", "took", "ended"], "th")
-    return _table(f"Attempts{_of(run, several)}", head, body, wide=True)
+    return _table(f"Attempts{suffix}", head, body, wide=True)
 
 
-def _happenings(run: History, *, several: bool) -> str:
+def _happenings(run: History, suffix: str) -> str:
     found = notable_events(run)
     body = "".join(
         _row([format_duration(at), str(affected_rank(event)),
@@ -205,23 +202,23 @@ def _happenings(run: History, *, several: bool) -> str:
     if len(found) > MOST:
         body += _row(["…", "", "", f"{len(found) - MOST} more in events.jsonl"])
     head = _row(["after", "rank", "step", "what"], "th")
-    return _table(f"What happened{_of(run, several)}", head, body, wide=True) if found else ""
+    return _table(f"What happened{suffix}", head, body, wide=True) if found else ""
 
 
-def _checkpoints(run: History, found: Sequence[Mapping[str, Any]], *, several: bool) -> str:
+def _checkpoints(found: Sequence[Mapping[str, Any]], suffix: str) -> str:
     body = "".join(
         _row([f"{c['step']:,}", c["kind"] or "–",
               "–" if c["generation"] is None else str(c["generation"]),
               "whole" if c["valid"] else c["why"]], bad=not c["valid"]) for c in found)
     head = _row(["step", "kind", "generation", "state"], "th")
-    return _table(f"Checkpoints{_of(run, several)}", head, body) if found else ""
+    return _table(f"Checkpoints{suffix}", head, body) if found else ""
 
 
 def _settings(title: str, values: Sequence[Mapping[str, Any]], runs: Sequence[History]) -> str:
     """Table of settings. With several runs, differing settings are highlighted, the rest folded."""
-    names = list(dict.fromkeys(name for own in values for name in own if name not in _LEFT_OUT))
+    names = list(dict.fromkeys(name for own in values for name in own if name != "command"))
     differ = [n for n in names if any(own.get(n) != values[0].get(n) for own in values)]
-    head = _row(["", *(run.name for run in runs)], "th") if len(runs) > 1 else ""
+    head = _names(runs)
 
     def table(chosen: Sequence[str], mark: str) -> str:
         body = "".join(_row([n, *("" if own.get(n) is None else str(own[n]) for own in values)],
@@ -246,14 +243,14 @@ def _table(title: str, head: str, body: str, *, wide: bool = False) -> str:
             f"<table><thead>{head}</thead><tbody>{body}</tbody></table></section>")
 
 
+def _names(runs: Sequence[History]) -> str:
+    return _row(["", *(run.name for run in runs)], "th") if len(runs) > 1 else ""
+
+
 def _row(cells: Sequence[str], tag: str = "td", *, mark: str = "", bad: bool = False) -> str:
     kind = mark or ("bad" if bad else "")
     opened = f'<tr class="{kind}">' if kind else "<tr>"
     return opened + "".join(f"<{tag}>{_text(cell)}</{tag}>" for cell in cells) + "</tr>"
-
-
-def _of(run: History, several: bool) -> str:
-    return f" of {run.name}" if several else ""
 
 
 def _words(name: Any) -> str:

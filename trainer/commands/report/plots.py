@@ -13,7 +13,11 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, MaxNLocator, NullFormatter
 
 from trainer.commands.report.charts import (
-    Colors,
+    ALARM,
+    FAINT,
+    INK,
+    PARTS_COLORS,
+    SERIES,
     Plot,
     downsample,
     format_duration,
@@ -59,7 +63,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                    "Mean over the ranks; communication is the part that isn't hidden.",
                    partial(_step_time, runs))
         yield Plot("samples", "Samples per second", "Sum over all ranks, while they train.",
-                   partial(_samples, runs))
+                   partial(_over_steps, runs, _samples_per_s, "samples/s"))
     for number, run in enumerate(runs):
         if any(len(line["step_s"]) > 1 and None not in line["step_s"] for line in run.timing):
             own = f" of {run.name}" * several
@@ -68,7 +72,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                        partial(_ranks, run))
     if any(run.timing for run in runs):
         yield Plot("memory", "Memory", "Largest of all ranks: resident memory, or GPU memory.",
-                   partial(_memory, runs))
+                   partial(_over_steps, runs, _memory_mb, "MB"))
 
 
 def primary_metric(runs: Sequence[History]) -> str | None:
@@ -82,11 +86,10 @@ def primary_metric(runs: Sequence[History]) -> str | None:
 
 
 def _curves(
-    runs: Sequence[History], key: str, label: str, axes: Axes, colors: Colors, *,
-    marks: bool = True,
-) -> None:  # fmt: skip
+    runs: Sequence[History], key: str, label: str, axes: Axes, *, marks: bool = True
+) -> None:
     several = len(runs) > 1
-    for run, color in zip(runs, _series(colors), strict=False):
+    for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
         points = [(s["step"], s[key]) for s in run.steps if s.get(key) is not None]
         x, y = downsample(points)
         if marks and len(y) > 60:
@@ -97,12 +100,12 @@ def _curves(
                      if v.get(f"val_{key}") is not None]
         if validated:
             axes.plot(*zip(*validated, strict=True), "o", markersize=4,
-                      color=color if several else colors.ink,
+                      color=color if several else INK,
                       label=None if several else "validation")
         if marks and run.attempt_times[1:]:
             axes.vlines([p.attempt.start_step for p in run.attempt_times[1:]], 0, 1, linewidth=1,
                         transform=axes.get_xaxis_transform(), linestyle=":",
-                        color=color if several else colors.alarm)
+                        color=color if several else ALARM)
     if not marks:
         axes.ticklabel_format(axis="y", style="sci", scilimits=(-2, 3))
     _steps_along(axes)
@@ -111,41 +114,46 @@ def _curves(
         axes.legend()
 
 
-def _goodput(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
+def _goodput(runs: Sequence[History], axes: Axes) -> None:
     shown = [(_short(run.name), run.goodput) for run in runs]
     if len(runs) == 1:
         shown = [("wall time", runs[0].goodput)]
         if runs[0].goodput["waiting"] > 0:
             shown += [("while it ran", runs[0].goodput | {"waiting": 0.0})]
-    names = [name for name, _ in shown]
-    left = [0.0] * len(shown)
-    for part, color in zip(PARTS, colors.parts, strict=True):
-        widths = [100 * parts[part] / (sum(parts.values()) or 1.0) for _, parts in shown]
-        if max(widths) > 0:
-            axes.barh(names, widths, left=left, color=color, height=0.6,
-                      label=_labelled(part, runs))
-        left = [a + b for a, b in zip(left, widths, strict=True)]
-    axes.invert_yaxis()
+    labels = {part: part if len(runs) > 1 else f"{part} {format_duration(runs[0].goodput[part])}"
+              for part in PARTS}
+    _stacked_bars(axes, [name for name, _ in shown], PARTS_COLORS, {
+        labels[part]: [100 * parts[part] / (sum(parts.values()) or 1.0) for _, parts in shown]
+        for part in PARTS})
     axes.set_xlim(0, 100)
     axes.set_xlabel("%")
+
+
+def _stacked_bars(
+    axes: Axes, names: Sequence[str], colors: Sequence[str], widths: Mapping[str, Sequence[float]]
+) -> None:
+    left = [0.0] * len(names)
+    for (label, own), color in zip(widths.items(), colors, strict=True):
+        if max(own) > 0:
+            axes.barh(names, own, left=left, color=color, height=0.6, label=label)
+        left = [a + b for a, b in zip(left, own, strict=True)]
+    axes.invert_yaxis()
     axes.grid(False, axis="y")
-    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
+    _legend_above(axes)
+
+
+def _legend_above(axes: Axes, ncols: int = 3) -> None:
+    axes.legend(ncols=ncols, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
                 columnspacing=1.2)
 
 
-def _labelled(part: str, runs: Sequence[History]) -> str:
-    if len(runs) > 1:
-        return part
-    return f"{part} {format_duration(runs[0].goodput[part])}"
-
-
-def _timeline(run: History, axes: Axes, colors: Colors) -> None:
+def _timeline(run: History, axes: Axes) -> None:
     unit, name = time_unit(run.wall_s - run.goodput["waiting"])
     ranks = _ranks_of(run)[:MOST_RANKS]
     at, gaps = shorten_waiting(run)
 
     for number, (begin, end) in enumerate(gaps):
-        axes.axvspan(at(begin) / unit, at(end) / unit, color=colors.faint, linewidth=0,
+        axes.axvspan(at(begin) / unit, at(end) / unit, color=FAINT, linewidth=0,
                      label="waiting" if number == 0 else None)
     bars: dict[tuple[str, str, int], list[tuple[float, float]]] = {}
     for passage in run.attempt_times:
@@ -161,18 +169,18 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
                         (at(left) / unit, (at(right) - at(left)) / unit))
     labels = set[str]()
     for (label, part, rank), places in bars.items():
-        axes.broken_barh(places, (rank - 0.275, 0.55), color=colors.parts[PARTS.index(part)],
+        axes.broken_barh(places, (rank - 0.275, 0.55), color=PARTS_COLORS[PARTS.index(part)],
                          linewidth=0, label=None if label in labels else label)
         labels.add(label)
     kinds = (
-        ("fault", "X", colors.alarm, "injected fault", lambda e: e["event"] == "fault"
+        ("fault", "X", ALARM, "injected fault", lambda e: e["event"] == "fault"
          and str(e.get("fault", "")).split(":")[0] != "slow"),
-        ("death", "x", colors.alarm, "death or hang", lambda e: e["event"] in ("death", "hang")
+        ("death", "x", ALARM, "death or hang", lambda e: e["event"] in ("death", "hang")
          or (e["event"] == "failure" and not e.get("echo"))),
-        ("skipped", "D", colors.series[4], "step skipped", lambda e: e["event"] == "skipped"),
-        ("stop", "s", colors.ink, "stop", lambda e: e["event"] == "stop"),
-        ("save", "|", colors.ink, "save", lambda e: e["event"] == "save"),
-        ("end", "*", colors.ink, "end", lambda e: e["event"] == "end"),
+        ("skipped", "D", SERIES[4], "step skipped", lambda e: e["event"] == "skipped"),
+        ("stop", "s", INK, "stop", lambda e: e["event"] == "stop"),
+        ("save", "|", INK, "save", lambda e: e["event"] == "save"),
+        ("end", "*", INK, "end", lambda e: e["event"] == "end"),
     )
     for _, marker, color, label, fits in kinds:
         found = [(at(e["time"]) / unit, affected_rank(e)) for e in run.events
@@ -187,8 +195,7 @@ def _timeline(run: History, axes: Axes, colors: Colors) -> None:
     axes.set_xlabel(f"{name} since the start" + f", without {format_duration(left_out)} of waiting"
                     * bool(gaps))
     axes.grid(False, axis="y")
-    axes.legend(ncols=3, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1,
-                columnspacing=1.2)
+    _legend_above(axes)
 
 
 def shorten_waiting(
@@ -219,13 +226,13 @@ def _ranks_of(run: History) -> list[int]:
     return sorted({rank for p in run.attempt_times for rank in p.ranks})
 
 
-def _norms(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
+def _norms(runs: Sequence[History], axes: Axes) -> None:
     found = [[s["grad_norm"] for s in run.steps if (s.get("grad_norm") or 0) > 0] for run in runs]
     every = [norm for norms in found for norm in norms]
     if every:
         low, high = math.log10(min(every)), math.log10(max(every))
         edges = [10 ** (low + (high - low) * i / 40) for i in range(41)] if high > low else 10
-        for run, norms, color in zip(runs, found, _series(colors), strict=False):
+        for run, norms, color in zip(runs, found, itertools.cycle(SERIES), strict=False):
             axes.hist(norms, bins=edges, color=color, alpha=0.85 if len(runs) == 1 else 0.5,
                       label=run.name)
         axes.set_xscale("log")
@@ -233,18 +240,18 @@ def _norms(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
             axes.xaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.xaxis.set_major_formatter(lambda x, _: f"{x:g}")
         axes.xaxis.set_minor_formatter(NullFormatter())
-        axes.tick_params(axis="x", which="minor", color=colors.faint)
+        axes.tick_params(axis="x", which="minor", color=FAINT)
     for limit in sorted({run.config.get("clip.norm") or 0.0 for run in runs}):
         if limit:
-            axes.axvline(limit, color=colors.alarm, linestyle="--", linewidth=1.2)
+            axes.axvline(limit, color=ALARM, linestyle="--", linewidth=1.2)
     axes.set_xlabel("norm of the gradient")
     axes.set_ylabel("steps")
     if len(runs) > 1:
         axes.legend()
 
 
-def _step_time(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
-    palette = (colors.parts[1], colors.parts[0], colors.parts[2], colors.parts[3])
+def _step_time(runs: Sequence[History], axes: Axes) -> None:
+    palette = (PARTS_COLORS[1], PARTS_COLORS[0], PARTS_COLORS[2], PARTS_COLORS[3])
     if len(runs) == 1:
         lines = timing_windows(runs[0].timing)
         x = [line["step"] for line in lines]
@@ -254,72 +261,60 @@ def _step_time(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
         _steps_along(axes)
         axes.set_ylabel("ms a step")
         axes.set_ylim(bottom=0)
+        _legend_above(axes, 2)
     else:
-        names, left = [_short(run.name) for run in runs], [0.0] * len(runs)
-        for part, color in zip(STEP_PARTS, palette, strict=True):
-            widths = [1000 * sum(_mean(line[f"{part}_s"]) for line in run.timing)
-                      / max(1, sum(line["steps"] for line in run.timing)) for run in runs]
-            axes.barh(names, widths, left=left, color=color, height=0.6, label=part)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.invert_yaxis()
-        axes.grid(False, axis="y")
+        _stacked_bars(axes, [_short(run.name) for run in runs], palette, {
+            part: [1000 * sum(_mean(line[f"{part}_s"]) for line in run.timing)
+                   / max(1, sum(line["steps"] for line in run.timing)) for run in runs]
+            for part in STEP_PARTS})
         axes.set_xlabel("ms a step")
-    axes.legend(ncols=2, loc="lower center", bbox_to_anchor=(0.5, 1.0), handlelength=1)
 
 
-def _samples(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
-    _over_steps(axes, colors, runs, lambda line: line["samples"] / line["step_s"][0] if (
-        line["step_s"][0]) else None)
-    axes.set_ylabel("samples/s")
+def _samples_per_s(line: Mapping[str, Any]) -> float | None:
+    return line["samples"] / line["step_s"][0] if line["step_s"][0] else None
 
 
-def _memory(runs: Sequence[History], axes: Axes, colors: Colors) -> None:
-    _over_steps(axes, colors, runs, lambda line: max(
-        (m for m in line["memory_mb"] if m), default=None))
-    axes.set_ylabel("MB")
+def _memory_mb(line: Mapping[str, Any]) -> float | None:
+    return max((m for m in line["memory_mb"] if m), default=None)
 
 
 def _over_steps(
-    axes: Axes, colors: Colors, runs: Sequence[History],
-    value: Callable[[Mapping[str, Any]], float | None],
+    runs: Sequence[History], value: Callable[[Mapping[str, Any]], float | None], unit: str,
+    axes: Axes,
 ) -> None:  # fmt: skip
-    for run, color in zip(runs, _series(colors), strict=False):
+    for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
         points = [(line["step"], value(line)) for line in timing_windows(run.timing)]
         known = [(x, y) for x, y in points if y is not None]
         if known:
             axes.plot(*zip(*known, strict=True), color=color, linewidth=1.5, label=run.name,
                       marker="." if len(known) < 30 else None)
     axes.set_ylim(bottom=0)
+    axes.set_ylabel(unit)
     _steps_along(axes)
     if len(runs) > 1:
         axes.legend()
 
 
-def _ranks(run: History, axes: Axes, colors: Colors) -> None:
+def _ranks(run: History, axes: Axes) -> None:
     lines = timing_windows([line for line in run.timing if None not in line["step_s"]
                             and len(line["step_s"]) > 1])
     size = max(len(line["step_s"]) for line in lines)
     x = [line["step"] for line in lines]
     rows = [[1000 * own / line["steps"] for own in own_step_s(line)] for line in lines]
     if size <= RANKS:
-        for rank, color in zip(range(size), _series(colors), strict=False):
+        for rank, color in zip(range(size), itertools.cycle(SERIES), strict=False):
             y = [row[rank] if rank < len(row) else math.nan for row in rows]
             axes.plot(x, y, color=color, linewidth=1.4, label=f"rank {rank}",
                       marker="." if len(x) < 30 else None)
     else:
-        for name, reduce, color in (("slowest", max, colors.alarm),
-                                    ("fastest", min, colors.series[2]),
-                                    ("median", statistics.median, colors.series[0])):
+        for name, reduce, color in (("slowest", max, ALARM),
+                                    ("fastest", min, SERIES[2]),
+                                    ("median", statistics.median, SERIES[0])):
             axes.plot(x, [reduce(row) for row in rows], color=color, linewidth=1.4, label=name)
     axes.set_ylim(bottom=0)
     _steps_along(axes)
     axes.set_ylabel("ms a step")
     axes.legend(ncols=2)
-
-
-def _series(colors: Colors) -> Iterator[str]:
-    while True:
-        yield from colors.series
 
 
 def _steps_along(axes: Axes) -> None:

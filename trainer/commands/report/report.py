@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,12 +13,13 @@ from pathlib import Path
 from trainer.commands.inspect import checkpoints
 from trainer.commands.report import history
 from trainer.commands.report.figures import figures
+from trainer.errors import ConfigError
 
 PAGE, PLOTS = "report.html", "report"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the report; exit code 2 if there is no run or matplotlib is not installed."""
+    """Write the report and print the path of the page."""
     parser = argparse.ArgumentParser(
         prog="trainer report",
         description=f"Write {PAGE}, one self-contained page for a browser, and its plots as PNG "
@@ -28,22 +28,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN")
     parser.add_argument("--out", type=Path, help="folder to write to; default: the first run's")
     options = parser.parse_args(argv)
-    try:
-        path = report(options.runs, options.out or options.runs[0])
-    except history.RunNotFound as error:
-        print(error, file=sys.stderr)
-        return 2
-    except ImportError as error:
-        if (error.name or "").partition(".")[0] != "matplotlib":
-            raise
-        print("the report needs matplotlib, which isn't installed: pip install matplotlib",
-              file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(f"the report can't be written: {error}; choose a folder with --out",
-              file=sys.stderr)
-        return 2
-    print(path)
+    print(report(options.runs, options.out or options.runs[0]))
     return 0
 
 
@@ -51,23 +36,25 @@ def report(runs: Sequence[Path], out: Path) -> Path:
     """Read the runs and write the page and its plots into a folder. Return the path of the page.
 
     Raises:
-        NoRun: a run does not exist.
-        ImportError: matplotlib isn't installed.
-        OSError: the folder cannot be written.
+        ConfigError: a run does not exist, or the folder cannot be written.
     """
-    stories = [history.read_history(path) for path in runs]
-    if len({story.name for story in stories}) < len(stories):
-        stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
     from trainer.commands.report.page import page
     from trainer.commands.report.plots import plots
 
+    stories = [history.read_history(path) for path in runs]
+    if len({story.name for story in stories}) < len(stories):
+        stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
     drawn = list(plots(stories))
     text = page(stories, [figures(story) for story in stories],
                 [checkpoints(path) for path in runs], drawn, now=time.time())
-    (out / PLOTS).mkdir(parents=True, exist_ok=True)
-    for plot in drawn:
-        _replace(out / PLOTS / f"{plot.name}.png", plot.png())
-    _replace(out / PAGE, text.encode(errors="surrogateescape"))  # a file name need not be UTF-8
+    try:
+        (out / PLOTS).mkdir(parents=True, exist_ok=True)
+        for plot in drawn:
+            _replace(out / PLOTS / f"{plot.name}.png", plot.png())
+        # A file name need not be UTF-8.
+        _replace(out / PAGE, text.encode(errors="surrogateescape"))
+    except OSError as error:
+        raise ConfigError(f"--out {out}: {error}; choose a folder that can be written.") from error
     return out / PAGE
 
 

@@ -1,10 +1,9 @@
-"""What the rows of `wrong_orders` share: the list of them, a small problem, and a loop whose order
-of operations is an argument."""
+"""A small problem for `mistakes`, and a training loop whose order of operations is an argument."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,31 +15,6 @@ from torch.optim import lr_scheduler
 
 RIGHT = ("zero_grad", "forward", "backward", "clip", "step", "schedule")
 BATCH, STEPS, CLASSES = 64, 40, 10
-Found = tuple[str, bool]
-"""What was measured, in words, and whether the row's claim holds."""
-
-
-@dataclass(frozen=True)
-class Row:
-    """A mistake."""
-
-    name: str
-    change: str
-    happens: str
-    measure: Callable[[], Found]
-
-
-ROWS: list[Row] = []
-
-
-def row(change: str, happens: str) -> Callable[[Callable[[], Found]], Callable[[], Found]]:
-    """List a mistake; the function that measures it gives it its name."""
-    def listed(measure: Callable[[], Found]) -> Callable[[], Found]:
-        ROWS.append(Row(measure.__name__.replace("_", "-"), change, happens, measure))
-        return measure
-    return listed
-
-
 @cache
 def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Ten overlapping clouds in 32 dimensions: 512 points to train on, 300 held out."""
@@ -52,7 +26,7 @@ def data() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def net(norm: bool = False, dropout: float = 0.0, momentum: float = 0.1) -> nn.Sequential:
-    """The same first weights each time."""
+    """A model with the same initial weights each time."""
     torch.manual_seed(1)
     middle: list[nn.Module] = [nn.BatchNorm1d(64, momentum=momentum)] if norm else []
     middle += [nn.ReLU()] + ([nn.Dropout(dropout)] if dropout else [])
@@ -69,19 +43,20 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 @dataclass
 class Run:
-    """What a loop came to."""
+    """The result of a loop."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
     used: list[float] = field(default_factory=list)
     """Norm of the gradient that each update used."""
-    told: list[float] = field(default_factory=list)
+    reported: list[float] = field(default_factory=list)
     """What clip_grad_norm_ returned."""
     rates: list[float] = field(default_factory=list)
+    """Learning rates as fractions of the optimizer's."""
 
     @property
     def loss(self) -> float:
-        """On the training samples, in eval mode."""
+        """The loss on the training samples in eval mode."""
         return loss_of(self.model, *data()[:2])
 
 
@@ -107,9 +82,9 @@ def loop(order: Sequence[str] = RIGHT, *, model: nn.Module | None = None,
             elif name == "unscale":
                 scaler.unscale_(run.optimizer)  # type: ignore[union-attr]
             elif name == "clip":
-                run.told.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+                run.reported.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
             elif name == "step":
-                run.rates.append(run.optimizer.param_groups[0]["lr"])
+                run.rates.append(run.optimizer.param_groups[0]["lr"] / run.optimizer.defaults["lr"])
                 if scaler:
                     scaler.step(run.optimizer)
                     scaler.update()
@@ -122,8 +97,7 @@ def loop(order: Sequence[str] = RIGHT, *, model: nn.Module | None = None,
 
 
 def norm_of(model: nn.Module) -> float:
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return float(nn.utils.get_total_norm(gradients))
+    return float(nn.utils.get_total_norm(p.grad for p in model.parameters() if p.grad is not None))
 
 
 @torch.no_grad()
@@ -134,28 +108,39 @@ def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 @torch.no_grad()
 def accuracy(model: nn.Module) -> float:
-    """Held out, in the mode that the model is in."""
+    """The accuracy on held-out samples, in the mode that the model is in."""
     x, y = data()[2:]
     return float((model(x).argmax(1) == y).float().mean())
 
 
 def same(a: nn.Module, b: nn.Module) -> bool:
-    """Bit by bit."""
+    """Whether two models have the same bits."""
     return all(torch.equal(v, b.state_dict()[n]) for n, v in a.state_dict().items())
 
 
 def moved(model: nn.Module) -> float:
-    """The largest change of a weight since `net()`."""
-    return max(float((p - q).detach().abs().max()) for p, q in
-               zip(model.parameters(), net().parameters(), strict=True))
+    """The largest change of a weight from `net()`."""
+    return float((flat(model.parameters()) - flat(net().parameters())).abs().max())
+
+
+def flat(tensors: Iterable[Tensor | None]) -> Tensor:
+    """As one vector."""
+    return torch.cat([tensor.detach().flatten() for tensor in tensors if tensor is not None])
 
 
 def gradient(model: nn.Module, *losses: Callable[[], Tensor]) -> Tensor:
-    """Of the sum of some losses, one backward after the other, as one vector."""
+    """The gradient of the sum of these losses, one backward after the other."""
     model.zero_grad()
     for loss in losses:
         loss().backward()
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    return flat(p.grad for p in model.parameters())
+
+
+def quarters(model: nn.Module, divide: float = 4) -> list[Callable[[], Tensor]]:
+    """The losses of four micro-batches of 16 samples."""
+    x, y, *_ = data()
+    return [lambda i=i: functional.cross_entropy(model(x[i:i + 16]), y[i:i + 16]) / divide
+            for i in range(0, 64, 16)]
 
 
 def apart(a: Tensor, b: Tensor) -> float:

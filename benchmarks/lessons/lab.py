@@ -1,15 +1,13 @@
 """The lab of docs/lab.md: a small CNN step by step, each step one command.
 
-    python -m benchmarks.lab [--epochs 4] [--folder runs/lab] [--ranks 2] [--steps NAME,...]
+    python -m benchmarks.lessons.lab [--epochs 4] [--folder runs/lab] [--ranks 2] [--steps NAME,...]
 
-The bundled sample, offline; minutes on 2 cores. Prints accuracy, seconds an epoch and the share of
-steps whose gradient norm lies above 0.5, 1, 2 and 5, overall and in the second half; draws the
-norms (norms.png) and the accuracy of a run that was killed and resumed (curve.png).
+The bundled sample, offline; minutes on 2 cores. Prints accuracy, seconds per epoch and the share of
+steps whose gradient norm is above 0.5, 1, 2 and 5, of all steps and of the second half.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import shlex
 import statistics
@@ -23,10 +21,13 @@ from typing import Any
 
 from benchmarks import reporting
 from trainer.commands.compare import differences
+from trainer.storage.layout import EVENTS, METRICS
+from trainer.telemetry.events import read_events
+from trainer.telemetry.metrics import read_metrics
 
 LIMITS = (0.5, 1.0, 2.0, 5.0)
 ENOUGH = 0.05
-"""Share of late steps that a clip value may clip."""
+"""The share of late steps that a clip value may clip."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +56,8 @@ RECIPES = (
 
 
 def command_of(name: str, *, epochs: int, ranks: int, folder: Path, clip: float) -> list[str]:
-    """The command of a step: what earlier steps keep, and its own; a later value of a flag wins.
-
-    Args:
-        clip: the value from the step `clip` on.
-    """
+    """The command of a step: flags kept from earlier steps and its own; later values win. From the
+    step `clip` on, norms are clipped at `clip`."""
     flags: dict[str, str] = {}
     for recipe in RECIPES:
         if recipe.name == name or recipe.kept:
@@ -73,54 +71,48 @@ def command_of(name: str, *, epochs: int, ranks: int, folder: Path, clip: float)
             f"--run-dir={folder / name}", f"--epochs={epochs}", *flags.values()]
 
 
-def lines_of(run: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The steps' and the validations' lines of metrics.jsonl."""
-    lines = [json.loads(text) for text in (run / "metrics.jsonl").read_text().splitlines()]
-    return ([line for line in lines if "grad_norm" in line],
-            [line for line in lines if "val_accuracy" in line])
-
-
 def seconds(run: Path) -> float:
     """From each attempt's first step to its last event, validations and saves included."""
-    times = defaultdict(list)
-    for text in (run / "events.jsonl").read_text().splitlines():
-        event = json.loads(text)
+    times: dict[int, list[float]] = defaultdict(list)
+    for event in read_events(run / EVENTS):
         if event["event"] == "first-step" or times[event["attempt"]]:
             times[event["attempt"]].append(event["time"])
     return sum(found[-1] - found[0] for found in times.values() if found)
 
 
 def report(run: Path, epochs: int) -> dict[str, Any]:
-    """What a finished run came to."""
-    steps, validations = lines_of(run)
-    norms = [line["grad_norm"] for line in steps]
+    """The figures of a finished run."""
+    lines = read_metrics(run / METRICS)
+    norms = [line["grad_norm"] for line in lines if "grad_norm" in line]
     late = norms[len(norms) // 2:]
     summary = json.loads((run / "summary.json").read_text())
     return {
-        "test": summary["test"]["accuracy"], "validation": validations[-1]["val_accuracy"],
+        "test": summary["test"]["accuracy"],
+        "validation": next(line["val_accuracy"] for line in reversed(lines)
+                           if "val_accuracy" in line),
         "epoch_s": seconds(run) / epochs, "norms": norms, "percentiles": percentiles(late),
         "clipped": {limit: (share(norms, limit), share(late, limit)) for limit in LIMITS},
     }  # fmt: skip
 
 
 def share(norms: Sequence[float], limit: float) -> float:
-    """Of the steps, those that the limit would clip."""
+    """The share of steps that the limit would clip."""
     return sum(norm > limit for norm in norms) / len(norms)
 
 
 def choose(norms: Sequence[float]) -> float:
-    """The least of some round values that clips fewer than 5 % of these steps."""
+    """The smallest round value that clips fewer than 5 % of these steps."""
     return next(v for v in (*LIMITS, 10.0, 20.0, 50.0, float("inf")) if share(norms, v) < ENOUGH)
 
 
 def percentiles(norms: Sequence[float]) -> dict[int, float]:
-    """50, 90, 95 and 99."""
+    """The 50th, 90th, 95th and 99th percentile."""
     cuts = statistics.quantiles(norms, n=100, method="inclusive")
     return {p: cuts[p - 1] for p in (50, 90, 95, 99)}
 
 
 def histogram(norms: Sequence[float], width: int = 40) -> str:
-    """Counts of the norms in bins that double, as text."""
+    """The norms in bins whose edges double, as text."""
     edges = [2.0**n for n in range(-3, 7)]
     counts = [sum(low <= norm < high for norm in norms)
               for low, high in zip([0.0, *edges], [*edges, float("inf")], strict=True)]
@@ -129,51 +121,8 @@ def histogram(norms: Sequence[float], width: int = 40) -> str:
         for edge, count in zip([*edges, float("inf")], counts, strict=True) if count)
 
 
-def draw_norms(norms: Sequence[float], chosen: float, path: Path) -> None:
-    """The norms over the steps, and how often each occurs."""
-    plt = _pyplot()
-    figure, (over, often) = plt.subplots(1, 2, figsize=(9, 3), sharey=True)
-    over.semilogy(range(1, len(norms) + 1), norms, ".", markersize=3)
-    often.hist(norms[len(norms) // 2:], bins=40, orientation="horizontal")
-    for axis in (over, often):
-        axis.axhline(chosen, color="tab:red", label=f"clip at {chosen:g}")
-    over.set(xlabel="step", ylabel="gradient norm")
-    often.set(xlabel="steps of the second half")
-    often.legend()
-    figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
-
-
-def draw_curve(run: Path, killed_at: int, path: Path) -> None:
-    """Accuracy of one run that two attempts made."""
-    plt = _pyplot()
-    steps, validations = lines_of(run)
-    figure, axis = plt.subplots(figsize=(6, 3.5))
-    for after, name, colour in ((False, "until the kill", "tab:blue"),
-                                (True, "resumed", "tab:orange")):
-        own = [line for line in steps if (line["step"] > killed_at) == after]
-        axis.plot([line["step"] for line in own], [line["accuracy"] for line in own],
-                  color=colour, alpha=0.4, label=f"batches, {name}")
-    axis.plot([line["step"] for line in validations],
-              [line["val_accuracy"] for line in validations], "ko-", label="validation")
-    axis.axvline(killed_at, color="tab:red", linestyle=":", label=f"killed after {killed_at}")
-    axis.set(xlabel="step", ylabel="accuracy")
-    axis.legend()
-    figure.savefig(path, bbox_inches="tight")
-    plt.close(figure)
-
-
-def _pyplot() -> Any:
-    import matplotlib
-
-    matplotlib.use("agg")
-    from matplotlib import pyplot
-
-    return pyplot
-
-
 def table(found: dict[str, dict[str, Any]]) -> str:
-    """One row a step of the lab."""
+    """A row for each step of the lab."""
     header = ["step", "test", "validation", "s an epoch",
               *[f"> {limit:g}: all / late" for limit in LIMITS], "95th, 99th percentile, late"]
     return reporting.table(header, [
@@ -183,55 +132,64 @@ def table(found: dict[str, dict[str, Any]]) -> str:
         for name, r in found.items()])
 
 
+def train(command: list[str]) -> int:
+    """The exit code of a run."""
+    return subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL,
+                          env=reporting.environment()).returncode
+
+
+def resume(command: list[str], run: Path, reference: Path) -> int:
+    """The exit code of the killed run, which is given the same command again and compared."""
+    code, killed_at = train(command), read_metrics(run / METRICS)[-1]["step"]
+    print(f"  exit code {code} after step {killed_at}; the same command again")
+    code = train(command)
+    if reference.exists():
+        found = list(differences(reference, run))
+        print(f"  compared with {reference.name}: {found[0] if found else 'same bits'}")
+    return code
+
+
+def choose_clip(norms: Sequence[float]) -> float:
+    """A clip value, from the printed norms of a run without clipping."""
+    late = norms[len(norms) // 2:]
+    clip = choose(late)
+    below = ", ".join(f"{p} % below {value:.2f}" for p, value in percentiles(late).items())
+    print(f"{histogram(norms)}\n  late steps: {below}; {clip:g} clips fewer than 5 % of them")
+    return clip
+
+
 def main() -> None:
-    """Run the steps in turn, and print."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.lab", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = [recipe.name for recipe in RECIPES]
+    parser = reporting.parser("lessons.lab", __doc__)
     parser.add_argument("--epochs", type=int, default=4, help="of each run (4), 3 or more")
     parser.add_argument("--ranks", type=int, default=2, help="of each run (2)")
     parser.add_argument("--folder", type=Path, default=Path("runs/lab"), help="of the runs")
-    parser.add_argument("--steps", default=",".join(r.name for r in RECIPES), help="which (all)")
+    parser.add_argument("--steps", type=reporting.some_of(names), default=",".join(names),
+                        help="(%(default)s)")
     options = parser.parse_args()
     if options.epochs < 3:
         parser.error("--epochs: 3 or more, since a run is killed in the third")
-    machine = reporting.machine()
-    print(reporting.describe(machine))
-    found: dict[str, dict[str, Any]] = {}
-    clip = 2.0
-    for name in options.steps.split(","):
+    machine, clip, found = reporting.machine(), 2.0, dict[str, dict[str, Any]]()
+    for name in options.steps:
         run = options.folder / name
         command = command_of(name, epochs=options.epochs, ranks=options.ranks,
                              folder=options.folder, clip=clip)
         print(f"\n{name}: python {shlex.join(command)}", flush=True)
-        ended = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL, check=False)
-        if name == "killed":
-            killed_at = lines_of(run)[0][-1]["step"]
-            print(f"  exit code {ended.returncode} after step {killed_at}; the same command again")
-            ended = subprocess.run([sys.executable, *command], stdout=subprocess.DEVNULL,
-                                   check=False)
-            draw_curve(run, killed_at, options.folder / "curve.png")
-            print(f"  {options.folder / 'curve.png'}")
-            if (options.folder / "checkpoints").exists():
-                told = list(differences(options.folder / "checkpoints", run))
-                print(f"  compared with checkpoints: {told[0] if told else 'same bits'}")
-        if ended.returncode:
-            raise SystemExit(f"{name} ended with {ended.returncode}")
+        code = (resume(command, run, options.folder / "checkpoints") if name == "killed"
+                else train(command))
+        if code:
+            raise SystemExit(f"{name} ended with {code}")
         found[name] = report(run, options.epochs)
+        norms = found[name].pop("norms")
         if name == "one-cycle":
-            late = found[name]["percentiles"]
-            print(histogram(found[name]["norms"]))
-            norms = found[name]["norms"]
-            clip = choose(norms[len(norms) // 2:])
-            print("  late steps: " + ", ".join(f"{p} % below {v:.2f}" for p, v in late.items())
-                  + f"; {clip:g} clips fewer than 5 % of them")
-            draw_norms(norms, clip, options.folder / "norms.png")
+            clip = choose_clip(norms)
         if name == "checkpoints":
             kept = sorted(path.name for path in (run / "checkpoints").glob("step-*"))
             best = json.loads((run / "summary.json").read_text())["best"]["step"]
             print(f"  kept: {', '.join(kept)}; the best is step {best}")
     print("\n" + table(found))
-    reporting.print_json("lab", machine=machine, epochs=options.epochs, ranks=options.ranks, steps={
-        name: {k: v for k, v in r.items() if k != "norms"} for name, r in found.items()})
+    reporting.print_json("lab", machine=machine, epochs=options.epochs, ranks=options.ranks,
+                         steps=found)
 
 
 if __name__ == "__main__":
