@@ -1,6 +1,6 @@
 """Whether a start and the memory grow with the length of a run.
 
-    python -m benchmarks.long_run [--rounds 5] [--steps 200000] [--quick] [--json]
+    python -m benchmarks.long_run [--rounds 5] [--steps 200000] [--quick]
 
 Start: seconds from the construction of a run to the end of its first new step. The run folder is
 that of a real run, lengthened: metrics.jsonl has N steps, events.jsonl a save in each 100, and the
@@ -13,7 +13,6 @@ least squares through the last half.
 
 from __future__ import annotations
 
-import argparse
 import json
 import shutil
 import statistics
@@ -24,12 +23,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import reporting
+from benchmarks.building import builder
 from benchmarks.memory import resident_bytes
-from benchmarks.ranks import in_ranks
-from benchmarks.turns import in_turn, slope
+from trainer.checkpoint.store import Store
+from trainer.loop import train
+from trainer.run.warmup import start
+from trainer.storage.jsonl import FileMark
+from trainer.storage.layout import STATE
 
 TASK = ["--task=benchmarks.small_tasks:TinyMlp", "--batch.global-size=8", "--batch.micro-size=8",
-        "--device=cpu", "--data.workers=0", "--log.level=error"]
+        "--data.workers=0"]
 BEGUN = 20
 """Steps of the real run that is lengthened."""
 SAVES = {"off": ["--checkpoint.every=off"],
@@ -41,23 +44,11 @@ class Stop(Exception):
     """The measurement is complete."""
 
 
-def run(arguments: list[str], look: Any, launch: Any = None) -> None:
+def run(arguments: list[str], look: Any) -> None:
     """Train in this process; `look` is called with each completed step."""
-    from trainer.config import command_line
-    from trainer.distributed.world import LaunchInfo, World
-    from trainer.loop import train
-    from trainer.resilience.stop_signals import StopSignals
-    from trainer.resilience.watchdog import Watchdog
-    from trainer.run.build import build
-    from trainer.run.warmup import start
-    from trainer.telemetry.events import Log
-
-    log = Log(level="error")
-    log.status.on_step(look)
-    with (World.form(device="cpu", threads=1, launch=launch or LaunchInfo()) as world,
-          Watchdog(world, log, limit_s=None) as watchdog):
-        config = command_line.parse_config([*TASK, *arguments])
-        built = build(config, world, log, StopSignals(), watchdog.marks)
+    with builder() as build:
+        built = build(*TASK, *arguments)
+        built.context.status.on_step(look)
         try:
             train(start(built))
         except Stop:
@@ -68,10 +59,6 @@ def run(arguments: list[str], look: Any, launch: Any = None) -> None:
 
 def lengthen(begun: Path, folder: Path, length: int) -> None:
     """Copy a run folder, and make it that of a run of `length` steps."""
-    from trainer.checkpoint.store import Store
-    from trainer.storage.jsonl import FileMark
-    from trainer.storage.layout import STATE
-
     shutil.copytree(begun, folder, ignore=shutil.ignore_patterns("checkpoints"))
     old = Store(begun / "checkpoints").verify(BEGUN)
     line = json.loads((begun / "metrics.jsonl").read_text().splitlines()[-1])
@@ -107,8 +94,8 @@ def start_seconds(folder: Path, length: int) -> float:
     return found[0]
 
 
-def memory(launch: Any, saves: str, steps: int, folder: str) -> list[tuple[int, float]]:
-    """In a rank: (step, MB) over a run."""
+def memory(saves: str, steps: int, folder: str) -> list[tuple[int, float]]:
+    """(step, MB) over a run."""
     found: list[tuple[int, float]] = []
 
     def look(step: int) -> None:
@@ -117,39 +104,36 @@ def memory(launch: Any, saves: str, steps: int, folder: str) -> list[tuple[int, 
         if step == steps:
             raise Stop  # the last save would fail
 
-    run([f"--steps={steps}", f"--run-dir={folder}/{saves}", *SAVES[saves]], look, launch)
+    run([f"--steps={steps}", f"--run-dir={folder}/{saves}", *SAVES[saves]], look)
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.long_run", description=__doc__,
-                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = reporting.parser("long_run", __doc__)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1000, 100_000, 1_000_000])
     parser.add_argument("--rounds", type=int, default=5, help="starts per length (%(default)s)")
     parser.add_argument("--steps", type=int, default=200_000, help="for memory (%(default)s)")
     parser.add_argument("--quick", action="store_true", help="too little for the figures")
-    parser.add_argument("--json", action="store_true", help="print the JSON line only")
     options = parser.parse_args()
     if options.quick:
         options.lengths, options.rounds, options.steps = [100, 1000], 1, 2000
-    show = (lambda *text: None) if options.json else print
     machine = reporting.machine()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         run([f"--steps={BEGUN}", f"--run-dir={folder}/begun"], lambda step: None)
         for length in options.lengths:
             lengthen(folder / "begun", folder / str(length), length)
-        found = in_turn({str(n): partial(start_seconds, folder / str(n), n)
-                         for n in options.lengths}, options.rounds)
-        readings = {saves: in_ranks(memory, 1, saves, options.steps, name)[0] for saves in SAVES}
+        found = reporting.in_turn({str(n): partial(start_seconds, folder / str(n), n)
+                                  for n in options.lengths}, options.rounds)
+        readings = {saves: memory(saves, options.steps, name) for saves in SAVES}
     first = statistics.median(found[str(options.lengths[0])])
-    show(reporting.describe(machine) + "\n")
-    show(reporting.table(["recorded steps", "s to the first new step", "more than the shortest"], [
+    print(reporting.table(["recorded steps", "s to the first new step", "more than the shortest"], [
         [f"{n:,}", reporting.spread(reporting.summary(found[str(n)]), digits=3),
          f"{statistics.median(found[str(n)]) - first:+.3f} s"] for n in options.lengths]) + "\n")
-    growth = {saves: 10_000 * slope(*zip(*pairs[len(pairs) // 2 :], strict=True))
+    growth = {saves: 10_000 * statistics.linear_regression(
+        *zip(*pairs[len(pairs) // 2 :], strict=True)).slope
               for saves, pairs in readings.items()}
-    show(reporting.table(["saves", "MB at the start", "half-way", "end", "MB per 10,000 steps"], [
+    print(reporting.table(["saves", "MB at the start", "half-way", "end", "MB per 10,000 steps"], [
         [saves, *(f"{pairs[i][1]:.1f}" for i in (0, len(pairs) // 2, -1)), f"{growth[saves]:.2f}"]
         for saves, pairs in readings.items()]))
     reporting.print_json("long_run", machine=machine, starts=found, mb_per_10000_steps=growth)
