@@ -71,6 +71,6 @@ def make_checkpointer(subject: Subject, folder: Path) -> Checkpointer:
     store = Store(folder, run="benchmark", keep=1)
     return Checkpointer(
         store=store, state=subject.state, world=world, log=Log(),
-        record=RunRecord(run_id="benchmark", attempt={}, metric_lines=[]),
+        record=RunRecord(run_id="benchmark", attempt={}),
         policy=SavePolicy(on_error="stop"),
     )  # fmt: skip

@@ -14,8 +14,7 @@ from runs import flip_a_bit, state_json
 
 from benchmarks.synthetic_state import make_checkpointer, make_subject
 from trainer.checkpoint.replication import copy_missing_checkpoints
-from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, restore_state
-from trainer.checkpoint.saved_state import SavedState
+from trainer.checkpoint.restore import find_checkpoint, restore_state
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.storage import tensorfile
@@ -43,11 +42,11 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
             shutil.copytree(Path(folder, "0"), own)
         if world.rank == 1 and view == "damaged":
             flip_a_bit(own / "step-00000001/model.safetensors")
-        facts = world.broadcast_json(
-            json.loads((own / "step-00000001" / STATE).read_text()) if world.is_main else None)
+        found = find_checkpoint(Store(own), world, "benchmark")
+        assert found is not None
+        assert found.holder == 0
         sends, broadcast = [], world.broadcast
         world.broadcast = lambda *a: (sends.append(a), broadcast(*a))  # type: ignore[method-assign]
-        found = CheckpointRef(1, 0, 0, SavedState.from_json(facts))
         restore_state(found, Store(own), subject.state, world, Log())
         hasher = xxhash.xxh3_128()
         for tensors in subject.state.tensors().values():
@@ -81,8 +80,7 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         world.barrier()
         found = find_checkpoint(store, world, "a run")
         assert found is not None
-        copy_missing_checkpoints(found, store, folder / "metrics.jsonl", "a run", world, Log())
-        store.end_use()
+        copy_missing_checkpoints(found, store, "a run", world, Log())
         return {i.step: (i.generation, json.loads((i.path / STATE).read_bytes())["of"])
                 for i in store.checkpoints()}
 

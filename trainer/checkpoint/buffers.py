@@ -17,9 +17,8 @@ from trainer.errors import ConfigError
 class Buffers:
     """Copies of the model's buffers (BatchNorm statistics), updated at each step boundary.
 
-    The forward changes buffers before the step is known to count. If it assigns new tensors to
-    them (`self.mean = …`), their values are copied back to the original storage, to which all
-    other parts of a run refer.
+    If the forward assigns new tensors to buffers (`self.mean = …`), their values are copied back to
+    the original storage, to which all other parts of a run refer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -121,11 +120,7 @@ class Buffers:
         return [(id(b), 0 if b is None or b.is_inference() else b._version) for b in current]
 
     def watch(self, moved: Container[Tensor]) -> None:
-        """Select the buffers that `nonfinite` checks.
-
-        These are the buffers in `moved` that were finite at `keep`, so a mask of infinities is not
-        among them.
-        """
+        """Let `nonfinite` check the buffers in `moved` that were finite at `keep`."""
         kept = {id(b): k for b, k in self.pairs()}
         self._watched = [
             (name, *slot, original)
@@ -138,12 +133,7 @@ class Buffers:
         self._vectors = originals if all(b.dim() == 1 for b in originals) else []
 
     def nonfinite(self, among: Container[Tensor] | None = None) -> Tensor | None:
-        """NaN if a watched buffer is not finite, otherwise 0, on the buffers' device.
-
-        The training loss does not show such a buffer.
-
-        Args:
-            among: check only these.
+        """NaN if a watched buffer (in `among`) is not finite, otherwise 0, on the buffers' device.
 
         Returns:
             None if no buffer is watched.

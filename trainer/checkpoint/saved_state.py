@@ -10,6 +10,7 @@ from typing import Any
 
 from trainer.checkpoint.progress import BestTracker, TrainProgress
 from trainer.errors import CheckpointDamaged
+from trainer.storage.jsonl import FileMark
 from trainer.storage.layout import STATE
 
 
@@ -34,7 +35,9 @@ class SavedState:
     rng: list[str] = field(default_factory=list)
     """Digest of each rank's random generators."""
     lines: list[dict[str, Any]] = field(default_factory=list)
-    """Metric lines since the checkpoint before."""
+    """The last metric lines, which metrics.jsonl may not have."""
+    record: FileMark | None = None
+    """Position in metrics.jsonl at which `lines` begin; None in older checkpoints."""
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings by dotted name."""
     circumstances: dict[str, Any] = field(default_factory=dict)
@@ -57,6 +60,8 @@ class SavedState:
                 known[name] = entries[name]
         except KeyError as error:
             raise CheckpointDamaged(f"{STATE} has no entry {error}") from error
+        if "record" in known:
+            known["record"] = FileMark(**known["record"])
         return cls(**known)
 
     @classmethod

@@ -1,8 +1,6 @@
-"""The complete training state that a checkpoint holds: `TrainState`.
+"""The training state that a checkpoint holds: tensors by parameter name, and JSON.
 
-Tensors are keyed by parameter name and everything else is JSON. So a checkpoint can be read with
-safetensors and json alone, and does not depend on wrappers of the model (DDP, compile) or on the
-order of its parameter groups.
+So it does not depend on wrappers of the model (DDP, compile) or on the order of parameter groups.
 """
 
 from __future__ import annotations
@@ -80,11 +78,8 @@ class TrainState:
         return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors: copy them before the next step.
-
-        Returns:
-            File name → tensor name → tensor, for the model (parameters and buffers), the optimizer
-            ("PARAMETER|KEY") and the averaged weights.
+        """The live tensors of the model, the optimizer ("PARAMETER|KEY") and the averaged weights,
+        by file and name. Copy them before the next step.
 
         Raises:
             ConfigError: see `check_structure`.
@@ -129,19 +124,14 @@ class TrainState:
         }
 
     def share(self) -> None:
-        """Collective. Exchange distributed state between the ranks before a save.
-
-        Without it `facts` is consistent too, but may contain an older state of some parts.
-        """
+        """Collective. Exchange distributed state between the ranks before a save; without it
+        `facts` is consistent too, but may contain an older state of some parts."""
         for part in self.parts.values():
             if isinstance(part, Shared):
                 part.share()
 
     def rng_digests(self, step: int) -> list[str]:
-        """Digests of all ranks' generators at a step boundary; thread-safe.
-
-        Generators are functions of (seed, step, rank), so every rank can compute all digests.
-        """
+        """Digests of all ranks' generators at a step boundary, functions of (seed, step, rank)."""
         return [rng.digest(rng.keyed(self.seed, rng.STEP, step, rank))
                 for rank in range(self.num_ranks)]
 

@@ -44,9 +44,9 @@ def check_reduced(wrapped: nn.Module, spec: MicroBatchSpec, trained: Sequence[st
 CAPACITY = 64
 """Maximal number of values that one gradient all-reduce carries besides the gradients."""
 
-REQUESTS = ("stop", "save", "fail", "saved")
+REQUESTS = ("stop", "save", "fail", "saved", "recorded")
 """What one rank may request of all ranks: stop after this step; save this step; exit as failed;
-drop the metric lines that the last save holds, since it is complete."""
+the last save is complete; metrics.jsonl has all lines of the steps before durably."""
 
 Vector = Tensor | list[float]
 

@@ -18,7 +18,7 @@ from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
 from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
-from trainer.checkpoint.replication import Lines, copy_missing_checkpoints
+from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, find_checkpoint_at
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
@@ -46,7 +46,7 @@ from trainer.run.startup_summary import log_startup, startup_warnings, summary_l
 from trainer.step import ForwardBackward, Reduction
 from trainer.storage import files, layout
 from trainer.storage.locks import RunLock
-from trainer.telemetry.events import Log
+from trainer.telemetry.events import Log, read_events
 from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Phase
 
@@ -69,12 +69,12 @@ def build(
     startup_checks.check_data(setup, world)
     folder = _claim_folder(context, setup)
     resumption = _find_resumption(context, setup, folder, named, init)
-    lines = _enter_folder(context, setup, folder, resumption)
+    _enter_folder(context, setup, folder, resumption)
     metrics = Metrics()
     trainable = _make_trainable(context, setup, folder, resumption, metrics)
     marks.mark(Phase.START, resumption.position)
     data = _open_data(context, setup, trainable, resumption)
-    record = _open_record(context, setup, folder, resumption, lines, metrics)
+    record = _open_record(context, setup, folder, resumption, metrics)
     guard = Guard(
         context=context, intervals=setup.intervals, lock=folder.lock, faults=trainable.faults,
         state=trainable.state, boundary=trainable.boundary, checkpoint=trainable.checkpoint,
@@ -158,18 +158,18 @@ def _find_checkpoint(context: Context, folder: RunFolder, named: Path) -> Checkp
 
 def _enter_folder(
     context: Context, setup: Setup, folder: RunFolder, resumption: Resumption
-) -> Lines:
+) -> None:
     """Collective. Take the run folder, begin the attempt, and bring each node up to date."""
     config, world, log, path = context.config, context.world, context.log, context.path
     run_dir.enter(path, folder.identity, folder.lock, world, log)
-    run_dir.begin(path, folder.identity, world, log, position=resumption.position,
+    events = read_events(path / layout.EVENTS) if world.is_main and folder.identity.attempt else []
+    folder.given_hints.update(event["hint"] for event in events if event.get("event") == "hint")
+    run_dir.begin(path, events, world, log, position=resumption.position,
                   version=_version(config), max_same_step=config.restart.max_same_step)
-    lines = copy_missing_checkpoints(resumption.found, folder.store, path / layout.METRICS,
-                                     folder.identity.run, world, log)
+    copy_missing_checkpoints(resumption.found, folder.store, folder.identity.run, world, log)
     if setup.choice.compile:
         context.stop.shield()  # compilers survive a signal to the whole process group
         compile_cache.use(path / layout.COMPILED, world)
-    return lines
 
 
 def _make_trainable(
@@ -200,8 +200,7 @@ def _make_trainable(
                "inexact": resumption.decision.reasons}
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=log, marks=marks,
-        record=RunRecord(run_id=folder.identity.run, metric_lines=metrics.recent,
-                         sync=metrics.sync, attempt=attempt),
+        record=RunRecord(run_id=folder.identity.run, metrics=metrics, attempt=attempt),
         policy=SavePolicy(on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s),
     )  # fmt: skip
     compute = ForwardBackward(objective, wrapped, state, marks,
@@ -307,14 +306,12 @@ def _weights_to_evaluate(state: TrainState, checkpoint: Checkpointer) -> Iterato
 
 
 def _open_record(
-    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption, lines: Lines,
-    metrics: Metrics,
+    context: Context, setup: Setup, folder: RunFolder, resumption: Resumption, metrics: Metrics
 ) -> Record:
     """Describe the run in its folder and on the console, and open what records it."""
     config, world, path = context.config, context.world, context.path
-    if world.writes_run_dir:
-        about = _describe(context, setup, folder, resumption)
-        open_metrics(metrics, context, setup, folder, lines, resumption.position, summary=about)
+    about = _describe(context, setup, folder, resumption) if world.writes_run_dir else []
+    open_metrics(metrics, context, setup, folder, resumption.found, summary=about)
     pictures = None
     if world.is_main and hasattr(setup.task, "picture"):
         pictures = Pictures(draw=setup.task.picture, folder=path / layout.PICTURES,

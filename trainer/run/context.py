@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +48,8 @@ class RunFolder:
     store: Store
     faults: Sequence[Fault]
     """Faults to be injected."""
+    given_hints: set[str] = field(default_factory=set)
+    """Names of the hints that the run has given so far; `Hints` adds to it."""
 
 
 @dataclass(frozen=True, kw_only=True)

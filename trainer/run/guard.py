@@ -64,15 +64,19 @@ class Guard:
         if world.has_nodes or world.superseded:  # on one node no rank survives the launcher
             self.lock.check_without_waiting()
         saved = checkpoint.has_unreported_save and self.metrics.durable
-        return self.context.stop.requested, checkpoint.overdue, checkpoint.must_fail, saved
+        recorded = world.is_main and self.metrics.must_trim
+        return (self.context.stop.requested, checkpoint.overdue, checkpoint.must_fail, saved,
+                recorded)
 
     def acknowledge_save(self, requests: Collection[str]) -> None:
-        """React to rank 0's report on the last save: drop the saved metric lines, or raise
+        """React to rank 0's report on the last save and metrics.jsonl: drop durable lines, or raise
         SaveFailed.
         """
         if "saved" in requests:
-            self.metrics.drop_saved(self.checkpoint.saved_step)
+            self.metrics.drop(self.checkpoint.saved_step)
             self.checkpoint.confirm()
+        if "recorded" in requests:  # the report is from before this step
+            self.metrics.drop(self.state.progress.step - 1)
         if "fail" in requests:
             raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.checkpoint.replication import Lines, merged_lines
+from trainer.checkpoint.replication import resume_record
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import compatibility
@@ -34,14 +34,16 @@ from trainer.run.run import Run
 from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
 from trainer.storage.files import display_path
+from trainer.storage.jsonl import last_records, sample_records
 from trainer.storage.layout import TIMING
 from trainer.telemetry import tensorboard
 from trainer.telemetry.console import Console
-from trainer.telemetry.events import Log, read_events
+from trainer.telemetry.events import Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
 from trainer.telemetry.metrics import Metrics, Sink, line_key
 from trainer.telemetry.step_timing import StepTiming, resident_mb
 from trainer.telemetry.tensorboard import (
+    NORMS,
     Introduction,
     TensorBoard,
     TensorHistograms,
@@ -92,40 +94,43 @@ def reopen(run: Run, found: CheckpointRef) -> None:
     context, state, metrics = run.context, run.training.state, run.record.metrics
     state.progress.restore(found.state.progress)
     run.training.loader.reopen(partial(open_source, context, run.setup, state, found))
-    metrics.rewind()
-    lines = merged_lines(found, context.path / layout.METRICS, context.world)
-    if context.world.writes_run_dir:
-        open_metrics(metrics, context, run.setup, run.folder, lines, found.step)
+    open_metrics(metrics, context, run.setup, run.folder, found)
 
 
 def open_metrics(
-    metrics: Metrics, context: Context, setup: Setup, folder: RunFolder, lines: Lines,
-    position: int, *, summary: Sequence[str] = (),
+    metrics: Metrics, context: Context, setup: Setup, folder: RunFolder,
+    found: CheckpointRef | None, *, summary: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Open metrics.jsonl, cut to the step that is resumed, and the sinks.
+    """Collective. Open metrics.jsonl, cut to the step that is resumed, and the sinks.
 
     Args:
-        lines: new content of the file, and the lines that an earlier attempt may not have shown.
-        position: the step that is resumed.
         summary: lines of the startup summary.
     """
-    config, path, log = context.config, context.path, context.log
-    kept, unshown = lines
-    from_other_run = config.resume not in ("auto", "never")
-    _report_gaps(path / layout.METRICS, kept, position, log, from_other_run=from_other_run)
+    config, file, log = context.config, context.path / layout.METRICS, context.log
+    metrics.close()
+    record, end = resume_record(found, file, context.world)
+    metrics.continue_at(end)
+    if not context.world.writes_run_dir:
+        return
+    position = 0 if found is None else found.step
+    if not record.begin.offset:
+        _report_gaps(file, record.kept, position, log,
+                     from_other_run=config.resume not in ("auto", "never"))
+    metrics.open(file, record, guard=folder.lock.committing, warn=log.warning)
+    history, unshown = last_records(file, NORMS), record.unshown
     total, every = setup.intervals.total, setup.intervals.log or setup.intervals.total
     first = min((line["step"] for line in unshown), default=position + 1)
     if position >= total:  # the final metrics are shown again
         first = min(first, position)
-        unshown = [line for line in kept if line["step"] >= first]
+        unshown = [line for line in history if line["step"] >= first]
     names = getattr(setup.task, "class_names", ())
     scalars_every = setup.steps(config.log.tensorboard_every) or total
     board = TensorBoard(
-        path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
+        context.path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
         introduction=Introduction(
             summary=summary, restarts=log.attempt,
             images=preview(setup.task, log) if position == 0 else None),
-        class_names=names, norms=_norms_before(kept, first),
+        class_names=names, norms=_norms_before(history, first),
         histograms=TensorHistograms(every=setup.steps(config.log.histograms),
                                     tensors=partial(_tensors, setup.model)),
     )  # fmt: skip
@@ -135,15 +140,14 @@ def open_metrics(
         sinks += [Console(log, total=total, every=every, start=position, bar=bar,
                           restarts=log.attempt)]
         if config.log.wandb != "off":
-            sinks.append(WandB(path, folder.identity.run, log, mode=config.log.wandb,
+            sinks.append(WandB(context.path, folder.identity.run, log, mode=config.log.wandb,
                                every=scalars_every, settings=compatibility.settings(config),
                                class_names=names))
-        sinks.append(_hints(context, setup, kept))
+        sinks.append(_hints(context, setup, folder, position))
         if config.log.graph == "on" and not position:
             _show_graph(board, context, setup)
-        sinks += [UserSink(name, make, path, log) for name, make in setup.sinks.items()]
-    metrics.open(path / layout.METRICS, sinks, kept=kept, unshown=unshown,
-                 guard=folder.lock.committing, warn=log.warning)
+        sinks += [UserSink(name, make, context.path, log) for name, make in setup.sinks.items()]
+    metrics.show_in(sinks, unshown)
 
 
 def open_timing(
@@ -198,11 +202,9 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"gradients/{name}", parameter.grad.to_dense().float().cpu().numpy()
 
 
-def _hints(context: Context, setup: Setup, kept: Sequence[dict[str, Any]]) -> Hints:
+def _hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> Hints:
     """Create the hints. Those about the data, the model and the batch are shown now."""
     config, world, data = context.config, context.world, setup.data
-    events = read_events(context.path / layout.EVENTS)
-    given = [event["hint"] for event in events if event.get("event") == "hint"]
     expected = setup.task.first_loss() if hasattr(setup.task, "first_loss") else None
     facts = HintFacts(
         total=setup.intervals.total, epoch=setup.plan.steps_per_epoch,
@@ -211,12 +213,13 @@ def _hints(context: Context, setup: Setup, kept: Sequence[dict[str, Any]]) -> Hi
         expected_loss=0.0 if config.init is not None else expected,
         zero_gradients=partial(_zero_gradients, setup.model), memory=partial(_memory, world.device),
     )  # fmt: skip
-    hints = Hints(context.log, facts, off=config.log.hints_off, given=given, lines=kept)
+    hints = Hints(context.log, facts, off=config.log.hints_off, given=folder.given_hints,
+                  lines=sample_records(context.path / layout.METRICS))
     hints.emit("small-batchnorm", check_batchnorm(
         startup_summary.batchnorm_samples(config, world.size, setup.card)))
     if world.device.type == "cuda":
         hints.emit("odd-sizes", check_sizes(_widths(setup.model), config.batch.micro_size))
-    if not kept:
+    if not position:
         hints.emit("shared-samples", shared_samples(data["train"], data["validation"]))
     return hints
 

@@ -10,7 +10,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -188,11 +188,12 @@ def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> No
         time.sleep(0.2)
 
 
-def begin(path: Path, identity: RunIdentity, world: World, log: Log, *, position: int, version: str,
-          max_same_step: int) -> None:
+def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Log, *,
+          position: int, version: str, max_same_step: int) -> None:
     """Collective. Record the start of this attempt in the event log.
 
     Args:
+        events: of earlier attempts, on rank 0.
         position: the step to continue from.
         version: digest of the configuration and the task's code.
 
@@ -202,9 +203,8 @@ def begin(path: Path, identity: RunIdentity, world: World, log: Log, *, position
     error = None
     reached = max(MappedCounter.read(path / layout.LAST_STEP),
                   newest_step(path / layout.METRICS)) if world.is_main else 0
-    if world.is_main and identity.attempt:
-        before = read_attempts(read_events(path / layout.EVENTS))
-        row = repeated_failures(before, version=version)
+    if events:
+        row = repeated_failures(read_attempts(events), version=version)
         if len(row) >= max_same_step:
             first = next((a.cause for a in row if a.cause is not None), None)
             times = "1 time" if len(row) == 1 else f"{len(row)} times"

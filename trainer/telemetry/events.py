@@ -168,10 +168,7 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 def writable(value: Any) -> Any:
-    """Escape a string so that any reader of the event can print it; return other values unchanged.
-
-    A file name may not be UTF-8, and an exception of a task may contain terminal control codes.
-    """
+    """Escape what a string may contain of terminal control codes and names that are not UTF-8."""
     if not isinstance(value, str):
         return value
     return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
@@ -196,10 +193,7 @@ def _is_torn(path: Path) -> bool:
 
 
 def read_events(*paths: Path) -> list[dict[str, Any]]:
-    """All complete events of `events.jsonl`, in order of time.
-
-    There are several files if nodes have their own disks.
-    """
+    """All complete events of one or, if nodes have their own disks, several files, by time."""
     events = [record for path in paths for record in read_records(path) if _is_event(record)]
     return sorted(events, key=lambda event: event.get("time", 0.0))
 

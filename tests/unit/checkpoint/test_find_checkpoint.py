@@ -39,7 +39,6 @@ def start(store: Store, world: World) -> tuple[CheckpointRef, int]:
     """The checkpoint that a start finds, and the generation it continues in."""
     found = find_checkpoint(store, world, RUN)
     assert found is not None
-    store.in_use = None  # as after restoring it
     return found, abandon_newer(found, store, world, Log(stream=io.StringIO()))
 
 
