@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer import torch_private
-
 _KINDS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState,
           torch.Generator)
 _PROCESS_WIDE = (random.seed.__self__, np.random.mtrand._rand,  # type: ignore[attr-defined]
@@ -190,7 +188,7 @@ def keyed(*parts: int) -> dict[str, Any]:
 
 
 def _states(
-    python: Any, numpy: Any, cpu: torch.Generator, devices: Iterable[torch.Generator]
+    python: Any, numpy: Any, cpu: torch.Generator, devices: Iterable[Any]
 ) -> dict[str, Any]:
     version, internal, gauss = python
     name, keys, position, has_gauss, cached = numpy
@@ -238,9 +236,11 @@ def _bytes_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def _device_generators() -> tuple[torch.Generator, ...]:
+def _device_generators() -> tuple[Any, ...]:
     if torch.cuda.is_initialized():
         return (torch.cuda.default_generators[torch.cuda.current_device()],)
     if torch.backends.mps.is_available():
-        return (torch_private.mps_generator(),)
+        return (types.SimpleNamespace(  # torch.mps has functions in place of a public generator
+            device=torch.device("mps"), manual_seed=torch.mps.manual_seed,
+            get_state=torch.mps.get_rng_state, set_state=torch.mps.set_rng_state),)
     return ()

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainer import torch_private
+from trainer.distributed import torch_private
 
 
 class DeviceInterval:

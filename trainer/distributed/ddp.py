@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import torch_private
+from trainer.distributed import torch_private
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed

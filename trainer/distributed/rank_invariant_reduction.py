@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from trainer.distributed.ddp import REQUESTED
 from trainer.distributed.partition import block, micro_batches_per_rank
+from trainer.distributed.torch_private import BatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
-from trainer.torch_private import BatchNorm
 
 if TYPE_CHECKING:
     from trainer.checkpoint.buffers import Buffers

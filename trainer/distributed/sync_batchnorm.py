@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainer.distributed.comm_timer import CommunicationTimer
+from trainer.distributed.torch_private import BatchNorm
 from trainer.errors import ConfigError
-from trainer.torch_private import BatchNorm
 
 
 def convert(model: nn.Module, world_size: int, device_type: str,

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import errors, torch_private
-from trainer.distributed import allocator, serialization, sockets
+from trainer import errors
+from trainer.distributed import allocator, serialization, sockets, torch_private
 from trainer.distributed.device import choose_device, share_of_cores
 from trainer.distributed.rendezvous import join_attempt
 from trainer.distributed.waits import WaitsFor, waiting_for

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainer import torch_private
+from trainer.distributed import torch_private
 from trainer.distributed.world import World
 from trainer.storage.files import make_folder, remove_folder
 

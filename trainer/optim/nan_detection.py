@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
-from trainer.torch_private import TorchDispatchMode, autograd_node, tree_leaves
+from trainer.distributed.torch_private import TorchDispatchMode, autograd_node, tree_leaves
 
 IGNORED_OPERATIONS = ("empty", "resize", "c10d")
 """Parts of names of operations that return uninitialised memory or values of other ranks."""

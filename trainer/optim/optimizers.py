@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import Clip, Optim
+from trainer.distributed.torch_private import BatchNorm
 from trainer.errors import ConfigError, listed
 from trainer.task import load_object
-from trainer.torch_private import BatchNorm
 
 WITH_STATISTICS = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = (*WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
