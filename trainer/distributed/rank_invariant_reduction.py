@@ -1,13 +1,12 @@
-"""Rank-invariant reduction: gradients have the same bits for any number of ranks.
-
-They are summed in one tree over the numbers of the micro-batches (docs/elastic.md).
-"""
+"""Rank-invariant reduction: gradients have the same bits for any number of ranks, since they are
+summed in one tree over the numbers of the micro-batches (docs/elastic.md)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from trainer.data.sampler import BatchPlan, MicroBatchSpec
     from trainer.distributed.ddp import Objective
 
-
 Span = tuple[int, int]
 """A node of the tree, as the range of its leaves: (first, end)."""
 
@@ -35,6 +33,8 @@ T = TypeVar("T")
 
 ALIGN = 16
 """Alignment in bytes of sections and slices in a flat buffer."""
+SMALL = 1 << 18
+"""Up to this many bytes, every rank receives all complete partial sums: one exchange, not two."""
 
 
 def are_siblings(left: Span, right: Span, leaves: int) -> bool:
@@ -45,11 +45,7 @@ def are_siblings(left: Span, right: Span, leaves: int) -> bool:
 
 
 class TreeSum(Generic[T]):
-    """Sums values of adjacent nodes in their order; joins the halves of a node immediately.
-
-    Args:
-        join: (left, right) → value of their parent node.
-    """
+    """Sums values of adjacent nodes in their order; joins the halves of a node immediately."""
 
     def __init__(self, leaves: int, join: Callable[[T, T], T]) -> None:
         self._leaves, self._join = leaves, join
@@ -58,12 +54,10 @@ class TreeSum(Generic[T]):
 
     def push(self, span: Span, value: T) -> None:
         """Add the next node to the right."""
+        while self.parts and are_siblings(self.parts[-1][0], span, self._leaves):
+            (first, _), left = self.parts.pop()
+            span, value = (first, span[1]), self._join(left, value)
         self.parts.append((span, value))
-        while len(self.parts) > 1 and are_siblings(self.parts[-2][0], self.parts[-1][0],
-                                                   self._leaves):
-            right, right_value = self.parts.pop()
-            left, left_value = self.parts.pop()
-            self.parts.append(((left[0], right[1]), self._join(left_value, right_value)))
 
 
 def subtrees(leaves: int, rank: int, num_ranks: int) -> tuple[Span, ...]:
@@ -93,25 +87,15 @@ class ReductionPlan:
 
     @classmethod
     def of(cls, leaves: int, num_ranks: int) -> ReductionPlan:
-        each = micro_batches_per_rank(leaves, num_ranks)
-        return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in range(num_ranks)),
-                   [rank * each + place for rank in range(num_ranks)
+        ranks, each = range(num_ranks), micro_batches_per_rank(leaves, num_ranks)
+        return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in ranks),
+                   [rank * each + place for rank in ranks
                     for place in range(len(block(leaves, rank, num_ranks)))])
-
-    @property
-    def rounds(self) -> int:
-        return max(map(len, self.spans))
-
-
-SMALL = 1 << 18
-"""Up to this many bytes, every rank receives all complete partial sums: one exchange, not two."""
 
 
 class GradientLayout:
-    """Layout of gradients in a flat byte buffer.
-
-    Gradients of one dtype are adjacent. Each has the strides that autograd gives it.
-    """
+    """Layout of gradients in a flat byte buffer: those of one dtype are adjacent, and each has the
+    strides that autograd gives it."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
@@ -128,7 +112,6 @@ class GradientLayout:
             self.size = -(-self.size // ALIGN) * ALIGN
 
     def buffer(self, span: Span) -> Tensor:
-        """Allocate memory for a slice."""
         return torch.empty(span[1] - span[0], dtype=torch.uint8, device=self._parameters[0].device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -150,11 +133,10 @@ class GradientLayout:
 
 
 class BatchNormStatistics:
-    """Running statistics of batch norms, combined in the order of micro-batches.
+    """Running statistics of batch norms, combined in the order of micro-batches, in float64.
 
-    Each micro-batch starts with the statistics of the step boundary; the statistics after it are a
-    row. The rows are applied in the order of their numbers, in float64. Let r be the statistics so
-    far and b those of the boundary: row x of k calls gives (1 - momentum)^k · (r - b) + x.
+    Each micro-batch starts with the statistics b of the step boundary and ends with a row x. From
+    the statistics r so far, a row of k calls gives (1 - momentum)^k · (r - b) + x.
     """
 
     def __init__(self, model: nn.Module, kept: dict[Tensor, Tensor]) -> None:
@@ -165,10 +147,9 @@ class BatchNormStatistics:
         self.live = [b for b in (*found, *(m.num_batches_tracked for m in modules))
                      if b is not None]
         self._kept = [kept[b] for b in self.live]
-        self._sizes = [b.numel() for b in self.live]
-        self.width = sum(self._sizes)
-        device = self.live[0].device if self.live else None
+        self.width = sum(b.numel() for b in self.live)
         self._split = self.width - len(modules)
+        device = self.live[0].device if self.live else None
         self._memory = torch.empty(self.width, dtype=torch.float64, device=device)
         self._views = self.views(self._memory)
         self._owner = torch.tensor([i for i, m in enumerate(modules)
@@ -180,7 +161,7 @@ class BatchNormStatistics:
 
     def views(self, row: Tensor) -> list[Tensor]:
         """View a row as one tensor for each tensor of `live`."""
-        parts = row.split(self._sizes)
+        parts = row.split([b.numel() for b in self.live])
         return [part.view(b.shape) for part, b in zip(parts, self.live, strict=True)]
 
     def fold(self, rows: Tensor) -> None:
@@ -211,15 +192,11 @@ class RankInvariantReduction:
 
     Args:
         parameters: the trained ones.
-        buffers: those of the step boundary.
-        batch_plan: gives the number M of micro-batches of a step.
         optional: whether a parameter may have no gradient on any rank; it then keeps None.
     """
 
-    def __init__(
-        self, objective: Objective, parameters: Sequence[Tensor], buffers: Buffers, world: World,
-        batch_plan: BatchPlan, *, optional: bool,
-    ) -> None:
+    def __init__(self, objective: Objective, parameters: Sequence[Tensor], buffers: Buffers,
+                 world: World, batch_plan: BatchPlan, *, optional: bool) -> None:
         model = objective.model
         world.broadcast([*model.parameters(), *model.buffers()])
         self._objective, self._parameters, self._buffers = objective, parameters, buffers
@@ -229,8 +206,7 @@ class RankInvariantReduction:
         self.shared = frozenset(self.statistics.live)
         """Buffers that are equal on all ranks after the last micro-batch."""
         self._layout = GradientLayout(self._parameters)
-        self._make_plan = functools.cache(
-            functools.partial(ReductionPlan.of, num_ranks=world.size))
+        self._make_plan = functools.cache(partial(ReductionPlan.of, num_ranks=world.size))
         self._flats: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
         """Partial sums: whole buffers, their views as gradients, and their views as vectors."""
         self._open: int | None = None
@@ -334,28 +310,25 @@ class RankInvariantReduction:
     def _send(self, own: int | None) -> None:
         """Collective. Begin the next round: exchange the next partial sums of all ranks; `own` is
         the index of this rank's buffer, None if it has no further partial sum."""
-        number, outgoing, incoming = self._round, list[Any](), list[Any]()
+        outgoing: list[tuple[Tensor, int]] = []
         if own is not None:
             flat = self._flats[own][0]
             self._sent.append(own)
             outgoing = [(flat[first:end], rank) for rank, (first, end) in enumerate(self._slices)]
-        for rank, spans in enumerate(self._plan.spans):
-            if number < len(spans):
-                incoming.append((self._received(rank, number), rank))
-        self._exchange(outgoing, incoming)
+        self._exchange(outgoing, [(self._received(rank, self._round), rank)
+                                  for rank, spans in enumerate(self._plan.spans)
+                                  if self._round < len(spans)])
         self._round += 1
 
-    def _exchange(
-        self, outgoing: Iterable[tuple[Tensor, int]], incoming: Iterable[tuple[Tensor, int]]
-    ) -> None:
+    def _exchange(self, outgoing: Iterable[tuple[Tensor, int]],
+                  incoming: Iterable[tuple[Tensor, int]]) -> None:
         calls = [dist.P2POp(operation, tensor, rank, self._group)
                  for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
                  for tensor, rank in tensors if rank != self._rank and tensor.numel()]
         if calls:
             self._works += dist.batch_isend_irecv(calls)
 
-    def wait_for_peers(self) -> None:
-        """Wait until all pending sends and receives are complete."""
+    def _wait_for_peers(self) -> None:
         with waiting_for(WaitsFor.PEERS):
             for work in self._works:
                 work.wait()
@@ -372,11 +345,11 @@ class RankInvariantReduction:
         else:
             all_rows = rows.new_empty(self._size, *rows.shape)
             all_rows[self._rank] = rows
-            while self._round < plan.rounds:
+            while self._round < max(map(len, plan.spans)):
                 self._send(None)
-            others = range(self._size)
-            self._exchange([(rows, rank) for rank in others], [(all_rows[r], r) for r in others])
-            self.wait_for_peers()
+            ranks = range(self._size)
+            self._exchange([(rows, rank) for rank in ranks], [(all_rows[r], r) for r in ranks])
+            self._wait_for_peers()
             total = self._add_up()
             all_rows = all_rows.flatten(0, 1)
             numbered = all_rows[plan.order]
@@ -416,7 +389,7 @@ class RankInvariantReduction:
         if not self._whole:
             self._exchange([(target, rank) for rank in range(self._size)],
                            [(flat[a:b], rank) for rank, (a, b) in enumerate(self._slices)])
-            self.wait_for_peers()
+            self._wait_for_peers()
         return result
 
     def _received(self, rank: int, number: int) -> Tensor:

@@ -47,10 +47,7 @@ class Ema:
 
     @contextlib.contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Put the average into the model's parameters while the context is active.
-
-        The parameters keep their storage.
-        """
+        """Context in which the model's parameters hold the average, in their own storage."""
         self._exchange()
         try:
             yield
@@ -70,7 +67,7 @@ class Ema:
         return {n: t.detach() for n, t in average.items()}
 
     def averages(self) -> dict[str, Tensor]:
-        """The average by parameter name. Tied parameters appear under each name."""
+        """Like `tensors`, but tied parameters appear under each name."""
         average = self.tensors()
         return {n: average[first] for n, first in self._named.items()}
 
@@ -83,14 +80,7 @@ class Ema:
         return {"updates": self.updates}
 
     def load(self, tensors: Mapping[str, Tensor] | None, state: Mapping[str, Any]) -> None:
-        """Restore the average.
-
-        Args:
-            tensors: None if the checkpoint has no average; it then starts with the next update.
-
-        Raises:
-            CheckpointDamaged: a parameter is missing or has another shape.
-        """
+        """Restore the average; without `tensors` it starts with the next update."""
         if tensors is None:
             tensors, state = self._live, {"updates": 0}
         for name in self._average:

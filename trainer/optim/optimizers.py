@@ -21,9 +21,8 @@ NORMS = (*WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 Groups = list[dict[str, Any]]
 
 
-def parameter_groups(
-    model: nn.Module, weight_decay: float, rates: Sequence[str] = (), lr: float = 0.0
-) -> Groups:
+def parameter_groups(model: nn.Module, weight_decay: float, rates: Sequence[str] = (),
+                     lr: float = 0.0) -> Groups:
     """Split the trainable parameters into two groups for each learning rate, with and without
     weight decay.
 
@@ -32,9 +31,6 @@ def parameter_groups(
 
     Args:
         rates: PATTERN=FACTOR of `lr`; the first pattern that matches a name counts.
-
-    Raises:
-        ConfigError: a pattern matches no trainable parameter.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     in_norms = {p for m in model.modules() if isinstance(m, NORMS) for p in m.parameters()}
@@ -55,11 +51,7 @@ def parameter_groups(
 
 
 def matching(names: Iterable[str], pattern: str, *, flag: str) -> list[str]:
-    """Names that match a file-name pattern (`*`, `?`, `[…]`).
-
-    Raises:
-        ConfigError: no name matches.
-    """
+    """Names that match a file-name pattern (`*`, `?`, `[…]`): at least one, or a ConfigError."""
     known = list(names)
     found = fnmatch.filter(known, pattern)
     if not found:
@@ -70,15 +62,9 @@ def matching(names: Iterable[str], pattern: str, *, flag: str) -> list[str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Freeze parameters, and the statistics of batch norms whose parameters are all frozen.
+    """Freeze parameters; return their names. `!PATTERN` unfreezes; the last match counts.
 
-    Such batch norms stay in eval mode. `!PATTERN` unfreezes; the last matching pattern counts.
-
-    Returns:
-        names of the frozen parameters.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
+    Batch norms whose parameters are all frozen stay in eval mode, so their statistics are too.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -106,16 +92,12 @@ def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
     return module
 
 
-def make_optimizer(
-    config: Optim, model: nn.Module, groups: Callable[[nn.Module], Groups] | None = None
-) -> torch.optim.Optimizer:
+def make_optimizer(config: Optim, model: nn.Module,
+                   groups: Callable[[nn.Module], Groups] | None = None) -> torch.optim.Optimizer:
     """Build the configured optimizer for the model's trainable parameters.
 
     Args:
         groups: `parameter_groups` of the task; None if the task does not define it.
-
-    Raises:
-        ConfigError: there is no parameter to train, or the groups or the class cannot be used.
     """
     if groups is None:
         made = parameter_groups(model, config.weight_decay, config.rates, config.lr)
@@ -170,10 +152,8 @@ def untrained(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor's memory has no gaps, as that of a slice (`weight[:, :1]`).
-
-    A fused kernel on CPU walks the memory from end to end and would update the gaps too.
-    """
+    """Whether a tensor's memory has no gaps, as that of a slice (`weight[:, :1]`) has: a fused
+    kernel on CPU walks the memory from end to end and would update them too."""
     return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
@@ -196,14 +176,10 @@ def _checked(made: Any, model: nn.Module) -> Groups:
     return kept
 
 
-def sparse_gradient_problem(
-    optimizer: torch.optim.Optimizer, clipping: Clip, sparse: Mapping[Tensor, str]
-) -> str:
-    """Explain why torch's optimizer or clipping cannot use sparse gradients; "" if it can.
-
-    Args:
-        sparse: parameters with a sparse gradient → their names.
-    """
+def sparse_gradient_problem(optimizer: torch.optim.Optimizer, clipping: Clip,
+                            sparse: Mapping[Tensor, str]) -> str:
+    """Why torch's optimizer or clipping cannot use gradients of the `sparse` parameters (→ their
+    names); "" if it can."""
     kinds = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
     plain = all(not g.get("fused") and not g.get("weight_decay") for g in optimizer.param_groups
                 if not sparse.keys().isdisjoint(g["params"]))
@@ -219,9 +195,8 @@ def sparse_gradient_problem(
 def clip(parameters: list[Tensor], config: Clip) -> Tensor:
     """Clip the gradients in place: by value if `config.value` is set, otherwise by global norm.
 
-    Returns:
-        global L2 norm before clipping, a scalar tensor. If it is not finite, gradients are not
-        clipped by norm; the caller must check it.
+    Returns the global L2 norm before clipping. If it is not finite, gradients are not clipped by
+    norm; the caller must check it.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
