@@ -209,5 +209,6 @@ def clip(parameters: list[Tensor], config: Clip) -> Tensor:
         # A norm that is not finite counts as 0, which changes no gradient: otherwise one NaN would
         # spread to all gradients and hide its origin.
         finite = norm.nan_to_num(0.0, 0.0, 0.0)
-        torch.nn.utils.clip_grads_with_norm_(parameters, config.norm, finite)
+        # The factor of `clip_grads_with_norm_`, which groups tensors by device on each call.
+        torch._foreach_mul_(gradients, (config.norm / (finite + 1e-6)).clamp(max=1.0))
     return norm
