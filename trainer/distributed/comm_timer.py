@@ -28,17 +28,17 @@ class DeviceInterval:
 
     def between_s(self) -> float | None:
         """Return the seconds between the events. The device must have passed both."""
-        first, second = self._events or (None, None)
-        return None if first is None else first.elapsed_time(second) / 1000
+        if not self._events:
+            return None
+        return self._events[0].elapsed_time(self._events[1]) / 1000
 
 
 class CommunicationTimer:
     """Measure the time of a step that this rank waits in collectives, not hidden by computation.
 
     In the backward it is the time from when the gradients of this rank are ready until all are
-    reduced. The autograd engine runs a callback in between, before the callback of the reducer. On
-    a GPU the interval is measured on the device. The gathers of synchronised batch norms on a CPU
-    count as well.
+    reduced, on a GPU measured on the device: the autograd engine runs a callback in between, before
+    that of the reducer. The gathers of synchronised batch norms on a CPU count as well.
     """
 
     def __init__(self, *, on_cuda: bool = False,
@@ -69,8 +69,7 @@ class CommunicationTimer:
             self._backward_s = self.clock() - self._computed_s
 
     def take_wait_s(self) -> float:
-        """Return the seconds waited in a step, and reset. The device must have finished the step.
-        """
+        """Return the seconds waited in a step, and reset; the device must have finished it."""
         if self._computed_s is not None and (on_device_s := self._interval.between_s()) is not None:
             self._backward_s = on_device_s
         waited_s = self._collectives_s + self._backward_s

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer.distributed import torch_private
@@ -199,9 +200,9 @@ class Objective(nn.Module):
         if requests is not None:
             self.accumulator.set_requests(requests, self._nonfinite())
             if self.stats_carrier is not None:
-                sums = list(self.accumulator.take())
-                sums += [0.0] * (CAPACITY - len(sums))
-                loss = loss + torch.dot(self.stats_carrier, _stack(sums, self._device))
+                sums = _stack(list(self.accumulator.take()), self._device)
+                padded = functional.pad(sums, (0, CAPACITY - len(sums)))
+                loss = loss + torch.dot(self.stats_carrier, padded)
         return loss
 
     __call__ = forward  # hooks and compilation are the model's
@@ -275,14 +276,10 @@ def _sum(column: Sequence[Any]) -> Any:
 
 
 def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Stack scalars of host and device to a float32 vector on the device."""
-    vector = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in numbers])
-    vector = vector.to(device, non_blocking=True)
-    indices = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]
-    if indices:
-        values = torch.stack([numbers[i].to(device).float() for i in indices])
-        vector[torch.tensor(indices, device=device)] = values
-    return vector
+    """Stack scalars to a float32 vector on the device, without waiting for the device."""
+    return torch.stack([
+        n.to(device, torch.float32) if isinstance(n, Tensor)
+        else torch.full((), n, dtype=torch.float32, device=device) for n in numbers])
 
 
 def _snap(value: float) -> float:

@@ -337,7 +337,7 @@ class RankInvariantReduction:
     def _finish(self) -> None:
         """Collective. Set gradients, sums and statistics to those of all micro-batches."""
         assert self._rows is not None, "no micro-batch was taken"
-        plan = self._plan
+        plan, ranks = self._plan, range(self._size)
         rows = self._rows[: micro_batches_per_rank(plan.leaves, self._size)]
         if self._group is None:
             (_, total), = self._fold.parts
@@ -347,7 +347,6 @@ class RankInvariantReduction:
             all_rows[self._rank] = rows
             while self._round < max(map(len, plan.spans)):
                 self._send(None)
-            ranks = range(self._size)
             self._exchange([(rows, rank) for rank in ranks], [(all_rows[r], r) for r in ranks])
             self._wait_for_peers()
             total = self._add_up()

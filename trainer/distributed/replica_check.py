@@ -73,8 +73,8 @@ class ReplicaCheck:
             if step > self._differed:
                 self.consecutive_mismatches = 0
             return None
-        self.consecutive_mismatches, self._differed = self.consecutive_mismatches + 1, max(
-            step, self._differed)
+        self.consecutive_mismatches += 1
+        self._differed = max(step, self._differed)
         rows = self.world.gather_json(own.tolist())
         names = [name for i, name in enumerate(tensors) if len({row[i] for row in rows}) > 1]
         common, votes = Counter(totals.tolist()).most_common(1)[0]

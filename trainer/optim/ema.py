@@ -1,7 +1,5 @@
-"""Exponential moving average (EMA) of the weights, used for validation and export.
-
-Buffers are not averaged: those of batch norms are averages already.
-"""
+"""Exponential moving average (EMA) of the weights, used for validation and export. Buffers are not
+averaged: those of batch norms are averages already."""
 
 from __future__ import annotations
 
@@ -17,12 +15,9 @@ from trainer.errors import CheckpointDamaged
 
 
 class Ema:
-    """Average of the trainable parameters, with the values of `AveragedModel`: the weights of the
-    first update, then decay · average + (1 - decay) · weights.
-
-    Unlike `AveragedModel`, it does not copy the module: synchronised batch norms hold a process
-    group, frozen parts need no copy, and compiled code stays in use.
-    """
+    """Average of the trainable parameters, with the values of `AveragedModel`, which would copy the
+    module: synchronised batch norms hold a process group, frozen parts need no copy, and compiled
+    code stays in use."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._live = {n: p for n, p in model.named_parameters() if p.requires_grad}

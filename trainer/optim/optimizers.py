@@ -88,7 +88,6 @@ def _is_frozen(patterns: Sequence[str], name: str) -> bool:
 
 
 def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Replaces `train` of a frozen batch norm."""
     return module
 
 
@@ -163,17 +162,14 @@ def _checked(made: Any, model: nn.Module) -> Groups:
     if not isinstance(made, list | tuple) or not all(
             isinstance(g, Mapping) and "params" in g for g in made):
         raise ConfigError(f"{what} must return a list of dicts, each with params.")
-    kept = []
-    for group in made:
-        params = group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        for parameter in (p[1] if isinstance(p, tuple) else p for p in params):
-            if isinstance(parameter, Tensor) and parameter not in own:
-                raise ConfigError(f"{what} has a tensor of shape {tuple(parameter.shape)} that is "
-                                  "not a parameter of the model, so no checkpoint would hold it.")
-        if params:
-            kept.append({**group, "params": params})
-    return kept
+    groups = [{**g, "params": [g["params"]] if isinstance(g["params"], Tensor)
+               else list(g["params"])} for g in made]
+    for entry in (p for g in groups for p in g["params"]):
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if isinstance(parameter, Tensor) and parameter not in own:
+            raise ConfigError(f"{what} has a tensor of shape {tuple(parameter.shape)} that is "
+                              "not a parameter of the model, so no checkpoint would hold it.")
+    return [g for g in groups if g["params"]]
 
 
 def sparse_gradient_problem(optimizer: torch.optim.Optimizer, clipping: Clip,

@@ -56,8 +56,7 @@ class Scheduler:
 
     A schedule given by a function covers all updates of the run. One of torch's classes starts
     with the last update of the warm-up, a `LinearLR` that ends at the class's initial rate.
-    SequentialLR with a milestone there gives the same rates, but does not support
-    ReduceLROnPlateau.
+    (SequentialLR gives the same rates, but does not support ReduceLROnPlateau.)
 
     Args:
         optimizer: its groups have the peak rate.
@@ -121,12 +120,12 @@ class Scheduler:
     def _make(self, cls: type) -> Any:
         """Create one of torch's classes; the length of the run gives the options not set."""
         name, left = self._config.name, max(1, self._lengths.total - 1 - self._first)
+        end = self._config.min_ratio
         defaults: dict[str, dict[str, Any]] = {
             "cosine-annealing": {"T_max": left},
             "one-cycle": {"max_lr": [peak["lr"] for peak in self._peaks], "total_steps": left + 1},
             "warm-restarts": {"T_0": self._lengths.epoch},
-            "linear": {"start_factor": 1.0, "end_factor": self._config.min_ratio,
-                       "total_iters": left},
+            "linear": {"start_factor": 1.0, "end_factor": end, "total_iters": left},
         }
         try:
             given = {key: self._parsed(key, text) for key, text in self._config.arguments.items()
@@ -145,10 +144,10 @@ class Scheduler:
     def _parsed(self, key: str, text: str) -> Any:
         """Parse an option to the type that torch's class expects."""
         if key in LENGTHS:
-            lengths = [Duration.parse(part).steps(epoch=self._lengths.epoch,
-                                                  total=self._lengths.total)
-                       for part in text.split(",")]
-            return lengths if key == "milestones" else lengths[0]
+            epoch, total = self._lengths.epoch, self._lengths.total
+            steps = [Duration.parse(part).steps(epoch=epoch, total=total)
+                     for part in text.split(",")]
+            return steps if key == "milestones" else steps[0]
         if key in INTEGERS:
             return int(text)
         if text in ("true", "false"):
