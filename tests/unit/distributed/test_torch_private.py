@@ -51,27 +51,17 @@ def test_unreduced_parameters_of_ddp(group):
     assert torch_private.unreduced(ddp) == [2, 3]
 
 
-def test_the_end_of_a_backward():
+def test_the_node_and_the_end_of_a_backward():
     order: list[str] = []
     x = torch.ones(1, requires_grad=True)
-    x.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
-    loss = x.sum()
-    loss.register_hook(lambda _: torch_private.at_end_of_backward(lambda: order.append("end")))
-
-    loss.backward()
-
-    assert order == ["gradient", "end"]
-
-
-def test_the_node_of_a_backward():
-    names: list[str] = []
-    x = torch.ones(1, requires_grad=True)
     y = x.log()
-    y.register_hook(lambda _: names.append(torch_private.autograd_node()))
+    x.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
+    y.register_hook(lambda _: order.append(torch_private.autograd_node()))
+    y.register_hook(lambda _: torch_private.at_end_of_backward(lambda: order.append("end")))
 
     y.sum().backward()
 
-    assert names == ["LogBackward0"]
+    assert order == ["LogBackward0", "gradient", "end"]
     assert torch_private.autograd_node() == ""
 
 
@@ -102,9 +92,6 @@ def test_callbacks_of_a_compilation():
         registry.end_callbacks.remove(end)
 
     assert calls == ["start", "end"]
-
-
-def test_the_default_compile_cache():
     assert Path(torch_private.default_compile_cache()).name.startswith("torchinductor_")
 
 
