@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -132,6 +132,14 @@ class GradientLayout:
                 for dtype, first, end in parts if first < end]
 
 
+class GradientBuffer(NamedTuple):
+    """Memory for gradients or a partial sum, with its views as gradients and as vectors."""
+
+    flat: Tensor
+    gradients: list[Tensor]
+    vectors: list[Tensor]
+
+
 class BatchNormStatistics:
     """Running statistics of batch norms, combined in the order of micro-batches, in float64.
 
@@ -207,10 +215,9 @@ class RankInvariantReduction:
         """Buffers that are equal on all ranks after the last micro-batch."""
         self._layout = GradientLayout(self._parameters)
         self._make_plan = functools.cache(partial(ReductionPlan.of, num_ranks=world.size))
-        self._flats: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
-        """Partial sums: whole buffers, their views as gradients, and their views as vectors."""
-        self._open: int | None = None
-        """Index of the buffer to which backward adds."""
+        self._allocated: list[GradientBuffer] = []
+        self._open: GradientBuffer | None = None
+        """The buffer to which backward adds."""
         self._pieces: dict[Any, Tensor] = {}
         self._used: set[int] = set()
         for i, parameter in enumerate(self._parameters if optional else ()):
@@ -234,9 +241,9 @@ class RankInvariantReduction:
     def _begin(self, step: int) -> None:
         self._plan = plan = self._make_plan(self._batch_plan.micro_batches(step))
         self._mine = block(plan.leaves, self._rank, self._size)
-        self._fold: TreeSum[int] = TreeSum(plan.leaves, self._join)
-        self._free, self._open = list(range(len(self._flats))), None
-        self._sent, self._round, self._works = list[int](), 0, list[Any]()
+        self._fold: TreeSum[GradientBuffer] = TreeSum(plan.leaves, self._join)
+        self._free, self._open = list(self._allocated), None
+        self._sent, self._round, self._works = list[GradientBuffer](), 0, list[Any]()
         num = sum(map(len, plan.spans))
         self._whole = self._size == num == 2 or num * self._layout.size <= SMALL
         self._slices = ([(0, self._layout.size)] * self._size if self._whole
@@ -245,23 +252,23 @@ class RankInvariantReduction:
     def _accumulate(self) -> None:
         """Let the next backward add to memory of -0.0: x + -0.0 has the bits of x."""
         self._open = self._free_buffer()
-        _, views, numbers = self._flats[self._open]
-        for part in numbers:
-            part.fill_(-0.0)
-        for parameter, view in zip(self._parameters, views, strict=True):
+        for vector in self._open.vectors:
+            vector.fill_(-0.0)
+        for parameter, view in zip(self._parameters, self._open.gradients, strict=True):
             parameter.grad = view
 
-    def _free_buffer(self) -> int:
-        """Index of a buffer that is not in use."""
+    def _free_buffer(self) -> GradientBuffer:
+        """A buffer that is not in use."""
         if self._free:
             return self._free.pop()
         whole = (0, self._layout.size)
         flat = self._layout.buffer(whole).zero_()
-        self._flats.append((flat, self._layout.views(flat), self._layout.numbers(flat, whole)))
-        return len(self._flats) - 1
+        self._allocated.append(GradientBuffer(
+            flat, self._layout.views(flat), self._layout.numbers(flat, whole)))
+        return self._allocated[-1]
 
-    def _join(self, left: int, right: int) -> int:
-        for a, b in zip(self._flats[left][2], self._flats[right][2], strict=True):
+    def _join(self, left: GradientBuffer, right: GradientBuffer) -> GradientBuffer:
+        for a, b in zip(left.vectors, right.vectors, strict=True):
             a.add_(b)
         self._free.append(right)
         return left
@@ -307,14 +314,13 @@ class RankInvariantReduction:
         self._records = [self.statistics.views(row[self._width :]) for row in rows]
         return rows
 
-    def _send(self, own: int | None) -> None:
-        """Collective. Begin the next round: exchange the next partial sums of all ranks; `own` is
-        the index of this rank's buffer, None if it has no further partial sum."""
+    def _send(self, own: GradientBuffer | None) -> None:
+        """Collective. Begin the next round: exchange the next partial sums of all ranks; this
+        rank's is `own`, None if it has no further one."""
         outgoing: list[tuple[Tensor, int]] = []
         if own is not None:
-            flat = self._flats[own][0]
             self._sent.append(own)
-            outgoing = [(flat[first:end], rank) for rank, (first, end) in enumerate(self._slices)]
+            outgoing = [(own.flat[a:b], rank) for rank, (a, b) in enumerate(self._slices)]
         self._exchange(outgoing, [(self._received(rank, self._round), rank)
                                   for rank, spans in enumerate(self._plan.spans)
                                   if self._round < len(spans)])
@@ -353,9 +359,8 @@ class RankInvariantReduction:
             all_rows = all_rows.flatten(0, 1)
             numbered = all_rows[plan.order]
         used = numbered[:, self._sums : self._width].sum(0).tolist() if self._optional else None
-        views = self._flats[total][1]
-        for i, (parameter, gradient) in enumerate(zip(self._parameters, views, strict=True)):
-            parameter.grad = gradient if used is None or used[i] else None
+        for i, (parameter, view) in enumerate(zip(self._parameters, total.gradients, strict=True)):
+            parameter.grad = view if used is None or used[i] else None
         sums = numbered[:, : self._sums].sum(0)
         sums[REQUESTED] = all_rows[:, REQUESTED].sum(0)  # includes rows of empty micro-batches
         self.statistics.fold(numbered[:, self._width :])
@@ -363,12 +368,11 @@ class RankInvariantReduction:
             sums[0] += nonfinite  # detects micro-batches before the last one too
         self._objective.swap_sums(sums.tolist() if self._on_host else sums)
 
-    def _add_up(self) -> int:
+    def _add_up(self) -> GradientBuffer:
         """Collective. Sum this rank's slice, exchange the slices, return the sums' buffer."""
         result = self._sent[0] if self._sent else self._free_buffer()
-        flat = self._flats[result][0]
         first, end = own = self._slices[self._rank]
-        target = flat[first:end]
+        target = result.flat[first:end]
 
         def join(left: Tensor, right: Tensor) -> Tensor:
             out = right if right.data_ptr() == target.data_ptr() else left
@@ -381,13 +385,13 @@ class RankInvariantReduction:
         for rank, spans in enumerate(self._plan.spans):
             for number, span in enumerate(spans):
                 tree.push(span, self._received(rank, number) if rank != self._rank else
-                          self._flats[self._sent[number]][0][first:end])
+                          self._sent[number].flat[first:end])
         (_, total), = tree.parts
         if total.data_ptr() != target.data_ptr():
             target.copy_(total)
         if not self._whole:
             self._exchange([(target, rank) for rank in range(self._size)],
-                           [(flat[a:b], rank) for rank, (a, b) in enumerate(self._slices)])
+                           [(result.flat[a:b], r) for r, (a, b) in enumerate(self._slices)])
             self._wait_for_peers()
         return result
 
