@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commands.report.figures import figures
+from trainer.commands.report.figures import summary
 from trainer.commands.report.history import (
     PARTS,
     History,
@@ -169,8 +169,10 @@ def test_a_folder_with_little_content_can_be_read(tmp_path):
     story = read_history(tmp_path)
 
     assert story.wall_s == 0
-    assert figures(story)["goodput"] is None
-    assert figures(story)["step"] == 0
+    assert summary(story) == {"state": "not started", "steps": "0",
+                              "wall time": "0\N{NO-BREAK SPACE}s",
+                              "not useful": "nothing", "attempts": "0", "repeated steps": "0",
+                              "steps without an update": "0"}
 
 
 def test_an_event_before_the_start_by_another_clock_has_a_position():
@@ -178,8 +180,7 @@ def test_an_event_before_the_start_by_another_clock_has_a_position():
               *begun(90.0, 1, step=9, launch="b", reached=9), event(101.0, 1, "end", step=19)]
     ordered = sorted(events, key=lambda e: e["time"])
     run = History(name="run", path=Path("run"), events=ordered, steps=[], validations=[], timing=[],
-                  config={}, environment={}, summary=None, attempt_times=attempt_times(ordered, []))
-    run.goodput = goodput(run.attempt_times, ordered, [])
+                  config={}, environment={}, summary=None)
 
     at, _ = shorten_waiting(run)
 
