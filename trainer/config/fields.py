@@ -85,6 +85,16 @@ def setting(default: Any, change: Change, allowed: str = "", *, repeatable: bool
         "change": change, "allowed": allowed, "repeatable": repeatable})
 
 
+def init_fields(part: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass that are settings."""
+    return [field for field in dataclasses.fields(part) if field.init]
+
+
+def setting_name(field: dataclasses.Field[Any]) -> str:
+    """The name of a field in config.toml; its own name may be taken by a method."""
+    return str(field.metadata.get("flag", field.name))
+
+
 class InvalidSetting(ConfigError):
     """A value that a setting can't have.
 

@@ -191,7 +191,7 @@ KINDS = "--task=field_task:Kinds"
 @pytest.mark.parametrize("argv", [
     [], ["--task.width=None"], ["--task.width=7", "--task.depth=3"], ["--task.norm=LAYER"],
     ["--task.sizes=3", "--task.sizes=1", "--task.names=b", "--task.names=a"],
-    ["--task.inner.rate=None"], ["--task.weights.a=0.25"],
+    ["--task.inner.rate=None"], ["--task.weights", "a", "0.25"],
     ["--task.places=one", "--task.places=two"],
 ], ids=" ".join)  # fmt: skip
 def test_config_toml_holds_a_tasks_fields_of_any_kind(tmp_path, argv):
