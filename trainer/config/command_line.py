@@ -40,15 +40,14 @@ RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = "sample"
 _USUAL = {
     "accumulate-grad-batches": "batch.micro-size", "amp": "precision.dtype",
-    "batch-size": "batch.global-size", "bf16": "precision.dtype", "compile": "precision.compile",
-    "ema-decay": "optim.ema", "fp16": "precision.dtype", "grad-clip": "clip.norm",
-    "gradient-accumulation-steps": "batch.micro-size", "learning-rate": "optim.lr",
-    "log-dir": "run-dir", "max-epochs": "epochs", "max-grad-norm": "clip.norm",
-    "max-steps": "steps",
+    "batch-size": "batch.global-size", "bf16": "precision.dtype", "ema-decay": "optim.ema",
+    "fp16": "precision.dtype", "grad-clip": "clip.norm", "learning-rate": "optim.lr",
+    "gradient-accumulation-steps": "batch.micro-size", "log-dir": "run-dir",
+    "max-epochs": "epochs", "max-grad-norm": "clip.norm", "max-steps": "steps",
     "num-epochs": "epochs", "num-workers": "data.workers", "optimizer": "optim.name",
     "output-dir": "run-dir", "save-every": "checkpoint.every", "scheduler": "schedule.name",
-    "threads": "world.threads", "warmup-steps": "schedule.warmup", "wd": "optim.weight-decay",
-}
+    "warmup-steps": "schedule.warmup", "wd": "optim.weight-decay",
+}  # fmt: skip
 """Flag name in other trainers → name here."""
 # Both keys are keywords of Python, so that no field of a task can have their names.
 _TASK_KEY = "class"
@@ -97,16 +96,11 @@ class Setting:
 
 
 def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
-    """Parse a command line: recipe and flags.
+    """Parse a command line: recipe and flags. After `--help`, raises SystemExit(0).
 
     Args:
         show: whether to print the help text (on one rank only).
         commands: names of the other commands, for the help text and for hints.
-
-    Raises:
-        ConfigError: a recipe, key or flag is unknown, or a value is invalid or can't be stored in
-            config.toml.
-        SystemExit: with code 0, after `--help`.
     """
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
@@ -133,21 +127,13 @@ def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") 
 
 
 def load(path: Path) -> Config[Any]:
-    """Read a configuration from a TOML file.
-
-    Raises:
-        ConfigError: the file is invalid; names the file and the key.
-    """
+    """Read a configuration from a TOML file."""
     task, values = _read_recipe(path, None)
     return _configure(task, values, {}, path, f"{path}: [task]")
 
 
 def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any]]:
-    """The class of the task, and the recipe's values by dotted name.
-
-    Args:
-        task_name: replaces the recipe's task, together with its fields.
-    """
+    """The task's class, by default the recipe's, and the recipe's values by dotted name."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -219,11 +205,7 @@ def _is_section(hint: Any) -> bool:
 
 
 def _read_flags(arguments: Sequence[str], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Values of the flags by dotted name.
-
-    Raises:
-        ConfigError: a flag is unknown, or its value doesn't fit.
-    """
+    """Values of the flags by dotted name."""
     given: dict[str, list[list[str]]] = {}
     for flag, words in _with_words(arguments):
         name = flag.removeprefix("--").replace("-", "_")
@@ -281,13 +263,7 @@ def _value_of_flag(setting: Setting, given: Sequence[Sequence[str]]) -> Any:
 
 
 def check_not_empty(arguments: Sequence[str]) -> None:
-    """Check that no flag has an empty value, as from an unset variable of the shell.
-
-    A task's field may be an empty string.
-
-    Raises:
-        ConfigError: a value is empty.
-    """
+    """Refuse empty values, as from an unset variable of the shell, except for a task's fields."""
     for before, argument in pairwise(["", *arguments]):
         flag = before if argument == "" else argument[:-1] if argument.endswith("=") else ""
         if flag.startswith("--") and "=" not in flag and not flag.startswith("--task."):
@@ -299,11 +275,9 @@ def _unknown_flag(flag: str, settings: Mapping[str, Setting]) -> str:
     known = [flag_of(name) for name in settings]
     shown = flag.replace("_", "-")
     last = shown.rpartition(".")[2].lstrip("-")
-    same_end = [name for name in known if name.replace(".", "--").split("--")[-1] == last]
-    if last in _USUAL:
-        hint = f"did you mean --{_USUAL[last]}?"
-    else:
-        hint = _did_you_mean(shown, known) if len(same_end) != 1 else f"did you mean {same_end[0]}?"
+    meant = [f"--{_USUAL[last]}"] if last in _USUAL else [
+        name for name in known if name.rpartition(".")[2].removeprefix("--") == last]
+    hint = f"did you mean {meant[0]}?" if len(meant) == 1 else _did_you_mean(shown, known)
     single = "" if flag.startswith("--") else " (Write a value that begins with - as --flag=-….)"
     return f"{shown}: there is no such flag; {hint}{single}"
 
@@ -416,26 +390,19 @@ def saved_run_parser(command: str, description: str) -> argparse.ArgumentParser:
 def split(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Split arguments into a command's own options and the rest, which are training flags.
-
-    Raises:
-        ConfigError: one of the rest is probably a misspelt flag of the command.
-    """
+    """Split arguments into a command's own options and the rest, which are training flags."""
     options, rest = parser.parse_known_args(argv)
     own = [flag for action in parser._actions for flag in action.option_strings]
     for argument in rest:
         flag = argument.partition("=")[0]
-        if "." not in flag and (near := difflib.get_close_matches(flag, own, n=1, cutoff=0.8)):
+        near = difflib.get_close_matches(flag, own, n=1, cutoff=0.8)
+        if near and "." not in flag:  # probably misspelt
             raise ConfigError(f"{flag}: there is no such flag; did you mean {near[0]}?")
     return options, rest
 
 
 def to_toml(config: Config[Any]) -> str:
-    """The text of `config.toml`: all settings, except those of one attempt.
-
-    Raises:
-        ConfigError: a field of the task has a value that TOML can't represent.
-    """
+    """The text of `config.toml`: all settings, except those of one attempt."""
     table = _to_table(config, "")
     for name in ("run", "resume", "inject", "accept"):
         table.pop(name, None)
@@ -489,14 +456,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
-    """The file of a recipe, given by name or path.
-
-    Args:
-        commands: names of commands; the recipe may be a misspelt one.
-
-    Raises:
-        ConfigError: there is no such recipe.
-    """
+    """The file of a recipe, given by name or path, which may be a misspelt command."""
     for path in (Path(recipe), RECIPES / f"{recipe}.toml"):
         if path.suffix == ".toml" and path.is_file():
             return path
