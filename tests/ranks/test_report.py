@@ -253,10 +253,12 @@ def test_inspect_shows_what_the_next_start_does(copy, harm, label, why, does):
 
 
 def test_a_start_with_another_library_is_equivalent(copy):
-    facts = json.loads((copy / "checkpoints/step-00000040/state.json").read_text())
+    state = copy / "checkpoints/step-00000040/state.json"
+    facts = json.loads(state.read_text())
     facts["circumstances"]["numpy"] = "1.2.3"
+    state.write_text(json.dumps(facts))
 
-    label, why = inspect.resume_label(copy, facts)
+    label, why = inspect.resume_label(copy, 40)
 
     assert label == "equivalent"
     assert why.startswith("numpy was 1.2.3 and is ")

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy
+import torch
 
 from trainer.checkpoint.restore import STATE
 from trainer.checkpoint.store import Store
@@ -49,7 +52,7 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
     if found and not valid:
         kind, why, then = "refused", "there are checkpoints and none is whole", "fails"
     elif finished:
-        kind, why, then = *_label_of_step(run, step), "nothing to do: the run is complete"
+        kind, why, then = *resume_label(run, step), "nothing to do: the run is complete"
     else:
         kind, why, then = _following(run, story, step, has_checkpoint=newest is not None)
     running = owner_is_alive(run / layout.LOCK)
@@ -105,26 +108,16 @@ def _following(
                 "gives up, unless the configuration or the task's file has changed")
     if not has_checkpoint:
         return "exact", "", "begins at step 0: there is no checkpoint"
-    return *_label_of_step(run, step), f"continues from step {step}"
+    return *resume_label(run, step), f"continues from step {step}"
 
 
-def _label_of_step(run: Path, step: int) -> tuple[str, str]:
-    facts = files.read_json(run / layout.CHECKPOINTS / layout.step_name(step) / STATE) or {}
-    return resume_label(run, facts)
-
-
-def resume_label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
+def resume_label(run: Path, step: int) -> tuple[str, str]:
     """Return the label of a start from a checkpoint (exact, equivalent or refused) and the reason.
 
     It is the start with the configuration, the ranks and the kind of device of the last start, and
     with the libraries that are installed here.
-
-    Args:
-        facts: content of the state.json of the checkpoint.
     """
-    import numpy
-    import torch
-
+    facts = files.read_json(run / layout.CHECKPOINTS / layout.step_name(step) / STATE) or {}
     determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
     if not {"settings", "circumstances"} <= facts.keys():

