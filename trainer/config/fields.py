@@ -152,8 +152,6 @@ def convert_value(hint: Any, value: Any, *, text: bool = False) -> Any:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in (Any, object) or isinstance(hint, typing.TypeVar):
         return value
-    if origin is typing.Annotated:
-        return convert_value(inner[0], value, text=text)
     if origin in (typing.Union, types.UnionType):
         if text and types.NoneType in inner and value in ("None", ["None"]):
             return None
@@ -213,8 +211,6 @@ def _kinds(hint: Any, count: int) -> list[Any]:
 def type_name(hint: Any) -> str:
     """A type in the help text and in messages: INT, auto|INT, on|off, FLOAT FLOAT, STR …."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return type_name(inner[0])
     if origin in (typing.Union, types.UnionType):
         kinds = sorted(inner, key=lambda kind: typing.get_origin(kind) is not Literal)
         return "|".join(type_name(kind) for kind in kinds if kind is not types.NoneType)

@@ -42,7 +42,7 @@ dl div { break-inside: avoid; display: flex; gap: 14px; padding: 4px 0;
 dt { flex: 0 0 40%; color: var(--soft) }
 dd { margin: 0 }
 svg { display: block; width: 100%; height: auto }
-.wide svg { min-width: 640px }
+.wide svg { min-width: 760px }
 svg text { font-family: inherit !important }
 table { border-collapse: collapse; width: 100%; font-size: .9rem }
 th, td { text-align: left; padding: 4px 10px 4px 0; border-top: 1px solid var(--faint);

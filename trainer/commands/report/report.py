@@ -8,6 +8,8 @@ from pathlib import Path
 
 from trainer.commands.inspect import checkpoints
 from trainer.commands.report.history import read_history
+from trainer.commands.report.page import page
+from trainer.commands.report.plots import plots
 from trainer.errors import ConfigError
 from trainer.storage.files import replace_bytes
 
@@ -33,9 +35,6 @@ def report(runs: Sequence[Path], out: Path) -> Path:
     Raises:
         ConfigError: a run does not exist, or the folder cannot be written.
     """
-    from trainer.commands.report.page import page
-    from trainer.commands.report.plots import plots
-
     stories = [read_history(path) for path in runs]
     if len({story.name for story in stories}) < len(stories):
         for story in stories:
