@@ -6,6 +6,7 @@ import io
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
@@ -18,7 +19,7 @@ INK, FAINT, ALARM = "#1f2430", "#d4d8e0", "#c62828"
 SERIES = ("#2563c9", "#d1571b", "#1b8a5a", "#9244b8", "#a87b00", "#0d8fa8", "#c2376b", "#5b6472")
 PARTS_COLORS = ("#2f8f5b", "#d9822b", "#2563c9", "#c2376b", "#8e6bbf", "#9aa3b2")
 """One for each of `history.PARTS`; the plot of step times uses four of them."""
-STYLE = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none", "text.parse_math": False, "legend.fontsize": "small",
     "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
     "axes.edgecolor": FAINT, "axes.facecolor": "none", "axes.grid": True, "axes.axisbelow": True,
@@ -48,12 +49,11 @@ class Plot:
         """Return a PNG image with a title, on white."""
         return self._render("png", self.title, dpi=150, facecolor="white")
 
-    def _render(self, kind: str, title: str = "", **options: object) -> bytes:
+    def _render(self, kind: str, title: str = "", **options: Any) -> bytes:
         # The salt keeps the ids of the plots of a page apart.
-        with mpl.rc_context({**STYLE, "svg.hashsalt": self.name, "font.size": 9 + 2 * (
-                not self.wide)}):
-            figure = Figure(figsize=(11.4 if self.wide else 5.2, self.height),
-                            layout="constrained")
+        width, size = (11.4, 9) if self.wide else (5.2, 11)
+        with mpl.rc_context({**STYLE, "svg.hashsalt": self.name, "font.size": size}):
+            figure = Figure(figsize=(width, self.height), layout="constrained")
             axes = figure.add_subplot()
             self.draw(axes)
             axes.set_title(title, loc="left", fontsize=11)

@@ -165,9 +165,9 @@ def _timeline(run: History, axes: Axes) -> None:
                     found.append((rank, at(left), at(right) - at(left)))
     for (label, part), found in bars.items():
         if found:
-            y, left, width = zip(*found, strict=True)
-            axes.barh(y, width, left=left, height=0.55, color=PARTS_COLORS[PARTS.index(part)],
-                      label=label)
+            rows, starts, widths = zip(*found, strict=True)
+            axes.barh(rows, widths, left=starts, height=0.55, label=label,
+                      color=PARTS_COLORS[PARTS.index(part)])
     for label, (names, marker, color) in MARKERS.items():
         points = [(at(e["time"]), affected_rank(e)) for e in run.events if not e.get("echo")
                   and e["event"] in names.split() and affected_rank(e) in ranks]
