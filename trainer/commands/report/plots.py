@@ -157,12 +157,10 @@ def _timeline(run: History, axes: Axes) -> None:
         ("starting", "restarting"): [], ("training", "useful"): [], ("stalled", "detecting"): []}
     for times in run.attempt_times:
         for rank, (begin, end) in times.ranks.items():
-            trains = min(end, times.over if times.trains is None else times.trains)
-            fault = max(trains, min(end, times.over if times.fault is None else times.fault))
-            for found, left, right in zip(bars.values(), (begin, trains, fault),
-                                          (trains, fault, end), strict=True):
-                if right > left and rank in ranks:
-                    found.append((rank, at(left), at(right) - at(left)))
+            for found, since in zip(bars.values(), (begin, times.trains, times.fault), strict=True):
+                if since is not None and since < end and rank in ranks:
+                    left = at(max(begin, since))
+                    found.append((rank, left, at(end) - left))  # covers the rest of the one before
     for (label, part), found in bars.items():
         if found:
             rows, starts, widths = zip(*found, strict=True)
