@@ -308,26 +308,21 @@ def test_a_value_of_a_recipe_may_be_wrong_if_a_flag_replaces_it(tmp_path):
     assert refusal(rooted) == "--task field_task:Rooted: root is empty; name a folder"
 
 
-@pytest.mark.parametrize(("argv", "widths", "names"), [
-    ([], (64, 64), ["a"]),
-    (["--task.widths", "8", "-4", "2", "--task.names=b"], (8, -4, 2), ["b"]),
-    (["--task.widths=8", "--seed=1", "--task.widths", "4", "2"], (8, 4, 2), ["a"]),
-    (["--task.names", "b", "--task.widths", "--task.names=c d"], (), ["b", "c d"]),
+@pytest.mark.parametrize(("argv", "expected"), [
+    ([], {"widths": (64, 64), "names": ["a"], "wide": False, "deep": True}),
+    (["--task.widths", "8", "-4", "2", "--task.names=b"], {"widths": (8, -4, 2), "names": ["b"]}),
+    (["--task.widths=8", "--seed=1", "--task.widths", "4", "2"], {"widths": (8, 4, 2)}),
+    (["--task.names", "b", "--task.widths", "--task.names=c d"],
+     {"widths": (), "names": ["b", "c d"]}),
+    (["--task.shares", "a", "1", "b", "2"], {"shares": {"a": 1.0, "b": 2.0}}),
+    (["--task.wide", "--task.no-deep"], {"wide": True, "deep": False}),
+    (["--task.no-wide", "--task.deep=off"], {"wide": False, "deep": False}),
+    (["--task.wide=on"], {"wide": True}),
 ])  # fmt: skip
-def test_several_values_of_a_tasks_field_replace_its_default(argv, widths, names):
+def test_several_values_replace_the_default_and_a_boolean_is_a_switch(argv, expected):
     task = command_line.parse_config([KINDS, *argv]).task
 
-    assert (task.widths, task.names) == (widths, names)
-
-
-@pytest.mark.parametrize(("flag", "wide", "deep"), [
-    ("--task.wide", True, True), ("--task.no-wide", False, True), ("--task.wide=on", True, True),
-    ("--task.deep=off", False, False), ("--task.no-deep", False, False),
-])  # fmt: skip
-def test_a_boolean_field_is_a_switch_that_may_have_a_value(flag, wide, deep):
-    task = command_line.parse_config([KINDS, flag]).task
-
-    assert (task.wide, task.deep) == (wide, deep)
+    assert {name: getattr(task, name) for name in expected} == expected
 
 
 # --- help
