@@ -60,8 +60,8 @@ def ours(workers: int) -> Contestant:
     sampler = MicroBatchSampler(plan, rank=0, num_ranks=1, seed=0, shuffle=True, position=0,
                                 total_steps=ENDLESS)
     cpu = torch.device("cpu")
-    source = SampledSource(KeyedSamples(data, seed=0), sampler, workers=workers, prefetch=AHEAD,
-                           device=cpu)
+    source = SampledSource(KeyedSamples(data, seed=0), sampler=sampler, workers=workers,
+                           prefetch=AHEAD, device=cpu)
     loader = Loader(source, device=cpu, marks=ProgressMarks(), log=Log(level="warning"),
                     at_once=not workers)
 

@@ -6,7 +6,6 @@ the number does not depend on ranks, loader workers, prefetching or restarts.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import functools
 import hashlib
@@ -19,6 +18,8 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from trainer import torch_private
 
 _KINDS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState,
           torch.Generator)
@@ -52,7 +53,7 @@ def find_generators(*owners: Any) -> list[Any]:
 
 def _parts(item: Any) -> Iterable[Any]:
     """Parts of an object that may hold a generator."""
-    if isinstance(item, list | tuple | dict | collections.deque):
+    if isinstance(item, list | tuple | dict):
         entries = item.values() if isinstance(item, dict) else item
         return entries if len(item) <= _MANY else ()
     if isinstance(item, types.FunctionType):
@@ -61,8 +62,6 @@ def _parts(item: Any) -> Iterable[Any]:
         return (getattr(item, "__func__", None), getattr(item, "__self__", None))
     if isinstance(item, types.GeneratorType):
         return item.gi_frame.f_locals.values() if item.gi_frame else ()
-    if isinstance(item, property):
-        return (item.fget,)
     if isinstance(item, functools.partial):
         return (item.func, *item.args, *item.keywords.values())
     parts = list(getattr(item, "__dict__", {}).values())
@@ -77,10 +76,7 @@ def _parts(item: Any) -> Iterable[Any]:
 
 
 def _referred(function: types.FunctionType) -> Iterator[Any]:
-    """Objects that a function refers to: defaults, closure variables, and global objects.
-
-    Functions of libraries are excluded.
-    """
+    """Defaults, closure variables and global objects of a function, but no library functions."""
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
     yield from vars(function).values()
@@ -165,11 +161,7 @@ _seed_numpy, _seed_torch = np.random.seed, torch.default_generator.manual_seed
 
 
 def seed_all(*parts: int, state: int = 0, devices: bool = True) -> None:
-    """Key the process-wide generators: python, numpy, torch CPU and each device.
-
-    Args:
-        state: key of preceding parts (see `mix`).
-        devices: include the generators of devices.
+    """Key the process-wide generators: python, numpy, torch CPU and, with `devices`, each device.
     """
     key = mix(*parts, state=state)
     _seed_python(key)
@@ -189,10 +181,7 @@ def snapshot() -> dict[str, Any]:
 
 
 def keyed(*parts: int) -> dict[str, Any]:
-    """What `snapshot` returns after `seed_all(*parts)`.
-
-    Uses separate generators, so it does not change the process-wide ones; safe in any thread.
-    """
+    """What `snapshot` returns after `seed_all(*parts)`; doesn't change the generators."""
     key = mix(*parts)
     return _states(random.Random(key).getstate(),
                    np.random.RandomState(key & 0xFFFFFFFF).get_state(),
@@ -214,11 +203,7 @@ def _states(
 
 
 def restore_generators(state: dict[str, Any]) -> None:
-    """Restore a snapshot.
-
-    Raises:
-        ValueError: an entry is missing or invalid.
-    """
+    """Restore a snapshot; raises ValueError if an entry is missing or invalid."""
     try:
         version, internal, gauss = state["python"]
         name, keys, position, has_gauss, cached = state["numpy"]
@@ -239,14 +224,14 @@ def digest(state: dict[str, Any]) -> str:
     return hashlib.blake2b(repr(sorted(state.items())).encode(), digest_size=8).hexdigest()
 
 
-class preserved:
-    """Context that restores the process-wide generators at its end."""
-
-    def __enter__(self) -> None:
-        self._state = snapshot()
-
-    def __exit__(self, *_: object) -> None:
-        restore_generators(self._state)
+@contextlib.contextmanager
+def preserved() -> Iterator[None]:
+    """Restore the process-wide generators at the end of the context."""
+    state = snapshot()
+    try:
+        yield
+    finally:
+        restore_generators(state)
 
 
 def _bytes_tensor(text: str) -> torch.Tensor:
@@ -257,5 +242,5 @@ def _device_generators() -> tuple[torch.Generator, ...]:
     if torch.cuda.is_initialized():
         return (torch.cuda.default_generators[torch.cuda.current_device()],)
     if torch.backends.mps.is_available():
-        return (torch.mps._get_default_mps_generator(),)
+        return (torch_private.mps_generator(),)
     return ()

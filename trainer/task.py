@@ -12,7 +12,6 @@ import marshal
 import math
 import os
 import sys
-import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
@@ -32,25 +31,17 @@ RESERVED_METRICS = (
 
 
 def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
-    """Check an `Outcome`.
-
-    Returns:
-        The scalar total loss, and the metrics including each named loss.
-
-    Raises:
-        ConfigError: it isn't an `Outcome` of scalars, or a metric has a reserved name.
-    """
+    """Check an `Outcome`; return the scalar total loss, and the metrics with each named loss."""
     if not isinstance(outcome, Outcome):
         raise ConfigError(f"the task's loss returned {type(outcome).__name__}; return "
                           "trainer.Outcome(total, count, metrics={name: (sum, count)}).")
-    if wrong := find_misuse(outcome):
+    if wrong := _find_misuse(outcome):
         raise ConfigError(f"the task's loss: {wrong}.")
     metrics: dict[str, tuple[Any, Any]] = {}
-    if isinstance(outcome.total, Mapping):
-        metrics.update({name: (value, outcome.count) for name, value in outcome.total.items()})
-        total = torch.stack([value.float() for value in outcome.total.values()]).sum()
-    else:
-        total = outcome.total
+    total = outcome.total
+    if isinstance(total, Mapping):
+        metrics = {name: (value, outcome.count) for name, value in total.items()}
+        total = torch.stack([value.float() for value in total.values()]).sum()
     for name in (*metrics, *outcome.metrics):
         if name in RESERVED_METRICS or name.startswith("val_"):
             raise ConfigError(f"the task's loss returned a metric {name!r}; this name is reserved, "
@@ -59,7 +50,7 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
     if twice := metrics.keys() & outcome.metrics.keys():
         raise ConfigError(f"the task's loss returned {min(twice)!r} both as a loss and a metric; "
                           "choose another name for one of them.")
-    metrics.update(outcome.metrics)
+    metrics |= outcome.metrics
     if not isinstance(total, Tensor) or total.dim() != 0 or total.is_complex():
         form = (f"{tuple(total.shape)} {total.dtype}" if isinstance(total, Tensor)
                 else type(total).__name__)
@@ -80,7 +71,7 @@ class ObjectTask:
     """Module and class of the object."""
     holds: tuple[str, ...] = ()
     """NAME=VALUE of a dataclass's fields: dtype and shape of tensors and arrays, the class of
-    other objects. Empty if the object is no dataclass, because its attributes may change."""
+    other objects."""
 
     @classmethod
     def of(cls, task: Any) -> ObjectTask:
@@ -92,15 +83,12 @@ class ObjectTask:
         return wrapped
 
     def model(self) -> Any:
-        """As `Task.model`."""
         return self._object().model()
 
     def dataset(self, split: str) -> Any:
-        """As `Task.dataset`."""
         return self._object().dataset(split)
 
     def loss(self, model: Any, batch: Any) -> Any:
-        """As `Task.loss`."""
         return self._object().loss(model, batch)
 
     def __getattr__(self, name: str) -> Any:  # the object's other attributes
@@ -157,12 +145,6 @@ RECORDED = {"trainer.task:ObjectTask": "trainer.given:Given"}
 """Class → its name in run folders, which stays when the class moves."""
 _BY_RECORD = {record: path for path, record in RECORDED.items()}
 
-METHOD_ARGUMENTS = {"model": (), "dataset": ("split",), "loss": ("model", "batch"),
-                    "collate": ("samples",),
-                    "predict": ("model", "batch"), "parameter_groups": ("model",),
-                    "picture": ("model",),
-                    "fingerprint": (), "figures": (), "first_loss": ()}
-"""Method of a task → names of its arguments."""
 REQUIRED_METHODS = ("model", "dataset", "loss")
 FOREIGN_METHODS = {
     "collate_fn": "collate(samples)", "param_groups": "parameter_groups(model)",
@@ -200,26 +182,22 @@ class Outcome:
     table: Tensor | None = None
 
 
-def find_misuse(outcome: Outcome) -> str:
+def _find_misuse(outcome: Outcome) -> str:
     """Why an `Outcome` is invalid; empty if it is valid."""
-    named = {"Outcome.count": outcome.count}
     if not isinstance(outcome.metrics, Mapping):
         return (f"Outcome.metrics is a {type(outcome.metrics).__name__}; use a dict of "
                 "name: (sum, count)")
-    if outcome.table is not None and not isinstance(outcome.table, Tensor):
-        return f"Outcome.table is a {type(outcome.table).__name__}; use a tensor of counts"
+    values = {"Outcome.count": outcome.count}
     for name, pair in outcome.metrics.items():
-        if not isinstance(name, str) or not name:
-            return f"a metric's name is {name!r}; use a string"
         if not isinstance(pair, tuple | list) or len(pair) != 2:
             return f"the metric {name!r} is a {type(pair).__name__}; use (sum, count)"
-        named |= {f"the sum of the metric {name!r}": pair[0],
-                  f"the count of the metric {name!r}": pair[1]}
-    for what, value in named.items():
+        values |= {f"the sum of the metric {name!r}": pair[0],
+                   f"the count of the metric {name!r}": pair[1]}
+    for what, value in values.items():
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_complex():
                 return f"{what} is {tuple(value.shape)} {value.dtype}; use a scalar: the sum"
-        elif not isinstance(value, SupportsFloat) or isinstance(value, str):
+        elif not isinstance(value, SupportsFloat):
             return f"{what} is a {type(value).__name__}; use a number or a scalar tensor"
     if not isinstance(outcome.count, Tensor) and not 0 <= outcome.count < math.inf:
         return (f"Outcome.count is {outcome.count}; the denominator of the mean must be finite and "
@@ -273,12 +251,7 @@ class Task(Protocol):
 
 
 def find_task(name: str) -> type:
-    """The task class for `--task NAME|module:Class`.
-
-    Raises:
-        ConfigError: the name is unknown, or the module or class can't be found. An exception
-            inside the user's module is chained, so that its traceback is shown.
-    """
+    """The task class for `--task NAME|module:Class`."""
     path = BUILT_IN.get(name, _BY_RECORD.get(name, name))
     if ":" not in path:
         near = difflib.get_close_matches(name, BUILT_IN, n=1)
@@ -293,61 +266,24 @@ def find_task(name: str) -> type:
     if missing:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
                           "defines model(), dataset(split) and loss(model, batch).")
-    try:
-        typing.get_type_hints(found)
-    except Exception as error:
-        raise ConfigError(f"--task {name}: the types of its fields can't be resolved: {error}; "
-                          "import them at run time too, not only under TYPE_CHECKING.") from error
     return found
 
 
 def uncalled_methods(task: Any) -> str:
     """A warning about methods with names of other trainers, which are never called; empty: none."""
-    found = [f"{name}() isn't called; instead define "
-             f"{here}" for name, here in FOREIGN_METHODS.items()
-             if callable(getattr(task, name, None))
-             and (here.partition("(")[0] in REQUIRED_METHODS
-                  or not hasattr(task, here.partition("(")[0]))]
+    found = []
+    for name, here in FOREIGN_METHODS.items():
+        method = here.partition("(")[0]
+        if callable(getattr(task, name, None)) and (
+                method in REQUIRED_METHODS or not hasattr(task, method)):
+            found.append(f"{name}() isn't called; instead define {here}")
     return f"{type(task).__name__}: {'; '.join(found)}" if found else ""
 
 
-def check_signatures(task: Any) -> None:
-    """Raise ConfigError if a method of the task doesn't accept the arguments of its call."""
-    task = getattr(task, "given", task)  # for a task given as an object, its own methods
-    if isinstance(model := getattr(task, "model", None), nn.Module):
-        raise ConfigError(f"--task: model of {type(task).__name__} is a {type(model).__name__}; "
-                          "make it a method that returns a new model: def model(self).")
-    for name, given in METHOD_ARGUMENTS.items():
-        if error := _unfit(getattr(task, name, None), *given):
-            signature = inspect.signature(getattr(task, name))
-            raise ConfigError(f"--task: {name}{signature} of {type(task).__name__} is called as "
-                              f"{name}({', '.join(given)}), which fails: {error}; correct its "
-                              "parameters (self is the first one).")
-
-
-def _unfit(function: Any, *given: str) -> str:
-    """Why the function can't be called with these arguments; empty: it can, or it is unknown."""
-    try:
-        signature = inspect.signature(function)
-    except (TypeError, ValueError):  # not a function, or implemented in C
-        return ""
-    try:
-        signature.bind(*given)
-    except TypeError as error:
-        return str(error)
-    return ""
-
-
 def task_figures(task: Any) -> dict[str, Any]:
-    """The functions returned by `Task.figures`, by name; empty without such a method.
-
-    Raises:
-        ConfigError: it doesn't return a dict of functions, or a name is reserved.
-    """
+    """The functions returned by `Task.figures`, by name; empty without such a method."""
     figures = task.figures() if hasattr(task, "figures") else {}
-    if not isinstance(figures, Mapping) or not all(
-            callable(figure) and not _unfit(figure, "means", "table")
-            for figure in figures.values()):
+    if not isinstance(figures, Mapping) or not all(map(callable, figures.values())):
         raise ConfigError(f"--task: figures() returned {figures!r}; return a dict of name: "
                           "function of the means and the table, such as {'perplexity': lambda "
                           "means, table: math.exp(means['loss'])}.")
@@ -358,14 +294,7 @@ def task_figures(task: Any) -> dict[str, Any]:
 
 
 def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
-    """Split `--task NAME` from the other arguments; the task determines which flags exist.
-
-    Returns:
-        The name (None if absent) and the other arguments.
-
-    Raises:
-        ConfigError: `--task` has no value.
-    """
+    """Split `--task NAME` from the other arguments; the task determines which flags exist."""
     rest: list[str] = []
     name = None
     remaining = iter(arguments)
@@ -382,11 +311,7 @@ def split_task_argument(arguments: Sequence[str]) -> tuple[str | None, list[str]
 
 
 def load_object(path: str, flag: str) -> Any:
-    """Import `module:name`, also from the current folder.
-
-    Raises:
-        ConfigError: the import fails; the message names `flag`, and the cause is chained.
-    """
+    """Import `module:name`, also from the current folder; an error names `flag`."""
     module_name, _, name = path.partition(":")
     if not module_name:
         raise ConfigError(f"{flag} {path}: the module is missing; write module:Name.")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -11,23 +10,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
-from trainer import rng
-from trainer.checkpoint.progress import TrainProgress
-from trainer.config.schema import BadStepConfig, Clip, Optim
+from trainer import rng, torch_private
+from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.train_state import TrainState
+from trainer.config.schema import Optim
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
+from trainer.data.sample_errors import summarize_exception
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
-from trainer.errors import EMPTY_BATCH_NOTE, ConfigError
+from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
-from trainer.optim.bad_step_check import Health
-from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run import state_dict_checks
 from trainer.run.hidden_state import differing, same, values
 from trainer.step import Step
@@ -35,7 +32,6 @@ from trainer.task import (
     SPLITS,
     Outcome,
     check_outcome,
-    check_signatures,
     task_figures,
     uncalled_methods,
 )
@@ -44,7 +40,7 @@ SEED = 0
 
 
 def check_items(task: Any, batch_size: int) -> Iterator[str]:
-    """Yield the problems of a task's samples, one sentence each."""
+    """The problems of a task's samples, one sentence each."""
     for split in SPLITS:
         try:
             dataset, again = (dataset_of(task, split) for _ in range(2))
@@ -91,7 +87,7 @@ def read_items(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 
         rng.seed_all(SEED, rng.SAMPLE, epoch)
         rng.key(rng.find_generators(dataset), SEED, rng.SAMPLE, epoch)
         items = [item for item, _ in zip(dataset, range(first + count), strict=False)][first:]
-        return collate(items)
+        return batches.collated(collate, items)
     indices = tuple(range(first, min(first + count, len(dataset))))
     return KeyedSamples(dataset, seed=SEED, collate=collate)[
         MicroBatchSpec(1, epoch, 0, True, indices)].batch
@@ -99,8 +95,7 @@ def read_items(task: Any, dataset: Any, first: int, count: int, *, epoch: int = 
 
 def raised(doing: str, error: Exception) -> str:
     """An operation and the exception it raised, in one line."""
-    text = str(error).strip().splitlines()
-    return f"{doing} raised {type(error).__name__}: {text[0] if text else 'without a message'}"
+    return f"{doing} raised {summarize_exception(error)}"
 
 
 TOLERANCE = 1e-5
@@ -131,8 +126,7 @@ def check_task(task: Any, *, batch_size: int = 4) -> None:
         problems = list(dict.fromkeys(_problems(task, batch_size)))  # without duplicates
     if problems:
         found = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
-        listed = "\n".join(f"- {problem}" for problem in problems)
-        raise AssertionError(f"{type(task).__name__} has {found}:\n{listed}")
+        raise AssertionError("\n- ".join([f"{type(task).__name__} has {found}:", *problems]))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -140,13 +134,13 @@ class _Case:
     """A task under test, and the batches to test it with."""
 
     task: Any
+    size: int
     whole: Any
     """A batch of `size` samples."""
     other: Any
-    """Another batch of at least one sample; `whole` if the data set has no more samples."""
+    """Another batch; `whole` if the data set has no more samples."""
     halves: tuple[Any, Any] | None
-    """`whole` split into two batches; None if it has a single sample."""
-    size: int
+    """`whole` in two batches; None for a single sample."""
 
     def model(self, task: Any = None) -> nn.Module:
         """A newly initialised model in training mode, with the same weights in each call."""
@@ -168,7 +162,6 @@ def _problems(task: Any, batch_size: int) -> list[str]:
     irreproducible = bool(problems)
     problems += [unused] if (unused := uncalled_methods(task)) else []
     try:
-        check_signatures(task)
         task_figures(task)
         case = _case(task, batch_size)
     except Exception as error:
@@ -194,8 +187,6 @@ def _problems(task: Any, batch_size: int) -> list[str]:
         return [*problems, raised("a second training forward", error)]
 
 
-# --- data
-
 def _case(task: Any, batch_size: int) -> _Case:
     data = dataset_of(task, "train")
     known = len(data) if hasattr(data, "__len__") else 2 * batch_size
@@ -208,15 +199,9 @@ def _case(task: Any, batch_size: int) -> _Case:
     return _Case(task=task, whole=whole, other=other, halves=halves, size=size)
 
 
-# --- model, loss and gradients
-
 def _check_model(case: _Case) -> Iterator[str]:
-    try:
-        rng.seed_all(SEED, rng.MODEL)
-        model = case.task.model()
-    except Exception as error:
-        yield raised("model()", error)
-        return
+    rng.seed_all(SEED, rng.MODEL)
+    model = case.task.model()
     if not isinstance(model, nn.Module):
         yield f"model() returned {type(model).__name__}; return a torch.nn.Module."
     elif not any(p.requires_grad for p in model.parameters()):
@@ -229,12 +214,8 @@ def _check_model(case: _Case) -> Iterator[str]:
 
 
 def _check_loss(case: _Case) -> Iterator[str]:
-    try:
-        outcome = case.outcome(case.model(), case.whole)
-        total, _ = check_outcome(outcome)
-    except Exception as error:
-        yield raised(f"loss of {case.size} samples", error)
-        return
+    outcome = case.outcome(case.model(), case.whole)
+    total, _ = check_outcome(outcome)
     if not math.isfinite(total.item()):
         yield f"the loss of {case.size} samples is {total.item()}; it must be finite."
     if not _number(outcome.count) > 0:
@@ -254,14 +235,12 @@ def _check_gradients(case: _Case) -> Iterator[str]:
                    "compute it from detached values (.detach()).")
     check_outcome(outcome)[0].backward()
     trainable = {n: p.grad for n, p in model.named_parameters() if p.requires_grad}
-    missing = [name for name, gradient in trainable.items() if gradient is None]
-    if missing:
-        yield (f"no gradient reaches {_listed(missing)} (.grad is None): use it in the loss, or "
+    if missing := [name for name, gradient in trainable.items() if gradient is None]:
+        yield (f"no gradient reaches {listed(missing)} (.grad is None): use it in the loss, or "
                "set requires_grad to False.")
-    broken = [n for n, g in trainable.items()
-              if g is not None and not torch.isfinite(g.to_dense()).all()]
-    if broken:
-        yield f"the gradient of {_listed(broken)} is not finite."
+    if broken := [n for n, g in trainable.items()
+                  if g is not None and not torch.isfinite(g.to_dense()).all()]:
+        yield f"the gradient of {listed(broken)} is not finite."
 
 
 def _check_empty(case: _Case) -> Iterator[str]:
@@ -280,28 +259,19 @@ def _check_empty(case: _Case) -> Iterator[str]:
         yield "the loss of 0 samples has no graph: an empty micro-batch needs a backward pass too."
     sums = {"Outcome.total": total, "Outcome.count": outcome.count,
             **{f"the metric {name!r}": pair[0] for name, pair in metrics.items()}}
-    off = [f"{n} is {_number(v):g}" for n, v in sums.items() if _number(v) != 0]
-    if off:
+    if off := [f"{n} is {_number(v):g}" for n, v in sums.items() if _number(v) != 0]:
         yield (f"for 0 samples, {' and '.join(off)}, but an empty sum is 0: return sums, not "
                "means, and add no constant per micro-batch.")
-    moved = [n for n, b in model.named_buffers() if not same(before.get(n), b)]
-    moved = [n for n in moved if not _moves_by_itself(model, n)]
-    if moved:
-        yield (f"a micro-batch of 0 samples changes the buffer {_listed(moved)}: don't change it "
+    if moved := [n for n, b in model.named_buffers()
+                 if not same(before.get(n), b) and not _moves_by_itself(model, n)]:
+        yield (f"a micro-batch of 0 samples changes the buffer {listed(moved)}: don't change it "
                "in a forward pass without samples.")
 
 
 def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
-    """Whether a buffer belongs to torch's spectral norm, which iterates in each forward pass.
-
-    It iterates independently of the input. A run takes the buffers of the last rank, which never
-    has only empty micro-batches.
-    """
+    """Whether a buffer belongs to torch's spectral norm, which iterates whatever the input is."""
     owner, _, name = buffer.rpartition(".")
-    module = model.get_submodule(owner)
-    return isinstance(module, _SpectralNorm) or any(
-        isinstance(hook, SpectralNorm) and name in (f"{hook.name}_u", f"{hook.name}_v")
-        for hook in module._forward_pre_hooks.values())
+    return torch_private.is_of_spectral_norm(model.get_submodule(owner), name)
 
 
 def _check_sums(case: _Case) -> Iterator[str]:
@@ -336,18 +306,15 @@ def _check_step(case: _Case) -> Iterator[str]:
     optimizer = optimizers.make_optimizer(Optim(), model,
                                           getattr(case.task, "parameter_groups", None))
     if names := optimizers.untrained(optimizer, model):
-        yield (f"no group of parameter_groups() has {_listed(names)}, so it isn't trained; add it "
+        yield (f"no group of parameter_groups() has {listed(names)}, so it isn't trained; add it "
                "to a group, or freeze it (requires_grad_(False)).")
     objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
                           device=torch.device("cpu"))
-    step = Step(
-        objective=objective, wrapped=objective, model=model, optimizer=optimizer,
-        schedule=LambdaLR(optimizer, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(), progress=TrainProgress(), seed=SEED, num_ranks=1, nominal_count=case.size,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None,
-        health=Health(BadStepConfig()),
-    )  # fmt: skip
+    state = TrainState(
+        model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
+        best=BestTracker(), meter=LossMeter(), seed=SEED, num_ranks=1)
+    step = Step.plain(state, objective, objective)
     full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
     empty = MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), batches.empty(case.whole))
     result = step([full, empty])
@@ -355,10 +322,8 @@ def _check_step(case: _Case) -> Iterator[str]:
     broken = [n for n, p in model.named_parameters() if not torch.isfinite(p).all()]
     if result.skipped or broken:
         yield (f"a training step has a loss of {result.sums.loss}, a gradient norm of "
-               f"{result.grad_norm}" + (f", and non-finite {_listed(broken)}." if broken else "."))
+               f"{result.grad_norm}" + (f", and non-finite {listed(broken)}." if broken else "."))
 
-
-# --- state
 
 def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
     """An uninterrupted run and one restarted from the contents of a checkpoint must be equal."""
@@ -377,14 +342,12 @@ def _check_state(case: _Case, pristine: Any) -> Iterator[str]:
                 entries[name].copy_(value)
     found = case.outcome(restarted, case.other, key=2, task=pristine)
 
-    hidden = differing(values(straight), values(restarted))
-    if hidden:
-        yield (f"the training forward changes {_listed(hidden)} of the model, which isn't saved in "
+    if hidden := differing(values(straight), values(restarted)):
+        yield (f"the training forward changes {listed(hidden)} of the model, which isn't saved in "
                "a checkpoint: make it a buffer (register_buffer with a tensor), or a function of "
                "the batch.")
-    in_task = differing(values(case.task), values(pristine))
-    if in_task:
-        yield (f"using the task changes its {_listed(in_task)}, which isn't saved in a checkpoint: "
+    if in_task := differing(values(case.task), values(pristine)):
+        yield (f"using the task changes its {listed(in_task)}, which isn't saved in a checkpoint: "
                "keep state in buffers of the model, not in the task.")
     total, again = (_number(check_outcome(outcome)[0]) for outcome in (expected, found))
     if not (hidden or in_task or total == again or math.isnan(total)):
@@ -406,8 +369,3 @@ def _copy_of(task: Any) -> Any:
         return copy.deepcopy(task)
     except TypeError:  # it contains something that can't be copied, such as a lock or a file
         return task
-
-
-def _listed(names: list[str]) -> str:
-    shown = ", ".join(names[:5])
-    return shown if len(names) <= 5 else f"{shown} and {len(names) - 5} more"

@@ -4,16 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from runs import events, run, train, until_done
-
-
-def patient_train(*arguments: str) -> int:
-    """Train without the time limit of the search for shared samples, for slow machines."""
-    from trainer.data import shared_samples
-
-    shared_samples.BUDGET_S = 60.0
-    return train(*arguments)
-
+from runs import events, run, until_done
 
 BAD_RUN = ["--task=hinted_task:Hinted", "--device=cpu", "--batch.global-size=8",
         "--batch.micro-size=4", "--steps=240", "--schedule.name=constant", "--schedule.warmup=off",
@@ -28,8 +19,7 @@ def hints(folder: Path) -> list[str]:
 def test_a_bad_run_gets_each_hint_once_also_after_a_restart(ranks, tmp_path, capfd):
     folder = tmp_path / "run"
 
-    until_done(ranks, 1, folder, *BAD_RUN, "--inject=kill:step=150:phase=forward",
-               function=patient_train)
+    until_done(ranks, 1, folder, *BAD_RUN, "--inject=kill:step=150:phase=forward")
 
     assert sorted(hints(folder)) == ["clipped-steps", "constant-rate", "dead-gradient",
                                      "first-loss", "flat-loss", "shared-samples",

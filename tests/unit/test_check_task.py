@@ -85,14 +85,6 @@ def test_a_data_set_smaller_than_the_batch_is_checked(count):
     check_task(Small(), batch_size=4)
 
 
-def test_noise_in_the_loss_is_no_reason_to_refuse_a_sum():
-    class Noisy(Good):
-        def loss(self, model: nn.Module, batch: Any) -> Outcome:
-            return super().loss(model, (batch[0] + torch.randn_like(batch[0]), batch[1]))
-
-    check_task(Noisy())
-
-
 def test_cached_data_and_values_of_the_last_batch_are_no_state():
     class Cached(Good):
         @cached_property
@@ -185,10 +177,6 @@ def test_draws_that_are_kept_for_later_epochs_are_found():
     assert "and read in different order" in problems(with_data(Keeping))
 
 
-def test_a_class_instead_of_an_instance_is_refused():
-    assert problems(Good) == "give an instance: check_task(Good())"
-
-
 def test_a_task_without_training_samples_is_found():
     assert 'dataset("train") has no samples' in problems(with_data(lambda: None))
     assert 'dataset("train") has no samples' in problems(with_data(lambda: Points(0)))
@@ -245,7 +233,7 @@ def squares(model: nn.Module, batch: Any) -> Tensor:
     (lambda m, b: Outcome(squares(m, b), len(b[0])), "Outcome.total is (4,)"),
     (lambda m, b: squares(m, b).sum(), "the task's loss returned Tensor"),
     (lambda m, b: Outcome(squares(m, b).sum(), 0), "Outcome.count of 4 samples is 0.0"),
-    (lambda m, b: {}["no"], "loss of 4 samples raised KeyError: 'no'"),
+    (lambda m, b: {}["no"], "checking the loss raised KeyError: 'no'"),
     (lambda m, b: Outcome(squares(m, b).sum(), len(b[0]), {"e": (squares(m, b).sum(), 1)}),
      "the metric 'e' is not detached"),
     (lambda m, b: Outcome(squares(m, b).mean(), 1), "for 0 samples, Outcome.total is nan"),
@@ -284,15 +272,6 @@ def test_a_parameter_that_no_gradient_reaches_is_named():
     assert "a problem" in found, "the trainer's own step survives the None"
 
 
-def test_a_frozen_parameter_needs_no_gradient():
-    class Frozen(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(3, 1)
-            self.unused = nn.Linear(2, 2).requires_grad_(False)
-
-    check_task(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])), Frozen))
-
-
 def test_a_buffer_that_an_empty_micro_batch_moves_is_found():
     class Counting(nn.Linear):
         def __init__(self) -> None:
@@ -313,25 +292,6 @@ def test_a_buffer_that_an_empty_micro_batch_moves_is_found():
 def test_the_vectors_of_a_spectral_norm_may_move_without_samples(spectral_norm):
     check_task(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])),
                          lambda: spectral_norm(nn.Linear(3, 1))))
-
-
-def test_values_that_safetensors_cannot_hold_are_found():
-    class Turning(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(3, 1)
-            self.turn = nn.Parameter(torch.ones(1, dtype=torch.complex64))
-
-    found = problems(with_loss(lambda m, b: Outcome(squares(m, b).sum(), len(b[0])), Turning))
-
-    assert "safetensors has no dtype torch.complex64" in found
-
-
-def test_parameter_groups_that_the_optimizer_refuses_are_found():
-    class Broken(Good):
-        def parameter_groups(self, model: nn.Module) -> list[dict[str, Any]]:
-            return [{"params": []}]
-
-    assert "checking the step raised ConfigError" in problems(Broken())
 
 
 def test_all_problems_are_reported_together():

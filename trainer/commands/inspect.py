@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 import torch
 
-from trainer.checkpoint.restore import STATE
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
 from trainer.config import command_line, compatibility
@@ -117,16 +117,18 @@ def resume_label(run: Path, step: int) -> tuple[str, str]:
     It is the start with the configuration, the ranks and the kind of device of the last start, and
     with the libraries that are installed here.
     """
-    facts = files.read_json(run / layout.CHECKPOINTS / layout.step_name(step) / STATE) or {}
     determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
-    if not {"settings", "circumstances"} <= facts.keys():
+    try:
+        saved = SavedState.read(run / layout.CHECKPOINTS / layout.step_name(step))
+    except (CheckpointDamaged, OSError, ValueError):  # a running training may delete it
         return last
-    then = facts["circumstances"]
+    if not saved.settings or not saved.circumstances:
+        return last
+    then = saved.circumstances
     try:
         verdict = compatibility.compare_settings(
-            command_line.load(run / layout.CONFIG), facts["settings"],
-            before=facts.get("inexact", ()),
+            command_line.load(run / layout.CONFIG), saved.settings, before=saved.inexact,
             now={**then, "torch": torch.__version__, "numpy": numpy.__version__}, then=then)
     except ConfigError as error:
         # The task can't be imported from here: use the label of the last start.

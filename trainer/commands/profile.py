@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
     clock = PhaseClock()
     with scratch_run(rest, steps=2 * (WARM_UP + options.active), command="profile",
                      clock=clock) as run:
-        on_gpu = run.world.device.type == "cuda"
+        on_gpu = run.context.world.device.type == "cuda"
         activities = [torch.profiler.ProfilerActivity.CPU]
         activities += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
         with torch.profiler.profile(
@@ -89,11 +89,12 @@ def main(argv: Sequence[str]) -> int:
             for number in range(WARM_UP + options.active):
                 if number == WARM_UP:
                     clock.switch("between steps")
-                result = run.step(run.loader.window())
+                loader = run.training.loader
+                result = run.training.step(loader.window())
                 if result is None:  # the stream's epoch has ended
-                    run.loader.next_epoch()
+                    loader.next_epoch()
                 else:
-                    run.metrics.step(result, waited_s=run.loader.waited_s)
+                    run.record.metrics.step(result, waited_s=loader.waited_s)
                 if number == WARM_UP + options.active - 1:
                     clock.switch("")
                 profiler.step()

@@ -49,12 +49,12 @@ def scratch_run(
             marks = ProgressMarks(log.status)
             if clock is not None:
                 marks.subscribe(clock)
-            run = build(scratch, world, log, StopSignals(), marks)
+            built = build(scratch, world, log, StopSignals(), marks)
             try:
-                start(run)
-                run.status.enter(Phase.TRAIN)
+                run = start(built)
+                log.status.enter(Phase.TRAIN)
                 yield run
             finally:
-                run.loader.close()
-                run.metrics.close()
+                built.data.loader.close()
+                built.record.metrics.close()
                 log.close()

@@ -147,7 +147,7 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
         named, fields = task_name, {}
     task = find_task(named)
     settings = _settings(task)
-    sections = {name.rpartition(".")[0] for name in settings} - {""}
+    sections = {name.rpartition(".")[0] for name in settings} - {""} | {"task"}
     values: dict[str, Any] = {}
     for name, value in _flatten({**table, "task": fields}, sections, path):
         if name in values:

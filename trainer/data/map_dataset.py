@@ -1,12 +1,13 @@
-"""Reading and collating samples of a map-style data set, with random draws keyed per sample."""
+"""Read and collate samples of a map-style data set, with random draws keyed per sample."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import (
     StackDataset,
     Subset,
     TensorDataset,
-)  # fmt: skip
+)
 
 from trainer import rng
 from trainer.data import batch as batches
@@ -32,20 +33,17 @@ from trainer.data.sample_errors import (
 from trainer.data.sampler import MicroBatchSpec
 from trainer.resilience.diagnosis import is_shortage
 
-T = TypeVar("T")
-
 TRIES = 10
 """Number of replacement candidates tried for a bad sample."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """A micro-batch: its specification, the collated batch, and its replaced samples."""
+    """A micro-batch: its specification, the collated batch, and the bad samples replaced in it."""
 
     spec: MicroBatchSpec
     batch: Any
     replaced: tuple[ReplacedSample, ...] = ()
-    """The bad samples that were replaced."""
 
     @property
     def samples(self) -> int:
@@ -86,8 +84,7 @@ class KeyedSamples(Dataset[MicroBatch]):
 
     Args:
         augment: whether `__getitems__` receives keys; without keys it does not augment.
-        skip: replace bad samples; otherwise they raise a `SampleError` (in a loader worker the
-            error is returned, see `raise_if_error`).
+        skip: replace bad samples; otherwise they raise a `SampleError`.
         rank: used in error messages.
         advice: appended to the error message of a single bad sample.
     """
@@ -96,14 +93,10 @@ class KeyedSamples(Dataset[MicroBatch]):
         self, dataset: Any, *, seed: int, collate: Callable[[list[Any]], Any] = batches.collate,
         augment: bool = True, skip: bool = False, rank: int = 0, advice: str = "",
     ) -> None:  # fmt: skip
-        self._dataset = dataset
+        self._dataset, self._seed, self._collate, self._augment = dataset, seed, collate, augment
         self._inner, self._maps = _inside(dataset)
         self._batched = hasattr(self._inner, "__getitems__")
-        self._seed = seed
-        self._collate = collate
-        self._augment = augment
         self._skip, self._rank, self._advice = skip, rank, advice
-        self._copy_if_reused = batches.BatchCopier()
         self._epoch: int | None = None
         self._listeners: list[int] = []
         self._generators: list[Any] | None = None
@@ -117,14 +110,11 @@ class KeyedSamples(Dataset[MicroBatch]):
         worker = this_worker()
         try:
             batch, chosen = self._read(spec.indices or (0,), spec.epoch, why)
-            batch = self._copy_if_reused(batch)
         except SampleError as error:
             return raise_or_return(  # type: ignore[return-value]
                 error, rank=self._rank, worker=worker, advice=self._advice)
         if not spec.indices:
             return MicroBatch(spec, batches.empty(batch))
-        if not why:
-            return MicroBatch(spec, batch)
         return MicroBatch(spec, batch, tuple(
             ReplacedSample(index=self._place(index), by=self._place(by), epoch=spec.epoch,
                            why=why[index], worker=worker)
@@ -134,7 +124,7 @@ class KeyedSamples(Dataset[MicroBatch]):
         """One sample of epoch 0, as returned by the data set."""
         self._begin(0)
         try:
-            return self._choose(index, 0, lambda i: self._one(i, 0), {})[1]
+            return self._choose(index, 0, lambda one, epoch: self._one(*one, epoch), {})[1]
         except SampleError as error:
             return raise_or_return(error, rank=self._rank, worker=None, advice=self._advice)
 
@@ -149,47 +139,27 @@ class KeyedSamples(Dataset[MicroBatch]):
     ) -> tuple[Any, tuple[int, ...]]:
         """The batch of these samples, and the indices it really contains.
 
-        The errors of replaced samples are added to `why`.
+        If it can't be made, each sample is tried alone, in order to find the bad ones. The errors
+        of replaced samples are added to `why`.
         """
-        chosen, samples = self._samples(indices, epoch, why)
-        if not isinstance(samples, list):
-            return samples, chosen  # `__getitems__` returned a complete batch
-        try:
-            return self._collated(samples, chosen, epoch), chosen
-        except SampleError:
-            def fits(index: int) -> None:
-                self._collated(self._exactly((index,), epoch), (index,), epoch)
-
-            fitting = self._choose_each(indices, epoch, fits, why)
-            if fitting == chosen:
-                raise
-        return self._collated(self._exactly(fitting, epoch), fitting, epoch), fitting
-
-    def _samples(
-        self, indices: tuple[int, ...], epoch: int, why: dict[int, str]
-    ) -> tuple[tuple[int, ...], Any]:
-        """The indices that can be read, and what the data set returns for them."""
-        if not self._batched:
-            read = [self._choose(i, epoch, lambda i: self._one(i, epoch), why) for i in indices]
-            return tuple(index for index, _ in read), [sample for _, sample in read]
-        try:
-            return indices, self._exactly(indices, epoch)
-        except SampleError:
-            chosen = self._choose_each(indices, epoch, lambda i: self._exactly((i,), epoch), why)
-            if chosen == indices:
-                raise
-        return chosen, self._exactly(chosen, epoch)
-
-    def _choose_each(
-        self, indices: tuple[int, ...], epoch: int, use: Callable[[int], Any], why: dict[int, str]
-    ) -> tuple[int, ...]:
-        return tuple(self._choose(index, epoch, use, why)[0] for index in indices)
+        chosen, alone = indices, self._samples
+        for _ in range(2):  # samples that can't be read, and then those that can't be collated
+            try:
+                samples = self._samples(chosen, epoch)
+                alone = self._batch
+                return self._collated(samples, chosen, epoch), chosen
+            except SampleError:
+                fitting = tuple(self._choose(index, epoch, alone, why)[0] for index in indices)
+                if fitting == chosen and not self._skip:
+                    raise  # they fail only together
+                chosen = fitting
+        return self._batch(chosen, epoch), chosen
 
     def _choose(
-        self, index: int, epoch: int, use: Callable[[int], T], why: dict[int, str]
-    ) -> tuple[int, T]:
-        """The first usable index and the result of `use` for it: `index` itself, or a replacement
-        if `use` raises."""
+        self, index: int, epoch: int, use: Callable[[tuple[int], int], Any], why: dict[int, str]
+    ) -> tuple[int, Any]:
+        """The first usable index and the result of `use`: `index` itself, or a replacement if it
+        raises."""
         first: SampleError | None = None
         for attempt in range(1 + TRIES if self._skip else 1):
             candidate = index
@@ -197,7 +167,7 @@ class KeyedSamples(Dataset[MicroBatch]):
                 key = rng.mix(self._seed, rng.REPLACE, epoch, index, attempt)
                 candidate = key % len(self)
             try:
-                return candidate, use(candidate)
+                return candidate, use((candidate,), epoch)
             except SampleError as error:
                 if is_shortage(error.__cause__) or not isinstance(error.__cause__, Exception):
                     raise  # not the sample's fault
@@ -211,13 +181,12 @@ class KeyedSamples(Dataset[MicroBatch]):
         first.single = True
         raise first
 
-    def _one(self, index: int, epoch: int) -> Any:
-        self._key(epoch, index)
-        with self._named((index,), epoch):
-            return self._inner[self._place(index)]
+    def _batch(self, indices: tuple[int, ...], epoch: int) -> Any:
+        """The batch of exactly these samples."""
+        return self._collated(self._samples(indices, epoch), indices, epoch)
 
-    def _exactly(self, indices: tuple[int, ...], epoch: int) -> Any:
-        """Read exactly these samples, without replacement."""
+    def _samples(self, indices: tuple[int, ...], epoch: int) -> Any:
+        """The list of exactly these samples, or the complete batch of `__getitems__`."""
         if not self._batched:
             return [self._one(index, epoch) for index in indices]
         self._key(epoch, indices[0])
@@ -230,7 +199,19 @@ class KeyedSamples(Dataset[MicroBatch]):
                 raise ValueError(f"__getitems__ was called with {len(indices)} indices and "
                                  f"returned {len(read)} samples; it must return one sample per "
                                  "index, in the same order")
-            return read
+            # A complete batch may be in memory that the next call fills again.
+            return read if isinstance(read, list) else batches.copy_of(read)
+
+    def _one(self, index: int, epoch: int) -> Any:
+        self._key(epoch, index)
+        with self._named((index,), epoch):
+            return self._inner[self._place(index)]
+
+    def _collated(self, samples: Any, indices: tuple[int, ...], epoch: int) -> Any:
+        if not isinstance(samples, list):
+            return samples
+        with self._named(indices, epoch, "collating"):
+            return batches.collated(self._collate, samples)
 
     def _place(self, index: int) -> Any:
         """Map an index through the subsets to the index in the data set that is read."""
@@ -238,10 +219,6 @@ class KeyedSamples(Dataset[MicroBatch]):
         for indices in self._maps:
             place = indices[place]
         return place.item() if isinstance(place, torch.Tensor | np.generic) else place
-
-    def _collated(self, samples: list[Any], indices: tuple[int, ...], epoch: int) -> Any:
-        with self._named(indices, epoch, "collating"):
-            return self._collate(samples)
 
     def _key(self, epoch: int, index: int) -> None:
         if self._generators is None:
@@ -252,13 +229,13 @@ class KeyedSamples(Dataset[MicroBatch]):
 
     def _named(
         self, indices: tuple[int, ...], epoch: int, doing: str = "reading"
-    ) -> as_sample_error:
+    ) -> AbstractContextManager[None]:
         def what() -> str:
+            single = len(indices) == 1
             places = [self._place(index) for index in indices]
-            which = f"sample {places[0]}" if len(places) == 1 else f"samples {places}"
+            which = f"sample {places[0]}" if single else f"samples {places}"
             if self._maps:
-                own = indices[0] if len(indices) == 1 else list(indices)
-                which += f" (in the subset: {own})"
+                which += f" (in the subset: {indices[0] if single else list(indices)})"
             return f"{doing} {which} of epoch {epoch}"
 
         return as_sample_error(what)
@@ -297,28 +274,37 @@ def begin_epoch(dataset: Any, epoch: int, *, seed: int) -> list[int]:
     return [id(one) for one in listeners]
 
 
-def _nested(dataset: Any) -> Iterator[Any]:
-    """A data set, and the data sets inside it as long as they are `Subset`s."""
-    yield dataset
-    while isinstance(dataset, Subset):
-        dataset = dataset.dataset
-        yield dataset
-
-
 def _inside(dataset: Any) -> tuple[Any, list[Sequence[Any]]]:
     """The data set inside plain `Subset`s, and the indices of each subset, outermost first."""
     maps = []
-    for layer in _nested(dataset):
-        kind = type(layer)
-        if not isinstance(layer, Subset) or (kind.__getitem__, kind.__getitems__) != (
-                Subset.__getitem__, Subset.__getitems__):  # it does more than select samples
-            break
-        maps.append(layer.indices)
-        dataset = layer.dataset
+    while isinstance(dataset, Subset) and (
+            type(dataset).__getitem__ is Subset.__getitem__
+            and type(dataset).__getitems__ is Subset.__getitems__):  # it only selects samples
+        maps.append(dataset.indices)
+        dataset = dataset.dataset
     return dataset, maps
 
 
 def in_memory(dataset: Any) -> bool:
     """Whether reading is cheap enough that loader processes would only add transfer cost."""
-    *_, dataset = _nested(dataset)
+    while isinstance(dataset, Subset):
+        dataset = dataset.dataset
     return hasattr(dataset, "__getitems__") or isinstance(dataset, TensorDataset)
+
+
+def shared_samples(train: Any, validation: Any) -> str:
+    """The evidence that validation samples are training samples, or "".
+
+    Compares the indices of two `Subset`s of one data set, and the tensors of `TensorDataset`s.
+    """
+    if isinstance(train, Subset) and isinstance(validation, Subset):
+        if train.dataset is not validation.dataset or not len(validation):
+            return ""
+        shared = int(np.isin(np.asarray(validation.indices), np.asarray(train.indices)).sum())
+    elif isinstance(train, TensorDataset) and isinstance(validation, TensorDataset):
+        equal = map(torch.equal, train.tensors, validation.tensors)
+        shared = len(validation) if all(equal) else 0
+    else:
+        return ""
+    return (f"{shared:,} of {len(validation):,} validation samples are among the training samples: "
+            "the scores are too good") if shared else ""

@@ -1,10 +1,10 @@
-"""Errors of samples: their messages, their transfer out of a loader worker, and the limit on
-replaced samples."""
+"""Errors of samples: their messages, their way out of a loader worker, and their limit."""
 
 from __future__ import annotations
 
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -32,8 +32,7 @@ class ReplacedSample:
 
 
 class SampleError(RuntimeError):
-    """A data set raised while a sample was read. The message names the sample, the process and a
-    remedy."""
+    """A data set raised while a sample was read; names the sample, the process and a remedy."""
 
     single = False
     """Whether the error belongs to a single sample rather than to a whole micro-batch."""
@@ -41,23 +40,19 @@ class SampleError(RuntimeError):
     """Traceback of the original exception, if it was raised in a loader worker."""
 
 
-class as_sample_error:
-    """Context manager that turns an exception into a `SampleError` naming the current operation."""
+@contextmanager
+def as_sample_error(doing: str | Callable[[], str]) -> Iterator[None]:
+    """Turn an exception into a `SampleError` that names the current operation.
 
-    def __init__(self, doing: str | Callable[[], str]) -> None:
-        self._doing = doing
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, error: BaseException | None, _: object) -> None:
-        # In a worker also SystemExit and the like: its exit would hide the reason, and Ctrl-C is
-        # ignored there.
-        if isinstance(error, Exception) or (
-                this_worker() is not None and error is not None
-                and not isinstance(error, GeneratorExit)):
-            doing = self._doing if isinstance(self._doing, str) else self._doing()
-            raise SampleError(f"{doing} raised {summarize_exception(error)}") from error
+    In a loader worker also SystemExit and the like: the exit would hide the reason.
+    """
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and this_worker() is None:
+            raise
+        what = doing if isinstance(doing, str) else doing()
+        raise SampleError(f"{what} raised {summarize_exception(error)}") from error
 
 
 def yield_items_and_error(items: Iterator[T], *, rank: int, worker: int | None) -> Iterator[Any]:
@@ -73,8 +68,8 @@ def raise_or_return(
 ) -> SampleError:
     """Add the process to an error's message and raise it.
 
-    In a loader worker the error is returned instead, for `raise_if_error` to raise in the rank's
-    process: an exception that leaves a worker loses its cause and attributes.
+    In a loader worker it is returned instead, and raised in the rank's process: an exception that
+    leaves a worker loses its cause and attributes.
     """
     place = f"rank {rank}" + ("" if worker is None else f", loader worker {worker}")
     located = SampleError(f"{error} ({place})" + (f"; {advice}" if advice and error.single else ""))
@@ -91,18 +86,8 @@ class WorkerTraceback(Exception):
         return f"\n{self.args[0]}"
 
 
-def raise_if_error(item: T | SampleError) -> T:
-    """Return an item from a loader worker, or raise it if it is a `SampleError`."""
-    if isinstance(item, SampleError):
-        raise item from WorkerTraceback(item.trace)
-    return item
-
-
 def check_replaced_share(replaced: int, consumed: int) -> None:
-    """Raise `TooManyBadSamples` if the replaced samples exceed `BAD_COUNT` and `BAD_SHARE`.
-
-    The decision is equal on all ranks because the arguments are.
-    """
+    """Raise `TooManyBadSamples` beyond `BAD_COUNT` and `BAD_SHARE`; the same on all ranks."""
     if replaced > max(BAD_COUNT, BAD_SHARE * consumed):
         raise TooManyBadSamples(
             f"--data.on-error skip: {replaced:,} of {consumed:,} samples were bad and have been "

@@ -7,11 +7,10 @@ takes the contiguous block [r·M/W, (r+1)·M/W), so a change of W changes no mic
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
 import numpy as np
 import torch
-from torch.utils.data import DistributedSampler
 
 from trainer import rng
 from trainer.distributed.partition import block, micro_batches_per_rank
@@ -29,8 +28,7 @@ class BatchPlan:
     micro_size: int
     drop_last: bool
     in_lanes: bool = False
-    """Whether the data are a stream: then each window has one micro-batch per lane, possibly short
-    or empty."""
+    """Whether the data are a stream: a micro-batch per lane in each window, also short or empty."""
 
     @property
     def steps_per_epoch(self) -> int:
@@ -57,41 +55,34 @@ class BatchPlan:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatchSpec:
-    """Specification of one micro-batch: its sample indices and its position in the run."""
+    """The sample indices of a micro-batch, and its position in the run."""
 
     step: int
     epoch: int
     number: int
     """Number of the micro-batch in its global batch; -1 for an empty one."""
     last: bool
-    """Whether it is the rank's last micro-batch of the step, whose backward pass synchronises
-    gradients."""
+    """Whether it is the rank's last one of the step, whose backward synchronises gradients."""
     indices: tuple[int, ...]
 
 
-class MicroBatchSampler(DistributedSampler[MicroBatchSpec]):
-    """Yields the micro-batches of one rank, from `position` to the end of the run.
+@dataclass(frozen=True)
+class MicroBatchSampler:
+    """Iterates over the micro-batches of one rank, from `position` to the end of the run.
 
     One iteration covers all remaining epochs, so loader workers are started only once.
-
-    Args:
-        position: global batches already consumed; the first micro-batch belongs to step
-            `position` + 1.
-        total_steps: the last step of the run.
     """
 
-    def __init__(
-        self, plan: BatchPlan, *, rank: int, num_ranks: int, seed: int, shuffle: bool,
-        position: int, total_steps: int,
-    ) -> None:
-        super().__init__(
-            range(plan.samples),  # type: ignore[arg-type]
-            num_replicas=num_ranks, rank=rank, shuffle=shuffle,
-            seed=seed, drop_last=plan.drop_last,
-        )  # fmt: skip
-        self.plan = plan
-        self.position = position
-        self.total_steps = total_steps
+    plan: BatchPlan
+    _: KW_ONLY
+    rank: int
+    num_ranks: int
+    seed: int
+    shuffle: bool
+    position: int
+    """Global batches already consumed: the first micro-batch belongs to step `position` + 1."""
+    total_steps: int
+    """The last step of the run."""
 
     def order(self, epoch: int) -> torch.Tensor:
         """Sample indices of an epoch in training order: int64 tensor of shape (samples,)."""
@@ -101,32 +92,25 @@ class MicroBatchSampler(DistributedSampler[MicroBatchSpec]):
         generator.manual_seed(rng.mix(self.seed, rng.ORDER, epoch))
         return torch.randperm(self.plan.samples, generator=generator)
 
-    def __len__(self) -> int:
-        return sum(
-            micro_batches_per_rank(self.plan.micro_batches(step), self.num_replicas)
-            for step in range(self.position + 1, self.total_steps + 1)
-        )
-
     def __iter__(self) -> Iterator[MicroBatchSpec]:
-        order = np.empty(0, dtype=np.int64)
+        epoch, order = -1, np.empty(0, dtype=np.int64)
         for step in range(self.position + 1, self.total_steps + 1):
-            epoch = self.plan.epoch_of(step)
-            if step == self.position + 1 or epoch != self.epoch:
-                self.set_epoch(epoch)
+            if epoch != self.plan.epoch_of(step):
+                epoch = self.plan.epoch_of(step)
                 order = self.order(epoch).numpy()
-            yield from self._slots_of(step, epoch, order)
+            yield from self._specs_of(step, epoch, order)
 
-    def _slots_of(self, step: int, epoch: int, order: np.ndarray) -> Iterator[MicroBatchSpec]:
+    def _specs_of(self, step: int, epoch: int, order: np.ndarray) -> Iterator[MicroBatchSpec]:
         first, end = self.plan.window(step)
         micro_batches = self.plan.micro_batches(step)
-        mine = block(micro_batches, self.rank, self.num_replicas)
-        count = micro_batches_per_rank(micro_batches, self.num_replicas)
+        mine = block(micro_batches, self.rank, self.num_ranks)
+        count = micro_batches_per_rank(micro_batches, self.num_ranks)
         for place in range(count):
             last = place == count - 1
             if place < len(mine):
                 start = first + mine[place] * self.plan.micro_size
                 stop = min(start + self.plan.micro_size, end)
-                yield MicroBatchSpec(step, epoch, mine[place], last,
-                                     tuple(order[start:stop].tolist()))
+                indices = tuple(order[start:stop].tolist())
+                yield MicroBatchSpec(step, epoch, mine[place], last, indices)
             else:
                 yield MicroBatchSpec(step, epoch, -1, last, ())

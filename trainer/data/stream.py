@@ -1,28 +1,23 @@
 """The micro-batches of one rank of a stream, with a position that can be saved and resumed.
 
-The position is stored per lane, not per rank or worker, so a run can resume with other numbers of
-both. The state of each lane's iterator is transferred with each window read from it, and the saved
-position is that after the last trained window, regardless of prefetching.
-
-The worker processes are those of torch's DataLoader. torchdata's StatefulDataLoader (whose protocol
-the iterators may implement) stores its states per worker and for one rank only: a state of two
-workers can't be loaded without workers.
+The position is stored per lane, not per rank or worker (as in torchdata's StatefulDataLoader), so a
+run can resume with other numbers of both. Each window brings the states of its lanes' iterators,
+and the saved position is that after the last trained window, regardless of prefetching.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
-from trainer.data.loader import loader_arguments, shut_down_workers
 from trainer.data.map_dataset import MicroBatch
-from trainer.data.sample_errors import raise_if_error
-from trainer.data.stream_reader import LanePosition, LaneReader, StreamSpec, WindowPart
+from trainer.data.stream_reader import LanePosition, LaneReader, StreamSpec
+from trainer.data.workers import DataReader
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.errors import ConfigError
 
@@ -31,8 +26,7 @@ class StreamReader:
     """The micro-batches of one rank of a stream; a resumable part of the run's state.
 
     Whether a window is used for a step is known only after its sample count has been summed over
-    the ranks. The position follows from the number of completed steps. If a window isn't used, the
-    caller calls `next_epoch`.
+    the ranks: the position follows from the number of completed steps.
 
     Args:
         workers: loader processes; at most one per lane, or one if the data set has no `lane()`.
@@ -45,15 +39,12 @@ class StreamReader:
         self, spec: StreamSpec, *, rank: int, num_ranks: int, workers: int, prefetch: int,
         device: torch.device, step: Callable[[], int], gather: Callable[[Any], list[Any]],
     ) -> None:  # fmt: skip
-        layout = spec.layout
-        self._spec, self._layout = spec, layout
-        self._rank, self._lanes = rank, block(layout.lanes, rank, num_ranks)
-        self._slots = micro_batches_per_rank(layout.lanes, num_ranks)
+        self._spec = spec
+        self._rank, self._lanes = rank, block(spec.lanes, rank, num_ranks)
+        self._slots = micro_batches_per_rank(spec.lanes, num_ranks)
         self._step, self._gather = step, gather
-        self._workers = min(workers, len(self._lanes) if layout.per_lane else 1)
-        lanes_each = -(-len(self._lanes) // max(1, self._workers))
-        self._reading = {**loader_arguments(self._workers, -(-prefetch // lanes_each), device),
-                         "persistent_workers": self._workers > 0}  # fmt: skip
+        self._workers = min(workers, len(self._lanes) if spec.per_lane else 1)
+        self._prefetch, self._device = prefetch, device
         self._epoch = 0
         self._start = 0
         """The step before the first one of the epoch."""
@@ -61,20 +52,21 @@ class StreamReader:
         """Iterator → its last known position; missing: the start of the epoch."""
         self._taken: dict[int, dict[int, LanePosition]] = {}
         """Step → positions of this rank's iterators after it; from the last completed step on."""
-        self._loader: DataLoader[WindowPart] | None = None
-        self._iterator: Iterator[WindowPart] | None = None
+        self._readers: list[DataReader] = []
+        """One per loader process; empty before the first micro-batch."""
+        self._turns: Iterator[DataReader] = iter(())
         self._begun: dict[str, Any] = {}
         self._first = 0
-        """The step of the iterator's first window."""
+        """The step of the first window since the last (re)start of reading."""
         self._count = 0
-        """Number of micro-batches read from the iterator."""
+        """Number of micro-batches read since then."""
         self._ready: deque[MicroBatch] = deque()
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return self
 
     def __next__(self) -> MicroBatch:
-        if self._iterator is None:
+        if not self._readers:
             self._begin()
         while not self._ready:
             self._fill()
@@ -88,25 +80,25 @@ class StreamReader:
         """
         if self._step() == self._start:
             raise ConfigError(
-                f"--batch.global-size {self._layout.lanes * self._layout.micro_size}: epoch "
+                f"--batch.global-size {self._spec.lanes * self._spec.micro_size}: epoch "
                 f"{self._epoch} of the training stream ends before its first global batch is "
-                f"complete ({self._layout.lanes} lanes of {self._layout.micro_size} samples); use "
+                f"complete ({self._spec.lanes} lanes of {self._spec.micro_size} samples); use "
                 "a smaller --batch.global-size, or --data.drop-last off if the stream has samples.")
-        assert self._loader is not None, "the end of an epoch is found by reading"
         self._epoch, self._start = self._epoch + 1, self._step()
         self._marks, self._taken = {}, {}
-        self._iterate()
+        for reader in self._readers:
+            reader.restart()
+        self._start_window()
 
     def share(self) -> None:
         """Exchange the iterators' positions between all ranks before a save (collective).
 
-        Without it `state_dict` holds the other ranks' positions as of the last exchange or the
-        start of the epoch. That is exact too, but a resumed run has to read and drop the samples
-        in between.
+        Without it the other ranks' positions are those of the last exchange: exact too, but a
+        resumed run has to read and drop the samples in between.
         """
         own = self._marks | self._taken.get(self._step(), {})
         mine = {number: dataclasses.asdict(own.get(number, LanePosition()))
-                for number in self._layout.iterators_of(self._lanes)}
+                for number in self._spec.iterators_of(self._lanes)}
         for theirs in self._gather(mine):
             self._marks |= {int(number): LanePosition(**mark) for number, mark in theirs.items()}
 
@@ -114,10 +106,10 @@ class StreamReader:
         """The position of all lanes after the last completed step."""
         marks = self._marks | self._taken.get(self._step(), {})
         return {
-            "epoch": self._epoch, "start": self._start, "lanes": self._layout.lanes,
-            "micro_size": self._layout.micro_size,
+            "epoch": self._epoch, "start": self._start, "lanes": self._spec.lanes,
+            "micro_size": self._spec.micro_size,
             "feeds": [dataclasses.asdict(marks.get(n, LanePosition()))
-                      for n in range(self._layout.iterators)],
+                      for n in range(self._spec.iterators)],
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,12 +118,12 @@ class StreamReader:
         Raises:
             ConfigError: the saved position has another lane layout.
         """
-        if self._iterator is not None:
+        if self._readers:
             # Already loaded before reading began; this is the call with the rest of the state.
             assert state == self._begun, "the stream is already being read from another position"
             return
         was = (state["lanes"], state["micro_size"], len(state["feeds"]))
-        now = (self._layout.lanes, self._layout.micro_size, self._layout.iterators)
+        now = (self._spec.lanes, self._spec.micro_size, self._spec.iterators)
         if was != now:
             raise ConfigError(
                 f"--batch.micro-size {now[1]}: the saved position in the training stream is for "
@@ -143,29 +135,37 @@ class StreamReader:
 
     def close(self) -> None:
         """End the loader's processes."""
-        shut_down_workers(self._iterator)
+        for reader in self._readers:
+            reader.close()
 
     def _begin(self) -> None:
         self._begun = self.state_dict()
-        reader = LaneReader(
-            self._spec, lanes=self._lanes, empty_slots=self._slots - len(self._lanes),
-            epoch=self._epoch, windows=self._step() - self._start, marks=self._marks,
-            rank=self._rank,
-        )  # fmt: skip
-        self._loader = DataLoader(reader, **self._reading)
-        self._iterate()
+        number = max(1, self._workers)
+        ahead = -(-self._prefetch // -(-len(self._lanes) // number))
+        for worker in range(number):
+            # A loader of its own for each process: a data set that divides itself by
+            # `get_worker_info()` would drop samples, since the lanes are divided already.
+            lanes = [self._lanes[i] for i in block(len(self._lanes), worker, number)]
+            last = worker == number - 1
+            reader = LaneReader(
+                self._spec, lanes=lanes, epoch=self._epoch, marks=self._marks,
+                empty_slots=self._slots - len(self._lanes) if last else 0,
+                windows=self._step() - self._start, rank=self._rank,
+                worker=worker if self._workers else None)
+            self._readers.append(DataReader(
+                reader, workers=min(1, self._workers), prefetch=ahead, device=self._device,
+                first_worker=worker))
+        self._start_window()
 
-    def _iterate(self) -> None:
-        """Start reading after the last completed step; prefetched micro-batches are dropped."""
-        assert self._loader is not None
-        self._iterator = iter(self._loader)
+    def _start_window(self) -> None:
+        """Go on after the last completed step; prefetched micro-batches are dropped."""
+        self._turns = itertools.cycle(self._readers)
         self._ready.clear()
         self._first, self._count = self._step() + 1, 0
 
     def _fill(self) -> None:
         """Receive the next worker's part of a window."""
-        assert self._iterator is not None
-        part = raise_if_error(next(self._iterator))
+        part = next(next(self._turns))
         window = self._count // self._slots
         for micro in part.micro_batches:
             self._count += 1

@@ -5,45 +5,46 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch, begin_epoch
 from trainer.data.sample_errors import as_sample_error, this_worker, yield_items_and_error
 from trainer.data.sampler import MicroBatchSpec
-from trainer.distributed.partition import block
 from trainer.errors import ConfigError
 
-_OPEN = -1
+Collate = Callable[[list[Any]], Any]
+_OPEN, _COLLATE = -1, 1
 
 
 @dataclass(frozen=True, kw_only=True)
-class LaneLayout:
-    """How a stream is split into numbered micro-batches.
+class StreamSpec:
+    """A stream data set, and how it is split into numbered micro-batches.
 
     The stream is read by independent iterators: one per lane if the data set has `lane()`,
     otherwise a single one for all lanes.
     """
 
+    dataset: Any
     lanes: int
     """M, the number of micro-batches in a global batch."""
     micro_size: int
-    per_lane: bool
-    """Whether the data set has `lane()`."""
+    seed: int
+    collate: Collate = batches.collate
+    whole: bool = False
+    """Read a data set with `lane()` by its `__iter__` too."""
 
-    @classmethod
-    def of(cls, dataset: Any, *, lanes: int, micro_size: int) -> LaneLayout:
-        """The layout for a data set."""
-        return cls(lanes=lanes, micro_size=micro_size, per_lane=hasattr(dataset, "lane"))
+    @property
+    def per_lane(self) -> bool:
+        return hasattr(self.dataset, "lane") and not self.whole
 
     @property
     def iterators(self) -> int:
-        """Number of iterators."""
         return self.lanes if self.per_lane else 1
 
     @property
@@ -81,35 +82,35 @@ class LaneIterator:
         SampleError: by any method, if the data set raises; names the position of the sample.
     """
 
-    def __init__(
-        self, dataset: Any, layout: LaneLayout, *, number: int, seed: int, epoch: int,
-        mark: LanePosition = LanePosition(),
-        windows: int = 0,
-    ) -> None:  # fmt: skip
+    def __init__(self, spec: StreamSpec, *, number: int, epoch: int,
+                 mark: LanePosition = LanePosition(), windows: int = 0) -> None:
         self.number = number
         self.first: Any = None
         """The first sample read; None before that."""
-        self._layout, self._epoch = layout, epoch
-        self._keys = (seed, rng.SAMPLE, epoch, *((number,) if layout.per_lane else ()))
+        self._spec, self._epoch = spec, epoch
+        self._keys = (spec.seed, rng.SAMPLE, epoch, *((number,) if spec.per_lane else ()))
         self._place, self._ended = 0, mark.ended
         self._generators: list[Any] = []
         self._holder: Any = None
         if mark.ended:
             return
         with self._named("opening"):
-            self._generators = rng.find_generators(dataset)
+            self._generators = rng.find_generators(spec.dataset)
             self._key(_OPEN)
-            source = dataset.lane(number, layout.lanes) if layout.per_lane else dataset
-            self._generators = rng.find_generators(dataset, source)
+            source = spec.dataset
+            if spec.per_lane:
+                source = source.lane(number, spec.lanes)
+            self._generators = rng.find_generators(spec.dataset, source)
             self._iterator = iter(source)
-            holders = (h for h in (self._iterator, source) if _is_stateful(h))
-            self._holder = next(holders, None)
+            self._holder = next((h for h in (self._iterator, source)
+                                 if hasattr(h, "state_dict") and hasattr(h, "load_state_dict")),
+                                None)
             if mark.state is not None and self._holder is not None:
                 self._holder.load_state_dict(mark.state)
                 if self._holder is not self._iterator:
                     self._iterator = iter(source)  # a loaded state applies to the next iterator
-                self._place = mark.windows * layout.samples_per_window
-        while self._place < windows * layout.samples_per_window and not self._ended:
+                self._place = mark.windows * spec.samples_per_window
+        while self._place < windows * spec.samples_per_window and not self._ended:
             self.take()
 
     def take(self) -> list[tuple[int, Any]]:
@@ -118,7 +119,7 @@ class LaneIterator:
         Returns fewer samples at the end of the stream, and none after it.
         """
         taken: list[tuple[int, Any]] = []
-        while len(taken) < self._layout.samples_per_window and not self._ended:
+        while len(taken) < self._spec.samples_per_window and not self._ended:
             self._key(self._place)
             with self._named("reading"):
                 try:
@@ -139,7 +140,7 @@ class LaneIterator:
                 # Converted through JSON: the form in which it is restored, and a copy that later
                 # reads don't change.
                 live = self._holder.state_dict()
-                if windows <= 1 and (key := _odd_key(live)) is not None:
+                if (key := _odd_key(live)) is not None:
                     raise TypeError(f"it has the key {key!r}, which is not a string; the state is "
                                     "saved as JSON, which would restore the key as a string")
                 state = json.loads(json.dumps(live))
@@ -150,75 +151,43 @@ class LaneIterator:
         if self._generators:
             rng.key(self._generators, *self._keys, *place)
 
-    def _named(self, doing: str) -> as_sample_error:
-        lane = f" of lane {self.number}" if self._layout.per_lane else ""
+    def _named(self, doing: str) -> AbstractContextManager[None]:
+        lane = f" of lane {self.number}" if self._spec.per_lane else ""
         return as_sample_error(f"{doing} sample {self._place}{lane} of epoch {self._epoch} of the "
                                "stream")
 
 
 def known_length(dataset: Any) -> int | None:
-    """Number of samples; None for a stream without `__len__`, or whose `__len__` raises TypeError.
-
-    Raises:
-        ConfigError: `__len__` doesn't return a number of samples.
-    """
-    stream = isinstance(dataset, IterableDataset)
+    """Number of samples; None for a stream without `__len__`, or whose `__len__` raises."""
     try:
         return len(dataset)
-    except (TypeError, ValueError, OverflowError):
-        if stream and not hasattr(type(dataset), "__len__"):
+    except TypeError:
+        if isinstance(dataset, IterableDataset):
             return None
-        try:
-            length = type(dataset).__len__(dataset)
-        except (TypeError, AttributeError):
-            if stream:
-                return None
-            raise
-    raise ConfigError(f"--task: __len__ of the data set {type(dataset).__name__} returned "
-                      f"{length!r} ({type(length).__name__}); return the number of samples, an "
-                      "int of 0 or more.")
+        raise
 
 
 def first_samples(dataset: Any, *, lanes: int, count: int, seed: int) -> list[Any]:
     """Up to `count` samples from the start of lane 0 of a new data set, in epoch 0."""
     begin_epoch(dataset, 0, seed=seed)
-    per_lane = hasattr(dataset, "lane")
-    layout = LaneLayout(lanes=lanes if per_lane else 1, micro_size=count, per_lane=per_lane)
-    return [s for _, s in LaneIterator(dataset, layout, number=0, seed=seed, epoch=0).take()]
-
-
-def _is_stateful(thing: Any) -> bool:
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
+    lanes = lanes if hasattr(dataset, "lane") else 1
+    spec = StreamSpec(dataset=dataset, lanes=lanes, micro_size=count, seed=seed)
+    return [sample for _, sample in LaneIterator(spec, number=0, epoch=0).take()]
 
 
 def _odd_key(value: Any) -> Any:
     """A dict key inside `value` that is not a string; None if there is none."""
+    entries: Any = value if isinstance(value, list | tuple) else ()
     if isinstance(value, dict):
-        odd = next((key for key in value if not isinstance(key, str)), None)
-        return odd if odd is not None else _odd_key(list(value.values()))
-    if isinstance(value, list | tuple):
-        return next((key for key in map(_odd_key, value) if key is not None), None)
-    return None
-
-
-Collate = Callable[[list[Any]], Any]
-_COLLATE = 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class StreamSpec:
-    """A stream data set and how it is read."""
-
-    dataset: Any
-    layout: LaneLayout
-    seed: int
-    collate: Collate
+        if odd := [key for key in value if not isinstance(key, str)]:
+            return odd[0]
+        entries = value.values()
+    return next((key for key in map(_odd_key, entries) if key is not None), None)
 
 
 @dataclass(frozen=True)
 class WindowPart:
-    """What one process has read for a window: its micro-batches, and its iterators' positions
-    after the window."""
+    """What one process has read for a window, and its iterators' positions after the window."""
 
     micro_batches: list[MicroBatch]
     marks: dict[int, LanePosition]
@@ -231,63 +200,42 @@ class WindowPart:
 class LaneReader(IterableDataset[WindowPart]):
     """Yields the micro-batches of some lanes, one `WindowPart` per window.
 
-    In a loader worker it yields only the worker's share of the lanes. Each iteration is the next
-    epoch and never ends: only the ranks together know whether an epoch is over, so a lane that has
-    ended yields empty micro-batches.
+    Each iteration is the next epoch and never ends: only the ranks together know whether an epoch
+    is over, so a lane that has ended yields empty micro-batches.
 
     Args:
-        lanes: the lanes of this rank.
         empty_slots: empty micro-batches to append to each window.
         epoch, windows, marks: the position where the first iteration begins.
-        rank: used in error messages.
+        rank, worker: used in error messages.
     """
 
     def __init__(
         self, spec: StreamSpec, *, lanes: Sequence[int], empty_slots: int, epoch: int,
-        windows: int, marks: Mapping[int, LanePosition], rank: int = 0,
+        windows: int, marks: Mapping[int, LanePosition], rank: int, worker: int | None,
     ) -> None:  # fmt: skip
-        self._dataset, self._layout = spec.dataset, spec.layout
-        self._seed, self._collate = spec.seed, spec.collate
-        self._lanes, self._empty_slots = lanes, empty_slots
-        self._first = (epoch, windows, dict(marks))
-        self._iterations = 0
-        self._rank = rank
-        self._worker: int | None = None
+        self._spec, self._lanes, self._empty_slots = spec, lanes, empty_slots
+        self._position = (epoch, windows, dict(marks))
+        self._rank, self._worker = rank, worker
         self._example: Any = None
-        self._copy_if_reused = batches.BatchCopier()
 
     def __iter__(self) -> Iterator[WindowPart]:
-        info = get_worker_info()
-        if info is not None:
-            count, self._worker = len(self._lanes), info.id
-            self._lanes = [self._lanes[i] for i in block(count, info.id, info.num_workers)]
-            self._empty_slots *= info.id == info.num_workers - 1
-            # The lanes are already divided among the workers: a data set that divides itself again
-            # by get_worker_info() would drop samples. In a worker's later epochs `info` is None, so
-            # the division above is done once.
-            torch.utils.data._utils.worker._worker_info = None
-        epoch, windows, marks = self._first
-        if self._iterations:
-            epoch, windows, marks = epoch + self._iterations, 0, {}
-        self._iterations += 1
-        parts = self._parts(epoch, windows, marks)
+        parts = self._parts(*self._position)
+        self._position = (self._position[0] + 1, 0, {})
         return yield_items_and_error(parts, rank=self._rank, worker=self._worker)
 
     def _parts(
         self, epoch: int, windows: int, marks: dict[int, LanePosition]
     ) -> Iterator[WindowPart]:
-        begin_epoch(self._dataset, epoch, seed=self._seed)
-        iterators = [
-            LaneIterator(self._dataset, self._layout, number=number, seed=self._seed, epoch=epoch,
-                         mark=marks.get(number, LanePosition()), windows=windows)
-            for number in self._layout.iterators_of(self._lanes)
-        ]  # fmt: skip
+        begin_epoch(self._spec.dataset, epoch, seed=self._spec.seed)
+        iterators = [LaneIterator(self._spec, number=number, epoch=epoch, windows=windows,
+                                  mark=marks.get(number, LanePosition()))
+                     for number in self._spec.iterators_of(self._lanes)]
         while True:
             windows += 1
             taken: dict[int, list[tuple[int, Any]]] = {lane: [] for lane in self._lanes}
             for iterator in iterators:
                 for place, sample in iterator.take():
-                    lane = self._layout.lane_of(iterator.number, place)
+                    lane = self._spec.lane_of(iterator.number, place)
                     if lane in taken:
                         taken[lane].append((place, sample))
                 if self._example is None:
@@ -301,23 +249,20 @@ class LaneReader(IterableDataset[WindowPart]):
         """A micro-batch with step 0; the rank's own process sets the real step."""
         spec = MicroBatchSpec(0, epoch, lane, False, tuple(place for place, _ in taken))
         if not taken:
-            return MicroBatch(spec, batches.empty(self._collate([self._some_sample(epoch)])))
-        rng.seed_all(
-            self._seed, rng.SAMPLE, epoch, lane, spec.indices[0], _COLLATE, devices=False
-        )
+            return MicroBatch(spec, batches.empty(self._spec.collate([self._some_sample(epoch)])))
+        rng.seed_all(self._spec.seed, rng.SAMPLE, epoch, lane, spec.indices[0], _COLLATE,
+                     devices=False)
         with as_sample_error(f"collating samples {list(spec.indices)} of lane {lane} of epoch "
                              f"{epoch}"):
-            return MicroBatch(spec,
-                              self._copy_if_reused(self._collate([sample for _, sample in taken])))
+            return MicroBatch(spec, batches.collated(self._spec.collate, [one for _, one in taken]))
 
     def _some_sample(self, epoch: int) -> Any:
         """Any sample, as the template of an empty micro-batch; read from another lane if needed."""
-        layout = dataclasses.replace(self._layout, micro_size=1)
-        for number in range(layout.iterators):
+        single = dataclasses.replace(self._spec, micro_size=1)
+        for number in range(single.iterators):
             if self._example is not None:
                 break
-            iterator = LaneIterator(self._dataset, layout, number=number, seed=self._seed,
-                                    epoch=epoch)
+            iterator = LaneIterator(single, number=number, epoch=epoch)
             iterator.take()
             self._example = iterator.first
         if self._example is None:
@@ -336,25 +281,24 @@ class StreamBatches(IterableDataset[MicroBatch]):
         self, dataset: Any, *, batch_size: int, seed: int, collate: Collate, rank: int,
         num_ranks: int,
     ) -> None:  # fmt: skip
-        self._dataset, self._seed, self._collate = dataset, seed, collate
-        self._layout = LaneLayout(lanes=1, micro_size=batch_size, per_lane=False)
+        self._spec = StreamSpec(dataset=dataset, lanes=1, micro_size=batch_size, seed=seed,
+                                collate=collate, whole=True)
         self._rank, self._num_ranks = rank, num_ranks
 
     def __iter__(self) -> Iterator[MicroBatch]:
         return yield_items_and_error(self._share(), rank=self._rank, worker=this_worker())
 
     def _share(self) -> Iterator[MicroBatch]:
-        torch.utils.data._utils.worker._worker_info = None  # as in LaneReader
-        begin_epoch(self._dataset, 0, seed=self._seed)
-        iterator = LaneIterator(self._dataset, self._layout, number=0, seed=self._seed, epoch=0)
+        begin_epoch(self._spec.dataset, 0, seed=self._spec.seed)
+        iterator = LaneIterator(self._spec, number=0, epoch=0)
         number = 0
         while taken := iterator.take():
             if number % self._num_ranks == self._rank:
                 spec = MicroBatchSpec(0, 0, number, True, tuple(place for place, _ in taken))
                 with as_sample_error(f"collating batch {number} of the stream"):
-                    batch = self._collate([sample for _, sample in taken])
+                    batch = batches.collated(self._spec.collate, [sample for _, sample in taken])
                 yield MicroBatch(spec, batch)
             number += 1
         if number:
             spec = MicroBatchSpec(0, 0, number, True, ())
-            yield MicroBatch(spec, batches.empty(self._collate([iterator.first])))
+            yield MicroBatch(spec, batches.empty(self._spec.collate([iterator.first])))

@@ -7,7 +7,6 @@ four files with fewer images, compressed by lzma (see `scripts/make_sample.py`).
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import fcntl
 import functools
@@ -15,10 +14,10 @@ import gzip
 import importlib.resources
 import lzma
 import os
-import shutil
 import socket
+import tempfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -46,34 +45,23 @@ _REMEDY = ("Set the folder by --task.root or TRAINER_DATA (with the IDX files, o
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class Arrays:
-    """Training and test images and labels, read-only. Compared by identity.
-
-    Attributes:
-        train_images, test_images: uint8, Nx28x28, black is 0.
-        train_labels, test_labels: uint8, N, 0 to 9.
-        source: the folder, or a description of it.
-    """
+    """Training and test images and labels, read-only. Compared by identity."""
 
     train_images: np.ndarray
+    """Nx28x28 uint8; black is 0."""
     train_labels: np.ndarray
+    """N uint8, 0 to 9."""
     test_images: np.ndarray
     test_labels: np.ndarray
     source: str
+    """The folder, or a description of it."""
 
 
 @functools.cache  # 0.35 s; ranks forked from a launcher that has read it share the result
 def read_sample() -> Arrays:
-    """The bundled sample: per class the first 1,200 training and 200 test images, in file order.
-
-    Raises:
-        ConfigError: the file is missing or damaged.
-    """
+    """The bundled sample: per class the first 1,200 training and 200 test images, in file order."""
     path = importlib.resources.files("trainer.tasks").joinpath(SAMPLE)
-    try:
-        content = lzma.decompress(path.read_bytes())
-    except (OSError, EOFError, lzma.LZMAError) as error:
-        raise ConfigError(f"the bundled sample {path} can't be read ({error}); "
-                          "install the package again.") from error
+    content = lzma.decompress(path.read_bytes())
     parts, position = [], 0
     for name in FILES:
         array, position = parse_idx(content, f"{path}, part {name}", position)
@@ -83,11 +71,7 @@ def read_sample() -> Arrays:
 
 @functools.cache
 def read_folder(folder: Path) -> Arrays:
-    """Read the four IDX files in `folder`, uncompressed or with `.gz`.
-
-    Raises:
-        ConfigError: a file is missing, damaged or truncated; the message names it.
-    """
+    """Read the four IDX files in `folder`, uncompressed or with `.gz`."""
     parts = []
     for name in FILES:
         path = _file(folder, name)
@@ -112,9 +96,6 @@ def parse_idx(content: bytes, name: str, start: int = 0) -> tuple[np.ndarray, in
 
     Returns:
         The array, and the offset of its end.
-
-    Raises:
-        ConfigError: the header is not an IDX header, or the data is shorter than the header says.
     """
     header = content[start : start + 4]
     dimensions = header[3] if len(header) == 4 and header[:3] == b"\0\0\x08" else 0
@@ -144,67 +125,42 @@ def find_dataset(
         download: creates `FashionMNIST/raw` in a folder; default: torchvision's download.
 
     Raises:
-        ConfigError: neither found nor downloaded; the message lists each place with the reason.
+        ConfigError: neither found nor downloaded; the message lists the places.
     """
     given = [Path(place).expanduser() for place in (root, environment.get("TRAINER_DATA")) if place]
     cache = environment.get("XDG_CACHE_HOME") or Path(environment.get("HOME", "~"), ".cache")
     own = Path(cache, "trainer").expanduser()
-    tried: list[str] = []
-    for place in (*given, system, own):
-        for folder in _layouts(place):
-            absent = [name for name in FILES if _file(folder, name) is None]
-            if not absent:
-                return folder
-            tried.append(f"{folder}: {_why(folder, absent)}")
+    places = [folder for place in (*given, system, own)
+              for folder in (place, place / "FashionMNIST" / "raw")]
+    for folder in places:
+        if all(_file(folder, name) for name in FILES):
+            return folder
     target = given[0] if given else own
     try:
         return _download(target, download or _by_torchvision)
     except (OSError, RuntimeError, ImportError) as error:
-        tried.append(f"torchvision's download into {target}: {type(error).__name__}: {error}")
-        raise ConfigError("--task.data fashion-mnist: the data set was not found. Tried:\n  "
-                          + "\n  ".join(tried) + f"\n{_REMEDY}") from None
-
-
-def _layouts(place: Path) -> tuple[Path, Path]:
-    return place, place / "FashionMNIST" / "raw"
+        raise ConfigError(
+            f"--task.data fashion-mnist: the files {', '.join(FILES)} (or with .gz) are not in any "
+            "of:\n  " + "\n  ".join(map(str, places)) + "\nThe download into "
+            f"{target} failed: {type(error).__name__}: {error}\n{_REMEDY}") from None
 
 
 def _file(folder: Path, name: str) -> Path | None:
     return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
 
 
-def _why(folder: Path, absent: list[str]) -> str:
-    if not folder.is_dir():
-        return "no such folder"
-    return "none of the files" if len(absent) == len(FILES) else f"no {', '.join(absent)}"
-
-
 def _download(target: Path, download: Callable[[Path], None]) -> Path:
-    """Download to a temporary folder, then rename each file, so that each is complete or absent.
-
-    Folders created for it are removed if it fails, so that a mistyped root leaves nothing behind.
-    """
-    raw, lock = _layouts(target)[1], target / ".fashion-mnist.lock"
-    made = [folder for folder in (target, *target.parents) if not folder.exists()]
-    with _locked(lock):
-        if all(_file(raw, name) for name in FILES):
-            return raw  # another process has downloaded the files
-        aside = target / ".fashion-mnist.download"
-        shutil.rmtree(aside, ignore_errors=True)  # left by a killed process
-        try:
-            download(aside)
-            raw.mkdir(parents=True, exist_ok=True)
-            for path in sorted(_layouts(aside)[1].iterdir()):
-                os.replace(path, raw / path.name)
-        except BaseException:
-            shutil.rmtree(aside, ignore_errors=True)
-            lock.unlink()
-            with contextlib.suppress(OSError):  # no longer empty
-                for folder in made:
-                    folder.rmdir()
-            raise
-        shutil.rmtree(aside, ignore_errors=True)
-    return raw
+    """Download to a temporary folder and rename it, so that the data are complete or absent."""
+    folder = target / "FashionMNIST"
+    target.mkdir(parents=True, exist_ok=True)
+    # The death of a process releases the lock.
+    with (target / ".fashion-mnist.lock").open("a") as lock:
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        if not folder.exists():  # else another process has downloaded it
+            with tempfile.TemporaryDirectory(dir=target) as aside:
+                download(Path(aside))
+                os.replace(Path(aside, "FashionMNIST"), folder)
+    return folder / "raw"
 
 
 def _by_torchvision(target: Path) -> None:
@@ -216,26 +172,6 @@ def _by_torchvision(target: Path) -> None:
         FashionMNIST(str(target), download=True)
     finally:
         socket.setdefaulttimeout(before)
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Exclusive file lock between processes of this host; the death of a process releases it."""
-    while True:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX)
-            if _is_at(path, file.fileno()):
-                yield
-                return
-        # The previous holder has removed the file: other processes would lock a new one. Retry.
-
-
-def _is_at(path: Path, descriptor: int) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _arrays(parts: list[np.ndarray], source: str) -> Arrays:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import difflib
 import functools
 from collections.abc import Callable
-from itertools import chain
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -17,7 +15,6 @@ from trainer.task import load_object
 
 IMAGE_SIZE = 28
 
-_SIZES = (32, 64, 96, 128, 224)
 _EXTRA_ARGUMENTS = {
     # Both would return auxiliary outputs in training, and warn about their initialisation.
     "googlenet": {"aux_logits": False, "init_weights": True},
@@ -54,26 +51,20 @@ class SmallCNN(nn.Module):
 def torchvision_model(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
     """A newly initialised torchvision classifier for images of `size` x `size` pixels.
 
-    A grey image is repeated to three channels, and images are enlarged to the first of `size`, 32,
-    64, 96, 128, 224 pixels that the network accepts. A forward pre-hook does both, so the names of
-    the weights remain torchvision's.
-
-    Raises:
-        ConfigError: torchvision has no classifier of this name.
+    A grey image is repeated to three channels, and images are enlarged to the least size that
+    torchvision states for the network. A forward pre-hook does both, so the names of the weights
+    remain torchvision's.
     """
     models = _known(name)
     extra = _EXTRA_ARGUMENTS.get(name, {})
     net = models.get_model(name, weights=None, num_classes=classes, **extra)
-    net.register_forward_pre_hook(
-        functools.partial(_as_photograph, size=_accepted_size(net, size)))
+    least = min(weights.meta["min_size"][0] for weights in models.get_model_weights(name))
+    net.register_forward_pre_hook(functools.partial(_as_photograph, size=max(size, least)))
     return net
 
 
 def classifier(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Module:
     """The torchvision classifier of this name, or `module:Class` called with the number of classes.
-
-    Raises:
-        ConfigError: neither exists.
     """
     if ":" in name:
         return load_object(name, "--task.model")(classes)
@@ -83,15 +74,10 @@ def classifier(name: str, classes: int = 10, size: int = IMAGE_SIZE) -> nn.Modul
 def pretrained(name: str, weights: str, classes: int) -> nn.Module:
     """A torchvision classifier with published weights, read from torch's cache (TORCH_HOME) or
     downloaded into it. The last layer is newly initialised if its size differs.
-
-    Raises:
-        ConfigError: torchvision has no such classifier or no such weights, the download fails, or
-            other layers than the last one don't fit.
     """
     chosen = find_pretrained(name, weights)
-    extra = {"aux_logits": False} if name in _EXTRA_ARGUMENTS else {}
-    init = {"init_weights": False} if name in _EXTRA_ARGUMENTS else {}
-    net = _known(name).get_model(name, weights=None, num_classes=classes, **extra, **init)
+    extra = _EXTRA_ARGUMENTS.get(name, {})
+    net = _known(name).get_model(name, weights=None, num_classes=classes, **extra)
     try:
         values = chosen.get_state_dict(progress=False, check_hash=True, weights_only=True)
     except (OSError, RuntimeError) as error:
@@ -107,11 +93,7 @@ def pretrained(name: str, weights: str, classes: int) -> nn.Module:
 
 
 def find_pretrained(name: str, weights: str) -> Any:
-    """The torchvision enum member of a classifier's published weights.
-
-    Raises:
-        ConfigError: torchvision has no such weights.
-    """
+    """The torchvision enum member of a classifier's published weights."""
     known = _known(name).get_model_weights(name).__members__
     if weights not in known:
         raise ConfigError(f"--task.weights {weights}: torchvision has no such weights of {name}; "
@@ -147,25 +129,3 @@ def _as_photograph(module: nn.Module, arguments: tuple[Tensor, ...], *, size: in
     if images.shape[-1] != size and len(images):
         return functional.interpolate(images, (size, size), mode="bilinear", align_corners=False)
     return images if len(images) else images.new_empty(0, 3, size, size)
-
-
-def _accepted_size(net: nn.Module, least: int) -> int:
-    """The first image size of `least` or more that the network accepts.
-
-    Tried by forward passes on the meta device, which only compute shapes.
-    """
-    values = dict(chain(net.named_parameters(), net.named_buffers()))
-    shapes = {name: value.to("meta") for name, value in values.items()}
-    net.eval()
-    try:
-        for size in (least, *(size for size in _SIZES[:-1] if size > least)):
-            images = torch.empty(2, 3, size, size, device="meta")
-            try:
-                with torch.no_grad():
-                    torch.func.functional_call(net, shapes, (images,))
-            except (RuntimeError, ValueError, AssertionError):
-                continue  # too small for its strides, or a transformer with a fixed image size
-            return size
-        return max(least, _SIZES[-1])
-    finally:
-        net.train()

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import functools
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -22,16 +21,18 @@ from torch.utils.data import Dataset
 from trainer import rng
 from trainer.data import augment
 from trainer.errors import ConfigError
+from trainer.storage import layout
 from trainer.task import SPLITS, Outcome
 from trainer.tasks import fashion_mnist, losses
 from trainer.tasks.image_models import SmallCNN, classifier
 from trainer.telemetry import drawing
-from trainer.telemetry.classification import Figure, confusion, macro
+from trainer.telemetry.classification import Figure, macro
 
 Data = Literal["sample", "fashion-mnist"]
 Norm = Literal["batch", "group", "none"]
 Augment = Literal["flip", "flip+crop", "none"]
 
+CLASS_FIGURES: dict[str, Figure] = {name: macro(name) for name in ("precision", "recall", "f1")}
 SHOWN = 24
 """Number of images in a picture."""
 CROP_PADDING = 2
@@ -59,7 +60,6 @@ class ImageSet(Dataset):
         return len(self.labels)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
-        """Image 1x28x28 float32 and label (scalar int64), without augmentation."""
         images, labels = self.__getitems__([index])
         return images[0], labels[0]
 
@@ -116,20 +116,6 @@ class Images:
     """Determines which images are held out; by default the run's seed."""
 
     def __post_init__(self) -> None:
-        for name, choices in (("data", Data), ("norm", Norm), ("augment", Augment)):
-            value, known = getattr(self, name), get_args(choices)
-            if value not in known:
-                near = difflib.get_close_matches(str(value), known, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else "."
-                raise ConfigError(f"task.{name} is {value!r}; use one of {', '.join(known)}{hint}")
-        for name in ("label_smoothing", "dropout", "validation_fraction"):
-            value = getattr(self, name)
-            if not 0 <= value < 1:
-                raise ConfigError(f"task.{name} is {value}; use 0 or more and less than 1.")
-        if not 0 <= self.teacher_share <= 1 or not self.temperature > 0:
-            raise ConfigError(f"task.teacher_share {self.teacher_share}, task.temperature "
-                              f"{self.temperature}: use a share from 0 to 1, and a temperature "
-                              "above 0.")
         if self.architecture != "cnn" and (self.norm != "batch" or self.dropout):
             raise ConfigError(f"task.norm {self.norm} and task.dropout {self.dropout} with "
                               f"task.model {self.architecture}: both are settings of the cnn; "
@@ -137,7 +123,6 @@ class Images:
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the labels."""
         return fashion_mnist.CLASS_NAMES
 
     @property
@@ -146,35 +131,25 @@ class Images:
         return self._arrays().source
 
     def model(self) -> nn.Module:
-        """A newly initialised model: images Nx1x28x28 → logits Nx10.
-
-        Raises:
-            ConfigError: torchvision has no classifier of this name.
-        """
+        """A newly initialised model: images Nx1x28x28 → logits Nx10."""
         if self.architecture == "cnn":
             return SmallCNN(self.norm, self.dropout)
         return classifier(self.architecture)
 
     def dataset(self, split: str) -> ImageSet | None:
-        """The images of a split; None for "validation" if no images are held out.
-
-        Raises:
-            ConfigError: the data are missing or damaged.
-        """
+        """The images of a split; None for "validation" if no images are held out."""
         if split not in SPLITS:
             raise ValueError(f"split {split!r}: use one of {', '.join(SPLITS)}")
         arrays = self._arrays()
-        train, validation = self._parts(len(arrays.train_labels))
         mean, std = self._statistics(arrays)
-        if split == "train":
-            images, labels = arrays.train_images[train], arrays.train_labels[train]
-            return ImageSet(images, labels, mean, std, self.augment)
         if split == "test":
             return ImageSet(arrays.test_images, arrays.test_labels, mean, std)
-        if not len(validation):
+        train, validation = self._parts(len(arrays.train_labels))
+        chosen = train if split == "train" else validation
+        if not len(chosen):
             return None
-        held_out = arrays.train_images[validation], arrays.train_labels[validation]
-        return ImageSet(*held_out, mean, std)
+        return ImageSet(arrays.train_images[chosen], arrays.train_labels[chosen], mean, std,
+                        self.augment if split == "train" else "none")
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         """Cross-entropy summed over the samples, and the accuracy.
@@ -187,25 +162,20 @@ class Images:
         loss = losses.named("cross-entropy", label_smoothing=smoothing)
         total, count = loss(logits, labels)
         if self.teacher is not None and model.training:
+            teacher = _load_teacher(self.teacher, self.teacher_architecture, images.device)
             with torch.no_grad():
-                wanted = self._teacher(images.device)(images).float()
+                wanted = teacher(images).float()
             divergence, _ = losses.named("kl", temperature=self.temperature)(logits, wanted)
             total = (1 - self.teacher_share) * total + self.teacher_share * divergence
-        found = logits.detach().argmax(1)
-        table = None if model.training else confusion(found, labels, logits.shape[1])
-        right = (found == labels).sum()
-        return Outcome(total, count, {"accuracy": (right, len(labels))}, table)
+        return losses.classification(model, logits, labels, (total, count))
 
     def figures(self) -> dict[str, Figure]:
-        """Precision, recall and F1, as means over the classes."""
-        return {name: macro(name) for name in ("precision", "recall", "f1")}
+        return CLASS_FIGURES
 
     def first_loss(self) -> float:
-        """Expected loss of an untrained model; 0 (unknown) with a teacher."""
         return 0.0 if self.teacher is not None else math.log(len(self.class_names))
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """The first validation images with the model's predictions."""
         shown = self.dataset("validation") or self.dataset("test")
         assert shown is not None
         images, labels = shown.__getitems__(range(min(SHOWN, len(shown))))
@@ -225,13 +195,8 @@ class Images:
                 f"{content.hexdigest()}, validation {self.validation_fraction} seed {self._seed}")
 
     def preload(self) -> None:
-        """Read the data with numpy alone, in a launcher, for the ranks that it forks.
-
-        Raises:
-            ConfigError: the data are missing or damaged.
-        """
-        arrays = self._arrays()
-        self._statistics(arrays)
+        """Read the data with numpy alone, in a launcher, for the ranks that it forks."""
+        self._statistics(self._arrays())
 
     def preview(self, number: int) -> Tensor:
         """The first training images without augmentation, uint8 Nx1x28x28, N at most `number`."""
@@ -248,13 +213,9 @@ class Images:
             return fashion_mnist.read_sample()
         return fashion_mnist.read_folder(fashion_mnist.find_dataset(self.root, os.environ))
 
-    def _teacher(self, device: torch.device) -> nn.Module:
-        assert self.teacher is not None
-        return _load_teacher(self.teacher, self.teacher_architecture, device)
-
     def _parts(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Sorted indices into the training file: those to train on, and those held out."""
-        return _divide(number, self._seed, self.validation_fraction)
+        """Indices into the training file: those to train on, and those held out."""
+        return divide(number, self._seed, self.validation_fraction)
 
     def _statistics(self, arrays: fashion_mnist.Arrays) -> tuple[float, float]:
         """Mean and standard deviation of the training pixels."""
@@ -262,13 +223,9 @@ class Images:
 
 
 def _weights_file(teacher: str) -> Path:
-    """The weights file in a run or checkpoint folder, or `teacher` itself if it is a file.
-
-    Raises:
-        ConfigError: the file doesn't exist.
-    """
+    """The weights file in a run or checkpoint folder, or `teacher` itself if it is a file."""
     path = Path(teacher).expanduser()
-    path = path / "model.safetensors" if path.is_dir() else path
+    path = path / layout.PRODUCT if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"--task.teacher {teacher}: there is no {path}; give the folder of a "
                           "finished run or of a checkpoint, or its model.safetensors.")
@@ -289,7 +246,11 @@ def _load_teacher(teacher: str, architecture: str, device: torch.device) -> nn.M
 
 
 @functools.cache  # needed for each split, and shared with the ranks that a launcher forks
-def _divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+def divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
+    """Sorted indices of `number` images: those to train on, and those held out."""
+    if not 0 <= held_out_fraction < 1:
+        raise ConfigError(f"task.validation_fraction is {held_out_fraction}; use 0 or more and "
+                          "less than 1.")
     keys = rng.mix_array(rng.mix(rng.DATA, seed), np.arange(number))
     order = np.argsort(keys, kind="stable")
     held_out = round(number * held_out_fraction)
@@ -301,7 +262,7 @@ def _mean_and_std(
     arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
 ) -> tuple[float, float]:
     """Computed from exact integer sums, so equal on every machine."""
-    train, _ = _divide(len(arrays.train_labels), seed, held_out_fraction)
+    train, _ = divide(len(arrays.train_labels), seed, held_out_fraction)
     images = arrays.train_images[train]
     total = int(images.sum(dtype=np.int64))
     squares = int(np.square(images, dtype=np.uint16).sum(dtype=np.int64))

@@ -3,23 +3,25 @@
 A loss is called with the model's output and the target and returns `(total, count)`, the first two
 fields of an `Outcome`. `total / count`, summed over all ranks and micro-batches, equals torch's
 loss of the same name for the whole batch with `reduction="mean"`. The first non-empty batch is
-checked: a wrong combination of output and target that torch would accept silently, or reject
-without an explanation, raises a `ConfigError` that says what to change.
+checked for combinations of output and target that torch would accept although they are wrong.
 """
 
 from __future__ import annotations
 
-import difflib
 import functools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
+from trainer.task import Outcome
+from trainer.telemetry.classification import confusion
+
+SumAndCount = tuple[Tensor, Tensor | float]
 
 _SHAPE_ONLY = frozenset((
     "View", "UnsafeView", "Reshape", "ReshapeAlias", "Squeeze", "Unsqueeze", "Permute",
@@ -31,53 +33,26 @@ _ENOUGH = 32
 """Number of values from which "all between 0 and 1" is taken as a sigmoid: by chance 1 in 2^32."""
 
 
-def check_class_targets(
-    output: Tensor, target: Tensor, weight: Sequence[float] | None, ignore_index: int | None
-) -> None:
-    """Raise ConfigError unless these are logits NxCx… with class numbers Nx… or probabilities."""
-    name = "cross-entropy"
-    refuse_activated(name, output, ("Softmax", "Sigmoid"), softmax_dim=1)
-    shape, classes = tuple(output.shape), output.shape[1] if output.dim() > 1 else 0
-    wanted = (output.shape[0], *output.shape[2:])
+def check_class_targets(output: Tensor, target: Tensor, ignore_index: int | None) -> None:
+    """Raise ConfigError unless these are logits NxCx… and class numbers below C."""
+    refuse_activated("cross-entropy", output)
+    classes = output.shape[1] if output.dim() > 1 else 0
     if classes < 2:
-        raise ConfigError(f"{name}: the output has shape {shape}; return NxC logits, one per "
-                          "class. For one logit per sample use the loss bce.")
-    if target.is_floating_point():
-        if target.shape != output.shape:
-            raise ConfigError(
-                f"{name}: the target is {target.dtype} of shape {tuple(target.shape)}; use class "
-                f"numbers, int64 of shape {wanted}: target.long(). (Class probabilities must have "
-                f"the output's shape {shape}; for regression use the loss mse or huber.)")
+        raise ConfigError(f"cross-entropy: the output has shape {tuple(output.shape)}; return NxC "
+                          "logits, one per class. For one logit per sample use the loss bce.")
+    if target.is_floating_point() or target.shape == output.shape:
         return
-    if target.shape == output.shape and target.shape != wanted:
-        raise ConfigError(f"{name}: the target is one-hot, {target.dtype} of shape {shape}; "
-                          f"use class numbers of shape {wanted}: target.argmax(1).")
-    if target.shape != wanted:
-        raise ConfigError(f"{name}: the output has shape {shape} and the target "
-                          f"{tuple(target.shape)}; use class numbers of shape {wanted}"
-                          + (": target.squeeze(1)." if target.dim() == 2 and len(wanted) == 1
-                             else "."))
-    if target.dtype != torch.int64:
-        raise ConfigError(f"{name}: the target is {target.dtype}; torch needs class numbers "
-                          "as int64: target.long().")
-    if weight is not None and len(weight) != classes:
-        raise ConfigError(f"{name}: there are {len(weight)} class weights and {classes} logits; "
-                          "give one weight per class.")
     counted = target if ignore_index is None else target[target != ignore_index]
     if counted.numel() and not 0 <= int(counted.min()) <= int(counted.max()) < classes:
-        raise ConfigError(f"{name}: targets range from {int(counted.min())} to "
+        raise ConfigError(f"cross-entropy: targets range from {int(counted.min())} to "
                           f"{int(counted.max())}, but {classes} logits stand for the classes 0 "
                           f"to {classes - 1}; give the model more outputs, or exclude a target "
                           "number by ignore_index.")
 
 
 def check_binary_targets(name: str, output: Tensor, target: Tensor) -> None:
-    """Raise ConfigError unless these are logits with targets from 0 to 1 of the same shape."""
-    refuse_activated(name, output, ("Sigmoid", "Softmax", "LogSoftmax", "LogSigmoid"))
-    check_same_shape(name, output, target)
-    if not target.is_floating_point():
-        raise ConfigError(f"{name}: the target is {target.dtype}; torch needs floats from 0 to 1: "
-                          "target.float().")
+    """Raise ConfigError unless these are logits and targets from 0 to 1."""
+    refuse_activated(name, output)
     low, high = float(target.min()), float(target.max())
     if not (low >= 0 and high <= 1):
         raise ConfigError(f"{name}: targets range from {low:g} to {high:g}; use 0 to 1. For class "
@@ -87,33 +62,29 @@ def check_binary_targets(name: str, output: Tensor, target: Tensor) -> None:
 def check_same_shape(name: str, output: Tensor, target: Tensor) -> None:
     """Raise ConfigError if the shapes differ: torch would broadcast them."""
     if output.shape != target.shape:
-        one, other = tuple(output.shape), tuple(target.shape)
-        hint = ("target.unsqueeze(1), or output.squeeze(1)" if (*other, 1) == one else
-                "output.unsqueeze(1), or target.squeeze(1)" if (*one, 1) == other else
-                "equal shapes")
-        raise ConfigError(f"{name}: the output has shape {one} and the target {other}; torch would "
-                          f"broadcast them. Use {hint}.")
+        raise ConfigError(f"{name}: the output has shape {tuple(output.shape)} and the target "
+                          f"{tuple(target.shape)}; torch would broadcast them. Make them equal, "
+                          "for example by target.unsqueeze(1) or output.squeeze(1).")
 
 
-def refuse_activated(
-    name: str, output: Tensor, operations: Sequence[str], softmax_dim: int | None = None
-) -> None:
-    """Raise ConfigError if the output isn't logits but the result of one of `operations`."""
-    made = _made_by(output)
+def refuse_activated(name: str, output: Tensor) -> None:
+    """Raise ConfigError if the output isn't logits but the result of a softmax or sigmoid."""
     values = output.detach().float()
-    if made not in operations:
-        made = ""
-        inside = bool(((values > 0) & (values < 1)).all())
-        if softmax_dim is not None and output.dim() > softmax_dim and output.shape[softmax_dim] > 1:
-            sums = values.sum(softmax_dim)
-            if bool((values >= 0).all()) and bool(((sums - 1).abs() < 1e-3).all()):
-                made = "Softmax"
-        elif inside and values.numel() >= _ENOUGH and _compiled(output):
-            made = "Sigmoid"
-    if made:
-        raise ConfigError(f"{name}: the model's output went through a {made.lower()}, and the loss "
-                          f"applies it too; return the logits (remove the {made.lower()} from the "
-                          "model, and apply it where you need probabilities).")
+    inside = bool(((values >= 0) & (values <= 1)).all())
+    operation = _made_by(output)
+    if inside and output.dim() > 1 and output.shape[1] > 1 and bool(
+            ((values.sum(1) - 1).abs() < 1e-3).all()):
+        made = "softmax"
+    elif operation == "Sigmoid" or (
+            # A compiled function doesn't show its operations.
+            inside and (not operation or operation.startswith("CompiledFunction"))
+            and values.numel() >= _ENOUGH):
+        made = "sigmoid"
+    else:
+        return
+    raise ConfigError(f"{name}: the model's output went through a {made}, and the loss applies it "
+                      f"too; return the logits (remove the {made} from the model, and apply it "
+                      "where you need probabilities).")
 
 
 def _made_by(output: Tensor) -> str:
@@ -125,14 +96,6 @@ def _made_by(output: Tensor) -> str:
             return name
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
     return ""
-
-
-def _compiled(output: Tensor) -> bool:
-    """Whether the autograd graph doesn't show which operation computed a tensor."""
-    return output.grad_fn is None or _made_by(output).startswith("CompiledFunction")
-
-
-SumAndCount = tuple[Tensor, Tensor | float]
 
 
 @dataclass(frozen=True)
@@ -165,13 +128,9 @@ class CrossEntropy(Loss):
     label_smoothing: float = 0.0
     ignore_index: int | None = None
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.label_smoothing <= 1:
-            raise ConfigError(f"label_smoothing is {self.label_smoothing}; use 0 to 1.")
-
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
-            check_class_targets(output, target, self.weight, self.ignore_index)
+            check_class_targets(output, target, self.ignore_index)
         weight = _constant(self.weight, output)
         ignored = -100 if self.ignore_index is None else self.ignore_index
         total = nn.CrossEntropyLoss(weight, reduction="sum", ignore_index=ignored,
@@ -219,17 +178,9 @@ class MSE(Loss):
 
 @dataclass(frozen=True)
 class Huber(Loss):
-    """`nn.HuberLoss`: quadratic up to `delta`, linear beyond.
-
-    Args:
-        delta: in units of the target.
-    """
+    """`nn.HuberLoss`: quadratic up to `delta` (in units of the target), linear beyond."""
 
     delta: float = 1.0
-
-    def __post_init__(self) -> None:
-        if not self.delta > 0:
-            raise ConfigError(f"delta is {self.delta}; use more than 0.")
 
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
@@ -250,12 +201,9 @@ class MarginRanking(Loss):
     margin: float = 0.0
 
     def __call__(self, first: Tensor, second: Tensor, order: Tensor) -> SumAndCount:
-        if self._first(first):
-            for other in (second, order):
-                check_same_shape("margin-ranking", first, other)
-            if not bool((order.abs() == 1).all()):
-                raise ConfigError("margin-ranking: the order has values other than 1 (the first "
-                                  "should be higher) and -1; convert 0 and 1 by 2 * order - 1.")
+        if self._first(first) and not bool((order.abs() == 1).all()):
+            raise ConfigError("margin-ranking: the order has values other than 1 (the first "
+                              "should be higher) and -1; convert 0 and 1 by 2 * order - 1.")
         total = nn.MarginRankingLoss(margin=self.margin, reduction="sum")(first, second, order)
         return total, first.numel()
 
@@ -280,8 +228,8 @@ class KL(Loss):
     def __call__(self, output: Tensor, teacher: Tensor) -> SumAndCount:
         if self._first(output):
             check_same_shape("kl", output, teacher)
-            for logits in (output, teacher):
-                refuse_activated("kl", logits, ("Softmax", "Sigmoid"), softmax_dim=1)
+            refuse_activated("kl", output)
+            refuse_activated("kl", teacher)
             if teacher.requires_grad:
                 raise ConfigError("kl: the teacher's logits require gradients, so the teacher "
                                   "would be trained too; compute them under torch.no_grad().")
@@ -307,10 +255,6 @@ class DiceBCE(Loss):
     smooth: float = 1.0
     dice: float = 0.5
 
-    def __post_init__(self) -> None:
-        if not 0 <= self.dice <= 1:
-            raise ConfigError(f"dice is {self.dice}; use 0 to 1.")
-
     def __call__(self, output: Tensor, target: Tensor) -> SumAndCount:
         if self._first(output):
             check_binary_targets("dice+bce", output, target)
@@ -333,37 +277,29 @@ LOSSES: dict[str, type[Loss]] = {
 
 @functools.cache  # so that the first batch is checked only once
 def named(name: str, **options: Any) -> Any:
-    """The loss of a name and its options; the same object for the same arguments.
-
-    Raises:
-        ConfigError: unknown loss, unknown option, or invalid value.
-    """
+    """The loss of a name and its options; the same object for the same arguments."""
     if name not in LOSSES:
-        near = difflib.get_close_matches(name, LOSSES, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"use one of {', '.join(LOSSES)}."
-        raise ConfigError(f"loss {name!r}: there is no loss of this name; {hint}")
-    known = [f.name for f in fields(LOSSES[name]) if f.init]
-    for option in options:
-        if option not in known:
-            raise ConfigError(f"loss {name}: it has no option {option!r}; "
-                              + (f"its options are {', '.join(known)}." if known else
-                                 "it has no options."))
+        raise ConfigError(f"loss {name!r}: there is no loss of this name; use one of "
+                          f"{', '.join(LOSSES)}.")
     return LOSSES[name](**options)
 
 
-def balanced(counts: Sequence[int]) -> tuple[float, ...]:
-    """Class weights inversely proportional to the class counts: n / (classes · n of the class).
+def classification(model: nn.Module, logits: Tensor, labels: Tensor, loss: SumAndCount) -> Outcome:
+    """The `Outcome` of a classifier: the loss, the accuracy, and in evaluation the confusion."""
+    found = logits.detach().argmax(1)
+    table = None if model.training else confusion(found, labels, logits.shape[1])
+    return Outcome(*loss, {"accuracy": ((found == labels).sum(), len(labels))}, table)
 
-    All classes that occur then have the same total weight; a class without samples has weight 0.
-    """
+
+def balanced(counts: Sequence[int]) -> tuple[float, ...]:
+    """Class weights that give all classes the same total weight: n / (classes · n of the class)."""
     total = sum(counts)
     present = sum(count > 0 for count in counts)
     return tuple(total / (present * count) if count else 0.0 for count in counts)
 
 
 def balanced_positive(positives: Sequence[int], samples: int) -> tuple[float, ...]:
-    """`pos_weight` of BCE that gives positives and negatives of each label the same total weight;
-    1 for a label without positives."""
+    """`pos_weight` of BCE that gives positives and negatives of a label the same total weight."""
     return tuple((samples - count) / count if count else 1.0 for count in positives)
 
 

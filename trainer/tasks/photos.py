@@ -17,20 +17,20 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
-from trainer import rng
 from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.tasks import losses
-from trainer.tasks.image_models import classifier, pretrained
+from trainer.tasks.image_models import classifier, find_pretrained, pretrained
+from trainer.tasks.images import CLASS_FIGURES, divide
 from trainer.telemetry import drawing
-from trainer.telemetry.classification import Figure, confusion, macro
+from trainer.telemetry.classification import Figure
 
 IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and standard deviation per channel, 0 to 1, as used for torchvision's weights."""
 
-CIFAR_10 = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship",
-            "truck")
+CIFAR_10 = (
+    "airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 CIFAR_FILES = {"train": tuple(f"data_batch_{i}.bin" for i in range(1, 6)),
                "test": ("test_batch.bin",)}
 _RECORD, _SIDE, _PADDING = 3073, 32, 4
@@ -52,7 +52,7 @@ def _read(path: str) -> Any:
 
 
 class CifarImages(Dataset):
-    """CIFAR-10 images in memory, read in batches; random crop and flip if the indices have keys."""
+    """CIFAR-10 images in memory; random crop and flip if the indices have keys."""
 
     def __init__(self, images: np.ndarray, labels: np.ndarray, mean_std: Any, *,
                  augmented: bool) -> None:
@@ -108,18 +108,8 @@ class Photos:
     seed: int | None = None
     """Determines which images are held out; by default the run's seed."""
 
-    def __post_init__(self) -> None:
-        for name in ("label_smoothing", "validation_fraction"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"task.{name} is {getattr(self, name)}; use 0 or more and less "
-                                  "than 1.")
-        for name in ("crop", "resize"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ConfigError(f"task.{name} is {getattr(self, name)}; use 1 or more.")
-
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the labels: the folder names in alphabetical order."""
         if self.data == "cifar-10":
             return CIFAR_10
         return tuple(sorted(p.name for p in self._folder("train").iterdir() if p.is_dir()))
@@ -130,22 +120,14 @@ class Photos:
         return str(self._root)
 
     def model(self) -> nn.Module:
-        """Images Nx3xHxW → logits NxC.
-
-        Raises:
-            ConfigError: torchvision has no such classifier or no such weights of it.
-        """
+        """Images Nx3xHxW → logits NxC."""
         if self.weights is not None:
             return pretrained(self.architecture, self.weights, len(self.class_names))
         side = _SIDE if self.data == "cifar-10" else self._sizes()[0]
         return classifier(self.architecture, len(self.class_names), size=side)
 
     def dataset(self, split: str) -> Dataset | None:
-        """The images of a split; those for training with random resized crops and flips.
-
-        Raises:
-            ConfigError: the folder or one of its files is missing or damaged.
-        """
+        """The images of a split; those for training with random resized crops and flips."""
         if self.data == "cifar-10":
             images, labels = read_cifar(self._root, "test" if split == "test" else "train")
             whole: Any = CifarImages(images, labels, self._statistics(),
@@ -166,24 +148,17 @@ class Photos:
         images, labels = batch
         logits = model(images).float()
         smoothing = self.label_smoothing if model.training else 0.0
-        weight = losses.balanced(self._counts()) if self.class_weights == "balanced" else None
+        weight = losses.balanced(count_images(self)) if self.class_weights == "balanced" else None
         loss = losses.named("cross-entropy", weight=weight, label_smoothing=smoothing)
-        found = logits.detach().argmax(1)
-        table = None if model.training else confusion(found, labels, logits.shape[1])
-        right = (found == labels).sum()
-        total, count = loss(logits, labels)
-        return Outcome(total, count, {"accuracy": (right, len(labels))}, table)
+        return losses.classification(model, logits, labels, loss(logits, labels))
 
     def figures(self) -> dict[str, Figure]:
-        """Precision, recall and F1, as means over the classes."""
-        return {name: macro(name) for name in ("precision", "recall", "f1")}
+        return CLASS_FIGURES
 
     def first_loss(self) -> float:
-        """Expected loss of an untrained model; 0 (unknown) with pretrained weights."""
         return 0.0 if self.weights is not None else math.log(len(self.class_names))
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """Validation images with the model's predictions."""
         images, labels = _shown(self)
         logits = model(images.to(next(model.parameters()).device))
         return drawing.predictions(images, logits, labels, self.class_names)
@@ -235,14 +210,10 @@ class Photos:
 
     def _part(self, whole: Any, split: str) -> Dataset | None:
         """The part for training or for validation; None if nothing is held out."""
-        train, held_out = _divide(len(whole), self.seed or 0, self.validation_fraction)
+        train, held_out = divide(len(whole), self.seed or 0, self.validation_fraction)
         if split == "validation" and not len(held_out):
             return None
         return Subset(whole, (train if split == "train" else held_out).tolist())
-
-    def _counts(self) -> tuple[int, ...]:
-        """Number of training images per class."""
-        return _count(self)
 
     def _find(self, split: str) -> Path | None:
         places = (self._root / name for name in _FOLDERS[split])
@@ -262,9 +233,6 @@ def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
     A record is the label followed by the red, green and blue pixels
     (https://www.cs.toronto.edu/~kriz/cifar.html).
-
-    Raises:
-        ConfigError: a file is missing or has an invalid size.
     """
     parts = []
     for name in CIFAR_FILES[split]:
@@ -293,14 +261,6 @@ def _mean_and_std(root: Path) -> tuple[list[float], list[float]]:
     return (mean / 255).tolist(), (np.sqrt(np.maximum(squares - mean**2, 1)) / 255).tolist()
 
 
-@functools.cache
-def _divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    keys = rng.mix_array(rng.mix(rng.DATA, seed), np.arange(number))
-    order = np.argsort(keys, kind="stable")
-    held_out = round(number * held_out_fraction)
-    return np.sort(order[held_out:]), np.sort(order[:held_out])
-
-
 @functools.lru_cache(maxsize=1)
 def _shown(task: Photos) -> tuple[Tensor, list[int]]:
     """12 evenly spaced validation images and their labels."""
@@ -310,7 +270,8 @@ def _shown(task: Photos) -> tuple[Tensor, list[int]]:
 
 
 @functools.cache
-def _count(task: Photos) -> tuple[int, ...]:
+def count_images(task: Photos) -> tuple[int, ...]:
+    """Number of training images per class."""
     part: Any = task.dataset("train")
     if isinstance(part, Subset):
         labels = np.asarray(part.dataset.targets)[part.indices]  # type: ignore[attr-defined]
@@ -322,8 +283,4 @@ def _count(task: Photos) -> tuple[int, ...]:
 @functools.cache
 def _preset(architecture: str, weights: str | None) -> Any:
     """torchvision's preprocessing of the weights; None without weights."""
-    if weights is None:
-        return None
-    from trainer.tasks.image_models import find_pretrained
-
-    return find_pretrained(architecture, weights).transforms()
+    return None if weights is None else find_pretrained(architecture, weights).transforms()

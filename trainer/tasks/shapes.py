@@ -66,15 +66,11 @@ class Shapes:
     """Determines the images; by default the run's seed."""
 
     def __post_init__(self) -> None:
-        if self.images < 4 or self.width % 4:
-            raise ConfigError(f"task.images {self.images}, task.width {self.width}: use 4 or more "
-                              "images, and a width that is a multiple of 4.")
         if self.balanced and self.target == "masks" and self.loss_name != "bce":
             raise ConfigError("task.balanced needs the loss bce: add --task.loss bce.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
-        """Names of the labels and of the masks' channels."""
         return SHAPES
 
     def model(self) -> nn.Module:
@@ -107,11 +103,9 @@ class Shapes:
         return Outcome(total, count, {"accuracy": (right, target.numel())}, table)
 
     def figures(self) -> dict[str, Figure]:
-        """Precision, recall, F1 and intersection over union, as means over the shapes."""
         return {name: macro(name) for name in ("precision", "recall", "f1", "iou")}
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """Validation images above the model's predictions, with one colour per shape."""
         images, _ = self._drawn("validation")
         images = images[:8]
         device = next(model.parameters()).device

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.tasks import losses
-from trainer.telemetry.classification import Figure, confusion, macro
+from trainer.tasks.images import CLASS_FIGURES
+from trainer.telemetry.classification import Figure
 
 CLASSES = 3
 _COLOURS = np.array([(214, 69, 65), (46, 134, 87), (52, 101, 196)], dtype=np.float32)
@@ -35,10 +35,6 @@ class Spiral:
     seed: int | None = None
     """Determines the points; by default the run's seed."""
 
-    def __post_init__(self) -> None:
-        if self.points < CLASSES * 3:
-            raise ConfigError(f"task.points is {self.points}; use 9 or more.")
-
     def model(self) -> nn.Module:
         """Points Nx2 → logits Nx3."""
         return nn.Sequential(nn.Linear(2, self.width), nn.ReLU(),
@@ -58,22 +54,15 @@ class Spiral:
         logits = model(points).float()
         smoothing = self.label_smoothing if model.training else 0.0
         loss = losses.named("cross-entropy", label_smoothing=smoothing)
-        found = logits.detach().argmax(1)
-        table = None if model.training else confusion(found, arms, CLASSES)
-        right = (found == arms).sum()
-        total, count = loss(logits, arms)
-        return Outcome(total, count, {"accuracy": (right, len(arms))}, table)
+        return losses.classification(model, logits, arms, loss(logits, arms))
 
     def figures(self) -> dict[str, Figure]:
-        """Precision, recall and F1, as means over the arms."""
-        return {name: macro(name) for name in ("precision", "recall", "f1")}
+        return CLASS_FIGURES
 
     def first_loss(self) -> float:
-        """Expected loss of an untrained model."""
         return math.log(CLASSES)
 
     def picture(self, model: nn.Module) -> np.ndarray:
-        """The predicted arms of the plane, paler at lower confidence, and the validation points."""
         line = torch.linspace(-_REACH, _REACH, _PIXELS)
         y, x = torch.meshgrid(-line, line, indexing="ij")
         plane = torch.stack([x.flatten(), y.flatten()], 1)

@@ -68,7 +68,6 @@ class PieceStream(IterableDataset):
         return self.lane(0, 1)
 
     def lane(self, number: int, lanes: int) -> PieceReader:
-        """The pieces of lane `number`."""
         return PieceReader(self.pieces, block(len(self.pieces), number, lanes))
 
 
@@ -85,11 +84,9 @@ class PieceReader(Iterator[tuple[Tensor, Tensor]]):
         return self._pieces[self._numbers[self._done - 1]]
 
     def state_dict(self) -> dict[str, int]:
-        """The number of pieces read."""
         return {"done": self._done}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at a saved position."""
         self._done = state["done"]
 
 
@@ -115,16 +112,13 @@ class Text:
     """Share of the text, at its end, that is held out for validation."""
 
     def __post_init__(self) -> None:
-        for name in ("context", "layers", "heads", "width"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"task.{name} is {getattr(self, name)}; use 1 or more.")
+        if self.context < 1 or not 0 <= self.validation_fraction < 1:
+            raise ConfigError(f"task.context {self.context}, task.validation_fraction "
+                              f"{self.validation_fraction}: use a context of 1 or more, and a "
+                              "fraction of 0 or more and less than 1.")
         if self.width % self.heads:
             raise ConfigError(f"task.width is {self.width}; it must be a multiple of task.heads "
                               f"{self.heads}.")
-        for name in ("dropout", "validation_fraction"):
-            if not 0 <= getattr(self, name) < 1:
-                raise ConfigError(f"task.{name} is {getattr(self, name)}; use 0 or more and less "
-                                  "than 1.")
 
     @property
     def source(self) -> str:
@@ -138,11 +132,7 @@ class Text:
                    width=self.width, dropout=self.dropout)
 
     def dataset(self, split: str) -> Dataset | None:
-        """The start of the text for training, its end for validation; None for "test".
-
-        Raises:
-            ConfigError: the file can't be read or is too short.
-        """
+        """The start of the text for training, its end for validation; None for "test"."""
         text = self._text()
         held_out = round(len(text) * self.validation_fraction)
         if split == "test" or (split == "validation" and not held_out):
@@ -163,11 +153,10 @@ class Text:
         return Outcome(*loss(logits.flatten(0, 1), targets.flatten()))
 
     def figures(self) -> dict[str, Figure]:
-        """Perplexity exp(loss), and bits per byte loss / ln 2."""
-        return {"perplexity": _perplexity, "bits_per_byte": _bits}
+        return {"perplexity": lambda means, table: math.exp(min(means["loss"], 700.0)),
+                "bits_per_byte": lambda means, table: means["loss"] / math.log(2)}
 
     def first_loss(self) -> float:
-        """Expected loss of an untrained model."""
         return math.log(BYTES)
 
     def fingerprint(self) -> str:
@@ -182,11 +171,3 @@ class Text:
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise ConfigError(f"task.file {self.source}: {error}; set a text by "
                               "--task.file PATH.") from None
-
-
-def _perplexity(means: Mapping[str, float], table: Tensor | None) -> float:
-    return math.exp(min(means["loss"], 700.0))
-
-
-def _bits(means: Mapping[str, float], table: Tensor | None) -> float:
-    return means["loss"] / math.log(2)

@@ -17,9 +17,10 @@ from torch.utils.data import (
     random_split,
 )  # fmt: skip
 
-from trainer.data.map_dataset import KeyedSamples, in_memory
+from trainer.data.map_dataset import KeyedSamples, in_memory, shared_samples
 from trainer.data.sample_errors import SampleError
 from trainer.data.sampler import MicroBatchSpec
+from trainer.data.workers import DataReader
 
 
 class Plain(Dataset):
@@ -101,10 +102,6 @@ def test_a_subset_that_does_more_than_select_is_read_itself(kind):
 
     assert [row[:2] for row in found] == [[10, 3], [8, 3]], "the epoch reaches what is inside"
     assert [row[2] for row in found] == [row[2] for row in read(Batched(), 0, 1)]
-
-
-def test_a_single_sample_of_a_subset_is_the_selected_one():
-    assert KeyedSamples(Subset(Plain(), torch.tensor([9, 8])), seed=1).sample(1)[0] == 8
 
 
 def test_a_subset_of_data_in_memory_is_in_memory():
@@ -191,61 +188,80 @@ def test_random_draws_in_set_epoch_are_keyed():
     assert KeyedSamples(Shuffling(), seed=1).sample(0) in whole, "set_epoch comes first"
 
 
-class Refilling(TensorDataset):
-    """Reuses one buffer for all batches, or several buffers in turn."""
+class Refilling(Dataset):
+    """Fills the same buffer for each batch, or several buffers in turn."""
 
-    def __init__(self, buffers: int, *, numpy: bool) -> None:
-        super().__init__(torch.arange(24.0).view(12, 2))
-        self.buffers, self.reads, self.numpy = torch.zeros(buffers, 2, 2), 0, numpy
+    def __init__(self, buffers: int) -> None:
+        self.rows = torch.arange(24.0).view(12, 2)
+        self.buffers, self.reads = torch.zeros(buffers, 2, 2), 0
 
-    def __getitems__(self, indices: list[int]) -> Any:
+    def __len__(self) -> int:
+        return 12
+
+    def collate(self, indices: list[int]) -> Any:
         buffer = self.buffers[self.reads % len(self.buffers)]
         self.reads += 1
-        buffer.copy_(self.tensors[0][list(indices)])
-        return buffer.numpy() if self.numpy else buffer
+        buffer.copy_(self.rows[list(indices)])
+        return buffer, buffer.numpy()
+
+    __getitems__ = collate
 
 
-def slots(count: int) -> list[MicroBatchSpec]:
-    return [MicroBatchSpec(1, 0, n, n == count - 1, (2 * n, 2 * n + 1)) for n in range(count)]
+class Indexed(Dataset):
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> int:
+        return index
 
 
-@pytest.mark.parametrize(("buffers", "numpy"), [(1, False), (3, False), (1, True)])
-def test_batches_in_reused_memory_are_copied(buffers, numpy):
-    data = Refilling(buffers, numpy=numpy)
-    samples = KeyedSamples(data, seed=1)
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("buffers", [1, 3])
+@pytest.mark.parametrize("collated", [False, True])
+def test_a_batch_keeps_its_values_when_its_memory_is_filled_again(buffers, collated, workers):
+    data = Refilling(buffers)
+    samples = KeyedSamples(Indexed(), seed=1, collate=data.collate) if collated else (
+        KeyedSamples(data, seed=1))
+    specs = [MicroBatchSpec(1, 0, n, n == 5, (2 * n, 2 * n + 1)) for n in range(6)]
+    reader = DataReader(samples, sampler=specs, workers=workers, prefetch=6,
+                        device=torch.device("cpu"))
 
-    batches = [samples[spec].batch for spec in slots(6)]
+    batches = [micro.batch for micro in reader]
 
-    assert np.array_equal(np.concatenate(batches), data.tensors[0])
-
-
-class Slicing(TensorDataset):
-    """Returns views of its data: without a column, one row expanded, and constants."""
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        x = self.tensors[0]
-        rows = x[indices[0] : indices[0] + 2]
-        return rows[:, 1:], rows.t(), x[0].expand(2, -1), torch.full((2,), float("nan"))
-
-
-def test_copied_batches_keep_their_strides():
-    data = Slicing(torch.arange(36.0).view(12, 3))
-    samples = KeyedSamples(data, seed=1)
-
-    for spec in slots(6):
-        given, batch = data.__getitems__(list(spec.indices)), samples[spec].batch
-        assert [t.stride() for t in batch] == [t.stride() for t in given]
-        assert all(map(torch.equal, batch[:3], given[:3]))
-    assert batch[0].data_ptr() == given[0].data_ptr(), "no copy, once it is known that none is due"
+    reader.close()
+    for column in range(2):
+        assert np.array_equal(np.concatenate([batch[column] for batch in batches]), data.rows)
 
 
 def test_other_attributes_of_a_batch_are_kept():
     def packed(samples: list[torch.Tensor]) -> PackedSequence:
         return pack_sequence([torch.arange(n + 1.0) for n in samples], enforce_sorted=False)
 
-    samples = KeyedSamples(range(12), seed=1, collate=packed)
+    batch = KeyedSamples(range(12), seed=1, collate=packed)[
+        MicroBatchSpec(1, 0, 0, True, (3, 4))].batch
 
-    for spec in slots(6):
-        batch = samples[spec].batch
-        assert type(batch) is PackedSequence
-        assert torch.equal(batch.data, packed(list(spec.indices)).data)
+    assert type(batch) is PackedSequence
+    assert torch.equal(batch.data, packed([3, 4]).data)
+
+
+def points(seed: int, count: int = 300) -> TensorDataset:
+    generator = torch.Generator().manual_seed(seed)
+    return TensorDataset(torch.randn(count, 4, generator=generator), torch.zeros(count))
+
+
+@pytest.mark.parametrize(("train", "validation", "shared"), [
+    (Subset(points(0), range(200)), Subset(points(0), range(200)), 0),  # of two data sets
+    (points(0), points(1), 0), (points(0), points(0), 300), (points(0), points(0, 9), 0),
+    (points(0), None, 0),
+])  # fmt: skip
+def test_validation_samples_among_the_training_samples_are_counted(train, validation, shared):
+    assert shared_samples(train, validation).startswith(f"{shared} of" if shared else "")
+    assert bool(shared_samples(train, validation)) == bool(shared)
+
+
+def test_subsets_of_one_data_set_are_compared_by_their_indices():
+    whole = points(0)
+    held_out = Subset(whole, range(200, 300))
+
+    assert shared_samples(Subset(whole, range(200)), held_out) == ""
+    assert shared_samples(Subset(whole, range(250)), held_out).startswith("50 of 100 validation")

@@ -11,10 +11,9 @@ import pytest
 import torch
 from torch.utils.data import IterableDataset, get_worker_info
 
-from trainer.data.batch import collate
 from trainer.data.sample_errors import SampleError
 from trainer.data.stream import StreamReader
-from trainer.data.stream_reader import LaneLayout, StreamSpec, first_samples
+from trainer.data.stream_reader import StreamSpec, first_samples
 from trainer.errors import ConfigError
 
 
@@ -126,9 +125,7 @@ class Rank:
     ) -> None:  # fmt: skip
         self.step = step
         self.stream = StreamReader(
-            StreamSpec(dataset=dataset, layout=LaneLayout.of(dataset, lanes=4, micro_size=2),
-                       seed=3,
-                       collate=collate),
+            StreamSpec(dataset=dataset, lanes=4, micro_size=2, seed=3),
             rank=rank, num_ranks=size, workers=workers, prefetch=2, device=torch.device("cpu"),
             step=lambda: self.step, gather=gather or (lambda mine: [mine]),
         )  # fmt: skip

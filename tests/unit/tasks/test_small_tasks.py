@@ -15,7 +15,7 @@ from trainer.data.batch import collate, empty
 from trainer.errors import ConfigError
 from trainer.task import BUILT_IN, find_task
 from trainer.tasks.images import Images
-from trainer.tasks.shapes import SHAPES, Shapes
+from trainer.tasks.shapes import Shapes
 from trainer.tasks.spiral import Spiral
 from trainer.tasks.text import NOT_COUNTED, Text
 from trainer.testing import check_task
@@ -58,24 +58,6 @@ def test_a_picture_is_drawn_of_a_fresh_model(task):
 
 
 # --- synthetic data
-
-def test_splits_are_disjoint_and_depend_on_the_seed():
-    points = [Spiral(seed=seed).dataset(split).tensors[0]
-              for seed, split in ((0, "train"), (0, "validation"), (1, "validation"))]
-
-    assert not torch.equal(points[0][:500], points[1])
-    assert not torch.equal(points[1], points[2])
-    assert torch.equal(points[1], Spiral(seed=0).dataset("validation").tensors[0])
-
-
-def test_labels_say_which_masks_are_not_empty():
-    masks = Shapes(images=40).dataset("train").tensors[1]
-    labels = Shapes(images=40, target="labels").dataset("train").tensors[1]
-
-    assert masks.shape == (40, len(SHAPES), 32, 32)
-    assert torch.equal(labels, masks.amax((2, 3)))
-    assert 0.2 < float(labels.mean()) < 0.8
-
 
 # --- text
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,8 +38,7 @@ def report(runs: Sequence[Path], out: Path) -> Path:
     """
     stories = [read_history(path) for path in runs]
     if len({story.name for story in stories}) < len(stories):
-        for story in stories:
-            story.name = str(story.path)
+        stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
     drawn = list(plots(stories))
     text = page(stories, [checkpoints(path) for path in runs], drawn)
     try:
