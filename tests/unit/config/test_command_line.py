@@ -212,8 +212,6 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
       in [("tape_task.py:Tape", "tape_task:Tape."), ("./tape_task.py:Tape", "tape_task:Tape."),
           ("tests/support/tape.py:Tape", "tests.support.tape:Tape."),
           ("/a/b/tape.py:Tape", "tape:Tape, and run in /a/b."), (".tape:Tape", "tape:Tape.")]),
-    (["--task=field_task:Unknown"], "--task field_task:Unknown: the types of its fields can't be "
-     "resolved: name 'Nowhere' is not defined; import them at run time too, not"),
     (["--task=field_task:Needy"], "--task field_task:Needy: --task.root: this field has no "
      "default; give a value."),
     (["--task.dropout=2"], "--task: task.dropout is 2.0; use 0 or more and less than 1"),
