@@ -214,7 +214,7 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
           ("/a/b/tape.py:Tape", "tape:Tape, and run in /a/b."), (".tape:Tape", "tape:Tape.")]),
     (["--task=field_task:Needy"], "--task field_task:Needy: --task.root: this field has no "
      "default; give a value."),
-    (["--task.dropout=2"], "--task: task.dropout is 2.0; use 0 or more and less than 1"),
+    (["--task=field_task:Rooted"], "--task field_task:Rooted: root is empty; name a folder"),
     # number of values
     (["--freeze", "README.md", "docs"], "--freeze README.md docs: 'docs' is an excess value; "
      "repeat --freeze for each value, and quote a pattern, which the shell would expand to file "
@@ -284,7 +284,6 @@ def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
     ("None = ['seed']", "{path}: seed = None: expected INT."),
     ("inject = 'kill'", "{path}: inject = 'kill': expected STR …."),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
-    ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
     ("task = 'spiral'", "{path}: task = 'spiral': write a table [task], with the task's name as"),
     ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: the key batch.micro_size is given twice"),
     ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use INT >= 1"),
@@ -302,8 +301,6 @@ def test_a_value_of_a_recipe_may_be_wrong_if_a_flag_replaces_it(tmp_path):
 
     assert (config.task.root, config.checkpoint.keep) == ("here", 2)
     assert refusal(path) == f"{path}: [task]: root is empty; name a folder"
-    rooted = "--task=field_task:Rooted"
-    assert refusal(rooted) == "--task field_task:Rooted: root is empty; name a folder"
 
 
 @pytest.mark.parametrize(("argv", "expected"), [
