@@ -150,16 +150,19 @@ def _file(folder: Path, name: str) -> Path | None:
 
 
 def _download(target: Path, download: Callable[[Path], None]) -> Path:
-    """Download to a temporary folder and rename it, so that the data are complete or absent."""
+    """Download beside the target and rename, so that the data are complete or nothing is left."""
     folder = target / "FashionMNIST"
-    target.mkdir(parents=True, exist_ok=True)
-    # The death of a process releases the lock.
-    with (target / ".fashion-mnist.lock").open("a") as lock:
-        fcntl.lockf(lock, fcntl.LOCK_EX)
+    there = next(p for p in (target.absolute(), *target.absolute().parents) if p.is_dir())
+    descriptor = os.open(there, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released if the process dies
         if not folder.exists():  # else another process has downloaded it
-            with tempfile.TemporaryDirectory(dir=target) as aside:
+            with tempfile.TemporaryDirectory(dir=there) as aside:
                 download(Path(aside))
+                target.mkdir(parents=True, exist_ok=True)
                 os.replace(Path(aside, "FashionMNIST"), folder)
+    finally:
+        os.close(descriptor)
     return folder / "raw"
 
 
