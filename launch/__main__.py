@@ -34,9 +34,9 @@ def main(argv: Sequence[str]) -> int:
         return EXIT_CONFIG
     except Exception as error:  # usually a limit of the system
         traceback.print_exc()
-        hint = remedy(error)
-        print(f"launch: error: {type(error).__name__}: {error}" + (f"; {hint}" if hint else "")
-              + "; running ranks save and stop; repeat the command to continue", file=sys.stderr)
+        hint = f"; {remedy(error)}".removesuffix("; ")
+        print(f"launch: error: {type(error).__name__}: {error}{hint}; running ranks save and stop; "
+              "repeat the command to continue", file=sys.stderr)
         return EXIT_FAILURE
 
 

@@ -28,16 +28,12 @@ from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, EXIT_FAILURE
 from trainer.resilience.attempts import failure_sentence
 
 ROLE = "trainer"
-POLL_S = 0.5
-"""Interval at which deadlines are checked; rank exits and signals are noticed immediately."""
-
-TERM_S = 5.0  # seconds between SIGTERM and SIGKILL for a rank that does not exit by itself
+POLL_S = 0.5  # interval of checks of deadlines; exits and signals are noticed immediately
+TERM_S = 5.0  # between SIGTERM and SIGKILL for a rank that does not exit by itself
+REMIND_S = 10.0  # interval of the message that the launcher still waits for ranks
 STOPPED_CHECKS, CHECK_S = 120, 1.0
 """A rank found stopped (SIGSTOP) in this many consecutive checks, this many seconds apart, is
 killed. A running peer would do that earlier."""
-
-REMIND_S = 10.0
-"""Interval of the message that the launcher still waits for ranks after a stop request."""
 
 
 class HotAgent(SimpleElasticAgent):
@@ -83,7 +79,11 @@ class HotAgent(SimpleElasticAgent):
         self._phases = {}
         self._attempt += 1
         if self._failed is not None:
-            self._print_restarted(self._failed)
+            used, lost = self._max_restarts - self._remaining_restarts, self._progress.steps_lost
+            steps_lost = "" if lost is None else f", {lost} step{'s' * (lost != 1)} lost"
+            self._output.print_line(
+                f"{self._cause_text}; restart {used} of {self._max_restarts}{steps_lost}, "
+                f"ranks restarted after {time.monotonic() - self._failed.at_s:.2f} s")
             self._failed = None
         return pids
 
@@ -103,20 +103,24 @@ class HotAgent(SimpleElasticAgent):
             "TRAINER_LAUNCH_ID": handler.get_run_id(),
             "TRAINER_LAUNCH_PHASES": json.dumps(self._phases),
         }
-        own = {worker.local_rank: {
-            "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
-            "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
-            "ROLE_WORLD_SIZE": worker.role_world_size,
-        } for worker in group.workers}
-        return {local_rank: {name: str(value) for name, value in {**shared, **variables}.items()}
-                for local_rank, variables in own.items()}
+        environments = {}
+        for worker in group.workers:
+            own = {"RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
+                   "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
+                   "ROLE_WORLD_SIZE": worker.role_world_size}
+            environments[worker.local_rank] = {k: str(v) for k, v in {**shared, **own}.items()}
+        return environments
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Wait for the next event or `POLL_S`. HEALTHY while any rank is alive."""
         self._exits += self._ranks.wait(POLL_S)
         self._forward_stop()
         self._escalate()
-        self._kill_stopped()
+        if time.monotonic() - self._checked_s >= CHECK_S:
+            self._checked_s = time.monotonic()
+            for rank in self._ranks.kill_stopped(STOPPED_CHECKS):
+                self._output.print_line(f"rank {rank} has been stopped for {STOPPED_CHECKS} s "
+                                        "without being continued: killed")
         if self._ranks.living:
             return RunResult(WorkerState.HEALTHY)
         self.decision = decide(self._exits, stop_at_s=self._stop_at_s)
@@ -138,12 +142,12 @@ class HotAgent(SimpleElasticAgent):
         if requested and not self._stop_forwarded:
             self._stop_forwarded = True
             self._ranks.signal(signal.SIGTERM)
-        if self._stop_at_s is not None and (
-                now_s - self._stop_at_s > REMIND_S * (self._num_reminders + 1)):
+        waited_s = 0.0 if self._stop_at_s is None else now_s - self._stop_at_s
+        if waited_s > REMIND_S * (self._num_reminders + 1):
             self._num_reminders += 1
             self._output.print_line(
                 f"still waiting for rank {', '.join(map(str, self._ranks.living))} to save and "
-                f"exit ({now_s - self._stop_at_s:.0f} s)")
+                f"exit ({waited_s:.0f} s)")
 
     def _escalate(self) -> None:
         """After a failure, send SIGTERM and then SIGKILL to ranks that do not exit by themselves.
@@ -161,7 +165,7 @@ class HotAgent(SimpleElasticAgent):
         self._send_due()
 
     def _begin_escalation(self, *steps: tuple[float, signal.Signals]) -> None:
-        """Send these signals to the living ranks, each after so many seconds."""
+        """Send these signals to the living ranks, each after a number of seconds."""
         self._is_escalating, now_s = True, time.monotonic()
         self._escalation = [(now_s + after_s, number) for after_s, number in steps]
 
@@ -170,14 +174,6 @@ class HotAgent(SimpleElasticAgent):
             _, number = self._escalation.pop(0)
             if number == signal.SIGKILL or not self._stop_forwarded:
                 self._ranks.signal(number, forced=True)
-
-    def _kill_stopped(self) -> None:
-        if time.monotonic() - self._checked_s >= CHECK_S:
-            self._checked_s = time.monotonic()
-            for rank in self._ranks.kill_stopped(STOPPED_CHECKS):
-                self._output.print_line(f"rank {rank} has been stopped for "
-                                        f"{STOPPED_CHECKS * CHECK_S:.0f} s without being "
-                                        "continued: killed")
 
     def _allow_restart(self) -> None:
         """Set the superclass's restart counter, by which it decides whether to restart."""
@@ -223,13 +219,6 @@ class HotAgent(SimpleElasticAgent):
     def _grant_extra_restart(self) -> bool:
         """Whether to restart although no restart is left; a subclass may have a reason."""
         return False
-
-    def _print_restarted(self, cause: Exit) -> None:
-        used, lost = self._max_restarts - self._remaining_restarts, self._progress.steps_lost
-        self._output.print_line(
-            f"{self._cause_text}; restart {used} of {self._max_restarts}"
-            + ("" if lost is None else f", {lost} step{'s' * (lost != 1)} lost")
-            + f", ranks restarted after {time.monotonic() - cause.at_s:.2f} s")
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()

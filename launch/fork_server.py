@@ -54,8 +54,7 @@ def receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def fork() -> int:
-    """`os.fork`, without Python's warning about threads: it counts the pool of numpy's BLAS, which
-    handles a fork by itself."""
+    """`os.fork` without Python's warning about threads, which counts numpy's: they survive it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -76,8 +75,6 @@ def run_server(control: socket.socket, entry: str, argv: Sequence[str]) -> NoRet
 
 
 class _Server:
-    """The event loop of the fork server."""
-
     def __init__(self, control: socket.socket, entry: str, argv: Sequence[str]) -> None:
         self._control, self._entry, self._argv = control, entry, list(argv)
         self._living: set[int] = set()  # pids of ranks
@@ -113,8 +110,7 @@ class _Server:
     def _fork(self, main: Entry, local_rank: int, env: dict[str, str]) -> None:
         launcher_end, rank_end = socket.socketpair()
         pipes = [os.pipe(), os.pipe()] if env["RANK"] != "0" else []  # their output gets a tag
-        read_fds = [read_fd for read_fd, _ in pipes]
-        write_fds = [write_fd for _, write_fd in pipes]
+        read_fds, write_fds = [pipe[0] for pipe in pipes], [pipe[1] for pipe in pipes]
         sys.stdout.flush()
         sys.stderr.flush()
         pid = fork()

@@ -26,7 +26,7 @@ class Output:
         self._write(sys.stderr.fileno(), f"launch: {text}\n".encode(errors="backslashreplace"))
 
     def set_last_line(self, text: str) -> None:
-        """Set the line that `finish` prints after all output of the ranks is copied."""
+        """Set the line that `finish` prints."""
         self._last = text
 
     def follow(self, fd: int, *, tag: str, to_fd: int) -> None:

@@ -16,9 +16,8 @@ LOOPBACK = "127.0.0.1"
 
 
 def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
-    """Host a store at this address only, on `port` (0: a free one); returns it and its port. The
-    store is served as long as the object exists. TCPStore itself would listen on all interfaces,
-    regardless of the given address; here it gets a listening socket."""
+    """Host a store on `port` (0: a free one), as long as the object exists; returns it and its
+    port. It gets a listening socket: TCPStore itself would listen on all interfaces."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     listener = socket.create_server((address, port), family=family)
     port = listener.getsockname()[1]

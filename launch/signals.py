@@ -18,8 +18,7 @@ class LauncherStop:
     def __init__(self) -> None:
         self.signal: signal.Signals | None = None
         self.on_second_interrupt: Callable[[], None] = lambda: os._exit(1)
-        self.exit_at_first_signal = False
-        """Exit at the first signal, even during an import, because nothing needs to be saved."""
+        self.exit_at_first_signal = False  # even during an import: there is nothing to save
         self.wakeup_fd = -1
         self._num_interrupts = 0
 

@@ -21,21 +21,17 @@ from trainer.telemetry.std_streams import say
 
 Entry = Callable[[list[str]], int]
 
-ORPHAN_S = 4.5
-"""How long a rank runs after the launcher's death if the fork server has died, too. A living fork
-server kills it earlier."""
+ORPHAN_S = 4.5  # of a rank whose launcher and fork server have died (a living one kills it earlier)
 
 
 def run_worker(
     main: Entry, argv: Sequence[str], env: dict[str, str], *, launcher_fd: int,
     output_fds: Sequence[int], close_fds: Sequence[int],
 ) -> NoReturn:
-    """Turn this new fork into a rank, call `main(argv)` and exit with its return value.
-
-    The stop signals stay blocked until `main` handles and unblocks them, so that none is lost.
+    """Turn this new fork into a rank, call `main(argv)` and exit with its return value. The stop
+    signals stay blocked until `main` handles and unblocks them, so that none is lost.
 
     Args:
-        launcher_fd: socket to the launcher.
         output_fds: new stdout and stderr; empty to keep the inherited ones.
         close_fds: file descriptors of the fork server to close.
     """

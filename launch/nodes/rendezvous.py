@@ -1,6 +1,6 @@
 """The rendezvous of several nodes: torch's c10d rendezvous, which survives the loss of its store.
 
-Besides torch's state, the store contains what the nodes agree on, under `trainer/`:
+Besides torch's state, the store contains, under `trainer/`:
 
 - `launch`: the id of this launch on all nodes;
 - `newest`: the nonce of the newest attempt; a node with another nonce stops its ranks;
@@ -66,7 +66,7 @@ class MembershipChange:
     kind: str
     """`join`: a node waits to join, the group is complete. `lost`: a node or the store is gone.
     `stale`: a newer attempt has begun without this node."""
-    reason: str  # message for the user
+    reason: str
 
 
 class NodesRendezvous(LauncherRendezvous):
@@ -79,10 +79,8 @@ class NodesRendezvous(LauncherRendezvous):
         super().__init__()
         assert options.rdzv_endpoint is not None
         self.stop_requested = False  # whether any node received a stop request
-        self.change: MembershipChange | None = None
-        """The change that requires a restart, once `num_nodes_waiting` has detected it."""
-        self.members: frozenset[tuple[str, int]] = frozenset()
-        """Address and pid of each node of this round."""
+        self.change: MembershipChange | None = None  # as detected by `num_nodes_waiting`
+        self.members: frozenset[tuple[str, int]] = frozenset()  # address and pid of each node
         self._endpoint = Endpoint(*options.rdzv_endpoint)
         self._min_nodes, self._max_nodes = options.nnodes
         self._timeout_s = options.rejoin_timeout
@@ -102,12 +100,8 @@ class NodesRendezvous(LauncherRendezvous):
             logging.getLogger(name).setLevel(logging.ERROR)
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Join the next round; reconnect as often as the store is lost meanwhile.
-
-        Raises:
-            RunEnded: the run has ended, a stop was requested, or `--rejoin-timeout` has passed.
-            ConfigError: another program listens at the endpoint.
-        """
+        """Join the next round; reconnect as often as the store is lost meanwhile. Raises `RunEnded`
+        if the run has ended, a stop was requested, or `--rejoin-timeout` has passed."""
         began_s, warned = time.monotonic(), False
         self.change, self._joining = None, True
         while True:
@@ -147,7 +141,7 @@ class NodesRendezvous(LauncherRendezvous):
         return bool(self._try("check", [f"trainer/change/{self._nonce}"]))
 
     def request_stop(self) -> None:
-        """Publish the stop request of this node to the other nodes."""
+        """Publish the stop request of this node."""
         if not self.stop_requested:
             self.stop_requested = True
             self._try("set", "trainer/stop", "1")
@@ -194,12 +188,11 @@ class NodesRendezvous(LauncherRendezvous):
 
     def _connect(self) -> DynamicRendezvousHandler:
         self._backend, waiting = self._endpoint.connect(self._check_requests)
-        if not self._nonce:
-            self._print_line(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
-                             f"at {self._endpoint}")
         if self._nonce:  # a new store: the launch keeps the id that this node knows
             self._call("set", "trainer/launch", self._launch_id)
         else:
+            self._print_line(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
+                             f"at {self._endpoint}")
             self._call("compare_set", "trainer/launch", "", self._launch_id)
         self._handler = DynamicRendezvousHandler.from_backend(
             "trainer", waiting, self._backend, self._min_nodes, self._max_nodes, self._me[0],
@@ -212,8 +205,8 @@ class NodesRendezvous(LauncherRendezvous):
     def _open_attempt(
         self, handler: DynamicRendezvousHandler, info: RendezvousInfo
     ) -> RendezvousInfo:
-        """Publish (the first node of the round) or read the address of the attempt's store, and
-        its nonce."""
+        """Publish (the round's first node) or read the address of the attempt's store, and its
+        nonce."""
         self._attempt_server = None
         if info.rank == 0:
             self._attempt_server, port = host_store(self._me[0])
@@ -229,7 +222,6 @@ class NodesRendezvous(LauncherRendezvous):
                               RendezvousStoreInfo(attempt["address"], attempt["port"]))
 
     def _drop_connections(self) -> None:
-        """Close the connections to a store that is lost."""
         if self._backend is not None:
             self._backend.close()
         if self._handler is not None:

@@ -33,8 +33,8 @@ class Orders:
         self._world: World | None = None
 
     def attach(self, world: World) -> None:
-        """Apply orders to this world from now on. Before, an order ends the process: there is
-        nothing to save, and it may wait for a rank that never joins."""
+        """Apply orders to this world from now on. Before, an order ends the process: it may wait
+        for a rank that never joins, and has nothing to save."""
         self._world = world
 
     def follow(self, channel_fd: int) -> int:
@@ -45,9 +45,10 @@ class Orders:
         return gone
 
     def _listen(self, channel_fd: int, signal_end: int) -> None:
-        while words := _read(channel_fd):
-            for word in words.split():
-                self._obey(word)
+        with contextlib.suppress(ConnectionError):
+            while words := os.read(channel_fd, 4096).decode():
+                for word in words.split():
+                    self._obey(word)
         os.write(signal_end, b"!")  # closing it has no effect: loader processes have inherited it
 
     def _obey(self, word: str) -> None:
@@ -58,13 +59,6 @@ class Orders:
         if word != "absent":
             self._world.superseded = word == "stale"
             self._world.abandon()
-
-
-def _read(channel_fd: int) -> str:
-    try:
-        return os.read(channel_fd, 4096).decode()
-    except ConnectionError:
-        return ""
 
 
 SIGNALLED_TIMEOUT_S = 0.5
@@ -81,8 +75,7 @@ def leave_launcher(
     sends SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has
     reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
     passed. If local rank 0 has sent nothing by then, the others do, and wait another second. After
-    a stop that torchrun requested nothing happens: torchrun knows whether this ends the run, or
-    follows a death or a change of nodes.
+    a stop that torchrun requested nothing happens: torchrun knows whether this ends the run.
 
     Args:
         count_signals: returns how many signals torchrun has sent this rank so far.
@@ -92,7 +85,9 @@ def leave_launcher(
     if exit_code not in FINAL_EXIT_CODES:
         return
     tell("returned", exit_code)  # so `python -m launch` knows that the code is the trainer's
-    if not _restarts_us(agent, launch):
+    # The command line tells: environment variables are inherited, and SIGTERM to a shell is worse.
+    if launch.run_id is None or launch.knows_exit_codes or (
+            processes.program(agent) not in TORCH_AGENTS):
         return
 
     def signalled() -> bool:
@@ -125,9 +120,9 @@ def tell(word: str, value: Any) -> None:
 
 
 def record_failure(message: str, stack: str, *, secondary: bool) -> None:
-    """Write the failure into torchrun's error file, which it shows when it gives up. torchrun shows
-    the failure with the earliest second as the root cause, and dates the death of a killed rank by
-    when it noticed it. So a secondary failure gets a somewhat later time."""
+    """Write the failure into torchrun's error file. torchrun shows the one with the earliest second
+    as the root cause, and dates the death of a killed rank by when it noticed it. So a secondary
+    failure gets a somewhat later time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -156,14 +151,6 @@ def _say_after(agent: int, text: str) -> None:
     subprocess.Popen([sys.executable, "-ISc", wait, str(descriptor), text], pass_fds=[descriptor],
                      stdin=subprocess.DEVNULL, start_new_session=True)
     os.close(descriptor)
-
-
-def _restarts_us(parent: int, launch: LaunchInfo) -> bool:
-    """Whether the parent is torch's elastic agent and ignores our exit codes. Its command line is
-    checked too, since environment variables are inherited: SIGTERM to a shell would be worse."""
-    if launch.run_id is None or launch.knows_exit_codes:
-        return False
-    return processes.program(parent) in TORCH_AGENTS
 
 
 def _terminate(agent: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import os
 import re
@@ -69,13 +70,10 @@ def write(folder: Path, *, attempt: int, rank: int, text: str) -> None:
 
 def _ask(pid: int) -> str:
     """Stacks of a worker; empty if it does not answer."""
-    before = processes.read_memory(pid, DUMPS)
-    if before is None:
+    if (before := processes.read_memory(pid, DUMPS)) is None:
         return ""
-    try:
+    with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR2)
-    except ProcessLookupError:
-        return ""
     deadline_s, text = time.monotonic() + WORKER_S, before
     while time.monotonic() < deadline_s:
         time.sleep(0.02)

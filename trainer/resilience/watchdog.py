@@ -22,17 +22,8 @@ from collections.abc import Callable
 
 from trainer.distributed.waits import WaitsFor, waits_for
 from trainer.distributed.world import World
-from trainer.resilience import processes
-from trainer.resilience.hang_detection import (
-    Pace,
-    Peer,
-    QuietTime,
-    RankReport,
-    find_hang,
-    find_writer,
-    name_place,
-    patience,
-)
+from trainer.resilience import hang_detection, processes
+from trainer.resilience.hang_detection import Pace, QuietTime, RankReport, patience
 from trainer.resilience.hang_response import Alarm
 from trainer.resilience.heartbeats import Heartbeats, own_identity
 from trainer.resilience.progress_marks import Place, ProgressMarks
@@ -58,8 +49,7 @@ class Watchdog:
         self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None
     ) -> None:
         self.marks = ProgressMarks(log.status)
-        self.in_flight: Callable[[], int | None] = lambda: None
-        """Returns the step that the checkpoint writer saves, or None."""
+        self.in_flight: Callable[[], int | None] = lambda: None  # step that the writer saves
         self._world, self._log = world, log
         self._pace, self._start_s = Pace(limit_s), start_s
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
@@ -68,7 +58,7 @@ class Watchdog:
         self._woken, self._wake = os.pipe()
         self._resumed_s = -math.inf
         self._main_thread = threading.get_ident()
-        self._main_quiet, self._writer_quiet = QuietTime(), QuietTime(find_writer)
+        self._main_quiet, self._writer_quiet = QuietTime(), QuietTime(of_writer=True)
         self._saving = (-1, 0.0)  # the step of the save in flight, and when it was first seen
         self._others: dict[int, processes.Activity] = {}
 
@@ -89,7 +79,7 @@ class Watchdog:
                 os.close(descriptor)
 
     def rescue_with(self, rescue: Callable[[], bool]) -> None:
-        """Set how to save in place of the main thread; it returns whether it could."""
+        """Set what saves in place of the main thread; it returns whether it could."""
         self._alarm.rescue = rescue
 
     def gather(self, times: StepTiming) -> None:
@@ -98,8 +88,8 @@ class Watchdog:
             self._alarm.beats.times = times
 
     def stop(self) -> None:
-        """Call it when the main thread leaves by itself. Blocks while the watchdog saves and leaves
-        in its place."""
+        """Record that the main thread leaves by itself. Blocks while this thread leaves in its
+        place."""
         if not self._alarm.stopped:
             self._alarm.stop()
             os.write(self._wake, b"!")
@@ -145,10 +135,9 @@ class Watchdog:
                 self._alarm.leave(late=waited_s > self._alarm.late_s)
 
     def _tick(self, now: float) -> None:
-        own, limit_s = self._look(now), self._pace.limit_s
-        beats, silent_s = self._alarm.beats, 0.0
-        peers: dict[int, Peer] = {}
-        if beats is not None:
+        own, limit_s, silent_s = self._look(now), self._pace.limit_s, 0.0
+        peers: dict[int, hang_detection.Peer] = {}
+        if (beats := self._alarm.beats) is not None:
             beats.report = own
             beats.listening = own.waits and own.idle_s > limit_s / 2
             if beats.alarm is not None:
@@ -156,10 +145,9 @@ class Watchdog:
                 return
             self._listen(beats)
             peers, silent_s = beats.peers(), beats.silent_s
-        hang = find_hang(
+        hang = hang_detection.find_hang(
             self._world.rank, own, peers, limit_s=max(limit_s, LEAST_SILENCE_S),
-            store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None,
-        )
+            store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None)
         if hang is not None:
             self._alarm.sound(hang, own, limit_s)
 
@@ -167,18 +155,18 @@ class Watchdog:
         """Report what this rank does."""
         phase, main, whom = self._log.status.phase, self.marks.main, WaitsFor.NOBODY
         limit_s = self._pace.see(main, phase, now)
-        step = self.in_flight()
-        if step is not None and (stuck := self._look_at_writer(step, now, limit_s)) is not None:
+        if (step := self.in_flight()) is not None and (
+                stuck := self._look_at_writer(step, now, limit_s)) is not None:
             return stuck
         idle_s = now - max(main.at_s, self._resumed_s)
         quiet_s = self._main_quiet.measure(idle_s, limit_s)
         if idle_s > limit_s / 4:
-            frame = sys._current_frames().get(self._main_thread)
-            whom = waits_for(self._main_thread, frame)
+            whom = waits_for(self._main_thread, sys._current_frames().get(self._main_thread))
         allowed = patience(phase, main.point, limit_s, self._start_s)
         return RankReport(
-            phase=name_place(phase, main.point), step=main.step, idle_s=round(idle_s, 1),
-            waits=whom is WaitsFor.PEERS and self._world.size > 1, flag=allowed.flag,
+            phase=hang_detection.name_place(phase, main.point), step=main.step,
+            idle_s=round(idle_s, 1), flag=allowed.flag,
+            waits=whom is WaitsFor.PEERS and self._world.size > 1,
             over=whom not in (WaitsFor.WRITER, WaitsFor.PERSON)
             and allowed.is_exceeded(idle_s, quiet_s))
 
