@@ -15,11 +15,11 @@ from trainer.resilience.diagnosis import remedy
 from trainer.resilience.preflight import allow_files, check_cache_folder, check_current_folder
 from trainer.telemetry.std_streams import fill_descriptors
 
-OUTPUT_S = 1.0  # seconds to wait at the end for output pipes that some process still holds open
+OUTPUT_S = 1.0  # to wait at the end for output pipes that some process still holds open
 
 
 def main(argv: Sequence[str]) -> int:
-    """Launch, and return the exit code; it is the trainer's if the trainer ended the run."""
+    """Launch; return the exit code, which is the trainer's if the trainer ended the run."""
     fill_descriptors()
     try:
         options = parse_options(argv)

@@ -8,13 +8,7 @@ import signal
 import time
 from typing import Any
 
-from torch.distributed.elastic.agent.server.api import (
-    RunResult,
-    SimpleElasticAgent,
-    WorkerGroup,
-    WorkerSpec,
-    WorkerState,
-)
+from torch.distributed.elastic.agent.server import api
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
@@ -36,19 +30,17 @@ STOPPED_CHECKS, CHECK_S = 120, 1.0
 killed. A running peer would do that earlier."""
 
 
-class HotAgent(SimpleElasticAgent):
-    """Runs the ranks of this node until they finish, fail too often, or are requested to stop.
-
-    The superclass runs the main loop: rendezvous, start the ranks, monitor them, restart after a
-    failure. Its counter of remaining restarts (`_remaining_restarts`, private) is reset when a
-    later step has been saved, so it limits consecutive failures without progress.
-    """
+class HotAgent(api.SimpleElasticAgent):
+    """Runs the ranks of this node until they finish, fail too often, or are requested to stop. The
+    superclass runs the main loop: rendezvous, start the ranks, monitor them, restart. Its counter
+    of remaining restarts (`_remaining_restarts`, private) is reset when a later step has been
+    saved, so it limits consecutive failures without progress."""
 
     def __init__(
         self, handler: RendezvousHandler, ranks: Workers, options: Options, stop: LauncherStop,
         output: Output,
     ) -> None:
-        super().__init__(WorkerSpec(
+        super().__init__(api.WorkerSpec(
             role=ROLE, local_world_size=options.nproc_per_node, rdzv_handler=handler,
             entrypoint="python -m trainer",  # only a label in torch's events
             max_restarts=options.max_restarts,
@@ -70,7 +62,7 @@ class HotAgent(SimpleElasticAgent):
         self._is_escalating = False
         self._checked_s = 0.0
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: api.WorkerGroup) -> dict[int, Any]:
         self._exits, self._escalation = [], []
         self._stop_forwarded = self._is_escalating = False
         if self._phases:
@@ -87,7 +79,7 @@ class HotAgent(SimpleElasticAgent):
             self._failed = None
         return pids
 
-    def _environments(self, group: WorkerGroup) -> dict[int, dict[str, str]]:
+    def _environments(self, group: api.WorkerGroup) -> dict[int, dict[str, str]]:
         """The environment variables that torchrun would set, by local rank."""
         handler = group.spec.rdzv_handler
         assert group.master_addr is not None
@@ -111,7 +103,7 @@ class HotAgent(SimpleElasticAgent):
             environments[worker.local_rank] = {k: str(v) for k, v in {**shared, **own}.items()}
         return environments
 
-    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+    def _monitor_workers(self, worker_group: api.WorkerGroup) -> api.RunResult:
         """Wait for the next event or `POLL_S`. HEALTHY while any rank is alive."""
         self._exits += self._ranks.wait(POLL_S)
         self._forward_stop()
@@ -122,13 +114,13 @@ class HotAgent(SimpleElasticAgent):
                 self._output.print_line(f"rank {rank} has been stopped for {STOPPED_CHECKS} s "
                                         "without being continued: killed")
         if self._ranks.living:
-            return RunResult(WorkerState.HEALTHY)
+            return api.RunResult(api.WorkerState.HEALTHY)
         self.decision = decide(self._exits, stop_at_s=self._stop_at_s)
         if self.decision.code == EXIT_COMPLETE:
             results = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
-            return RunResult(WorkerState.SUCCEEDED, return_values=results)
+            return api.RunResult(api.WorkerState.SUCCEEDED, return_values=results)
         self._allow_restart()
-        return RunResult(WorkerState.FAILED)
+        return api.RunResult(api.WorkerState.FAILED)
 
     def _forward_stop(self) -> None:
         """Stop all ranks at the launcher's request, or once one has exited on a stop request."""
@@ -155,19 +147,18 @@ class HotAgent(SimpleElasticAgent):
         if not self._is_escalating and not self._ranks.server_lives:
             # The group is complete and saves on request, but without a fork server its exit codes
             # are unknown and it cannot be restarted: a new server is needed.
-            self._begin_escalation((0.0, signal.SIGTERM), (self._grace_s, signal.SIGKILL))
+            self._begin_escalation(0.0, self._grace_s)
         elif not self._is_escalating and any(end.failed for end in self._exits):
             # After a final exit or a stop request, each rank handles the end of the run itself.
             if self._stop.signal is None and not any(end.final for end in self._exits):
                 self._ranks.send_keyword("absent")
-            self._begin_escalation((self._grace_s, signal.SIGTERM),
-                                   (self._grace_s + TERM_S, signal.SIGKILL))
+            self._begin_escalation(self._grace_s, self._grace_s + TERM_S)
         self._send_due()
 
-    def _begin_escalation(self, *steps: tuple[float, signal.Signals]) -> None:
-        """Send these signals to the living ranks, each after a number of seconds."""
+    def _begin_escalation(self, term_s: float, kill_s: float) -> None:
+        """Send SIGTERM and SIGKILL to the living ranks after so many seconds."""
         self._is_escalating, now_s = True, time.monotonic()
-        self._escalation = [(now_s + after_s, number) for after_s, number in steps]
+        self._escalation = [(now_s + term_s, signal.SIGTERM), (now_s + kill_s, signal.SIGKILL)]
 
     def _send_due(self) -> None:
         while self._escalation and time.monotonic() >= self._escalation[0][0]:
@@ -188,13 +179,13 @@ class HotAgent(SimpleElasticAgent):
             self._record_phases()
         elif self.decision.restart:
             used = f"{self._max_restarts} of {self._max_restarts} restarts used"
-            self._output.set_last_line(f"{self._cause_text}; giving up, {used}")
+            self._output.last_line = f"{self._cause_text}; giving up, {used}"
         else:
             self._remaining_restarts = 0
             if self.decision.code == EXIT_FAILURE:
                 self._output.print_line(f"{self._cause_text} instead of stopping as requested")
             elif self.decision.code == EXIT_CONFIG and self._ranks.failures:
-                self._output.set_last_line(f"{self._cause_text}; not restarted, would fail again")
+                self._output.last_line = f"{self._cause_text}; not restarted, would fail again"
 
     def _record_phases(self) -> None:
         """Record the phase times so far for the next start; all ranks have exited."""
@@ -220,14 +211,12 @@ class HotAgent(SimpleElasticAgent):
         """Whether to restart although no restart is left; a subclass may have a reason."""
         return False
 
-    def _stop_workers(self, worker_group: WorkerGroup) -> None:
+    def _stop_workers(self, worker_group: api.WorkerGroup) -> None:
         self._shutdown()
 
-    def _shutdown(
-        self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
-    ) -> None:
+    def _shutdown(self, *_: Any, **__: Any) -> None:
         """Request living ranks to save and exit; kill the rest after the grace time."""
-        self._begin_escalation((0.0, death_sig), (self._grace_s, signal.SIGKILL))
+        self._begin_escalation(0.0, self._grace_s)
         deadline_s = time.monotonic() + self._grace_s + TERM_S
         while self._ranks.living and time.monotonic() < deadline_s:
             self._send_due()

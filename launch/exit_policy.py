@@ -58,12 +58,9 @@ class ExitDecision:
 
 
 def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDecision:
-    """Decide from the exits of all ranks of one attempt, in the order in which they were noticed.
-    `stop_at_s` is when the launcher received a stop request, on the monotonic clock.
-
-    The cause is the first exit that is not secondary. When a rank dies, its peers' connections
-    break, and they save and exit with code 1: such an exit counts only if there is no other.
-    """
+    """Decide from the exits of all ranks of one attempt, in order, and the time of a stop request.
+    The cause is the first exit that is not secondary: when a rank dies, its peers' connections
+    break, and they save and exit with code 1, which counts only if there is no other."""
     failures = [end for end in exits if not end.complete]
     if not failures:
         return ExitDecision(code=EXIT_COMPLETE, restart=False)

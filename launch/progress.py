@@ -1,8 +1,5 @@
-"""Read from the run folder how far the run has come: newest finished step, newest saved step.
-
-The files are read only when a rank has died. The events `save` and `restore` contain the step from
-which the run would resume; `last-step` and the end of `metrics.jsonl`, the newest finished one.
-"""
+"""Read from the run folder, after a death, how far the run has come. The events `save` and
+`restore` contain the step from which it resumes; `last-step` and `metrics.jsonl`, the newest."""
 
 from __future__ import annotations
 

@@ -6,11 +6,7 @@ import socket
 import uuid
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousHandler,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-)
+from torch.distributed.elastic import rendezvous as elastic
 
 LOOPBACK = "127.0.0.1"
 
@@ -25,7 +21,7 @@ def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
                     master_listen_fd=listener.detach()), port
 
 
-class LauncherRendezvous(RendezvousHandler):
+class LauncherRendezvous(elastic.RendezvousHandler):
     """A rendezvous whose launchers host the store of each attempt, so that it survives a rank."""
 
     def __init__(self) -> None:
@@ -55,9 +51,10 @@ class LoopbackRendezvous(LauncherRendezvous):
     """One node. Each attempt has its own store on its own port: it cannot read keys of the previous
     attempt, and a remaining rank of that attempt cannot reach it."""
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         self._store, port = host_store(LOOPBACK)
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
+        return elastic.RendezvousInfo(
+            self._store, 0, 1, elastic.RendezvousStoreInfo(LOOPBACK, port))
 
     def num_nodes_waiting(self) -> int:
         return 0

@@ -29,12 +29,8 @@ def run_worker(
     output_fds: Sequence[int], close_fds: Sequence[int],
 ) -> NoReturn:
     """Turn this new fork into a rank, call `main(argv)` and exit with its return value. The stop
-    signals stay blocked until `main` handles and unblocks them, so that none is lost.
-
-    Args:
-        output_fds: new stdout and stderr; empty to keep the inherited ones.
-        close_fds: file descriptors of the fork server to close.
-    """
+    signals stay blocked until `main` handles and unblocks them, so that none is lost. `output_fds`
+    become stdout and stderr (empty: keep the inherited ones)."""
     try:
         os.setsid()  # Ctrl-C in the terminal must not reach a rank a second time
         signal.set_wakeup_fd(-1)

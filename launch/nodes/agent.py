@@ -111,12 +111,9 @@ class NodeAgent(HotAgent):
         super()._restart_workers(worker_group)
 
     def _stop_for(self, change: MembershipChange) -> None:
-        """Let the ranks save and exit. Raises `RunEnded` if the run has ended meanwhile.
-
-        If the group is complete, this is an ordinary stop without a time limit. Otherwise the
-        ranks' connections are closed, because they may wait for a peer that is gone: each rank
-        saves the last step boundary alone, unless a newer attempt has begun.
-        """
+        """Let the ranks save and exit: without a time limit if the group is complete. Otherwise
+        their connections are closed, because they may wait for a peer that is gone: each rank saves
+        the last step boundary alone, unless a newer attempt has begun."""
         self._is_escalating, self._escalation = False, []
         if change.kind == "join" or (change.kind == "lost" and len(self._members) == 1):
             self._nodes.begin_change()
@@ -137,8 +134,7 @@ class NodeAgent(HotAgent):
 
     def _disconnect(self, keyword: str) -> None:
         self._ranks.send_keyword(keyword)
-        self._begin_escalation((self._grace_s, signal.SIGTERM),
-                               (self._grace_s + TERM_S, signal.SIGKILL))
+        self._begin_escalation(self._grace_s, self._grace_s + TERM_S)
 
     def _is_broken(self) -> bool:
         """Whether the group is no longer complete: a rank has failed, or a node is lost."""

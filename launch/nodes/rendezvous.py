@@ -27,16 +27,8 @@ from datetime import timedelta
 from typing import Any
 
 from torch.distributed import TCPStore
-from torch.distributed.elastic.rendezvous import (
-    RendezvousConnectionError,
-    RendezvousInfo,
-    RendezvousStoreInfo,
-    RendezvousTimeoutError,
-)
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import (
-    DynamicRendezvousHandler,
-    RendezvousTimeout,
-)
+from torch.distributed.elastic import rendezvous as elastic
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 
 from launch.nodes.endpoint import STORE_ERRORS, STORE_TIMEOUT_S, Endpoint, GuardedBackend
 from launch.options import Options
@@ -90,7 +82,7 @@ class NodesRendezvous(LauncherRendezvous):
         self._nonce = ""
         self._joining = False
         self._attempt_server: TCPStore | None = None
-        self._handler: DynamicRendezvousHandler | None = None
+        self._handler: dynamic.DynamicRendezvousHandler | None = None
         self._backend: GuardedBackend | None = None
         # Otherwise torch's agents share one store, which a node that joins later does not know.
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
@@ -99,7 +91,7 @@ class NodesRendezvous(LauncherRendezvous):
             name = f"torch.distributed.elastic.rendezvous.{module}"
             logging.getLogger(name).setLevel(logging.ERROR)
 
-    def next_rendezvous(self) -> RendezvousInfo:
+    def next_rendezvous(self) -> elastic.RendezvousInfo:
         """Join the next round; reconnect as often as the store is lost meanwhile. Raises `RunEnded`
         if the run has ended, a stop was requested, or `--rejoin-timeout` has passed."""
         began_s, warned = time.monotonic(), False
@@ -111,7 +103,7 @@ class NodesRendezvous(LauncherRendezvous):
                 info = handler.next_rendezvous()
                 self._joining = False
                 return self._open_attempt(handler, info)
-            except RendezvousTimeoutError as error:
+            except elastic.RendezvousTimeoutError as error:
                 raise RunEnded(EXIT_FAILURE, f"fewer than {self._min_nodes} nodes joined within "
                                f"--rejoin-timeout {self._timeout_s:g} s") from error
             except STORE_ERRORS:  # or a peer has died during the rendezvous
@@ -172,7 +164,7 @@ class NodesRendezvous(LauncherRendezvous):
         return True
 
     def leave(self) -> None:
-        """At the end, keep hosting the store until the other nodes have read the exit code."""
+        """Keep hosting the store until the other nodes have read the exit code."""
         self._joining = False
         if not self._endpoint.hosts:
             self._try("set", f"trainer/bye/{_key(self._me)}", "1")
@@ -186,7 +178,7 @@ class NodesRendezvous(LauncherRendezvous):
                     return
                 time.sleep(RETRY_S)
 
-    def _connect(self) -> DynamicRendezvousHandler:
+    def _connect(self) -> dynamic.DynamicRendezvousHandler:
         self._backend, waiting = self._endpoint.connect(self._check_requests)
         if self._nonce:  # a new store: the launch keeps the id that this node knows
             self._call("set", "trainer/launch", self._launch_id)
@@ -194,19 +186,18 @@ class NodesRendezvous(LauncherRendezvous):
             self._print_line(f"waiting for {self._min_nodes} to {self._max_nodes} nodes "
                              f"at {self._endpoint}")
             self._call("compare_set", "trainer/launch", "", self._launch_id)
-        self._handler = DynamicRendezvousHandler.from_backend(
+        self._handler = dynamic.DynamicRendezvousHandler.from_backend(
             "trainer", waiting, self._backend, self._min_nodes, self._max_nodes, self._me[0],
-            RendezvousTimeout(join=timedelta(seconds=self._timeout_s),
-                              last_call=timedelta(seconds=LAST_CALL_S)),
+            dynamic.RendezvousTimeout(join=timedelta(seconds=self._timeout_s),
+                                      last_call=timedelta(seconds=LAST_CALL_S)),
             keep_alive_interval=KEEP_ALIVE_S, keep_alive_max_attempt=KEEP_ALIVE_TIMES,
         )
         return self._handler
 
     def _open_attempt(
-        self, handler: DynamicRendezvousHandler, info: RendezvousInfo
-    ) -> RendezvousInfo:
-        """Publish (the round's first node) or read the address of the attempt's store, and its
-        nonce."""
+        self, handler: dynamic.DynamicRendezvousHandler, info: elastic.RendezvousInfo
+    ) -> elastic.RendezvousInfo:
+        """Publish (on the round's first node) or read nonce and store address of the attempt."""
         self._attempt_server = None
         if info.rank == 0:
             self._attempt_server, port = host_store(self._me[0])
@@ -218,8 +209,8 @@ class NodesRendezvous(LauncherRendezvous):
         self._nonce, self._launch_id = attempt["nonce"], attempt["launch"]
         state = handler._state_holder.state  # private: the members of the round
         self.members = frozenset((node.addr, node.pid) for node in state.participants)
-        return RendezvousInfo(info.store, info.rank, info.world_size,
-                              RendezvousStoreInfo(attempt["address"], attempt["port"]))
+        store_info = elastic.RendezvousStoreInfo(attempt["address"], attempt["port"])
+        return elastic.RendezvousInfo(info.store, info.rank, info.world_size, store_info)
 
     def _drop_connections(self) -> None:
         if self._backend is not None:
@@ -230,7 +221,7 @@ class NodesRendezvous(LauncherRendezvous):
 
     def _call(self, operation: str, *arguments: Any) -> Any:
         if self._backend is None:
-            raise RendezvousConnectionError(f"{self._description} is lost")
+            raise elastic.RendezvousConnectionError(f"{self._description} is lost")
         return self._backend.call(operation, *arguments)
 
     def _try(self, operation: str, *arguments: Any) -> Any:
@@ -243,7 +234,7 @@ class NodesRendezvous(LauncherRendezvous):
     def _state(self) -> Any:
         """torch's state of the rendezvous. Private: nothing public names the nodes."""
         if self._handler is None:
-            raise RendezvousConnectionError(f"{self._description} is lost")
+            raise elastic.RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
         return self._handler._state_holder.state
 

@@ -104,8 +104,7 @@ def repeated_failures(attempts: Sequence[Attempt], *, version: str) -> list[Atte
 
 
 def failed_step(event: Event) -> int:
-    step = event.get("failed_step")
-    return event["step"] if step is None else step
+    return event.get("failed_step", event["step"])
 
 
 def failure_sentence(event: Event) -> str:

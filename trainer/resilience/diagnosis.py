@@ -72,13 +72,7 @@ class Failure:
             return EXIT_FAILURE, ""
         say(_stack(error))
         if found.memory and self.config is not None:
-            who = ("a loader worker died; the usual cause is too little memory"
-                   if found.memory == "worker" else "out of memory")
-            remedies = enumerate(memory_remedies(found.memory, self.config), 1)
-            log.error("\n".join([
-                f"{who}, in phase {self._event['failed_phase']}, with micro-batches of "
-                f"{self.config.batch.micro_size}. Remedies, in this order:",
-                *(f"  {number}. {words}" for number, words in remedies)]))
+            log.error(explain_memory(found.memory, self._event["failed_phase"], self.config))
         if found.is_import:
             log.error("a failed import would fail again: the run is not restarted")
         log.error(last := failure_sentence(self._event))
@@ -192,12 +186,13 @@ def remedy(error: BaseException) -> str:
     return ""
 
 
-def memory_remedies(memory: str, config: Any) -> list[str]:
-    """Remedies for exhausted memory of a `rank` or `worker`, in order."""
+def explain_memory(memory: str, phase: str, config: Any) -> str:
+    """Explain exhausted memory of a `rank` or `worker`, with remedies in order."""
     batch, workers = config.batch, config.data.workers
-    found = []
+    who, found = "out of memory", []
     if memory == "worker":
-        fewer = "1" if workers == "auto" else str(max(0, workers // 2))
+        who = "a loader worker died; the usual cause is too little memory"
+        fewer = 1 if workers == "auto" else max(0, workers // 2)
         found.append(f"fewer loader workers, and less read ahead: --data.workers {fewer} "
                      "--data.prefetch 1")
     smaller = [d for d in range(1, batch.micro_size) if batch.global_size % d == 0]
@@ -209,7 +204,9 @@ def memory_remedies(memory: str, config: Any) -> list[str]:
             found.append("mixed precision: --precision.dtype bf16")
         found.append("activation checkpointing: torch.utils.checkpoint.checkpoint(block, x, "
                      "use_reentrant=False) around the blocks of the model")
-    return found
+    return "\n".join([f"{who}, in phase {phase}, with micro-batches of {batch.micro_size}. "
+                      "Remedies, in this order:",
+                      *(f"  {number}. {words}" for number, words in enumerate(found, 1))])
 
 
 def _chain(error: BaseException) -> list[BaseException]:

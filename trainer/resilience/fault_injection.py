@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import difflib
 import errno
 import os
@@ -50,11 +49,6 @@ class Fault:
     always: bool = False
     seconds: float = 1.0
 
-    def fits(self, *, rank: int, step: int, epoch: int, phase: str, attempt: int) -> bool:
-        """Whether the fault fires at this mark."""
-        return (phase == self.phase and rank == self.rank and self.step in (None, step)
-                and self.epoch in (None, epoch) and self.attempt in (None, attempt))
-
 
 def parse_fault(text: str) -> Fault:
     """Parse `KIND[:rank=R][:step=S][:epoch=E][:phase=P][:attempt=A][:seconds=X][:always]`."""
@@ -70,9 +64,11 @@ def parse_fault(text: str) -> Fault:
             _check_name(text, "phase", value, PHASES)
             fields["phase"] = value
         elif name in numbers:
-            with contextlib.suppress(ValueError):
+            try:
                 fields[name] = NUMBERS[name](value)
-            if not fields.get(name, -1) >= 0:
+            except ValueError:
+                fields[name] = -1
+            if not fields[name] >= 0:
                 raise ConfigError(f"--inject {text}: {name}={value} is not a number from 0 on.")
         else:
             _check_name(text, "part", part, (*numbers, "phase", "always"))
@@ -120,14 +116,14 @@ class FaultInjector:
                  for number, fault in enumerate(faults) if fault.rank == rank}
         self._faults = {name: fault for name, fault in named.items()
                         if marks is None or not (marks / name).exists()}
-        self._rank, self._attempt, self._marks, self._log = rank, attempt, marks, log
+        self._attempt, self._marks, self._log = attempt, marks, log
         self._lock = threading.Lock()
 
     def __call__(self, point: Phase, step: int, epoch: int = 0) -> None:
         """Fail if a fault is armed for this mark."""
         for name, fault in list(self._faults.items()):
-            if fault.fits(rank=self._rank, step=step, epoch=epoch, phase=point,
-                          attempt=self._attempt):
+            if (fault.phase == point and fault.step in (None, step)
+                    and fault.epoch in (None, epoch) and fault.attempt in (None, self._attempt)):
                 self._fire(name, fault, point, step)
 
     def __bool__(self) -> bool:

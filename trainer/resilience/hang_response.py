@@ -53,7 +53,6 @@ class Alarm:
             self.beats.stop()
 
     def lasts(self, now: float) -> bool:
-        """Whether to keep waiting for an alarm or for its effect."""
         return not self._given_up and now <= self.at_s + self._tick_s + DUMP_S
 
     def sound(self, hang: HangReport, own: RankReport, limit_s: float) -> None:
@@ -75,7 +74,6 @@ class Alarm:
         self.follow(alarm, own)
 
     def _local(self, culprit: int) -> ProcessIdentity | None:
-        """The process of a rank if it is on this host."""
         who = None if self.beats is None else self.beats.identities.get(culprit)
         return who if who is not None and who.host == self._identity.host else None
 
@@ -95,11 +93,10 @@ class Alarm:
         return dataclasses.replace(last, phase=phase, step=main.step, idle_s=idle_s, saving=saving)
 
     def _report(self, alarm: dict[str, Any]) -> None:
-        where = "stderr" if self._log.folder is None else display_path(
-            self._log.folder / stack_dumps.FOLDER)
-        why, limit_s = alarm["why"], alarm["limit_s"]
-        close = f"; the stacks of all ranks are in {where}"
+        folder, why, limit_s = self._log.folder, alarm["why"], alarm["limit_s"]
+        where = "stderr" if folder is None else display_path(folder / stack_dumps.FOLDER)
         usual = f"--watchdog.limit-s {limit_s:g}"
+        close = f"; the stacks of all ranks are in {where}"
         for culprit, place in alarm["culprits"].items():
             phase, step, saving, idle_s = (
                 place[key] for key in ("phase", "step", "saving", "idle_s"))

@@ -50,7 +50,6 @@ class Heartbeats:
         self._thread.start()
 
     def peers(self) -> dict[int, Peer]:
-        """State of the other ranks, from the reports received so far."""
         now = time.monotonic()
         seen = {peer: self._seen.get(peer, (0, now, None)) for peer in self._peers}
         return {peer: Peer(report=report, silent_s=now - since_s)
@@ -135,5 +134,4 @@ class Heartbeats:
 
 
 def own_identity(pid: int) -> ProcessIdentity:
-    """Identity of a process on this host."""
     return ProcessIdentity(pid=pid, started=processes.start_time(pid), host=processes.host())

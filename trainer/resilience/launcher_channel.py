@@ -22,12 +22,9 @@ if TYPE_CHECKING:  # a rank imports this before torch
 
 
 class Orders:
-    """Reads the launcher's orders in a separate thread.
-
-    `lost`: this rank may wait for a rank that is gone; close all connections, so that every wait
-    fails as after a peer's death. `stale`: the same, and save nothing. `absent`: a rank has ended
-    before all have joined, which the ranks that still wait cannot detect.
-    """
+    """Reads the launcher's orders in a separate thread. `lost`: this rank may wait for a rank that
+    is gone; close all connections, so that every wait fails. `stale`: the same, and save nothing.
+    `absent`: a rank has ended before all have joined, which waiting ranks cannot detect."""
 
     def __init__(self) -> None:
         self._world: World | None = None
@@ -69,17 +66,15 @@ def leave_launcher(
     exit_code: int, launch: LaunchInfo, count_signals: Callable[[], int], *, last_words: str = "",
     timeout_s: float = 5.0,
 ) -> None:
-    """Return when this rank may exit with `exit_code` without being restarted by torchrun.
+    """Wait until this rank may exit with `exit_code` without being restarted by torchrun.
 
     torchrun restarts every exit code but 0. So when the trainer itself ends the run, local rank 0
     sends SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has
     reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
     passed. If local rank 0 has sent nothing by then, the others do, and wait another second. After
     a stop that torchrun requested nothing happens: torchrun knows whether this ends the run.
-
-    Args:
-        count_signals: returns how many signals torchrun has sent this rank so far.
-        last_words: why the run has ended; printed again below torchrun's traceback.
+    `count_signals` returns how many signals torchrun has sent this rank so far; `last_words`, why
+    the run has ended, are printed again below torchrun's traceback.
     """
     agent, before = os.getppid(), count_signals()
     if exit_code not in FINAL_EXIT_CODES:

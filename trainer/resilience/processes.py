@@ -36,8 +36,8 @@ def separate_reads() -> None:
                     os.dup2(reopened.fileno(), fd, inheritable=os.get_inheritable(fd))
 
 
-BUSY = 0.1  # share of a core above which a process counts as active
-BUSY_BYTES = 1 << 16  # bytes read and written between two looks above which it counts as active
+BUSY, BUSY_BYTES = 0.1, 1 << 16
+"""A process counts as active if it uses this share of a core, or reads and writes so many bytes."""
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -50,13 +50,12 @@ def host() -> str:
 def start_time(pid: int) -> int | None:
     """Start time, which distinguishes it from a later process with its pid; None: it has ended."""
     fields = _stat(f"/proc/{pid}")
-    return None if fields is None or fields[0] in "ZX" else int(fields[19])
+    return None if fields[0] in "ZX" else int(fields[19])
 
 
 def state(pid: int) -> str:
     """R runs, S sleeps, D waits for a disk, T is stopped, …; X if there is no such process."""
-    fields = _stat(f"/proc/{pid}")
-    return "X" if fields is None else fields[0]
+    return _stat(f"/proc/{pid}")[0]
 
 
 def is_alive(pid: int) -> bool:
@@ -65,12 +64,10 @@ def is_alive(pid: int) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is stopped, by a signal or a debugger."""
     return state(pid) in "Tt"
 
 
 def name(pid: int) -> str:
-    """Name of a process, as `ps` shows it."""
     return _read(f"/proc/{pid}/comm").decode(errors="replace").strip()
 
 
@@ -81,7 +78,6 @@ def set_name(name: str) -> None:
 
 
 def command_line(pid: int) -> list[str]:
-    """Command line of a process; [] if there is no such process."""
     return os.fsdecode(_read(f"/proc/{pid}/cmdline")).split("\0")[:-1]
 
 
@@ -102,12 +98,10 @@ def program(pid: int) -> str:
 
 def parent(pid: int) -> int:
     """Pid of the parent; 0: there is none."""
-    fields = _stat(f"/proc/{pid}")
-    return 0 if fields is None else int(fields[1])
+    return int(_stat(f"/proc/{pid}")[1])
 
 
 def children(pid: int) -> list[int]:
-    """Pids of the living children of a process."""
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
@@ -181,7 +175,7 @@ class Activity:
             places, times = [f"/proc/{pid}" for pid in pids], slice(11, 15)
         ticks, count, blocked = 0, 0, False
         for place in places:
-            fields = _stat(place) or ["X"]
+            fields = _stat(place)
             ticks += sum(map(int, fields[times]))  # utime, stime; of children that have ended, too
             blocked |= fields[0] == "D"
             for line in _read(f"{place}/io").splitlines():
@@ -190,9 +184,10 @@ class Activity:
         return ticks / _TICKS, count, blocked
 
 
-def _stat(place: str) -> list[str] | None:
-    """Fields of a stat file from the state on; None: no such process."""
-    return _read(f"{place}/stat").decode(errors="replace").rpartition(")")[2].split() or None
+def _stat(place: str) -> list[str]:
+    """Fields of a stat file, from the state on; ["X", "0"]: there is no such process."""
+    fields = _read(f"{place}/stat").decode(errors="replace").rpartition(")")[2].split()
+    return fields or ["X", "0"]
 
 
 def _read(path: str) -> bytes:

@@ -77,14 +77,12 @@ class StopSignals:
             self._taker.start()
 
     def request(self, reason: str) -> None:
-        """Request a stop at the next step boundary."""
         if not self.requested:
             self.reason, self.since_s = reason, time.monotonic()
             self.requested = True
             self._wake()
 
     def only_from(self, process: int) -> bool:
-        """Whether all signals are known to come from this process."""
         return self.requested and set(self.senders) == {process}
 
     def limit(self, grace_s: float, late: Callable[[], int]) -> None:
@@ -145,7 +143,7 @@ class StopSignals:
             self.leave_if_idle()
 
     def _read_signals(self) -> bytes:
-        """Numbers of the signals since the last call; exits at the second SIGINT."""
+        """Numbers of the signals since the last call. Exits at the second SIGINT."""
         numbers = drain(self._wake_reader)
         self._interrupts += numbers.count(signal.SIGINT)
         if self._interrupts > 1:
@@ -177,9 +175,8 @@ class StopSignals:
 
 
 def attend() -> StopSignals:
-    """Install a rank's stop request: signals set it, and under torchrun the end of torchrun. Call
-    it before heavy imports, in which torchrun may be killed: an orphan that does not notice would
-    join the store of the next start."""
+    """Let signals, and under torchrun the end of torchrun, request a stop of this rank. Call it
+    before heavy imports: an orphan that notices nothing would join the store of the next start."""
     stop = StopSignals()
     stop.install()
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:

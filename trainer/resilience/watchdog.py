@@ -1,12 +1,10 @@
 """The watchdog of a rank: after a hang, write stacks, name and end the culprit, save and leave.
 
-Its thread reads the progress marks of the main thread and of the checkpoint writer, reports them
-to the other ranks (`Heartbeats`), decides (`find_hang`) and acts (`Alarm`):
-
-1. The first rank that finds a hang raises the alarm; then each running rank writes its stacks.
-2. A culprit that runs ends itself; a stopped one is killed by another rank of its host.
-3. That breaks the collectives of the others, whose main threads save and leave. If a main
-   thread cannot, because it computes or waits for a kernel that never ends, this thread does.
+Its thread reports the progress marks to the other ranks (`Heartbeats`), decides (`find_hang`) and
+acts (`Alarm`): the first rank that finds a hang raises the alarm, and each running rank writes its
+stacks. A culprit that runs ends itself; a stopped one is killed by another rank of its host. That
+breaks the collectives of the others, whose main threads save and leave. If a main thread cannot,
+because it computes or waits for a kernel that never ends, this thread does.
 """
 
 from __future__ import annotations
@@ -39,11 +37,7 @@ LEAVE_S = 1.5  # from a peer's end until this thread saves and leaves in place o
 
 class Watchdog:
     """Watches this rank from `with` to `stop`. The main thread creates it and enters `with`.
-
-    Args:
-        limit_s: limit inside steps; None: learn it.
-        start_s: limit while the rank builds and warms up; None: a long one.
-    """
+    `limit_s` holds inside steps (None: learn it), `start_s` before them (None: long)."""
 
     def __init__(
         self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None
@@ -83,13 +77,11 @@ class Watchdog:
         self._alarm.rescue = rescue
 
     def gather(self, times: StepTiming) -> None:
-        """Send these times to rank 0 with the heartbeats."""
         if self._alarm.beats is not None:
             self._alarm.beats.times = times
 
     def stop(self) -> None:
-        """Record that the main thread leaves by itself. Blocks while this thread leaves in its
-        place."""
+        """The main thread leaves by itself. Blocks while the watchdog leaves in its place."""
         if not self._alarm.stopped:
             self._alarm.stop()
             os.write(self._wake, b"!")
@@ -152,7 +144,6 @@ class Watchdog:
             self._alarm.sound(hang, own, limit_s)
 
     def _look(self, now: float) -> RankReport:
-        """Report what this rank does."""
         phase, main, whom = self._log.status.phase, self.marks.main, WaitsFor.NOBODY
         limit_s = self._pace.see(main, phase, now)
         if (step := self.in_flight()) is not None and (
