@@ -104,11 +104,10 @@ def number(kind: type[int] | type[float], least: float) -> Callable[[str], float
 
 
 def _nodes(text: str) -> tuple[int, int]:
-    least, colon, most = text.partition(":")
-    if not least.isdecimal() or (colon and not most.isdecimal()) or not (
-            1 <= int(least) <= int(most or least)):
+    least, _, most = (text if ":" in text else f"{text}:{text}").partition(":")
+    if not (least.isdecimal() and most.isdecimal() and 1 <= int(least) <= int(most)):
         raise ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:4, nor a number")
-    return int(least), int(most or least)
+    return int(least), int(most)
 
 
 def _endpoint(text: str) -> tuple[str, int]:

@@ -87,8 +87,8 @@ def exit_code(end: SystemExit, default: int) -> int:
 
 
 def _finish(code: int) -> None:
-    """Shut down as the interpreter does, without unloading every module (about a second). A rank
-    that has failed only flushes its output: a thread of the task may never end."""
+    """Shut down as the interpreter does, without unloading every module (about a second). A failed
+    rank only flushes its output: a thread of the task may never end."""
     if code == EXIT_COMPLETE:
         threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads
         atexit._run_exitfuncs()

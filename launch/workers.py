@@ -89,8 +89,8 @@ class Workers:
         return sorted(rank.rank for rank in self._living.values())
 
     def wait_ready(self, *, until_stop: bool = False) -> int | None:
-        """Wait for the fork server's imports; return the exit code if there is nothing to start.
-        With `until_stop`, return None early at a stop request."""
+        """Wait for the fork server's imports (`until_stop`: or for a stop request); return the exit
+        code if there is nothing to start."""
         while self._server_imports and not (until_stop and self._stop.signal is not None):
             self._poll(CHECK_S)
         return self._code
@@ -132,8 +132,8 @@ class Workers:
                 rank.channel.send(f"{word}\n".encode())
 
     def kill_stopped(self, checks: int) -> list[int]:
-        """Kill each rank found stopped (SIGSTOP) in `checks` consecutive calls; returns them.
-        Calls are counted, not time: the launcher may have been stopped with them."""
+        """Kill and return the ranks found stopped in `checks` consecutive calls. Calls are counted,
+        not time: the launcher may have been stopped with them."""
         killed = []
         for pid, rank in self._living.items():
             rank.stopped_checks = rank.stopped_checks + 1 if processes.state(pid) == "T" else 0

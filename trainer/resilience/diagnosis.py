@@ -231,8 +231,8 @@ def is_foreign(error: BaseException) -> bool:
 
 def _frames(error: BaseException) -> list[_Frame]:
     """Frames of its traceback, outermost first, from the trainer's first frame on."""
-    frames = [(frame.f_code.co_filename, line, frame.f_code.co_name)
-              for frame, line in traceback.walk_tb(error.__traceback__)]
+    frames: list[_Frame] = [(frame.f_code.co_filename, line, frame.f_code.co_name)
+                            for frame, line in traceback.walk_tb(error.__traceback__)]
     begin = next((i for i, f in enumerate(frames) if f[0].startswith(TRAINER_FOLDER)), 0)
     return frames[begin:]
 

@@ -37,8 +37,8 @@ class Pace:
         return max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
 
     def see(self, place: Place, phase: Phase, now: float) -> float:
-        """Record the place of the main thread; return the limit. Pauses shorter than the interval
-        between two calls are missed, which the shortest limit allows for."""
+        """Record the place of the main thread; return the limit. Pauses between two calls are
+        missed, which the shortest limit allows for."""
         began_s, length_s = self._pause
         if place.at_s != began_s:  # a pause counts when it is over
             self._longest_s = max(self._longest_s, length_s)
@@ -59,8 +59,7 @@ class QuietTime:
         self._activity: Activity | None = None
 
     def measure(self, idle_s: float, limit_s: float) -> float:
-        """Seconds without activity, of `idle_s` seconds without a mark. Activity counts only from a
-        quarter of the limit on."""
+        """Seconds without activity, of `idle_s` without a mark; looks from `limit_s / 4` on."""
         if idle_s <= limit_s / 4:
             self._activity = None
             return idle_s

@@ -98,8 +98,7 @@ class Alarm:
         usual = f"--watchdog.limit-s {limit_s:g}"
         close = f"; the stacks of all ranks are in {where}"
         for culprit, place in alarm["culprits"].items():
-            phase, step, saving, idle_s = (
-                place[key] for key in ("phase", "step", "saving", "idle_s"))
+            phase, step, saving, idle_s = map(place.get, ("phase", "step", "saving", "idle_s"))
             self._note(why, int(culprit), at_phase=phase, at_step=step, failed_phase=phase,
                        failed_step=step, saving=saving, idle_s=idle_s, limit_s=limit_s)
             self._log.error(f"hang: rank {culprit} {why}: {phase} of step {step}"

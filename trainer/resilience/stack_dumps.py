@@ -43,8 +43,7 @@ def worker_stacks() -> tuple[str, list[str]]:
 
     dumps, reasons = [], []
     for pid in processes.children(os.getpid()):
-        name = processes.name(pid)
-        if not name.startswith(WORKER):
+        if not (name := processes.name(pid)).startswith(WORKER):
             continue
         if processes.is_stopped(pid):
             reasons.append(f"its {name} (pid {pid}) is stopped")

@@ -101,16 +101,13 @@ def test_only_a_folder_name_that_is_no_utf8_is_refused() -> None:
 def test_a_run_of_another_user_is_refused_before_it_starts(name: str) -> None:
     with tempfile.TemporaryDirectory() as place:  # other users can't enter pytest's own folders
         path = Path(place, "run")
-        (path / "checkpoints").mkdir(parents=True)
-        (path / "tensorboard").mkdir()
+        for folder in ("checkpoints", "tensorboard"):
+            (path / folder).mkdir(parents=True)
         for file in ("events.jsonl", "last-step"):
             (path / file).touch()
-        os.chmod(path / name, 0o555)
-        for open_to_all in (Path(place), path):
+        for open_to_all in (Path(place), path, *path.iterdir()):
             open_to_all.chmod(0o777)
-        for other in path.iterdir():
-            if other.name != name:
-                other.chmod(0o777)
+        (path / name).chmod(0o555)
         world, mine = World(LaunchInfo(), torch.device("cpu"), 1), RunIdentity(run="a", attempt=1)
         user = os.geteuid()
         os.seteuid(user or 65534)  # root may write anywhere
