@@ -44,7 +44,7 @@ def _launch(options: Options, stop: LauncherStop) -> int:
     if options.rdzv_endpoint is not None:
         # Otherwise torch warns at each connection about addresses without a host name.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    stop.exit_at_first_signal = True  # a fork server that is still importing dies with this process
+    stop.exit_immediately(True)  # a fork server that is still importing dies with this process
     # Import once, then fork: two concurrent imports take more than twice as long.
     import torch  # noqa: F401
 
@@ -53,7 +53,7 @@ def _launch(options: Options, stop: LauncherStop) -> int:
     entry, argv = options.entry, options.trainer_argv
     output = Output()
     ranks = Workers(fork_server_process(entry, argv), entry, argv, stop, output)
-    stop.on_second_interrupt = ranks.kill_and_exit
+    stop.on_second_interrupt(ranks.kill_and_exit)
     try:
         # These imports overlap with the fork server's. From here on this process may have threads.
         from launch.agent import HotAgent
@@ -61,7 +61,7 @@ def _launch(options: Options, stop: LauncherStop) -> int:
         from launch.nodes.rendezvous import NodesRendezvous
         from launch.rendezvous import LoopbackRendezvous
 
-        stop.exit_at_first_signal = False
+        stop.exit_immediately(False)
         if (code := ranks.wait_ready(until_stop=True)) is not None:
             return code
         if stop.signal is not None:

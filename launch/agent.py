@@ -179,13 +179,13 @@ class HotAgent(api.SimpleElasticAgent):
             self._record_phases()
         elif self.decision.restart:
             used = f"{self._max_restarts} of {self._max_restarts} restarts used"
-            self._output.last_line = f"{self._cause_text}; giving up, {used}"
+            self._output.set_last_line(f"{self._cause_text}; giving up, {used}")
         else:
             self._remaining_restarts = 0
             if self.decision.code == EXIT_FAILURE:
                 self._output.print_line(f"{self._cause_text} instead of stopping as requested")
             elif self.decision.code == EXIT_CONFIG and self._ranks.failures:
-                self._output.last_line = f"{self._cause_text}; not restarted, would fail again"
+                self._output.set_last_line(f"{self._cause_text}; not restarted, would fail again")
 
     def _record_phases(self) -> None:
         """Record the phase times so far for the next start; all ranks have exited."""
@@ -196,7 +196,7 @@ class HotAgent(api.SimpleElasticAgent):
     def _find_cause(self, cause: Exit) -> str:
         """Describe what failed first; append an event for a death that no rank has reported."""
         folder = self._ranks.run_folder
-        launch_id = self._worker_group.spec.rdzv_handler.get_run_id()
+        launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
         attempt = self._progress.new_attempt(folder, launch_id)
         event = first_failure(cause, self._ranks.failures, attempt=attempt,
                               reached_step=self._progress.reached_step)

@@ -19,11 +19,15 @@ class Output:
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []
         self._lock = threading.Lock()
-        self.last_line: str | None = None  # printed by `finish`
+        self._last: str | None = None  # printed by `finish`
 
     def print_line(self, text: str) -> None:
         """Print a line of the launcher on stderr."""
         self._write(sys.stderr.fileno(), f"launch: {text}\n".encode(errors="backslashreplace"))
+
+    def set_last_line(self, text: str) -> None:
+        """Set the line that `finish` prints."""
+        self._last = text
 
     def follow(self, fd: int, *, tag: str, to_fd: int) -> None:
         """Copy lines from `fd` to `to_fd` with `tag` before each; close `fd` at end of file."""
@@ -38,7 +42,7 @@ class Output:
         for thread in self._threads:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         # Reset first: a second Ctrl-C calls this again while the line is being printed.
-        last, self.last_line = self.last_line, None
+        last, self._last = self._last, None
         if last is not None:
             self.print_line(last)
 

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer import torch_private
+
 _KINDS = (random.Random, np.random.Generator, np.random.BitGenerator, np.random.RandomState,
           torch.Generator)
 _PROCESS_WIDE = (random.seed.__self__, np.random.mtrand._rand,  # type: ignore[attr-defined]
@@ -240,5 +242,5 @@ def _device_generators() -> tuple[torch.Generator, ...]:
     if torch.cuda.is_initialized():
         return (torch.cuda.default_generators[torch.cuda.current_device()],)
     if torch.backends.mps.is_available():
-        return (torch.mps._get_default_mps_generator(),)
+        return (torch_private.mps_generator(),)
     return ()

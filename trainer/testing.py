@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -11,14 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrizations import _SpectralNorm
-from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
-from trainer import rng
-from trainer.checkpoint.progress import TrainProgress
-from trainer.config.schema import BadStepConfig, Clip, Optim
+from trainer import rng, torch_private
+from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.train_state import TrainState
+from trainer.config.schema import Optim
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
 from trainer.data.sample_errors import summarize_exception
@@ -27,8 +25,6 @@ from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
-from trainer.optim.bad_step_check import Health
-from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run import state_dict_checks
 from trainer.run.hidden_state import differing, same, values
 from trainer.step import Step
@@ -275,10 +271,7 @@ def _check_empty(case: _Case) -> Iterator[str]:
 def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
     """Whether a buffer belongs to torch's spectral norm, which iterates whatever the input is."""
     owner, _, name = buffer.rpartition(".")
-    module = model.get_submodule(owner)
-    return isinstance(module, _SpectralNorm) or any(
-        isinstance(hook, SpectralNorm) and name in (f"{hook.name}_u", f"{hook.name}_v")
-        for hook in module._forward_pre_hooks.values())
+    return torch_private.is_of_spectral_norm(model.get_submodule(owner), name)
 
 
 def _check_sums(case: _Case) -> Iterator[str]:
@@ -317,14 +310,11 @@ def _check_step(case: _Case) -> Iterator[str]:
                "to a group, or freeze it (requires_grad_(False)).")
     objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
                           device=torch.device("cpu"))
-    step = Step(
-        objective=objective, wrapped=objective, model=model, optimizer=optimizer,
-        schedule=LambdaLR(optimizer, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(), progress=TrainProgress(), seed=SEED, num_ranks=1, nominal_count=case.size,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None,
-        health=Health(BadStepConfig()),
-    )  # fmt: skip
+    state = TrainState(
+        model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
+        best=BestTracker(), meter=LossMeter(), seed=SEED, num_ranks=1)
+    step = Step.plain(state, objective, objective)
     full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
     empty = MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), batches.empty(case.whole))
     result = step([full, empty])

@@ -67,7 +67,7 @@ class NodeAgent(HotAgent):
             self._nodes.request_stop()
         elif self._nodes.stop_requested:
             self._output.print_line("another node received a stop request")
-            self._stop.signal = signal.SIGTERM
+            self._stop.request(signal.SIGTERM)
         super()._forward_stop()
 
     def _allow_restart(self) -> None:
@@ -102,7 +102,7 @@ class NodeAgent(HotAgent):
         raise RunEnded(first, "" if first == code else f"another node ended with code {first}")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        change, self._nodes.change = self._nodes.change, None
+        change = self._nodes.take_change()
         if change is not None and self._ranks.living:
             self._output.print_line(f"{change.reason}; the ranks save and restart")
             noticed_s = time.time()
@@ -138,7 +138,7 @@ class NodeAgent(HotAgent):
 
     def _is_broken(self) -> bool:
         """Whether the group is no longer complete: a rank has failed, or a node is lost."""
-        self._nodes.change = None
+        self._nodes.take_change()
         self._nodes.num_nodes_waiting()
         return any(end.failed for end in self._exits) or (
             self._nodes.change is not None and self._nodes.change.kind != "join")

@@ -79,8 +79,8 @@ class Endpoint:
 
     def _connections_since(self, before: Collection[int]) -> set[int]:
         """The connections to the endpoint that were made after `before`."""
-        return {inode for inode, found in sockets.connections().items()
-                if inode not in before and found.peer_port == self._port}
+        return {inode for inode, (_, peer_port) in sockets.connections().items()
+                if inode not in before and peer_port == self._port}
 
     def _listen(self) -> bool:
         """Host the store; returns False if the port is in use."""

@@ -33,6 +33,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from launch.nodes.endpoint import STORE_ERRORS, STORE_TIMEOUT_S, Endpoint, GuardedBackend
 from launch.options import Options
 from launch.rendezvous import LauncherRendezvous, host_store
+from trainer import torch_private
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
 
 KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5
@@ -118,6 +119,11 @@ class NodesRendezvous(LauncherRendezvous):
                 self._print_line(f"{self._description} does not answer; retrying for "
                                  f"{self._timeout_s:g} s (--rejoin-timeout)")
             time.sleep(RETRY_S)
+
+    def take_change(self) -> MembershipChange | None:
+        """Return the change of the members that was found, and forget it."""
+        change, self.change = self.change, None
+        return change
 
     def num_nodes_waiting(self) -> int:
         """1 if a change requires a restart, else 0. torch's agent restarts the ranks if not 0."""
@@ -207,7 +213,7 @@ class NodesRendezvous(LauncherRendezvous):
             info.store.set("trainer/attempt", json.dumps(attempt))
         attempt = json.loads(info.store.get("trainer/attempt"))
         self._nonce, self._launch_id = attempt["nonce"], attempt["launch"]
-        state = handler._state_holder.state  # private: the members of the round
+        state = torch_private.rendezvous_state(handler)
         self.members = frozenset((node.addr, node.pid) for node in state.participants)
         store_info = elastic.RendezvousStoreInfo(attempt["address"], attempt["port"])
         return elastic.RendezvousInfo(info.store, info.rank, info.world_size, store_info)
@@ -216,7 +222,7 @@ class NodesRendezvous(LauncherRendezvous):
         if self._backend is not None:
             self._backend.close()
         if self._handler is not None:
-            self._handler._stop_heartbeats()  # private: `shutdown` would use the store
+            torch_private.stop_heartbeats(self._handler)
         self._handler = self._backend = None
 
     def _call(self, operation: str, *arguments: Any) -> Any:
@@ -236,7 +242,7 @@ class NodesRendezvous(LauncherRendezvous):
         if self._handler is None:
             raise elastic.RendezvousConnectionError(f"{self._description} is lost")
         self._handler.num_nodes_waiting()  # reads the state, at most once a second
-        return self._handler._state_holder.state
+        return torch_private.rendezvous_state(self._handler)
 
     def _find_change(self) -> MembershipChange | None:
         try:

@@ -28,9 +28,8 @@ def forget_workers() -> None:
 class Failure:
     """The exception that ended this rank."""
 
-    def __init__(self, log: Log) -> None:
-        self.config: Any = None  # of the run, once it is parsed
-        self._log = log
+    def __init__(self, log: Log, config: Any = None) -> None:
+        self._log, self._config = log, config  # the configuration of the run, once it is parsed
         self._error: BaseException | None = None  # its frames hold memory: dropped by `explain`
         self._found: Diagnosis | None = None
         self._event: dict[str, Any] = {}
@@ -71,8 +70,8 @@ class Failure:
             log.warning(f"{message}; leaving")
             return EXIT_FAILURE, ""
         say(_stack(error))
-        if found.memory and self.config is not None:
-            log.error(explain_memory(found.memory, self._event["failed_phase"], self.config))
+        if found.memory and self._config is not None:
+            log.error(explain_memory(found.memory, self._event["failed_phase"], self._config))
         if found.is_import:
             log.error("a failed import would fail again: the run is not restarted")
         log.error(last := failure_sentence(self._event))

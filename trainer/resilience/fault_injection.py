@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,14 +103,15 @@ def refuse_unreachable(faults: Sequence[Fault], *, ranks: int | None, total: int
 
 class FaultInjector:
     """The armed faults of one rank; subscribes to the rank's progress marks. Each fault fires once,
-    also across restarts: a file in the folder `marks` is durable before the fault happens."""
+    also across restarts: a file in the folder `marks` is durable before the fault happens. The
+    kinds `nan`, `flip`, `corrupt` and `enospc` are `actions` of other parts of the run."""
 
     def __init__(
         self, faults: Sequence[Fault] = (), *, rank: int = 0, attempt: int = 0,
         marks: Path | None = None, log: Log | None = None,
+        actions: Mapping[str, Callable[[], None]] | None = None,
     ) -> None:
-        self.actions: dict[str, Callable[[], None]] = {}
-        """`nan`, `flip`, `corrupt` and `enospc`, which other parts of the run implement."""
+        self._actions = actions or {}
         # By the name of its mark, which starts with its number: two faults may be equal.
         named = {f"{number}-{fault.text.replace('/', '_')}": fault
                  for number, fault in enumerate(faults) if fault.rank == rank}
@@ -159,7 +160,7 @@ class FaultInjector:
             case "slow":
                 time.sleep(fault.seconds)
             case kind:
-                self.actions[kind]()
+                self._actions[kind]()
                 if kind == "corrupt":
                     os.kill(os.getpid(), signal.SIGKILL)
 

@@ -45,6 +45,14 @@ class Alarm:
         self.late_s = max(0.0, world.launch.grace_s - LATE_S)
         self._leaving = threading.Lock()
 
+    def use(self, beats: Heartbeats) -> None:
+        """Exchange alarms and reports by these heartbeats."""
+        self.beats = beats
+
+    def rescue_with(self, rescue: Callable[[], bool]) -> None:
+        """Save by `rescue` in place of the main thread."""
+        self.rescue = rescue
+
     def stop(self) -> None:
         """See `Watchdog.stop`."""
         with self._leaving:
@@ -133,8 +141,7 @@ class Alarm:
         """Wait for a short time until the other ranks have written their stacks."""
         if (beats := self.beats) is None:
             return
-        beats.report = dataclasses.replace(beats.report, dumped=True)
-        beats.listening = True
+        beats.update(dataclasses.replace(beats.report, dumped=True), listening=True)
         deadline_s = time.monotonic() + 3 * self._tick_s + 1
         while time.monotonic() < deadline_s and not self.stopped:
             peers = beats.peers()

@@ -55,6 +55,14 @@ class Heartbeats:
         return {peer: Peer(report=report, silent_s=now - since_s)
                 for peer, (_, since_s, report) in seen.items()}
 
+    def update(self, report: RankReport, *, listening: bool) -> None:
+        """Send this report from now on, and read those of the others if `listening`."""
+        self.report, self.listening = report, listening
+
+    def gather(self, times: StepTiming) -> None:
+        """Let rank 0 collect these times."""
+        self.times = times
+
     def note_alive(self, peer: int) -> None:
         """Record that a rank is alive, by a sign other than its heartbeat."""
         if peer in self._seen:

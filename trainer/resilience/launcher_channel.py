@@ -54,7 +54,8 @@ class Orders:
         if self._world is None:
             os._exit(EXIT_FAILURE)
         if word != "absent":
-            self._world.superseded = word == "stale"
+            if word == "stale":
+                self._world.supersede()
             self._world.abandon()
 
 

@@ -39,7 +39,7 @@ def own_threads() -> str:
 
 def worker_stacks() -> tuple[str, list[str]]:
     """(stacks of this process's loader workers, reasons why they block it)."""
-    from torch.utils.data._utils import fetch  # private: the module that calls the data set
+    from trainer.torch_private import loader_fetch_file  # imports torch
 
     dumps, reasons = [], []
     for pid in processes.children(os.getpid()):
@@ -53,7 +53,7 @@ def worker_stacks() -> tuple[str, list[str]]:
             reasons.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
             continue
         text = _ask(pid)
-        if fetch.__file__ in text:  # inside the data set, not waiting for work
+        if loader_fetch_file() in text:  # inside the data set, not waiting for work
             reasons.append(f"its {name} (pid {pid}) is still reading")
         dumps.append(f"{name} (pid {pid}):\n{text or processes.describe_process(pid)}")
     return "\n".join(dumps), reasons

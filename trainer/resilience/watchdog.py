@@ -43,7 +43,7 @@ class Watchdog:
         self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None
     ) -> None:
         self.marks = ProgressMarks(log.status)
-        self.in_flight: Callable[[], int | None] = lambda: None  # step that the writer saves
+        self._in_flight: Callable[[], int | None] = lambda: None
         self._world, self._log = world, log
         self._pace, self._start_s = Pace(limit_s), start_s
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
@@ -58,9 +58,9 @@ class Watchdog:
 
     def __enter__(self) -> Watchdog:
         if self._world.store is not None:
-            self._alarm.beats = Heartbeats(
+            self._alarm.use(Heartbeats(
                 self._world.store.clone(), rank=self._world.rank, size=self._world.size,
-                identity=self._identity, report=self._look(time.monotonic()), tick_s=self._tick_s)
+                identity=self._identity, report=self._look(time.monotonic()), tick_s=self._tick_s))
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -72,13 +72,20 @@ class Watchdog:
             for descriptor in (self._woken, self._wake):
                 os.close(descriptor)
 
-    def rescue_with(self, rescue: Callable[[], bool]) -> None:
-        """Set what saves in place of the main thread; it returns whether it could."""
-        self._alarm.rescue = rescue
+    def guard(
+        self, rescue: Callable[[], bool], in_flight: Callable[[], int | None], times: StepTiming
+    ) -> None:
+        """Guard a run from now on.
 
-    def gather(self, times: StepTiming) -> None:
+        Args:
+            rescue: saves in place of the main thread; returns whether it could.
+            in_flight: returns the step that the checkpoint writer saves, or None.
+            times: sent to rank 0 with the heartbeats.
+        """
+        self._in_flight = in_flight
+        self._alarm.rescue_with(rescue)
         if self._alarm.beats is not None:
-            self._alarm.beats.times = times
+            self._alarm.beats.gather(times)
 
     def stop(self) -> None:
         """The main thread leaves by itself. Blocks while the watchdog leaves in its place."""
@@ -130,8 +137,7 @@ class Watchdog:
         own, limit_s, silent_s = self._look(now), self._pace.limit_s, 0.0
         peers: dict[int, hang_detection.Peer] = {}
         if (beats := self._alarm.beats) is not None:
-            beats.report = own
-            beats.listening = own.waits and own.idle_s > limit_s / 2
+            beats.update(own, listening=own.waits and own.idle_s > limit_s / 2)
             if beats.alarm is not None:
                 self._alarm.follow(beats.alarm, own)
                 return
@@ -146,7 +152,7 @@ class Watchdog:
     def _look(self, now: float) -> RankReport:
         phase, main, whom = self._log.status.phase, self.marks.main, WaitsFor.NOBODY
         limit_s = self._pace.see(main, phase, now)
-        if (step := self.in_flight()) is not None and (
+        if (step := self._in_flight()) is not None and (
                 stuck := self._look_at_writer(step, now, limit_s)) is not None:
             return stuck
         idle_s = now - max(main.at_s, self._resumed_s)

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,9 +18,11 @@ from trainer.telemetry.events import Log, read_events
 ROOT, parse = Path(__file__).parents[3], fault_injection.parse_fault
 
 
-def arm(folder: Path | None, *texts: str, rank: int = 0, attempt: int = 0) -> FaultInjector:
+def arm(
+    folder: Path | None, *texts: str, rank: int = 0, attempt: int = 0, **actions: Any
+) -> FaultInjector:
     return FaultInjector([parse(text) for text in texts], rank=rank, attempt=attempt,
-                         marks=folder and folder / "faults")
+                         marks=folder and folder / "faults", actions=actions)
 
 
 def fires(armed: FaultInjector, step: int = 1, phase: str = "forward", epoch: int = 0) -> bool:

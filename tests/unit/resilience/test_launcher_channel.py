@@ -24,6 +24,9 @@ class Group:
         self.superseded = False
         self.abandoned = threading.Event()
 
+    def supersede(self) -> None:
+        self.superseded = True
+
     def abandon(self) -> None:
         self.abandoned.set()
 
