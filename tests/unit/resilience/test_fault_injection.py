@@ -133,7 +133,16 @@ def test_an_ending_fault_ends_the_process_its_own_way(kind, code):
     assert (ended.returncode, ended.stdout) == (code, b"")
 
 
-def test_a_fault_has_a_mark_and_an_event_before_it_happens(tmp_path):
+def test_the_mark_of_a_fault_is_on_disk_before_it_happens(tmp_path):
+    seen = []
+    armed = arm(tmp_path, "nan:step=2", nan=lambda: seen.extend((tmp_path / "faults").iterdir()))
+
+    armed("forward", 2)
+
+    assert [path.name for path in seen] == ["0-nan:step=2"]
+
+
+def test_a_fault_leaves_a_mark_and_an_event(tmp_path):
     log = Log(level="error")
     log.open_events(tmp_path / "events.jsonl", attempt=2, nonce="n")
     armed = FaultInjector([parse("raise:phase=step-end")], attempt=2, log=log, marks=tmp_path / "f")
