@@ -23,11 +23,12 @@ from trainer.config import compatibility
 from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
-from trainer.data.loader import MicroBatchSource, SampledSource
+from trainer.data.loader import MicroBatchSource
 from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
 from trainer.data.stream_reader import StreamSpec
+from trainer.data.workers import DataReader
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
@@ -90,8 +91,8 @@ def open_source(
         data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
         rank=world.rank, advice=REMEDY,
     )  # fmt: skip
-    return SampledSource(samples, sampler=sampler, workers=workers,
-                         prefetch=config.data.prefetch, device=world.device)
+    return DataReader(samples, sampler=sampler, workers=workers,
+                      prefetch=config.data.prefetch, device=world.device)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,6 +17,7 @@ import xxhash
 from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset
 
+from trainer.config.fields import Section, setting
 from trainer.data import augment
 from trainer.errors import ConfigError
 from trainer.task import Outcome
@@ -79,10 +80,10 @@ class CifarImages(Dataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Photos:
+class Photos(Section, prefix="task."):
     """Classify photographs."""
 
-    root: str | None = field(default=None, metadata={"change": "ignored"})
+    root: str | None = setting(None, "ignored")
     """Required: folder with train/CLASS/FILE and optionally val/ and test/ in the same form, or
     with the binary files of CIFAR-10 (data_batch_1.bin …)."""
     data: Literal["folder", "cifar-10"] = "folder"
@@ -94,16 +95,16 @@ class Photos:
     weights: str | None = None
     """Start from these weights of torchvision, such as IMAGENET1K_V1 or DEFAULT. The last layer is
     newly initialised if the number of classes differs. Also sets image sizes and normalisation."""
-    crop: int | None = None
+    crop: int | None = setting(None, "must_match", ">= 1")
     """Width and height of the model's input in pixels; by default that of the weights, or 224."""
-    resize: int | None = None
+    resize: int | None = setting(None, "must_match", ">= 1")
     """Shorter side in pixels before the centre crop in validation; by default that of the weights,
     or 8/7 of the crop."""
     class_weights: Literal["none", "balanced"] = "none"
     """balanced: weigh classes in the loss inversely to their number of training images."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, "must_match", ">= 0 and < 1")
     """Share of the target that is spread over all classes, in training only."""
-    validation_fraction: float = 0.1
+    validation_fraction: float = setting(0.1, "must_match", ">= 0 and < 1")
     """Share of the training images held out for validation, if there is no folder for it."""
     seed: int | None = None
     """Determines which images are held out; by default the run's seed."""
@@ -229,11 +230,8 @@ class Photos:
 
 @functools.cache
 def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
-    """Read images Nx3x32x32 and labels N, uint8, from CIFAR-10's binary files.
-
-    A record is the label followed by the red, green and blue pixels
-    (https://www.cs.toronto.edu/~kriz/cifar.html).
-    """
+    """Images Nx3x32x32 and labels N, uint8, of CIFAR-10's binary files. A record is the label, then
+    the red, green and blue pixels (https://www.cs.toronto.edu/~kriz/cifar.html)."""
     parts = []
     for name in CIFAR_FILES[split]:
         places = (root / name, root / "cifar-10-batches-bin" / name)
@@ -252,8 +250,7 @@ def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _mean_and_std(root: Path) -> tuple[list[float], list[float]]:
-    """Mean and standard deviation per channel of CIFAR-10's training images, 0 to 1; computed from
-    exact integer sums."""
+    """Of each channel of CIFAR-10's training images, 0 to 1; computed from exact integer sums."""
     images, _ = read_cifar(root, "train")
     channels = images.transpose(1, 0, 2, 3).reshape(3, -1)
     mean = channels.sum(1, dtype=np.int64) / channels.shape[1]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
+from trainer.config.fields import Section, setting
 from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.tasks import losses
@@ -46,7 +47,7 @@ class UNet(nn.Module):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shapes:
+class Shapes(Section, prefix="task."):
     """Find circles, squares and triangles in noisy grey images, with at most one of each."""
 
     target: Literal["masks", "labels"] = "masks"
@@ -56,16 +57,17 @@ class Shapes:
     """Loss of masks; labels always use bce."""
     balanced: bool = False
     """With bce: give positive and negative pixels (or labels) the same total weight."""
-    images: int = 2000
+    images: int = setting(2000, "must_match", ">= 4")
     """Number of training images; validation and test have a quarter as many each."""
-    noise: float = 0.15
+    noise: float = setting(0.15, "must_match", ">= 0 and < inf")
     """Standard deviation of the pixel noise; a shape is 0.4 to 1 brighter than the background."""
-    width: int = 16
+    width: int = setting(16, "must_match", ">= 4")
     """Channels at the highest resolution."""
     seed: int | None = None
     """Determines the images; by default the run's seed."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.balanced and self.target == "masks" and self.loss_name != "bce":
             raise ConfigError("task.balanced needs the loss bce: add --task.loss bce.")
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+from trainer.config.fields import Section, setting
 from trainer.task import Outcome
 from trainer.tasks import losses
 from trainer.tasks.images import CLASS_FIGURES
@@ -21,16 +22,16 @@ _PIXELS, _REACH = 300, 1.2
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spiral:
+class Spiral(Section, prefix="task."):
     """Classify points of the plane that lie on three arms of a spiral."""
 
-    points: int = 1500
+    points: int = setting(1500, "must_match", ">= 9")
     """Number of training points; validation and test have a third as many each."""
-    noise: float = 0.2
+    noise: float = setting(0.2, "must_match", ">= 0 and < inf")
     """Standard deviation of a point's angle, in radians."""
-    width: int = 64
+    width: int = setting(64, "must_match", ">= 1")
     """Units in each of the two hidden layers."""
-    label_smoothing: float = 0.0
+    label_smoothing: float = setting(0.0, "must_match", ">= 0 and < 1")
     """Share of the target that is spread over all classes, in training only."""
     seed: int | None = None
     """Determines the points; by default the run's seed."""

@@ -39,13 +39,13 @@ def test_crop_is_a_window_of_the_padded_image_at_a_place_that_the_key_gives(
 ):
     images = pictures(len(keys), channels=channels)
 
-    cropped = augment.crop(images, keys, padding, fill=-1)
+    cropped = augment.crop(images, keys, padding)
 
     assert cropped.shape == images.shape
     for image, key, result in zip(images, keys.tolist(), cropped, strict=True):
         down = ((key >> 16 & 0xFFFF) * (2 * padding + 1)) >> 16
         right = ((key >> 32 & 0xFFFF) * (2 * padding + 1)) >> 16
-        padded = functional.pad(image, (padding,) * 4, value=-1)
+        padded = functional.pad(image, (padding,) * 4)
         assert torch.equal(result, padded[:, down : down + 6, right : right + 5])
 
 
