@@ -100,7 +100,7 @@ def check_outcome(outcome: Any) -> tuple[Tensor, dict[str, tuple[Any, Any]]]:
                 else type(total).__name__)
         raise ConfigError(f"Outcome.total is {form}; return a scalar tensor: the loss summed over "
                           "the micro-batch.")
-    return total, metrics | outcome.metrics
+    return total, metrics | dict(outcome.metrics)
 
 
 def _find_misuse(outcome: Outcome) -> str:

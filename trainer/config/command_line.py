@@ -342,7 +342,8 @@ def _configure(
     try:
         values["task"] = _build(task, values, "task.")
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"{task_source}: {error}") from error
+        cause = None if isinstance(error, ConfigError) else error  # shown with its traceback
+        raise ConfigError(f"{task_source}: {error}") from cause
     try:
         return _build(Config, values, "")
     except InvalidSetting as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -59,18 +58,9 @@ class MicroBatch:
 class SampleIndices(list[int]):
     """The argument of a data set's `__getitems__`: a list of indices with epoch and random keys."""
 
-    def __init__(
-        self, indices: Iterable[int], samples: Sequence[int], *, seed: int, epoch: int
-    ) -> None:
+    def __init__(self, indices: Iterable[int], keys: np.ndarray, epoch: int) -> None:
         super().__init__(indices)
-        self.epoch = epoch
-        self._seed, self._samples = seed, samples
-
-    @functools.cached_property
-    def keys(self) -> np.ndarray:
-        """One uint64 key per sample, computed on first use."""
-        base = rng.mix(self._seed, rng.SAMPLE, self.epoch)
-        return rng.mix_array(base, np.asarray(self._samples, dtype=np.int64))
+        self.keys, self.epoch = keys, epoch
 
 
 class KeyedSamples(Dataset[MicroBatch]):
@@ -187,7 +177,8 @@ class KeyedSamples(Dataset[MicroBatch]):
         with self._named(indices, epoch):
             wanted = [self._place(index) for index in indices] if self._maps else list(indices)
             if self._augment:
-                wanted = SampleIndices(wanted, indices, seed=self._seed, epoch=epoch)
+                base = rng.mix(self._seed, rng.SAMPLE, epoch)
+                wanted = SampleIndices(wanted, rng.mix_array(base, np.array(indices)), epoch)
             read = self._inner.__getitems__(wanted)
             if isinstance(read, list) and len(read) != len(indices):
                 raise ValueError(f"__getitems__ was called with {len(indices)} indices and "

@@ -94,9 +94,9 @@ def _known(name: str) -> Any:
 
     known = models.list_models(module=models)
     if name not in known:
-        near = difflib.get_close_matches(name, [*known, "cnn"], n=3)
+        near = difflib.get_close_matches(name, known, n=3)
         hint = f"did you mean {' or '.join(near)}?" if near else "use for example resnet18."
-        raise ConfigError(f"--task.model {name}: neither cnn nor a classifier in torchvision "
+        raise ConfigError(f"--task.model {name}: torchvision has no such classifier "
                           f"(torchvision.models.list_models lists them); {hint}")
     return models
 

@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -111,10 +111,9 @@ class Images(Section, prefix="task."):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.architecture != "cnn" and (self.norm != "batch" or self.dropout):
-            raise ConfigError(f"task.norm {self.norm} and task.dropout {self.dropout} with "
-                              f"task.model {self.architecture}: both are settings of the cnn; "
-                              "remove them.")
+        own = self.architecture == "cnn"
+        self.check(own or self.norm == "batch", "norm", "it is a setting of the cnn; remove it.")
+        self.check(own or not self.dropout, "dropout", "it is a setting of the cnn; remove it.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -206,7 +205,7 @@ class Images(Section, prefix="task."):
         return divide(number, self.seed or 0, self.validation_fraction)
 
     def _statistics(self, arrays: fashion_mnist.Arrays) -> tuple[float, float]:
-        return _mean_and_std(arrays, self.seed or 0, self.validation_fraction)
+        return _statistics(arrays, self.seed or 0, self.validation_fraction)
 
 
 def _weights_file(teacher: str) -> Path:
@@ -238,17 +237,22 @@ def divide(number: int, seed: int, held_out_fraction: float) -> tuple[np.ndarray
     keys = rng.mix_array(rng.mix(rng.DATA, seed), np.arange(number))
     order = np.argsort(keys, kind="stable")
     held_out = round(number * held_out_fraction)
+    if held_out == number:
+        raise ConfigError(f"--task.validation-fraction {held_out_fraction}: none of {number} "
+                          "images is left for training; use a smaller fraction.")
     return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
 @functools.cache
-def _mean_and_std(arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
-                  ) -> tuple[float, float]:  # fmt: skip
-    """Of the training pixels; computed from exact integer sums, so equal on every machine."""
+def _statistics(arrays: fashion_mnist.Arrays, seed: int, held_out_fraction: float
+                ) -> tuple[float, float]:  # fmt: skip
     train, _ = divide(len(arrays.train_labels), seed, held_out_fraction)
-    images = arrays.train_images[train]
-    total = int(images.sum(dtype=np.int64))
-    squares = int(np.square(images, dtype=np.uint16).sum(dtype=np.int64))
-    mean = total / images.size
-    variance: Any = squares / images.size - mean**2
-    return mean, max(variance, 1.0) ** 0.5  # avoids a division by 0 for constant images
+    mean, std = mean_and_std(arrays.train_images[train].reshape(1, -1))
+    return float(mean[0]), float(std[0])
+
+
+def mean_and_std(channels: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Of each row of uint8 pixels; from exact integer sums, so equal on every machine."""
+    mean = channels.sum(1, dtype=np.int64) / channels.shape[1]
+    squares = np.square(channels, dtype=np.uint16).sum(1, dtype=np.int64) / channels.shape[1]
+    return mean, np.sqrt(np.maximum(squares - mean**2, 1))  # 1: avoids a division by 0

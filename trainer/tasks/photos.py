@@ -23,7 +23,7 @@ from trainer.errors import ConfigError
 from trainer.task import Outcome
 from trainer.tasks import losses
 from trainer.tasks.image_models import classifier, find_pretrained, pretrained
-from trainer.tasks.images import CLASS_FIGURES, divide
+from trainer.tasks.images import CLASS_FIGURES, divide, mean_and_std
 from trainer.telemetry import drawing
 from trainer.telemetry.classification import Figure
 
@@ -183,6 +183,7 @@ class Photos(Section, prefix="task."):
         own = _preset(self.architecture, self.weights)
         crop = self.crop or (own.crop_size[0] if own else 224)
         resize = self.resize or (own.resize_size[0] if own and not self.crop else crop * 8 // 7)
+        self.check(resize >= crop, "resize", f"use the crop, {crop}, or more.")
         return crop, resize
 
     def _statistics(self) -> tuple[Sequence[float], Sequence[float]]:
@@ -250,12 +251,10 @@ def read_cifar(root: Path, split: str) -> tuple[np.ndarray, np.ndarray]:
 
 @functools.cache
 def _mean_and_std(root: Path) -> tuple[list[float], list[float]]:
-    """Of each channel of CIFAR-10's training images, 0 to 1; computed from exact integer sums."""
+    """Of each channel of CIFAR-10's training images, 0 to 1."""
     images, _ = read_cifar(root, "train")
-    channels = images.transpose(1, 0, 2, 3).reshape(3, -1)
-    mean = channels.sum(1, dtype=np.int64) / channels.shape[1]
-    squares = np.square(channels, dtype=np.uint16).sum(1, dtype=np.int64) / channels.shape[1]
-    return (mean / 255).tolist(), (np.sqrt(np.maximum(squares - mean**2, 1)) / 255).tolist()
+    mean, std = mean_and_std(images.transpose(1, 0, 2, 3).reshape(3, -1))
+    return (mean / 255).tolist(), (std / 255).tolist()
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,8 +14,7 @@ from torch.nn import functional
 from torch.utils.data import TensorDataset
 
 from trainer.config.fields import Section, setting
-from trainer.errors import ConfigError
-from trainer.task import Outcome
+from trainer.task import SPLITS, Outcome
 from trainer.tasks import losses
 from trainer.telemetry.classification import Figure, hits, macro
 
@@ -63,13 +62,14 @@ class Shapes(Section, prefix="task."):
     """Standard deviation of the pixel noise; a shape is 0.4 to 1 brighter than the background."""
     width: int = setting(16, "must_match", ">= 4")
     """Channels at the highest resolution."""
-    seed: int | None = None
+    seed: int | None = setting(None, "must_match", ">= 0")
     """Determines the images; by default the run's seed."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.balanced and self.target == "masks" and self.loss_name != "bce":
-            raise ConfigError("task.balanced needs the loss bce: add --task.loss bce.")
+        self.check(self.width % 4 == 0, "width", "use a multiple of 4.")
+        self.check(not self.balanced or self.target == "labels" or self.loss_name == "bce",
+                   "balanced", "masks need the loss bce for it: add --task.loss bce.")
 
     @property
     def class_names(self) -> tuple[str, ...]:
@@ -119,9 +119,8 @@ class Shapes(Section, prefix="task."):
         return (wide.transpose(1, 2, 0).repeat(3, 0).repeat(3, 1) * 255).astype(np.uint8)
 
     def _drawn(self, split: str) -> tuple[np.ndarray, np.ndarray]:
-        place = {"train": 0, "validation": 1, "test": 2}[split]
         count = self.images if split == "train" else self.images // 4
-        return draw(count, self.noise, (self.seed or 0, place))
+        return draw(count, self.noise, (self.seed or 0, SPLITS.index(split)))
 
     def _pos_weight(self) -> tuple[float, ...]:
         _, masks = self._drawn("train")

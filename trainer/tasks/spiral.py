@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from trainer.config.fields import Section, setting
-from trainer.task import Outcome
+from trainer.task import SPLITS, Outcome
 from trainer.tasks import losses
 from trainer.tasks.images import CLASS_FIGURES
 from trainer.telemetry.classification import Figure
@@ -33,7 +33,7 @@ class Spiral(Section, prefix="task."):
     """Units in each of the two hidden layers."""
     label_smoothing: float = setting(0.0, "must_match", ">= 0 and < 1")
     """Share of the target that is spread over all classes, in training only."""
-    seed: int | None = None
+    seed: int | None = setting(None, "must_match", ">= 0")
     """Determines the points; by default the run's seed."""
 
     def model(self) -> nn.Module:
@@ -45,8 +45,7 @@ class Spiral(Section, prefix="task."):
     def dataset(self, split: str) -> TensorDataset:
         """Points and their arms."""
         count = self.points if split == "train" else self.points // 3
-        place = {"train": 0, "validation": 1, "test": 2}[split]
-        points, arms = draw_points(count, self.noise, (self.seed or 0, place))
+        points, arms = draw_points(count, self.noise, (self.seed or 0, SPLITS.index(split)))
         return TensorDataset(torch.from_numpy(points), torch.from_numpy(arms))
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:

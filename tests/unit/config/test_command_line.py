@@ -274,7 +274,8 @@ def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_at
     (["--task=:Tape"], "--task :Tape: the module is missing; write module:Name."),
     (["--task=nowhere:Task"], "--task nowhere:Task: there is no such module"),
     *((["--task", wrong], f"--task {wrong}: give a module name, not a path: write {right}")
-      for wrong, right in [("tape_task.py:Tape", "tape_task:Tape."), ("./tape_task.py:Tape", "tape_task:Tape."),
+      for wrong, right in [
+          ("tape_task.py:Tape", "tape_task:Tape."), ("./tape_task.py:Tape", "tape_task:Tape."),
           ("tests/support/tape.py:Tape", "tests.support.tape:Tape."),
           ("/a/b/tape.py:Tape", "tape:Tape, and run in /a/b."), (".tape:Tape", "tape:Tape.")]),
     (["--task=field_task:Unknown"], "--task field_task:Unknown: the types of its fields can't be "

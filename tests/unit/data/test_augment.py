@@ -66,13 +66,6 @@ def test_an_image_comes_out_the_same_in_any_batch(keys, order):
         assert torch.equal(both(images[i : i + 1], keys[i : i + 1])[0], together[i])
 
 
-def test_flip_and_crop_are_independent():
-    images = pictures(1).to(torch.uint8)
-    even, odd = (np.array([0x1234_5678_9ABC_DEF0 | bit], dtype=np.uint64) for bit in (0, 1))
-
-    assert torch.equal(augment.crop(images, even, 2), augment.crop(images, odd, 2))
-
-
 @pytest.mark.parametrize("kind", [torch.uint8, torch.float32, torch.int64])
 def test_dtype_and_input_are_unchanged(kind):
     images = (pictures(4) % 200).to(kind)
