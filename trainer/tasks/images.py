@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -148,16 +148,17 @@ class Images(Section, prefix="task."):
         divergence from its predictions."""
         images, labels = batch
         logits = model(images).float()
-        smoothing = self.label_smoothing if model.training else 0.0
-        loss = losses.named("cross-entropy", label_smoothing=smoothing)
-        total, count = loss(logits, labels)
-        if self.teacher is not None and model.training:
-            teacher = _load_teacher(self.teacher, self.teacher_architecture, images.device)
-            with torch.no_grad():
-                wanted = teacher(images).float()
-            divergence, _ = losses.named("kl", temperature=self.temperature)(logits, wanted)
-            total = (1 - self.teacher_share) * total + self.teacher_share * divergence
-        return losses.classification(model, logits, labels, (total, count))
+        outcome = losses.classification(logits, labels, training=model.training,
+                                        label_smoothing=self.label_smoothing)
+        if self.teacher is None or not model.training:
+            return outcome
+        teacher = _load_teacher(self.teacher, self.teacher_architecture, images.device)
+        with torch.no_grad():
+            wanted = teacher(images).float()
+        divergence, _ = losses.named("kl", temperature=self.temperature)(logits, wanted)
+        total: Any = outcome.total
+        total = (1 - self.teacher_share) * total + self.teacher_share * divergence
+        return dataclasses.replace(outcome, total=total)
 
     def figures(self) -> dict[str, Figure]:
         return CLASS_FIGURES

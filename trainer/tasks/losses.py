@@ -280,11 +280,17 @@ def named(name: str, **options: Any) -> Any:
     return LOSSES[name](**options)
 
 
-def classification(model: nn.Module, logits: Tensor, labels: Tensor, loss: SumAndCount) -> Outcome:
-    """The `Outcome` of a classifier: the loss, the accuracy, and in evaluation the confusion."""
+def classification(
+    logits: Tensor, labels: Tensor, *, training: bool, label_smoothing: float = 0.0,
+    weight: tuple[float, ...] | None = None,
+) -> Outcome:  # fmt: skip
+    """Cross-entropy (smoothed in training) and accuracy, and in evaluation the confusion."""
+    loss = named("cross-entropy", weight=weight,
+                 label_smoothing=label_smoothing if training else 0.0)
     found = logits.detach().argmax(1)
-    table = None if model.training else confusion(found, labels, logits.shape[1])
-    return Outcome(*loss, {"accuracy": ((found == labels).sum(), len(labels))}, table)
+    table = None if training else confusion(found, labels, logits.shape[1])
+    accuracy = {"accuracy": ((found == labels).sum(), len(labels))}
+    return Outcome(*loss(logits, labels), accuracy, table)
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:

@@ -147,11 +147,10 @@ class Photos(Section, prefix="task."):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         """Cross-entropy summed over the samples, and the accuracy."""
         images, labels = batch
-        logits = model(images).float()
-        smoothing = self.label_smoothing if model.training else 0.0
         weight = losses.balanced(count_images(self)) if self.class_weights == "balanced" else None
-        loss = losses.named("cross-entropy", weight=weight, label_smoothing=smoothing)
-        return losses.classification(model, logits, labels, loss(logits, labels))
+        return losses.classification(
+            model(images).float(), labels, training=model.training, weight=weight,
+            label_smoothing=self.label_smoothing)
 
     def figures(self) -> dict[str, Figure]:
         return CLASS_FIGURES

@@ -51,10 +51,8 @@ class Spiral(Section, prefix="task."):
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Outcome:
         """Cross-entropy summed over the samples, and the accuracy."""
         points, arms = batch
-        logits = model(points).float()
-        smoothing = self.label_smoothing if model.training else 0.0
-        loss = losses.named("cross-entropy", label_smoothing=smoothing)
-        return losses.classification(model, logits, arms, loss(logits, arms))
+        return losses.classification(model(points).float(), arms, training=model.training,
+                                     label_smoothing=self.label_smoothing)
 
     def figures(self) -> dict[str, Figure]:
         return CLASS_FIGURES

@@ -108,6 +108,21 @@ def test_the_replacement_is_independent_of_ranks_and_workers(kind, num_ranks, wo
     assert sum(len(m.replaced) for m in found.values()) == 2 * len(BAD)
 
 
+@pytest.mark.parametrize("kind", [Bad, BadAtOnce])
+def test_an_error_that_is_gone_at_the_second_reading_replaces_nothing(kind):
+    class Recovering(kind):
+        def __getitem__(self, index: int) -> Any:
+            try:
+                return super().__getitem__(index)
+            finally:
+                self.bad = set()
+
+    micro = read(reader(Recovering), 3, 1)
+
+    assert micro.replaced == ()
+    assert same(micro.batch, read(reader(kind, set()), 3, 1).batch)
+
+
 def test_an_empty_micro_batch_works_without_sample_0_and_counts_nothing():
     micro = read(reader(bad={0}))
 
