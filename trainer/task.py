@@ -12,6 +12,7 @@ import marshal
 import math
 import os
 import sys
+import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -300,6 +301,11 @@ def find_task(name: str) -> type:
     if missing:
         raise ConfigError(f"--task {name}: {path} has no method {', '.join(missing)}; a task "
                           "defines model(), dataset(split) and loss(model, batch).")
+    try:
+        typing.get_type_hints(found)
+    except Exception as error:
+        raise ConfigError(f"--task {name}: the types of its fields can't be resolved: {error}; "
+                          "import them at run time too, not only under TYPE_CHECKING.") from error
     return found
 
 

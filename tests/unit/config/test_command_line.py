@@ -367,7 +367,7 @@ def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
     ("None = ['seed']", "{path}: seed = None: expected INT."),
     ("inject = 'kill'", "{path}: inject = 'kill': expected STR …."),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
-    ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
+    ("[task]\ndropout = 2.0", "{path}: [task]: --task.dropout 2.0: use FLOAT >= 0 and < 1."),
     ("task = 'spiral'", "{path}: task = 'spiral': write a table [task], with the task's name as"),
     ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: the key batch.micro_size is given twice"),
     ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use INT >= 1"),
