@@ -15,6 +15,7 @@ import tempfile
 from benchmarks import reporting
 from benchmarks.building import builder
 from trainer.loop import train
+from trainer.run.warmup import start
 
 EVERY = 10
 """Steps from reading to reading."""
@@ -43,9 +44,9 @@ def measure(steps: int, task: str, folder: str) -> list[tuple[int, float]]:
             if step % EVERY == 0:
                 found.append((step, resident_bytes() / 1e6))
 
-        run.status.on_step(look)
-        train(run)
-        run.close()
+        run.context.status.on_step(look)
+        train(start(run))
+        run.guard.close()
     return found
 
 

@@ -25,6 +25,7 @@ from benchmarks import reporting
 from benchmarks.building import builder
 from examples import bare_loop
 from trainer.loop import train
+from trainer.run.warmup import start
 
 MODELS = {
     "mlp": ["--task=benchmarks.small_tasks:TinyMlp", "--checkpoint.every=500",
@@ -90,20 +91,21 @@ def measure(model: str, steps: int, folder: Path) -> dict[str, list[float]]:
         run = build(*flags, f"--run-dir={folder / model}")
         by_hand = Hand(build(*flags, f"--run-dir={folder / 'by-hand'}"), watch)
         recorder = Recorder(by_hand, watch)
-        run.loader._source = Timed(run.loader._source, watch)
-        run.step.objective.loss = watch.around(run.step.objective.loss)  # type: ignore[method-assign]
-        time_updates(run.step.optimizer, run.step.schedule, watch)
-        before = torch.Tensor.backward, trainer.step.clip, trainer.step.zero_grad
+        loader, objective = run.data.loader, run.trainable.compute.objective
+        loader._source = Timed(loader._source, watch)
+        objective.loss = watch.around(objective.loss)  # type: ignore[method-assign]
+        time_updates(run.setup.optimizer, run.setup.schedule, watch)
+        before = torch.Tensor.backward, trainer.step.clip
         torch.Tensor.backward = watch.around(before[0])  # type: ignore[method-assign]
         trainer.step.clip = watch.around(before[1])
-        trainer.step.zero_grad = watch.around(before[2])
-        run.status.on_step(recorder.mark)
+        run.setup.optimizer.zero_grad = watch.around(  # type: ignore[method-assign]
+            run.setup.optimizer.zero_grad)
+        run.context.status.on_step(recorder.mark)
         try:
-            train(run)
+            train(start(run))
         finally:
-            (torch.Tensor.backward, trainer.step.clip,  # type: ignore[method-assign]
-             trainer.step.zero_grad) = before
-        run.close()
+            torch.Tensor.backward, trainer.step.clip = before  # type: ignore[method-assign]
+        run.guard.close()
         by_hand.close()
     return recorder.found
 
@@ -140,28 +142,28 @@ class Hand:
 
     def __init__(self, run: Any, watch: Stopwatch) -> None:
         self._run, self._watch, self._clip = run, watch, watch.around(clip_grad_norm_)
-        self._source = Timed(run.loader._source, watch)
-        self._loss = watch.around(run.step.objective.loss)
+        self._source = Timed(run.data.loader._source, watch)
+        self._loss = watch.around(run.trainable.compute.objective.loss)
         groups = [{name: group[name] for name in ("params", "lr", "weight_decay")}
-                  for group in run.step.optimizer.param_groups]
+                  for group in run.setup.optimizer.param_groups]
         self._optimizer = torch.optim.AdamW(groups, fused=True)
-        self._schedule = bare_loop.make_schedule(self._optimizer, run.config.steps)
+        self._schedule = bare_loop.make_schedule(self._optimizer, run.context.config.steps)
         time_updates(self._optimizer, self._schedule, watch)
         self._optimizer.zero_grad = watch.around(  # type: ignore[method-assign]
             self._optimizer.zero_grad)
-        self.close = run.close
+        self.close = run.guard.close
 
     def step(self) -> tuple[float, float]:
         """Seconds of one step, and those in the six parts."""
-        step, config = self._run.step, self._run.config
+        compute, config = self._run.trainable.compute, self._run.context.config
         began = time.perf_counter(), self._watch.spent_s
         self._optimizer.zero_grad(set_to_none=True)
         for _ in range(config.batch.global_size // config.batch.micro_size):
             batch = next(self._source).batch
-            with step.autocast():
-                loss = self._loss(step.model, batch).total / config.batch.global_size
+            with compute.autocast():
+                loss = self._loss(compute.model, batch).total / config.batch.global_size
             loss.backward()
-        self._clip(step.parameters, config.clip.norm)
+        self._clip(compute.parameters, config.clip.norm)
         self._optimizer.step()
         self._schedule.step()
         return time.perf_counter() - began[0], self._watch.spent_s - began[1]

@@ -246,14 +246,14 @@ def ours(name: str, gate: Gate, ranks: int, folder: Path, reduction: str) -> Non
 
     def train(run: Any) -> Any:
         def wait_for_save() -> None:
-            while run.checkpoint.in_flight is not None:
+            while run.guard.checkpoint.in_flight is not None:
                 time.sleep(0.0005)
 
         def turn(step: int) -> None:
             if step > work.block // 2:  # saves fall into the middle of the blocks
                 gate.step(wait_for_save)
 
-        run.status.on_step(turn)
+        run.context.status.on_step(turn)
         return loop(run)
 
     trainer.loop.train = train

@@ -58,7 +58,7 @@ def make_subject(megabytes: float) -> Subject:
     horizon = ScheduleLengths(epoch=100, total=1000)
     state = TrainState(
         model=model, optimizer=optimizer,
-        schedule=schedules.make_schedule(Schedule(), optimizer, horizon),
+        schedule=schedules.Scheduler(Schedule(), optimizer, horizon),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
         best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=1, parts={"horizon": horizon},
     )  # fmt: skip
@@ -71,6 +71,6 @@ def make_checkpointer(subject: Subject, folder: Path) -> Checkpointer:
     store = Store(folder, run="benchmark", keep=1)
     return Checkpointer(
         store=store, state=subject.state, world=world, log=Log(),
-        record=RunRecord(run_id="benchmark", attempt={}, metric_lines=[]),
+        record=RunRecord(run_id="benchmark", attempt={}),
         policy=SavePolicy(on_error="stop"),
     )  # fmt: skip

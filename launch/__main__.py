@@ -6,7 +6,6 @@ import os
 import sys
 import traceback
 from collections.abc import Sequence
-from typing import Any
 
 from launch.options import Options, parse_options
 from launch.output import Output
@@ -16,8 +15,7 @@ from trainer.resilience.diagnosis import remedy
 from trainer.resilience.preflight import allow_files, check_cache_folder, check_current_folder
 from trainer.telemetry.std_streams import fill_descriptors
 
-OUTPUT_S = 1.0
-"""Seconds to wait at the end for output pipes that some process still holds open."""
+OUTPUT_S = 1.0  # seconds to wait at the end for output pipes that some process still holds open
 
 
 def main(argv: Sequence[str]) -> int:
@@ -28,16 +26,12 @@ def main(argv: Sequence[str]) -> int:
         check_current_folder()
         allow_files(options.nproc_per_node)
         check_cache_folder()
+        stop = LauncherStop()
+        stop.install()
+        return _launch(options, stop)
     except ConfigError as error:
         print(f"launch: error: {error}", file=sys.stderr)
         return EXIT_CONFIG
-    if not hasattr(os, "pidfd_open"):
-        print("launch: error: the launcher needs Linux; use torchrun instead", file=sys.stderr)
-        return EXIT_CONFIG
-    stop = LauncherStop()
-    stop.install()
-    try:
-        return _launch(options, stop)
     except Exception as error:  # usually a limit of the system
         traceback.print_exc()
         hint = remedy(error)
@@ -50,7 +44,7 @@ def _launch(options: Options, stop: LauncherStop) -> int:
     if options.rdzv_endpoint is not None:
         # Otherwise torch warns at each connection about addresses without a host name.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    stop.exit_at_first_signal = True  # a fork server that is still importing dies with this process
+    stop.exit_immediately(True)  # a fork server that is still importing dies with this process
     # Import once, then fork: two concurrent imports take more than twice as long.
     import torch  # noqa: F401
 
@@ -58,9 +52,8 @@ def _launch(options: Options, stop: LauncherStop) -> int:
 
     entry, argv = options.entry, options.trainer_argv
     output = Output()
-    server = fork_server_process(entry, argv)
-    ranks = Workers(server, entry=entry, argv=argv, stop=stop, output=output)
-    stop.on_second_interrupt = ranks.kill_and_exit
+    ranks = Workers(fork_server_process(entry, argv), entry, argv, stop, output)
+    stop.on_second_interrupt(ranks.kill_and_exit)
     try:
         # These imports overlap with the fork server's. From here on this process may have threads.
         from launch.agent import HotAgent
@@ -68,30 +61,19 @@ def _launch(options: Options, stop: LauncherStop) -> int:
         from launch.nodes.rendezvous import NodesRendezvous
         from launch.rendezvous import LoopbackRendezvous
 
-        stop.exit_at_first_signal = False
+        stop.exit_immediately(False)
         if (code := ranks.wait_ready(until_stop=True)) is not None:
             return code
         if stop.signal is not None:
             return EXIT_STOPPED
-        settings: dict[str, Any] = {
-            "num_ranks": options.nproc_per_node, "max_restarts": options.max_restarts,
-            "grace_s": options.grace_s, "stop": stop, "output": output,
-        }  # fmt: skip
         agent: HotAgent
         if options.rdzv_endpoint is None:
-            agent = HotAgent(LoopbackRendezvous(), ranks, **settings)
+            agent = HotAgent(LoopbackRendezvous(), ranks, options, stop, output)
         else:
-            nodes = NodesRendezvous(
-                *options.rdzv_endpoint, min_nodes=options.nnodes[0], max_nodes=options.nnodes[1],
-                rejoin_timeout_s=options.rejoin_timeout_s, print_line=output.print_line,
-                stopped=lambda: stop.signal is not None,
-            )  # fmt: skip
-            agent = NodeAgent(nodes, ranks, **settings)
+            nodes = NodesRendezvous(options, lambda: stop.signal is not None, output.print_line)
+            agent = NodeAgent(nodes, ranks, options, stop, output)
         agent.run()
         return agent.decision.code
-    except ConfigError as error:
-        print(f"launch: error: {error}", file=sys.stderr)
-        return EXIT_CONFIG
     finally:
         ranks.close()
         output.finish(OUTPUT_S)

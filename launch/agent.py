@@ -19,6 +19,7 @@ from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler
 
 from launch.exit_policy import Exit, ExitDecision, decide, first_failure
+from launch.options import Options
 from launch.output import Output
 from launch.progress import RunFollower, append_event
 from launch.signals import LauncherStop
@@ -30,9 +31,7 @@ ROLE = "trainer"
 POLL_S = 0.5
 """Interval at which deadlines are checked; rank exits and signals are noticed immediately."""
 
-TERM_S = 5.0
-"""Seconds between SIGTERM and SIGKILL for a rank that does not exit by itself."""
-
+TERM_S = 5.0  # seconds between SIGTERM and SIGKILL for a rank that does not exit by itself
 STOPPED_CHECKS, CHECK_S = 120, 1.0
 """A rank found stopped (SIGSTOP) in this many consecutive checks, this many seconds apart, is
 killed. A running peer would do that earlier."""
@@ -45,41 +44,23 @@ class HotAgent(SimpleElasticAgent):
     """Runs the ranks of this node until they finish, fail too often, or are requested to stop.
 
     The superclass runs the main loop: rendezvous, start the ranks, monitor them, restart after a
-    failure. Its counter of remaining restarts is reset when a later step has been saved, so it
-    limits consecutive failures without progress.
-
-    Args:
-        handler: the rendezvous of the nodes.
-        num_ranks: number of ranks on this node.
-        max_restarts: how many consecutive failures without progress lead to a restart.
-        grace_s: seconds for the other ranks to save and exit after a rank has failed.
+    failure. Its counter of remaining restarts (`_remaining_restarts`, private) is reset when a
+    later step has been saved, so it limits consecutive failures without progress.
     """
 
     def __init__(
-        self,
-        handler: RendezvousHandler,
-        ranks: Workers,
-        *,
-        num_ranks: int,
-        max_restarts: int,
-        grace_s: float,
-        stop: LauncherStop,
+        self, handler: RendezvousHandler, ranks: Workers, options: Options, stop: LauncherStop,
         output: Output,
     ) -> None:
-        spec = WorkerSpec(
-            role=ROLE,
-            local_world_size=num_ranks,
-            rdzv_handler=handler,
+        super().__init__(WorkerSpec(
+            role=ROLE, local_world_size=options.nproc_per_node, rdzv_handler=handler,
             entrypoint="python -m trainer",  # only a label in torch's events
-            max_restarts=max_restarts,
+            max_restarts=options.max_restarts,
             monitor_interval=1e-6,  # `_monitor_workers` itself waits for events
-        )
-        super().__init__(spec)
+        ))
         self.decision = ExitDecision(code=EXIT_FAILURE, restart=False)
-        self._ranks = ranks
-        self._grace_s = grace_s
-        self._stop = stop
-        self._output = output
+        self._ranks, self._stop, self._output = ranks, stop, output
+        self._max_restarts, self._grace_s = options.max_restarts, options.grace_s
         self._progress = RunFollower()
         self._attempt = 0
         self._exits: list[Exit] = []
@@ -89,14 +70,13 @@ class HotAgent(SimpleElasticAgent):
         self._stop_at_s: float | None = None
         self._stop_forwarded = False
         self._num_reminders = 0
-        self._escalation: list[tuple[float, signal.Signals]] = []
-        self._num_escalated = 0
+        self._escalation: list[tuple[float, signal.Signals]] = []  # signals still to be sent
+        self._is_escalating = False
         self._checked_s = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._exits = []
-        self._stop_forwarded = False
-        self._escalation, self._num_escalated = [], 0
+        self._exits, self._escalation = [], []
+        self._stop_forwarded = self._is_escalating = False
         if self._phases:
             self._phases["fork"] = time.time()
         pids = self._ranks.start(self._environments(worker_group))
@@ -112,38 +92,29 @@ class HotAgent(SimpleElasticAgent):
         handler = group.spec.rdzv_handler
         assert group.master_addr is not None
         shared = {
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": str(group.master_port),
-            "GROUP_RANK": str(group.group_rank),
-            "GROUP_WORLD_SIZE": str(group.group_world_size),
-            "LOCAL_WORLD_SIZE": str(group.spec.local_world_size),
-            "ROLE_NAME": ROLE,
-            "TORCHELASTIC_RESTART_COUNT": str(self._attempt),
-            "TORCHELASTIC_MAX_RESTARTS": str(group.spec.max_restarts),
+            "MASTER_ADDR": group.master_addr, "MASTER_PORT": group.master_port,
+            "GROUP_RANK": group.group_rank, "GROUP_WORLD_SIZE": group.group_world_size,
+            "LOCAL_WORLD_SIZE": group.spec.local_world_size, "ROLE_NAME": ROLE,
+            "TORCHELASTIC_RESTART_COUNT": self._attempt,
+            "TORCHELASTIC_MAX_RESTARTS": self._max_restarts,
             "TORCHELASTIC_RUN_ID": handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": str(handler.use_agent_store),
-            "TRAINER_LAUNCH": "1",
-            "TRAINER_GRACE_S": str(self._grace_s),
+            "TORCHELASTIC_USE_AGENT_STORE": handler.use_agent_store,
+            "TRAINER_LAUNCH": 1, "TRAINER_GRACE_S": self._grace_s,
             "TRAINER_LAUNCH_ID": handler.get_run_id(),
             "TRAINER_LAUNCH_PHASES": json.dumps(self._phases),
         }
-        return {
-            worker.local_rank: {
-                **shared,
-                "RANK": str(worker.global_rank),
-                "LOCAL_RANK": str(worker.local_rank),
-                "WORLD_SIZE": str(worker.world_size),
-                "ROLE_RANK": str(worker.role_rank),
-                "ROLE_WORLD_SIZE": str(worker.role_world_size),
-            }
-            for worker in group.workers
-        }
+        own = {worker.local_rank: {
+            "RANK": worker.global_rank, "LOCAL_RANK": worker.local_rank,
+            "WORLD_SIZE": worker.world_size, "ROLE_RANK": worker.role_rank,
+            "ROLE_WORLD_SIZE": worker.role_world_size,
+        } for worker in group.workers}
+        return {local_rank: {name: str(value) for name, value in {**shared, **variables}.items()}
+                for local_rank, variables in own.items()}
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         """Wait for the next event or `POLL_S`. HEALTHY while any rank is alive."""
         self._exits += self._ranks.wait(POLL_S)
         self._forward_stop()
-        self._stop_peers()
         self._escalate()
         self._kill_stopped()
         if self._ranks.living:
@@ -152,78 +123,75 @@ class HotAgent(SimpleElasticAgent):
         if self.decision.code == EXIT_COMPLETE:
             results = dict.fromkeys(worker.global_rank for worker in worker_group.workers)
             return RunResult(WorkerState.SUCCEEDED, return_values=results)
-        self._allow_restart(worker_group.spec.max_restarts)
+        self._allow_restart()
         return RunResult(WorkerState.FAILED)
 
     def _forward_stop(self) -> None:
-        if self._stop.signal is None:
-            return
-        if self._stop_at_s is None:
-            self._stop_at_s = time.monotonic()
-            self._output.print_line(
-                f"{self._stop.signal.name}: requesting all ranks to save and stop"
-                " (press Ctrl-C twice to kill them)"
-            )
-        if not self._stop_forwarded:
+        """Stop all ranks at the launcher's request, or once one has exited on a stop request."""
+        now_s = time.monotonic()
+        if self._stop.signal is not None and self._stop_at_s is None:
+            self._stop_at_s = now_s
+            self._output.print_line(f"{self._stop.signal.name}: requesting all ranks to save and "
+                                    "stop (press Ctrl-C twice to kill them)")
+        requested = self._stop_at_s is not None or any(
+            end.stopped and not end.forced for end in self._exits)
+        if requested and not self._stop_forwarded:
             self._stop_forwarded = True
             self._ranks.signal(signal.SIGTERM)
-        waited_s = time.monotonic() - self._stop_at_s
-        if waited_s > REMIND_S * (self._num_reminders + 1):
+        if self._stop_at_s is not None and (
+                now_s - self._stop_at_s > REMIND_S * (self._num_reminders + 1)):
             self._num_reminders += 1
-            names = ", ".join(map(str, self._ranks.living))
             self._output.print_line(
-                f"still waiting for rank {names} to save and exit ({waited_s:.0f} s)")
-
-    def _stop_peers(self) -> None:
-        """Stop all ranks once one has exited on a stop request that came from outside."""
-        stopped = any(end.stopped and not end.forced for end in self._exits)
-        if stopped and not self._stop_forwarded:
-            self._stop_forwarded = True
-            self._ranks.signal(signal.SIGTERM)
+                f"still waiting for rank {', '.join(map(str, self._ranks.living))} to save and "
+                f"exit ({now_s - self._stop_at_s:.0f} s)")
 
     def _escalate(self) -> None:
         """After a failure, send SIGTERM and then SIGKILL to ranks that do not exit by themselves.
-
-        After an exit that is not a failure there is no limit, because a save may take long.
-        """
-        now_s = time.monotonic()
-        if not self._escalation and not self._ranks.server_lives:
+        After an exit that is not a failure there is no limit, because a save may take long."""
+        if not self._is_escalating and not self._ranks.server_lives:
             # The group is complete and saves on request, but without a fork server its exit codes
             # are unknown and it cannot be restarted: a new server is needed.
-            self._escalation = [(now_s, signal.SIGTERM), (now_s + self._grace_s, signal.SIGKILL)]
-        elif not self._escalation and any(end.failed for end in self._exits):
+            self._begin_escalation((0.0, signal.SIGTERM), (self._grace_s, signal.SIGKILL))
+        elif not self._is_escalating and any(end.failed for end in self._exits):
             # After a final exit or a stop request, each rank handles the end of the run itself.
             if self._stop.signal is None and not any(end.final for end in self._exits):
                 self._ranks.send_keyword("absent")
-            late_s = now_s + self._grace_s
-            self._escalation = [(late_s, signal.SIGTERM), (late_s + TERM_S, signal.SIGKILL)]
-        for at_s, number in self._escalation[self._num_escalated :]:
-            if now_s >= at_s and self._ranks.living:
-                self._num_escalated += 1
-                if number == signal.SIGKILL or not self._stop_forwarded:
-                    self._ranks.signal(number, forced=True)
+            self._begin_escalation((self._grace_s, signal.SIGTERM),
+                                   (self._grace_s + TERM_S, signal.SIGKILL))
+        self._send_due()
+
+    def _begin_escalation(self, *steps: tuple[float, signal.Signals]) -> None:
+        """Send these signals to the living ranks, each after so many seconds."""
+        self._is_escalating, now_s = True, time.monotonic()
+        self._escalation = [(now_s + after_s, number) for after_s, number in steps]
+
+    def _send_due(self) -> None:
+        while self._escalation and time.monotonic() >= self._escalation[0][0]:
+            _, number = self._escalation.pop(0)
+            if number == signal.SIGKILL or not self._stop_forwarded:
+                self._ranks.signal(number, forced=True)
 
     def _kill_stopped(self) -> None:
         if time.monotonic() - self._checked_s >= CHECK_S:
             self._checked_s = time.monotonic()
             for rank in self._ranks.kill_stopped(STOPPED_CHECKS):
-                self._output.print_line(
-                    f"rank {rank} has been stopped for {STOPPED_CHECKS * CHECK_S:.0f} s"
-                    " without being continued: killed")
+                self._output.print_line(f"rank {rank} has been stopped for "
+                                        f"{STOPPED_CHECKS * CHECK_S:.0f} s without being "
+                                        "continued: killed")
 
-    def _allow_restart(self, max_restarts: int) -> None:
+    def _allow_restart(self) -> None:
         """Set the superclass's restart counter, by which it decides whether to restart."""
         cause = self.decision.cause
         assert cause is not None
         self._progress.update(self._ranks.run_folder)
         if self._progress.has_advanced():
-            self._remaining_restarts = max_restarts
+            self._remaining_restarts = self._max_restarts
         self._cause_text = self._find_cause(cause)
         if self.decision.restart and (self._remaining_restarts or self._grant_extra_restart()):
             self._failed = cause
             self._record_phases()
         elif self.decision.restart:
-            used = f"{max_restarts} of {max_restarts} restarts used"
+            used = f"{self._max_restarts} of {self._max_restarts} restarts used"
             self._output.set_last_line(f"{self._cause_text}; giving up, {used}")
         else:
             self._remaining_restarts = 0
@@ -241,11 +209,10 @@ class HotAgent(SimpleElasticAgent):
     def _find_cause(self, cause: Exit) -> str:
         """Describe what failed first; append an event for a death that no rank has reported."""
         folder = self._ranks.run_folder
-        launch_id = self._worker_group.spec.rdzv_handler.get_run_id()
-        event = first_failure(
-            cause, self._ranks.failures, reached_step=self._progress.reached_step,
-            attempt=self._progress.new_attempt(folder, launch_id),
-        )  # fmt: skip
+        launch_id = self.get_worker_group().spec.rdzv_handler.get_run_id()
+        attempt = self._progress.new_attempt(folder, launch_id)
+        event = first_failure(cause, self._ranks.failures, attempt=attempt,
+                              reached_step=self._progress.reached_step)
         if event is None:
             return str(cause)
         if event["event"] == "death" and folder is not None and self._stop_at_s is None:
@@ -258,13 +225,11 @@ class HotAgent(SimpleElasticAgent):
         return False
 
     def _print_restarted(self, cause: Exit) -> None:
-        used = self._worker_group.spec.max_restarts - self._remaining_restarts
-        lost = self._progress.steps_lost
+        used, lost = self._max_restarts - self._remaining_restarts, self._progress.steps_lost
         self._output.print_line(
-            f"{self._cause_text}; restart {used} of {self._worker_group.spec.max_restarts}"
+            f"{self._cause_text}; restart {used} of {self._max_restarts}"
             + ("" if lost is None else f", {lost} step{'s' * (lost != 1)} lost")
-            + f", ranks restarted after {time.monotonic() - cause.at_s:.2f} s"
-        )
+            + f", ranks restarted after {time.monotonic() - cause.at_s:.2f} s")
 
     def _stop_workers(self, worker_group: WorkerGroup) -> None:
         self._shutdown()
@@ -273,12 +238,12 @@ class HotAgent(SimpleElasticAgent):
         self, death_sig: signal.Signals = signal.SIGTERM, timeout: float | None = None
     ) -> None:
         """Request living ranks to save and exit; kill the rest after the grace time."""
-        for number, limit_s in ((death_sig, self._grace_s), (signal.SIGKILL, TERM_S)):
-            deadline_s = time.monotonic() + limit_s
-            self._ranks.signal(number, forced=True)
-            while self._ranks.living and time.monotonic() < deadline_s:
-                self._exits += self._ranks.wait(POLL_S)
+        self._begin_escalation((0.0, death_sig), (self._grace_s, signal.SIGKILL))
+        deadline_s = time.monotonic() + self._grace_s + TERM_S
+        while self._ranks.living and time.monotonic() < deadline_s:
+            self._send_due()
+            self._exits += self._ranks.wait(POLL_S)
 
     def _construct_event(self, state: str, source: EventSource, *args: Any, **kwargs: Any) -> Event:
-        # The superclass would look up this host's name at every event, and nothing uses it.
+        # Private: the superclass would look up this host's name at each event, for nothing.
         return Event(name=f"launch.{state}", source=source)

@@ -1,9 +1,8 @@
 """`python -m launch.chaos RUN --mtbf S`: kill or stop ranks of a running job at random times.
 
-The times are those of a Poisson process. Only ranks on this host are targets; for a run on several
-hosts, run the command on each. A process is a target if an event of the run's newest attempt names
-its pid on this host and it has the run's `events.jsonl` open for appending, which no process
-outside the run does.
+The times are those of a Poisson process. A process is a target if an event of the run's newest
+attempt names its pid on this host and it has the run's `events.jsonl` open for appending, which no
+process outside the run does.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import argparse
 import contextlib
 import os
 import random
-import re
 import signal
 import socket
 import sys
@@ -20,20 +18,18 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from launch.options import Parser
+from launch.options import Parser, number
 from launch.progress import RunFollower
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG, ConfigError
 from trainer.resilience import processes
+from trainer.resilience.launcher_channel import TORCH_AGENTS
+from trainer.storage.layout import EVENTS
 from trainer.telemetry.events import read_events
 
 KINDS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM,
-         "node": signal.SIGKILL}  # fmt: skip
-EVENTS = "events.jsonl"  # not from `trainer.run.run_dir`, which imports torch
-POLL_S = 0.05
-"""Interval of checks while a fault is due and there is no target."""
-
-CHECK_S = 1.0
-"""Interval of checks otherwise."""
+         "node": signal.SIGKILL}
+POLL_S, CHECK_S = 0.05, 1.0
+"""Interval of checks while a fault is due and there is no target, and otherwise."""
 
 SETTLE_S = 5.0
 """Time limit for a signal to take effect, so that the next fault does not hit the same process."""
@@ -69,44 +65,40 @@ def local_ranks(run: Path) -> dict[int, int]:
     pids = {e["rank"]: e["pid"] for e in starts
             if e["attempt"] == newest and e["node"] == socket.gethostname() and "pid" in e}
     return {rank: pid for rank, pid in sorted(pids.items())
-            if processes.state(pid) not in "ZX" and _writes(pid, run / EVENTS)}
+            if processes.is_alive(pid) and _writes(pid, run / EVENTS)}
 
 
 def launcher_of(pid: int) -> list[int]:
-    """Pids of a rank's launcher and of its fork server, if any; [] if it has no launcher."""
+    """Pids of a rank's launcher and of its fork server, if any; [] if it has no launcher: the
+    parent of an orphan is init or a subreaper."""
     parent = processes.parent(pid)
     hot = processes.name(parent) == "fork server"
     found = [processes.parent(parent), parent] if hot else [parent]
-    return found if _is_launcher(found[0]) else []
+    return found if processes.program(found[0]) in ("launch", *TORCH_AGENTS) else []
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser = Parser(prog="python -m launch.chaos", description=DESCRIPTION, epilog=EPILOG,
                     allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path, help="the run folder")
-    parser.add_argument("--mtbf", type=float, required=True, metavar="S",
+    parser.add_argument("--mtbf", type=number(float, 0.001), required=True, metavar="S",
                         help="mean time between faults on this host, in seconds")
-    parser.add_argument("--kinds", default="kill,stop", metavar="K,K",
+    parser.add_argument("--kinds", type=_kinds, default=["kill", "stop"], metavar="K,K",
                         help=f"comma-separated kinds, of {', '.join(KINDS)} (default: kill,stop)")
     parser.add_argument("--seed", type=int, metavar="N",
                         help="seed of the times, kinds and ranks")
-    parser.add_argument("--count", type=int, metavar="N", help="end after N faults")
-    parser.add_argument("--wait-s", type=float, default=60.0, metavar="S",
+    parser.add_argument("--count", type=number(int, 1), metavar="N", help="end after N faults")
+    parser.add_argument("--wait-s", type=number(float, 0), default=60.0, metavar="S",
                         help="seconds without a rank on this host after which the run counts "
                         "as ended (default: 60)")
-    options = parser.parse_args(argv)
-    options.kinds = options.kinds.split(",")
-    if unknown := [kind for kind in options.kinds if kind not in KINDS]:
-        raise ConfigError(f"--kinds has {unknown[0]!r}; use some of {','.join(KINDS)}")
-    if not 0 < options.mtbf < float("inf"):
-        raise ConfigError(f"--mtbf is {options.mtbf:g}; use a number of seconds above 0")
-    if options.count is not None and options.count < 1:
-        raise ConfigError(f"--count is {options.count}; use 1 or more, or leave it out")
-    if not options.wait_s >= 0:
-        raise ConfigError(f"--wait-s is {options.wait_s:g}; use a number of seconds, 0 or more")
-    if not os.path.isdir("/proc/self/fd"):
-        raise ConfigError("launch.chaos reads /proc and so needs Linux; run it on a Linux host")
-    return options
+    return parser.parse_args(argv)
+
+
+def _kinds(text: str) -> list[str]:
+    kinds = text.split(",")
+    if unknown := [kind for kind in kinds if kind not in KINDS]:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is not one of {', '.join(KINDS)}")
+    return kinds
 
 
 def _drill(options: argparse.Namespace, draw: random.Random) -> None:
@@ -138,14 +130,15 @@ def _targets(kind: str, ranks: dict[int, int]) -> dict[int, int]:
     """Ranks that may be targets now. Only one is stopped at a time: the others must notice it."""
     if KINDS[kind] == signal.SIGKILL:
         return ranks
-    stopped = {rank for rank, pid in ranks.items() if processes.state(pid) == "T"}
+    stopped = {rank for rank, pid in ranks.items() if processes.is_stopped(pid)}
     if kind == "stop" and stopped:
         return {}
     return {rank: pid for rank, pid in ranks.items() if rank not in stopped}
 
 
-def _inject(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
-            began_s: float) -> None:  # fmt: skip
+def _inject(
+    kind: str, ranks: dict[int, int], run: Path, draw: random.Random, began_s: float
+) -> None:
     number, extra = KINDS[kind], []
     if kind == "node":
         # The launcher first: as in a power failure, no process is left that could save.
@@ -163,21 +156,16 @@ def _inject(kind: str, ranks: dict[int, int], run: Path, draw: random.Random,
                 signal.pidfd_send_signal(pidfd, number)
             os.close(pidfd)
     deadline_s = time.monotonic() + SETTLE_S
-    while time.monotonic() < deadline_s and not all(
-            _took_effect(number, pid) for pid in ranks.values()):
-        time.sleep(POLL_S / 10)
+    while number != signal.SIGTERM and time.monotonic() < deadline_s and any(
+            processes.is_alive(pid) and not (kind == "stop" and processes.is_stopped(pid))
+            for pid in ranks.values()):
+        time.sleep(POLL_S / 10)  # after SIGTERM, the rank saves first
     progress = RunFollower()
     progress.update(str(run))
     who = ", ".join(f"rank {rank} (pid {pid})" for rank, pid in ranks.items())
     if kind == "node":
         who += " and the launcher ({})".format(f"pid {extra[0]}" if extra else "none")
     _print_line(began_s, f"{kind}: {number.name} to {who} at step {progress.reached_step}")
-
-
-def _took_effect(number: signal.Signals, pid: int) -> bool:
-    """Whether a signal has taken effect. SIGTERM counts at once: the rank saves before it exits."""
-    return number == signal.SIGTERM or processes.state(pid) in "ZX" or (
-        number == signal.SIGSTOP and processes.state(pid) == "T")
 
 
 def _print_line(began_s: float, text: str) -> None:
@@ -194,34 +182,14 @@ def _is_complete(run: Path) -> bool:
 
 def _writes(pid: int, path: Path) -> bool:
     """Whether a process has the file open for appending. (`tail -f` only reads it.)"""
-    try:
+    with contextlib.suppress(OSError):  # it has exited, or belongs to another user
         wanted = path.stat()
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(OSError):  # closed meanwhile, or a socket
                 if os.path.samestat(wanted, entry.stat()):
                     info = Path(f"/proc/{pid}/fdinfo/{entry.name}").read_text()
-                    flags = int(info.partition("flags:")[2].split()[0], 8)
-                    if flags & os.O_APPEND:
+                    if int(info.partition("flags:")[2].split()[0], 8) & os.O_APPEND:
                         return True
-    except OSError:  # it has exited, or belongs to another user
-        pass
-    return False
-
-
-def _is_launcher(pid: int) -> bool:
-    """Whether the process is a launcher, by the program in its command line, not its arguments.
-
-    The parent of an orphan is init or a subreaper, which is no launcher.
-    """
-    try:
-        words = os.fsdecode(Path(f"/proc/{pid}/cmdline").read_bytes()).split("\0")
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-    for before, word, after in zip(words, words[1:], words[2:], strict=False):
-        if re.fullmatch("-[a-zA-Z]*m", word):
-            return after in ("launch", "torch.distributed.run")
-        if not word.startswith("-") and before not in ("-W", "-X"):
-            return Path(word).name == "torchrun"
     return False
 
 

@@ -14,23 +14,16 @@ from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, EXIT_STOPPED, FINAL_EXIT
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exit:
-    """The exit of one rank.
-
-    Attributes:
-        rank: global rank.
-        code: exit code, or minus the number of the signal that killed it; None if unknown, because
-            the fork server, its parent, had died.
-        at_s: when the launcher noticed it, on the monotonic clock.
-        forced: the launcher killed it or requested it to exit.
-        early: the code is reserved for the trainer, but the trainer had not finished: something
-            called `os._exit`.
-    """
+    """The exit of one rank."""
 
     rank: int
     code: int | None
-    at_s: float
-    forced: bool = False
+    """Exit code, or minus the number of the signal that killed it; None if unknown, because the
+    fork server, its parent, had died."""
+    at_s: float  # when the launcher noticed it, on the monotonic clock
+    forced: bool = False  # the launcher killed it or requested it to exit
     early: bool = False
+    """The code is reserved for the trainer, but something else called `os._exit`."""
 
     @property
     def complete(self) -> bool:
@@ -63,17 +56,12 @@ class Exit:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExitDecision:
-    """What follows from the exits of one attempt.
+    """What follows from the exits of one attempt."""
 
-    Attributes:
-        code: the launcher's exit code if it does not restart the ranks.
-        restart: whether a restart may help.
-        cause: the exit that caused the end of the attempt; None if all ranks have finished.
-    """
-
-    code: int
-    restart: bool
+    code: int  # the launcher's exit code if it does not restart the ranks
+    restart: bool  # whether a restart may help
     cause: Exit | None = None
+    """The exit that caused the end of the attempt; None if all ranks have finished."""
 
 
 def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDecision:
@@ -81,10 +69,7 @@ def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDeci
 
     The cause is the first exit that is not secondary. When a rank dies, its peers' connections
     break, and they save and exit with code 1: such an exit counts only if there is no other.
-
-    Args:
-        exits: one for each rank.
-        stop_at_s: when the launcher received a stop request, on the monotonic clock; None if none.
+    `stop_at_s` is when the launcher received a stop request, on the monotonic clock.
     """
     failures = [end for end in exits if not end.complete]
     if not failures:
@@ -92,9 +77,8 @@ def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDeci
     unforced = [end for end in failures if not end.forced] or failures
     cause = next((end for end in unforced if end.code != EXIT_FAILURE), unforced[0])
     if stop_at_s is not None:
-        return ExitDecision(
-            code=_code_after_stop(failures, cause, stop_at_s), restart=False, cause=cause
-        )
+        code = _code_after_stop(failures, cause, stop_at_s)
+        return ExitDecision(code=code, restart=False, cause=cause)
     if cause.code is not None and cause.final:
         return ExitDecision(code=cause.code, restart=False, cause=cause)
     return ExitDecision(code=EXIT_FAILURE, restart=True, cause=cause)
@@ -103,17 +87,9 @@ def decide(exits: Sequence[Exit], *, stop_at_s: float | None = None) -> ExitDeci
 def first_failure(
     cause: Exit, failures: Sequence[Mapping[str, Any]], *, attempt: int | None, reached_step: int
 ) -> dict[str, Any] | None:
-    """The event of the first failure of an attempt.
-
-    It is the event that a rank reported, or, for a rank that died without a report, a new one.
-    None if neither exists.
-
-    Args:
-        cause: the exit that caused the end of the attempt.
-        failures: the events that ranks reported.
-        attempt: the run's attempt number; None if the ranks died before it was counted.
-        reached_step: the last finished step.
-    """
+    """The event of an attempt's first failure: one of the `failures` that ranks have reported, or,
+    for a rank that died without a report, a new one. None if neither exists, or if the ranks died
+    before the run counted the attempt."""
     reported = sorted(failures, key=lambda event: event["time"])
     primary = [event for event in reported if not event["echo"]]
     died_s = time.time() - time.monotonic() + cause.at_s
@@ -130,7 +106,7 @@ def first_failure(
             "node": socket.gethostname(), "rank": cause.rank,
             "step": secondary.get("step", reached_step), "phase": secondary.get("phase", "train"),
             "event": "death", "why": how,
-            "failed_step": secondary.get("failed_step", reached_step + 1)}  # fmt: skip
+            "failed_step": secondary.get("failed_step", reached_step + 1)}
 
 
 def signal_name(number: int) -> str:

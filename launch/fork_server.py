@@ -4,9 +4,9 @@ The launcher forks it as soon as torch is imported; `python -m launch.fork_serve
 that was killed. The launcher and the server exchange JSON packets over a socket:
 
 - to the launcher: `{"ready": true}` or `{"nothing_to_start": EXIT_CODE}`, once; `{"started":
-  LOCAL_RANK, "pid": PID}` with the rank's file descriptors attached; `{"exited": PID, "code":
-  CODE}`;
-- to the server: `{"fork": [{"local_rank": …, "env": {…}, "tagged": …}, …]}`.
+  LOCAL_RANK, "pid": PID}` with the rank's pidfd, its channel and the read ends of its output, if
+  it is not rank 0; `{"exited": PID, "code": CODE}`;
+- to the server: `{"fork": LOCAL_RANK, "env": {…}}`.
 
 When the launcher dies, the server waits a few seconds for the ranks to save, then kills the rest.
 """
@@ -14,7 +14,6 @@ When the launcher dies, the server waits a few seconds for the ranks to save, th
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
@@ -30,20 +29,18 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from launch.worker import Entry, run_worker
+from launch.worker import Entry, exit_code, run_worker
 from trainer.errors import EXIT_COMPLETE, EXIT_CONFIG
-from trainer.resilience.stop_signals import STOP_SIGNALS, is_readable
+from trainer.resilience import processes
+from trainer.resilience.stop_signals import STOP_SIGNALS, drain, is_readable, wakeup_pipe
 
-ORPHAN_TIMEOUT_S = 4.3
-"""How long ranks may run after the launcher's death before they are killed."""
-
+ORPHAN_TIMEOUT_S = 4.3  # how long ranks may run after the launcher's death before they are killed
 PACKET_BYTES = 1 << 17
 MAX_FDS = 4
-PR_SET_PDEATHSIG = 1
 
 
 def send(control: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    """Send one message, with file descriptors. Raises: OSError if the peer has died."""
+    """Send a message, with file descriptors. Raises OSError if the peer has died."""
     socket.send_fds(control, [json.dumps(message).encode()], fds)
 
 
@@ -57,10 +54,8 @@ def receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
 
 
 def fork() -> int:
-    """`os.fork`, without Python's warning about threads.
-
-    Python counts the thread pool of numpy's BLAS, which handles a fork by itself.
-    """
+    """`os.fork`, without Python's warning about threads: it counts the pool of numpy's BLAS, which
+    handles a fork by itself."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
@@ -69,8 +64,7 @@ def fork() -> int:
 def run_server(control: socket.socket, entry: str, argv: Sequence[str]) -> NoReturn:
     """Import `entry` (`module:function`), then fork ranks on request until the launcher dies."""
     os.setsid()
-    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
-        name.write("fork server")  # shown by `ps` and `top`
+    processes.set_name("fork server")
     # Blocked, not ignored: an early stop request stays pending until the new rank handles it.
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
@@ -82,24 +76,20 @@ def run_server(control: socket.socket, entry: str, argv: Sequence[str]) -> NoRet
 
 
 class _Server:
-    """The event loop of the fork server, and its file descriptors for each living rank."""
+    """The event loop of the fork server."""
 
     def __init__(self, control: socket.socket, entry: str, argv: Sequence[str]) -> None:
-        self._control = control
-        self._entry = entry
-        self._argv = list(argv)
-        self._pipes: dict[int, list[int]] = {}  # pid of a living rank -> read ends of its output
-        self._wakeup_fd, write_fd = os.pipe()
-        os.set_blocking(self._wakeup_fd, False)
-        os.set_blocking(write_fd, False)
+        self._control, self._entry, self._argv = control, entry, list(argv)
+        self._living: set[int] = set()  # pids of ranks
+        self._wakeup_fd, write_fd = wakeup_pipe()
         signal.set_wakeup_fd(write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda number, frame: None)  # only wakes the loop
         self._inherited = [control.fileno(), self._wakeup_fd, write_fd]
 
     def run(self) -> NoReturn:
-        _die_with_launcher(signal.SIGKILL)  # there are no ranks to wait for yet
+        processes.die_with_parent(signal.SIGKILL)  # there are no ranks to wait for yet
         code, main = load_entry(self._entry, self._argv)
-        _die_with_launcher(0)
+        processes.die_with_parent(0)
         if main is None:
             sys.stdout.flush()  # the output of `--help`
             send(self._control, {"nothing_to_start": code})
@@ -112,54 +102,44 @@ class _Server:
             send(self._control, {"ready": True})
         while True:
             readable, _, _ = select.select([self._control.fileno(), self._wakeup_fd], [], [])
-            self._drain()
+            drain(self._wakeup_fd)
             self._reap()
             if self._control.fileno() in readable:
                 message, _ = receive(self._control)
                 if message is None:
                     self._wait_for_orphans()
-                for rank in message["fork"]:
-                    self._fork(main, **rank)
+                self._fork(main, message["fork"], message["env"])
 
-    def _fork(self, main: Entry, local_rank: int, env: dict[str, str], tagged: bool) -> None:
+    def _fork(self, main: Entry, local_rank: int, env: dict[str, str]) -> None:
         launcher_end, rank_end = socket.socketpair()
-        pipes = [os.pipe(), os.pipe()] if tagged else []
+        pipes = [os.pipe(), os.pipe()] if env["RANK"] != "0" else []  # their output gets a tag
         read_fds = [read_fd for read_fd, _ in pipes]
         write_fds = [write_fd for _, write_fd in pipes]
         sys.stdout.flush()
         sys.stderr.flush()
         pid = fork()
         if pid == 0:
-            unwanted = [*self._inherited, launcher_end.detach(), *read_fds]
-            unwanted += [fd for others in self._pipes.values() for fd in others]
-            run_worker(
-                main, self._argv, env, launcher_fd=rank_end.detach(),
-                output_fds=write_fds, close_fds=unwanted,
-            )  # fmt: skip
+            run_worker(main, self._argv, env, launcher_fd=rank_end.detach(), output_fds=write_fds,
+                       close_fds=[*self._inherited, launcher_end.detach(), *read_fds])
+        self._living.add(pid)
+        pidfd = os.pidfd_open(pid)  # by the parent: before it reaps, the pid is not reused
         with contextlib.suppress(OSError):  # the launcher has died: the loop notices it
-            message = {"started": local_rank, "pid": pid}
-            pidfd = os.pidfd_open(pid)  # by the parent: before it reaps, the pid is not reused
-            send(self._control, message, [pidfd, launcher_end.fileno(), *read_fds])
-            os.close(pidfd)
+            send(self._control, {"started": local_rank, "pid": pid},
+                 [pidfd, launcher_end.fileno(), *read_fds])
         launcher_end.close()
         rank_end.close()
-        for write_fd in write_fds:
-            os.close(write_fd)
-        # Kept open, never read: if the launcher dies, a rank's last output does not break the pipe.
-        self._pipes[pid] = read_fds
+        for fd in (pidfd, *read_fds, *write_fds):
+            os.close(fd)
 
     def _reap(self) -> None:
         while ended := _ended_child():
-            if ended.si_pid in self._pipes and (ended.si_code, ended.si_status) != (
-                os.CLD_EXITED,
-                EXIT_COMPLETE,
-            ):
+            complete = (ended.si_code, ended.si_status) == (os.CLD_EXITED, EXIT_COMPLETE)
+            if ended.si_pid in self._living and not complete:
                 # Child processes of a failed rank (loader workers, compilers) keep its sockets
                 # open, so its peers would wait for it. Before waitpid its pid cannot be reused.
                 _kill_group(ended.si_pid)
             _, status = os.waitpid(ended.si_pid, 0)
-            for fd in self._pipes.pop(ended.si_pid, []):
-                os.close(fd)
+            self._living.discard(ended.si_pid)
             with contextlib.suppress(OSError):
                 code = os.waitstatus_to_exitcode(status)
                 send(self._control, {"exited": ended.si_pid, "code": code})
@@ -169,26 +149,18 @@ class _Server:
         deadline_s = time.monotonic() + ORPHAN_TIMEOUT_S
         self._control.close()
         self._reap()
-        while self._pipes and time.monotonic() < deadline_s:
+        while self._living and time.monotonic() < deadline_s:
             is_readable(self._wakeup_fd, deadline_s - time.monotonic())
-            self._drain()
+            drain(self._wakeup_fd)
             self._reap()
-        for pid in self._pipes:
+        for pid in self._living:
             _kill_group(pid)
         os._exit(EXIT_COMPLETE)
 
-    def _drain(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.read(self._wakeup_fd, 4096)
-
 
 def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
-    """Import the entry function and the modules that it will need.
-
-    Returns:
-        (0, the function), or (exit code, None) if there is nothing to start: after an error, which
-        is printed on stderr, or after `--help` (exit code 0).
-    """
+    """Import the entry function and the modules that it will need: (0, the function), or (exit
+    code, None) if there is nothing to start, after `--help` or an error, which is printed."""
     module_name, _, function_name = entry.partition(":")
     try:
         module = importlib.import_module(module_name)
@@ -203,29 +175,20 @@ def load_entry(entry: str, argv: Sequence[str]) -> tuple[int, Entry | None]:
             # do it concurrently after the fork, and the first restart waits for this one.
             importlib.import_module("torch._dynamo")
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or EXIT_COMPLETE, None
-        print(end.code, file=sys.stderr)
-        return EXIT_CONFIG, None
+        return exit_code(end, EXIT_CONFIG), None
     except BaseException:
         traceback.print_exc()
         print(f"launch: cannot import {entry} (see above); nothing was started",
-              file=sys.stderr)  # fmt: skip
+              file=sys.stderr)
         return EXIT_CONFIG, None
     if (torch := sys.modules.get("torch")) and torch.cuda.is_initialized():
         print(f"launch: importing {entry} for {list(argv)} has initialized CUDA, which does not "
-              "survive a fork; use CUDA only in the task's methods", file=sys.stderr)  # fmt: skip
+              "survive a fork; use CUDA only in the task's methods", file=sys.stderr)
         return EXIT_CONFIG, None
-    if threading.active_count() > 1:
-        names = ", ".join(sorted(t.name for t in threading.enumerate()[1:]))
+    if names := ", ".join(sorted(t.name for t in threading.enumerate()[1:])):
         print(f"launch: warning: importing {entry} has started threads ({names}), which do not "
-              "survive a fork; start them in the task's methods", file=sys.stderr)  # fmt: skip
+              "survive a fork; start them in the task's methods", file=sys.stderr)
     return EXIT_COMPLETE, main
-
-
-def _die_with_launcher(number: int) -> None:
-    """Let the kernel send this signal to this process when its parent dies; 0 for none."""
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, number)
 
 
 def _ended_child() -> os.waitid_result | None:

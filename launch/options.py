@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import difflib
 from argparse import ArgumentTypeError
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from trainer.errors import ConfigError
 from trainer.resilience.preflight import LONGEST_S
 
+DEFAULT_PORT = 29400
+
 USAGE = """python -m launch [--nproc-per-node N] [--max-restarts K]
            [--nnodes MIN:MAX --rdzv-endpoint HOST:PORT] -- [RECIPE] [--section.key value]"""
-
-DEFAULT_PORT = 29400
 
 DESCRIPTION = """\
 Train on N processes of this machine (with --nnodes, of several machines) and restart them when one
@@ -31,51 +32,16 @@ exit codes: 0 complete · 2 bad configuration or data · 75 stopped, the same co
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Options:
-    """Options of the launcher.
-
-    Attributes:
-        nproc_per_node: number of ranks on this node.
-        max_restarts: how many consecutive failures without progress lead to a restart.
-        nnodes: minimum and maximum number of nodes.
-        rdzv_endpoint: host and port of the rendezvous of several nodes; None for one node.
-        rejoin_timeout_s: how long to wait for the endpoint to answer, and for the other nodes.
-        grace_s: how long the other ranks may take to exit by themselves after a rank has failed.
-        entry: `module:function` that each rank runs.
-        trainer_argv: the trainer's arguments.
-
-    Raises:
-        ConfigError: a value is out of range, or two options contradict each other.
-    """
+    """Options of the launcher; see its `--help`."""
 
     nproc_per_node: int = 1
     max_restarts: int = 3
-    nnodes: tuple[int, int] = (1, 1)
-    rdzv_endpoint: tuple[str, int] | None = None
-    rejoin_timeout_s: float = 600.0
+    nnodes: tuple[int, int] = (1, 1)  # minimum and maximum number of nodes
+    rdzv_endpoint: tuple[str, int] | None = None  # host and port; None for one node
+    rejoin_timeout: float = 600.0
     grace_s: float = 30.0
     entry: str = "trainer.__main__:main"
     trainer_argv: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        if self.nproc_per_node < 1:
-            raise ConfigError(f"--nproc-per-node is {self.nproc_per_node}; use 1 or more ranks")
-        if self.max_restarts < 0:
-            raise ConfigError(f"--max-restarts is {self.max_restarts}; use 0 for none, or more")
-        if not 0 <= self.grace_s <= LONGEST_S:
-            raise ConfigError(f"--grace-s is {self.grace_s}; use a number of seconds, 0 or more, "
-                              f"and {LONGEST_S:.0e} at most")
-        if not 1 <= self.nnodes[0] <= self.nnodes[1]:
-            raise ConfigError(f"--nnodes is {self.nnodes[0]}:{self.nnodes[1]}; use MIN:MAX with "
-                              "1 or more, and MAX not below MIN")
-        if (self.nnodes[1] > 1) != (self.rdzv_endpoint is not None):
-            raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
-                              "HOST:PORT, the same on all of them")
-        if not 0 < self.rejoin_timeout_s <= LONGEST_S:
-            raise ConfigError(f"--rejoin-timeout is {self.rejoin_timeout_s}; use a number of "
-                              f"seconds above 0, and {LONGEST_S:.0e} at most")
-        module, _, function = self.entry.partition(":")
-        if not all(name.isidentifier() for name in [*module.split("."), function]):
-            raise ConfigError(f"--entry is {self.entry!r}; use MODULE:FUNCTION")
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,45 +52,70 @@ class Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: Sequence[str]) -> Options:
-    """Parse the command line; arguments after the first `--` belong to the trainer.
-
-    Raises:
-        ConfigError: the message names flag, value and remedy.
-        SystemExit: after `--help`.
-    """
-    own, trainer_argv = _split(argv)
+    """Parse the command line; arguments after the first `--` belong to the trainer. A
+    `ConfigError` names flag, value and remedy."""
+    end = argv.index("--") if "--" in argv else len(argv)
     parser = Parser(
         prog="python -m launch", usage=USAGE, description=DESCRIPTION, epilog=EPILOG,
-        allow_abbrev=False, formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
+        allow_abbrev=False, argument_default=argparse.SUPPRESS,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     for name, kind, metavar, words in (
-        ("--nproc-per-node", int, "N", "ranks on this machine (default: 1)"),
-        ("--max-restarts", int, "K", "restarts after failures; the count is reset when a "
-         "later step has been saved (default: 3)"),
+        ("--nproc-per-node", number(int, 1), "N", "ranks on this machine (default: 1)"),
+        ("--max-restarts", number(int, 0), "K", "restarts after failures; the count is reset when "
+         "a later step has been saved (default: 3)"),
         ("--nnodes", _nodes, "MIN:MAX", "number of nodes that train together: as many as have "
          "joined, from MIN to MAX (default: 1)"),
         ("--rdzv-endpoint", _endpoint, "HOST:PORT", "rendezvous of several nodes: the address of "
-         "one of them, which hosts the store (default port: 29400)"),
-        ("--rejoin-timeout", float, "X", "seconds to wait for the endpoint to answer and for MIN "
-         "nodes to join (default: 600)"),
-        ("--grace-s", float, "X", "seconds for the other ranks to save and exit after a rank has "
-         "died, before SIGTERM and 5 s later SIGKILL (default: 30)"),
-        ("--entry", str, "MODULE:FUNCTION", "function that each rank runs, for developers "
+         f"one of them, which hosts the store (default port: {DEFAULT_PORT})"),
+        ("--rejoin-timeout", number(float, 0.001), "X", "seconds to wait for the endpoint to "
+         "answer and for MIN nodes to join (default: 600)"),
+        ("--grace-s", number(float, 0), "X", "seconds for the other ranks to save and exit after "
+         "a rank has died, before SIGTERM and 5 s later SIGKILL (default: 30)"),
+        ("--entry", _entry, "MODULE:FUNCTION", "function that each rank runs, for developers "
          "(default: trainer.__main__:main)"),
-    ):  # fmt: skip
+    ):
         parser.add_argument(name, type=kind, metavar=metavar, help=words)
-    known, unknown = parser.parse_known_args(own)
+    options, unknown = parser.parse_known_args([_dashed(argument) for argument in argv[:end]])
     if unknown:
-        raise ConfigError(_unknown(unknown, [s for a in parser._actions for s in a.option_strings]))
-    given = {name: value for name, value in vars(known).items() if value is not None}
-    if "rejoin_timeout" in given:
-        given["rejoin_timeout_s"] = given.pop("rejoin_timeout")
-    return Options(**given, trainer_argv=tuple(trainer_argv))
+        name = unknown[0].partition("=")[0]
+        known = [flag for action in parser._actions for flag in action.option_strings]
+        closest = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
+        hint = f"; did you mean {closest[0]}?" if closest else "."
+        raise ConfigError(f"{name} is not an option of the launcher{hint} Put the trainer's "
+                          f"arguments after --: python -m launch … -- {' '.join(unknown)}")
+    found = Options(**vars(options), trainer_argv=tuple(argv[end + 1:]))
+    if (found.nnodes[1] > 1) != (found.rdzv_endpoint is not None):
+        raise ConfigError("several nodes need both --nnodes MIN:MAX and --rdzv-endpoint "
+                          "HOST:PORT, the same on all of them")
+    return found
+
+
+def number(kind: type[int] | type[float], least: float) -> Callable[[str], float]:
+    """A parser of numbers from `least` on, for argparse."""
+
+    def parse(text: str) -> float:
+        with contextlib.suppress(ValueError):
+            value = kind(text)
+            if least <= value <= LONGEST_S:
+                return value
+        what = "a whole number" if kind is int else "a number"
+        raise ArgumentTypeError(f"{text!r} is not {what} from {least:g} to {LONGEST_S:g}")
+
+    return parse
+
+
+def _entry(text: str) -> str:
+    module, _, function = text.partition(":")
+    if not all(name.isidentifier() for name in [*module.split("."), function]):
+        raise ArgumentTypeError(f"{text!r} is not MODULE:FUNCTION")
+    return text
 
 
 def _nodes(text: str) -> tuple[int, int]:
     least, colon, most = text.partition(":")
-    if not least.isdecimal() or (colon and not most.isdecimal()):
+    if not least.isdecimal() or (colon and not most.isdecimal()) or not (
+            1 <= int(least) <= int(most or least)):
         raise ArgumentTypeError(f"{text!r} is not MIN:MAX, such as 1:4, nor a number")
     return int(least), int(most or least)
 
@@ -139,27 +130,9 @@ def _endpoint(text: str) -> tuple[str, int]:
     return host, int(port)
 
 
-def _split(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    own, rest = list(argv), []
-    if "--" in own:
-        at = own.index("--")
-        own, rest = own[:at], own[at + 1 :]
-    return [_dashed(argument) for argument in own], rest
-
-
 def _dashed(argument: str) -> str:
     """Accept `_` for `-` in option names, as torchrun does."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")
     return name.replace("_", "-") + equals + value
-
-
-def _unknown(unknown: Sequence[str], options: Sequence[str]) -> str:
-    name = unknown[0].partition("=")[0]
-    closest = difflib.get_close_matches(name, options, n=1, cutoff=0.7)
-    return (
-        f"{name} is not an option of the launcher"
-        + (f"; did you mean {closest[0]}?" if closest else ".")
-        + f" Put the trainer's arguments after --: python -m launch … -- {' '.join(unknown)}"
-    )

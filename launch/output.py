@@ -13,10 +13,8 @@ CHUNK_BYTES = 1 << 16
 
 
 class Output:
-    """Copies the output of tagged ranks line by line; rank 0 writes to the terminal directly.
-
-    A thread per pipe reads to end of file, so the last output of a killed rank is not lost.
-    """
+    """Copies the output of tagged ranks line by line; rank 0 writes to the terminal directly. A
+    thread per pipe reads to end of file, so the last output of a killed rank is not lost."""
 
     def __init__(self) -> None:
         self._threads: list[threading.Thread] = []

@@ -1,9 +1,7 @@
 """Read from the run folder how far the run has come: newest finished step, newest saved step.
 
-The files are read only when a rank has died, and only their new lines. In `events.jsonl`, `at_step`
-(or else `step`) of each line is the step of the run; the events `save` and `restore` contain the
-step from which the run would resume. The file `last-step` and the last line of `metrics.jsonl`
-contain the newest finished step.
+The files are read only when a rank has died. The events `save` and `restore` contain the step from
+which the run would resume; `last-step` and the end of `metrics.jsonl`, the newest finished one.
 """
 
 from __future__ import annotations
@@ -15,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.storage import layout
 from trainer.storage.jsonl import MappedCounter, newest_step, parse_records
 
 STEP_FINISHED = ("save", "restore", "rollback", "skipped")
@@ -25,19 +24,18 @@ class RunFollower:
     """Tracks the newest finished step of the run, and the newest step it would resume from."""
 
     def __init__(self) -> None:
-        self.reached_step = 0
-        self.saved_step = 0
-        self._known = False
+        self.reached_step = self.saved_step = 0
+        self._known = False  # whether any event has been read
         self._offset = 0
-        self._kept_before = 0
+        self._saved_before = 0
         self._attempt: int | None = None
 
     def update(self, run_folder: str | None) -> None:
         """Read new lines. Folders and files that do not exist (yet) are ignored."""
         if run_folder is None:
             return
-        events = Path(run_folder, "events.jsonl")
-        for line in self._new_lines(events):
+        folder = Path(run_folder)
+        for line in self._new_lines(folder / layout.EVENTS):
             self._known = True
             step = line.get("to_step", line.get("at_step") if line.get("event") in STEP_FINISHED
                             else line.get("step"))
@@ -48,12 +46,12 @@ class RunFollower:
             elif line.get("event") == "save":
                 self.saved_step = max(self.saved_step, step)
             self.reached_step = max(self.reached_step, step)
-        self.reached_step = max(self.reached_step, newest_step(Path(run_folder, "metrics.jsonl")),
-                                MappedCounter.read(Path(run_folder, "last-step")))
+        self.reached_step = max(self.reached_step, newest_step(folder / layout.METRICS),
+                                MappedCounter.read(folder / layout.LAST_STEP))
 
     def has_advanced(self) -> bool:
         """Whether a later step has been saved since the last call."""
-        advanced, self._kept_before = self.saved_step > self._kept_before, self.saved_step
+        advanced, self._saved_before = self.saved_step > self._saved_before, self.saved_step
         return advanced
 
     @property
@@ -62,14 +60,12 @@ class RunFollower:
         return max(0, self.reached_step - self.saved_step) if self._known else None
 
     def new_attempt(self, run_folder: str | None, launch_id: str) -> int | None:
-        """The number of the attempt that this launch has begun since the last call.
-
-        None if there is none: the ranks died before the run counted their attempt.
-        """
+        """The number of the attempt that this launch has begun since the last call; None if the
+        ranks died before the run counted their attempt."""
         if run_folder is None:
             return None
         with contextlib.suppress(OSError, ValueError):
-            run = json.loads(Path(run_folder, "run.json").read_bytes())
+            run = json.loads(Path(run_folder, layout.IDENTITY).read_bytes())
             if run["launch"] == launch_id and run["attempt"] != self._attempt:
                 self._attempt = run["attempt"]
                 return self._attempt
@@ -89,7 +85,7 @@ class RunFollower:
 
 def append_event(run_folder: str, event: dict[str, Any]) -> None:
     """Append an event to `events.jsonl` of the run, in one write. Raises: OSError."""
-    descriptor = os.open(Path(run_folder, "events.jsonl"), os.O_WRONLY | os.O_APPEND)
+    descriptor = os.open(Path(run_folder, layout.EVENTS), os.O_WRONLY | os.O_APPEND)
     try:
         os.write(descriptor, (json.dumps(event) + "\n").encode())
     finally:

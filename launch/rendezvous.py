@@ -15,49 +15,50 @@ from torch.distributed.elastic.rendezvous import (
 LOOPBACK = "127.0.0.1"
 
 
-class LoopbackRendezvous(RendezvousHandler):
-    """Hosts the store in the launcher, so that it survives a killed rank.
+def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
+    """Host a store at this address only, on `port` (0: a free one); returns it and its port. The
+    store is served as long as the object exists. TCPStore itself would listen on all interfaces,
+    regardless of the given address; here it gets a listening socket."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    listener = socket.create_server((address, port), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(address, port, is_master=True, wait_for_workers=False,
+                    master_listen_fd=listener.detach()), port
 
-    Each attempt has its own store on its own port: it cannot read keys of the previous attempt,
-    and a remaining rank of that attempt cannot reach it.
-    """
+
+class LauncherRendezvous(RendezvousHandler):
+    """A rendezvous whose launchers host the store of each attempt, so that it survives a rank."""
 
     def __init__(self) -> None:
-        self._run_id = uuid.uuid4().hex
-        self._store: TCPStore | None = None
+        self._launch_id = uuid.uuid4().hex
 
     def get_backend(self) -> str:
-        return "loopback"
+        return "c10d"  # only a label in torch's events
 
     @property
     def use_agent_store(self) -> bool:
         return True
 
-    def next_rendezvous(self) -> RendezvousInfo:
-        # TCPStore itself would listen on all interfaces, regardless of the given address.
-        listener = socket.create_server((LOOPBACK, 0))
-        port = listener.getsockname()[1]
-        self._store = TCPStore(
-            LOOPBACK,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            master_listen_fd=listener.detach(),
-        )
-        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
-
     def is_closed(self) -> bool:
         return False
 
     def set_closed(self) -> None:
-        """Nothing to do: no other node can join."""
+        """Nothing to do: no node joins after the end."""
+
+    def get_run_id(self) -> str:
+        return self._launch_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class LoopbackRendezvous(LauncherRendezvous):
+    """One node. Each attempt has its own store on its own port: it cannot read keys of the previous
+    attempt, and a remaining rank of that attempt cannot reach it."""
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store, port = host_store(LOOPBACK)
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(LOOPBACK, port))
 
     def num_nodes_waiting(self) -> int:
         return 0
-
-    def get_run_id(self) -> str:
-        return self._run_id
-
-    def shutdown(self) -> bool:
-        self._store = None
-        return True

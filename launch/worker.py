@@ -27,23 +27,15 @@ server kills it earlier."""
 
 
 def run_worker(
-    main: Entry,
-    argv: Sequence[str],
-    env: dict[str, str],
-    *,
-    launcher_fd: int,
-    output_fds: Sequence[int],
-    close_fds: Sequence[int],
+    main: Entry, argv: Sequence[str], env: dict[str, str], *, launcher_fd: int,
+    output_fds: Sequence[int], close_fds: Sequence[int],
 ) -> NoReturn:
     """Turn this new fork into a rank, call `main(argv)` and exit with its return value.
 
     The stop signals stay blocked until `main` handles and unblocks them, so that none is lost.
 
     Args:
-        main: the entry function.
-        argv: the trainer's arguments.
-        env: environment variables to set.
-        launcher_fd: socket to the launcher; end of file means that the launcher has died.
+        launcher_fd: socket to the launcher.
         output_fds: new stdout and stderr; empty to keep the inherited ones.
         close_fds: file descriptors of the fork server to close.
     """
@@ -60,8 +52,7 @@ def run_worker(
         processes.separate_reads()  # of files that the task's module has opened
         os.environ |= {**env, "TRAINER_LAUNCHER_FD": str(launcher_fd)}
         sys.argv = ["trainer", *argv]
-        with contextlib.suppress(OSError), open("/proc/self/comm", "w") as name:
-            name.write(f"rank {env['RANK']}")  # shown by `ps` and `top`
+        processes.set_name(f"rank {env['RANK']}")
         threading.Thread(target=_end_orphan, args=(launcher_fd,), daemon=True).start()
         code = _call(main, list(argv))
         _finish(code)
@@ -89,20 +80,23 @@ def _call(main: Entry, argv: list[str]) -> int:
     try:
         return int(main(argv) or EXIT_COMPLETE)
     except SystemExit as end:
-        if end.code is None or isinstance(end.code, int):
-            return end.code or EXIT_COMPLETE
-        print(end.code, file=sys.stderr)
+        return exit_code(end, EXIT_FAILURE)
     except BaseException:
         traceback.print_exc()
-    return EXIT_FAILURE
+        return EXIT_FAILURE
+
+
+def exit_code(end: SystemExit, default: int) -> int:
+    """The code with which Python would exit; `default` after printing a message."""
+    if end.code is None or isinstance(end.code, int):
+        return end.code or EXIT_COMPLETE
+    print(end.code, file=sys.stderr)
+    return default
 
 
 def _finish(code: int) -> None:
-    """Shut down as the interpreter does, without unloading every module (about a second).
-
-    A rank that has failed only flushes its output: a thread of the task may never end, and the
-    other ranks wait for the next attempt.
-    """
+    """Shut down as the interpreter does, without unloading every module (about a second). A rank
+    that has failed only flushes its output: a thread of the task may never end."""
     if code == EXIT_COMPLETE:
         threading._shutdown()  # type: ignore[attr-defined]  # joins non-daemon threads
         atexit._run_exitfuncs()
@@ -111,10 +105,8 @@ def _finish(code: int) -> None:
 
 
 def _end_orphan(launcher_fd: int) -> None:
-    """Kill this rank if the launcher and the fork server have both died.
-
-    A fork server that is only stopped is continued, because it has to exit as well.
-    """
+    """Kill this rank if the launcher and the fork server have both died. A fork server that is
+    only stopped is continued: it has to exit as well."""
     server = os.getppid()
     watch = select.poll()
     watch.register(launcher_fd, 0)  # no events: wait only for the hang-up of the other end

@@ -22,16 +22,10 @@ from launch.output import Output
 from launch.signals import LauncherStop
 from trainer.errors import EXIT_COMPLETE, EXIT_FAILURE, FINAL_EXIT_CODES
 from trainer.resilience import processes
-from trainer.resilience.stop_signals import is_readable
+from trainer.resilience.stop_signals import drain, is_readable
 
 SERVER_EXIT_S = 2.0
 KILL_S = 1.0
-
-TRAINER_EXIT_CODES = (EXIT_COMPLETE, *FINAL_EXIT_CODES)
-"""Exit codes that are valid only if the trainer itself returned them."""
-
-MAX_FORKS_PER_REQUEST = 64
-"""Maximum number of ranks in one request: the fork server reads `PACKET_BYTES` of a message."""
 
 SERVER_CHECKS, CHECK_S = 4, 0.5
 """A fork server found stopped (SIGSTOP) in this many consecutive checks, while something waits for
@@ -52,10 +46,7 @@ class _Worker:
 
 
 def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """Fork the fork server from this process, which must not have threads yet.
-
-    Returns its pid and the socket to it.
-    """
+    """Fork the fork server from this process, which has no threads yet: (its pid, socket to it)."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pid = fork_server.fork()
     if pid == 0:
@@ -66,10 +57,7 @@ def fork_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.so
 
 
 def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.socket]:
-    """Start the fork server from a process with threads: the new server imports everything itself.
-
-    Returns its pid and the socket to it.
-    """
+    """The same from a process with threads: the new server has to import everything itself."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     theirs.set_inheritable(True)
     flags = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
@@ -80,36 +68,22 @@ def spawn_server_process(entry: str, argv: Sequence[str]) -> tuple[int, socket.s
 
 
 class Workers:
-    """The ranks of one node, and the fork server that starts them.
-
-    Attributes:
-        server_lives: whether the fork server is alive.
-        run_folder: path of the run folder; None until a rank has reported it.
-        failures: the failure events that the ranks of this attempt have reported.
-    """
+    """The ranks of one node, and the fork server that starts them."""
 
     def __init__(
-        self,
-        server: tuple[int, socket.socket],
-        *,
-        entry: str,
-        argv: Sequence[str],
-        stop: LauncherStop,
-        output: Output,
+        self, server: tuple[int, socket.socket], entry: str, argv: Sequence[str],
+        stop: LauncherStop, output: Output,
     ) -> None:
-        self.run_folder: str | None = None
-        self.failures: list[dict[str, Any]] = []
-        self._entry = entry
-        self._argv = list(argv)
-        self._stop = stop
-        self._output = output
+        self.run_folder: str | None = None  # None until a rank has reported it
+        self.failures: list[dict[str, Any]] = []  # events that ranks of this attempt have reported
+        self._entry, self._argv = entry, list(argv)
+        self._stop, self._output = stop, output
         self._living: dict[int, _Worker] = {}  # by pid
         self._exits: list[Exit] = []  # not yet returned by `wait`
         self._starting: dict[int, int] = {}  # local rank -> rank, of ranks without a pid so far
         self._pids: dict[int, int] = {}  # local rank -> pid
         self._selector = selectors.DefaultSelector()
-        self._watch(stop.wakeup_fd, stop.drain)
-        self.server_lives = False
+        self._watch(stop.wakeup_fd, functools.partial(drain, stop.wakeup_fd))
         self._adopt(server)
 
     @property
@@ -118,23 +92,16 @@ class Workers:
         return sorted(rank.rank for rank in self._living.values())
 
     def wait_ready(self, *, until_stop: bool = False) -> int | None:
-        """Wait for the fork server's imports.
-
-        Returns None, or the exit code if there is nothing to start.
-
-        Args:
-            until_stop: return early, with None, at a stop request.
-        """
+        """Wait for the fork server's imports; return the exit code if there is nothing to start.
+        With `until_stop`, return None early at a stop request."""
         while self._server_imports and not (until_stop and self._stop.signal is not None):
             self._poll(CHECK_S)
         return self._code
 
     def start(self, envs: dict[int, dict[str, str]]) -> dict[int, int]:
-        """Fork one rank for each environment, by local rank; returns pids by local rank.
-
-        A fork server that was killed is replaced first, which takes as long as importing torch.
-        `wait` reports a rank that cannot be started as one that has exited.
-        """
+        """Fork one rank for each environment, by local rank; returns pids by local rank. A fork
+        server that was killed is replaced first, which takes as long as importing torch. `wait`
+        reports a rank that cannot be started as one that has exited."""
         self._pids, self.failures = {}, []
         self._starting = {local_rank: int(env["RANK"]) for local_rank, env in envs.items()}
         if not self.server_lives:
@@ -142,15 +109,10 @@ class Workers:
             if (code := self.wait_ready()) is not None:
                 self._end_starting(code)
                 return {}
-        requests = [
-            {"local_rank": local_rank, "env": env, "tagged": env["RANK"] != "0"}
-            for local_rank, env in envs.items()
-        ]
-        for first in range(0, len(requests), MAX_FORKS_PER_REQUEST):
-            batch = requests[first : first + MAX_FORKS_PER_REQUEST]
+        for local_rank, env in envs.items():
             with contextlib.suppress(OSError):  # the server has died: `_poll` detects it
-                fork_server.send(self._control, {"fork": batch})
-            while any(rank["local_rank"] in self._starting for rank in batch):
+                fork_server.send(self._control, {"fork": local_rank, "env": env})
+            while local_rank in self._starting:
                 self._poll(CHECK_S)
         return self._pids
 
@@ -165,8 +127,7 @@ class Workers:
         """Send a signal to each living rank; `forced` marks their exits as the launcher's doing."""
         for rank in self._living.values():
             rank.forced |= forced
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(rank.pidfd, number)
+            _send_signal(rank, number)
 
     def send_keyword(self, word: str) -> None:
         """Send a keyword to each living rank over its channel: `lost`, `stale` or `absent`."""
@@ -176,16 +137,13 @@ class Workers:
 
     def kill_stopped(self, checks: int) -> list[int]:
         """Kill each rank found stopped (SIGSTOP) in `checks` consecutive calls; returns them.
-
-        Counted in calls and not in time, because the launcher may have been stopped with them.
-        """
+        Calls are counted, not time: the launcher may have been stopped with them."""
         killed = []
         for pid, rank in self._living.items():
             rank.stopped_checks = rank.stopped_checks + 1 if processes.state(pid) == "T" else 0
             if rank.stopped_checks == checks:
                 killed.append(rank.rank)
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(rank.pidfd, signal.SIGKILL)
+                _send_signal(rank, signal.SIGKILL)
         return killed
 
     def kill_and_exit(self) -> NoReturn:
@@ -202,20 +160,22 @@ class Workers:
     def close(self) -> None:
         """Disconnect from the fork server, which kills living ranks after a few seconds."""
         if self.server_lives:
-            self._forget(self._control.fileno())
-            self._control.close()
+            self._disconnect()
             pidfd = os.pidfd_open(self._server_pid)
             if not is_readable(pidfd, SERVER_EXIT_S):
                 os.kill(self._server_pid, signal.SIGKILL)
             os.close(pidfd)
             os.waitpid(self._server_pid, 0)
-            self.server_lives = False
         self._selector.close()
+
+    def _disconnect(self) -> None:
+        self._forget(self._control.fileno())
+        self._control.close()
+        self.server_lives = False
 
     def _adopt(self, server: tuple[int, socket.socket]) -> None:
         self._server_pid, self._control = server
-        self.server_lives = True
-        self._server_imports = True
+        self.server_lives = self._server_imports = True
         self._stopped_checks = 0
         self._code: int | None = None  # exit code if the server found nothing to start
         self._watch(self._control.fileno(), self._on_message)
@@ -238,12 +198,10 @@ class Workers:
 
     def _continue_server(self) -> None:
         """Continue (SIGCONT) a stopped fork server: only it can start ranks and report their exits.
-
-        Counted in checks and not in time, because the launcher may have been stopped with it.
-        """
+        Checks are counted, not time: the launcher may have been stopped with it."""
         stopped = self.server_lives and processes.is_stopped(self._server_pid) and (
             self._server_imports or self._starting
-            or any(processes.state(pid) in "ZX" for pid in self._living))
+            or not all(map(processes.is_alive, self._living)))
         self._stopped_checks = self._stopped_checks + 1 if stopped else 0
         if self._stopped_checks >= SERVER_CHECKS:
             self._stopped_checks = 0
@@ -264,13 +222,9 @@ class Workers:
             self._code = message.get("nothing_to_start")
 
     def _add(self, local_rank: int, pid: int, pidfd: int, channel_fd: int, *output: int) -> None:
-        rank = _Worker(
-            rank=self._starting.pop(local_rank),
-            pidfd=pidfd,
-            channel=socket.socket(fileno=channel_fd),
-        )
-        self._living[pid] = rank
-        self._pids[local_rank] = pid
+        rank = _Worker(rank=self._starting.pop(local_rank), pidfd=pidfd,
+                       channel=socket.socket(fileno=channel_fd))
+        self._living[pid], self._pids[local_rank] = rank, pid
         self._watch(channel_fd, functools.partial(self._on_channel, rank))
         streams = (sys.stdout.fileno(), sys.stderr.fileno())
         for fd, to_fd in zip(output, streams, strict=False):
@@ -306,16 +260,14 @@ class Workers:
         self._forget(rank.pidfd)
         rank.channel.close()
         os.close(rank.pidfd)
-        end = Exit(rank=rank.rank, code=code, at_s=time.monotonic(), forced=rank.forced,
-                   early=code in TRAINER_EXIT_CODES and not rank.returned)
-        self._exits.append(end)
+        early = code in (EXIT_COMPLETE, *FINAL_EXIT_CODES) and not rank.returned
+        self._exits.append(Exit(rank=rank.rank, code=code, at_s=time.monotonic(),
+                                forced=rank.forced, early=early))
 
     def _lose_server(self) -> None:
         """The fork server has died: exits of its ranks are still noticed, without exit codes."""
-        self._forget(self._control.fileno())
-        self._control.close()
+        self._disconnect()
         os.waitpid(self._server_pid, 0)
-        self.server_lives = False
         if self._server_imports:
             self._output.print_line("the fork server died during startup")
             self._server_imports, self._code = False, EXIT_FAILURE
@@ -327,3 +279,8 @@ class Workers:
         now_s = time.monotonic()
         self._exits += [Exit(rank=r, code=code, at_s=now_s) for r in self._starting.values()]
         self._starting = {}
+
+
+def _send_signal(rank: _Worker, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        signal.pidfd_send_signal(rank.pidfd, number)

@@ -43,6 +43,7 @@ INTENDED: dict[str, dict[str, str]] = {}
 """Start of an old commit's hash → {pattern of "FILE: KEY" → reason of the difference}."""
 
 PER_RUN = ("state.json: settings.run", "state.json: settings.inject", "state.json: lines",
+           "state.json: record*",
            "summary.json: attempts", "summary.json: save_waits", "summary.json: memory.*",
            "summary.json: model.safetensors")
 """Entries that may differ between equal runs: paths, faults, memory, a sentence, and `lines`, those

@@ -26,8 +26,8 @@ from trainer.telemetry.status import Phase
 ROOT = Path(__file__).parents[1]
 
 ROOMS = (
-    "errors rng", "storage", "task", "telemetry", "distributed", "resilience", "config", "data",
-    "optim", "checkpoint", "step", "run", "tasks", "loop testing", "commands",
+    "errors torch_private rng", "storage", "task", "telemetry", "distributed", "resilience",
+    "config", "data", "optim", "checkpoint", "step", "run", "tasks", "loop testing", "commands",
     "__init__ __main__",
 )  # fmt: skip
 """The rooms of `trainer/` and the modules beside them, in their order. A module imports from its
@@ -37,14 +37,17 @@ MAX_ENTRIES = 20
 """Files and folders directly in `trainer/`."""
 MAX_LOOP = 60
 MAX_FUNCTION, MAX_PARAMETERS = 60, 8
-LARGER: dict[str, str] = {
-    "trainer/distributed/sync_batchnorm.py forward": "an autograd.Function takes what backward "
-    "needs one by one",
-}
+LARGER: dict[str, str] = {}
 """Functions that are larger, each with its reason; at most 5."""
 MAX_LEAVES = 75
 """Flags of the configuration, the task's apart: what one reader of --help can take in. A new one
 has to be worth it, or to take the place of another."""
+ASSIGNED = {
+    "trainer/distributed/sync_batchnorm.py": ["ctx.count", "ctx.module"],  # torch's own way
+    "trainer/rng.py": ["bits.state"],  # numpy's way
+}
+"""Attributes of other modules' objects that are assigned from outside, each with its reason; at
+most 5 modules."""
 EMPTY_NAMES = {"utils", "util", "common", "helpers", "helper", "manager", "misc"}
 SHARED_NAMES = {
     "main": "the entry point of a command",
@@ -128,7 +131,7 @@ def test_a_module_imports_from_its_own_room_and_from_rooms_before_it(name):
 
 
 def test_few_entries_lie_directly_in_the_package():
-    entries = [p.name for p in (ROOT / "trainer").iterdir() if p.name != "__pycache__"]
+    entries = {p.name for p in (ROOT / "trainer").iterdir()} - {"__pycache__", "py.typed"}
 
     assert len(entries) <= MAX_ENTRIES, sorted(entries)
     for path in (ROOT / "trainer").glob("*/**/__init__.py"):
@@ -178,6 +181,61 @@ def test_functions_are_short_and_take_few_arguments():
 
     assert large == set(LARGER), "a function that is too large, or an exception that isn't needed"
     assert len(LARGER) <= 5
+
+
+def own_attributes(module: ast.Module) -> set[str]:
+    """Names of the attributes that the classes of a module declare or assign themselves."""
+    found = set()
+    for owner in (n for n in ast.walk(module) if isinstance(n, ast.ClassDef)):
+        for node in ast.walk(owner):
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found.add(node.target.id)
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "self":
+                found.add(node.attr)
+    return found
+
+
+@cache
+def all_attributes() -> set[str]:
+    return set().union(*(own_attributes(tree(path)) for path in sources("trainer", "launch")))
+
+
+def assigned_from_outside(path: Path) -> Iterator[str]:
+    """Each attribute of another module's class that a module assigns, as `object.attribute`.
+
+    A function may complete an object that it has constructed itself, and set a setting of an
+    imported module, such as those of `torch.backends`.
+    """
+    module = tree(path)
+    foreign = all_attributes() - own_attributes(module)
+    imports = {alias.asname or alias.name.split(".")[0] for node in ast.walk(module)
+               if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}
+
+    def visit(node: ast.AST, constructed: frozenset[str]) -> Iterator[str]:
+        if isinstance(node, ast.FunctionDef):
+            constructed = constructed | {
+                target.id for inner in ast.walk(node) if isinstance(inner, ast.Assign)
+                and isinstance(inner.value, ast.Call)
+                and re.match(r"(\w+\.)*(cls|[A-Z]\w*)$", ast.unparse(inner.value.func))
+                for target in inner.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            base = ast.unparse(node.value)
+            if node.attr in foreign and not (
+                    base in ("self", "cls") or base in constructed
+                    or re.split(r"\W", base)[0] in imports):
+                yield f"{base}.{node.attr}"
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, constructed)
+
+    yield from visit(module, frozenset())
+
+
+def test_an_attribute_is_assigned_by_its_own_class_or_module():
+    found = {_name(path): sorted(set(assigned_from_outside(path)))
+             for path in sources("trainer", "launch")}
+
+    assert {name: names for name, names in found.items() if names} == ASSIGNED
+    assert len(ASSIGNED) <= 5
 
 
 def test_a_name_means_one_thing():

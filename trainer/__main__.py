@@ -8,7 +8,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from trainer.commands.train import RankProcess, show_cause
 from trainer.errors import EXIT_CONFIG, PATH_ERRNOS, ConfigError
 from trainer.resilience.diagnosis import is_foreign
 from trainer.resilience.preflight import check_current_folder
@@ -62,7 +61,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"error: {error}; choose a folder that can be read", file=sys.stderr)
         return EXIT_CONFIG
-    return RankProcess(attend(), list(COMMANDS)).run(arguments, _PRELOADED.get(tuple(arguments)))
+    stop = attend()  # before torch is imported
+    from trainer.commands.train import RankProcess
+
+    return RankProcess(stop, list(COMMANDS)).run(arguments, _PRELOADED.get(tuple(arguments)))
 
 
 def preload(argv: Sequence[str]) -> int:
@@ -80,7 +82,9 @@ def preload(argv: Sequence[str]) -> int:
     import torch.utils.tensorboard  # noqa: F401
 
     import trainer.loop
-    import trainer.run.build  # noqa: F401
+    import trainer.run.build
+    import trainer.run.warmup  # noqa: F401
+    from trainer.commands.train import show_cause
     from trainer.config import command_line
     from trainer.run import run_dir
     from trainer.run.prepare import bind_seed

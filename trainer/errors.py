@@ -106,7 +106,7 @@ EMPTY_BATCH_NOTE = (
 """Note that is added to an exception in the loss of an empty micro-batch."""
 
 
-def listed(names: Iterable[str]) -> str:
+def listed(names: Iterable[object]) -> str:
     """The first five names, for a message; an ellipsis stands for the others."""
-    first = list(names)
+    first = [str(name) for name in names]
     return f"{', '.join(first[:5])}{', …' * (len(first) > 5)}"

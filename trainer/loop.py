@@ -7,7 +7,6 @@ from trainer.run.bad_steps import handle_bad_streak, replicas_match, report_skip
 from trainer.run.finish import finish
 from trainer.run.run import Run
 from trainer.run.validation import is_due, stop, validate
-from trainer.run.warmup import start
 from trainer.telemetry.status import Phase
 
 
@@ -20,11 +19,13 @@ def train(run: Run) -> dict[str, object]:
     Raises:
         StopRequested: a rank was asked to stop; the last complete step is saved.
     """
-    start(run)
+    config, intervals, status = run.context.config, run.setup.intervals, run.context.status
+    training, record, guard = run.training, run.record, run.guard
+    state, loader, progress = training.state, training.loader, training.state.progress
+    last, save_requested = intervals.total, False
     handle_bad_streak(run)
-    progress, last, save_requested = run.progress, run.intervals.total, False
     while True:
-        step, intervals = progress.step, run.intervals
+        step = progress.step
         validation_due = is_due(step, intervals.evaluate, last) and progress.validated < step
         save = save_requested or is_due(step, intervals.checkpoint, last)
         check_due = validation_due or save or is_due(step, intervals.verify, last)
@@ -32,31 +33,29 @@ def train(run: Run) -> dict[str, object]:
             continue  # rolled back to an older step
         if validation_due:
             validate(run)  # includes a validation that an earlier attempt did not finish
-        if run.state.best.patience_is_exhausted(run.config.eval.patience):
+        if state.best.patience_is_exhausted(config.eval.patience):
             last = step
         if save or step >= last:
-            run.checkpoint.save("periodic")
+            guard.checkpoint.save("periodic")
         if step >= last:
             return finish(run)
 
-        run.status.enter(Phase.TRAIN)
-        result = run.step(run.loader.window(), requests=run.requests)
+        status.enter(Phase.TRAIN)
+        result = training.step(loader.window(), requests=guard.requests)
         if result is None:
-            run.loader.next_epoch()
+            loader.next_epoch()
             continue
-        run.status.complete_step(progress.step)
+        status.complete_step(progress.step)
         if not result.skipped:
-            run.state.meter.add(result.sums.loss, result.sums.count)
-        times = run.metrics.step(result, waited_s=run.loader.waited_s)
-        run.timing.add(result.step, times, samples=result.sums.samples,
-                       save_stall_s=run.checkpoint.save_stall_s)
+            state.meter.add(result.sums.loss, result.sums.count)
+        record.step(result, waited_s=loader.waited_s, save_stall_s=guard.checkpoint.save_stall_s)
         if result.skip_reason:
             report_skipped_step(run, result)
         if result.sums.replaced:
-            check_replaced_share(progress.replaced, progress.step * run.config.batch.global_size)
+            check_replaced_share(progress.replaced, progress.step * config.batch.global_size)
 
         if result.sums.requests:
-            run.acknowledge_save(result.sums.requests)
+            guard.acknowledge_save(result.sums.requests)
         save_requested = "save" in result.sums.requests
         if "stop" in result.sums.requests:
             stop(run)

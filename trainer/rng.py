@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from trainer import torch_private
+
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -121,7 +123,7 @@ def _device_generators() -> tuple[torch.Generator, ...]:
     if torch.cuda.is_initialized():
         return (torch.cuda.default_generators[torch.cuda.current_device()],)
     if torch.backends.mps.is_available():
-        return (torch.mps._get_default_mps_generator(),)
+        return (torch_private.mps_generator(),)
     return ()
 
 

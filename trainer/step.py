@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import math
-import threading
 import time
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Container, Iterable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from trainer import rng
-from trainer.checkpoint.buffers import Buffers
-from trainer.checkpoint.progress import TrainProgress
-from trainer.config.schema import Clip
+from trainer.checkpoint.boundary import StepBoundary
+from trainer.checkpoint.train_state import TrainState
+from trainer.config.schema import BadStepConfig, Clip
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
@@ -25,10 +24,9 @@ from trainer.distributed.comm_timer import CommunicationTimer, DeviceInterval
 from trainer.distributed.ddp import COUNT, Objective, StepSums, check_reduced
 from trainer.distributed.sync_batchnorm import SyncBatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
-from trainer.optim.adamw import AdamW
+from trainer.distributed.world import LaunchInfo, World
 from trainer.optim.bad_step_check import BAD_REASONS, EXCLUDED, Health
-from trainer.optim.ema import Ema
-from trainer.optim.optimizers import clip, zero_grad
+from trainer.optim.optimizers import clip
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.telemetry.status import Phase, Status
 
@@ -51,7 +49,7 @@ class StepResult(NamedTuple):
     device_s: float | None
     """Seconds from zero_grad to clip on the device's timeline (CUDA only)."""
     communication_s: float = 0.0
-    """Estimated seconds that this rank waited for other ranks (see `communication`)."""
+    """Estimated seconds that this rank waited for other ranks."""
     save_stall_s: float = 0.0
     """Seconds that the update waited for a save to copy the state."""
 
@@ -69,13 +67,13 @@ NOTHING = contextlib.nullcontext()
 UPDATE = -2
 """Number that keys the randomness of the update, in place of a micro-batch's number."""
 
+Requests = Callable[[], tuple[bool, ...]]
+"""Returns a rank's requests of all ranks, one for each of `ddp.REQUESTS`; called as late as
+possible in a step."""
 
-class Requests(Protocol):
-    """Returns a rank's requests of all ranks; called as late as possible in a step."""
-
-    def __call__(self) -> tuple[bool, ...]:
-        """Return a value for each member of `ddp.REQUESTS`."""
-        ...
+Reduction = Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]]
+"""Wraps the micro-batches of a step. After the last one, gradients and sums are those of all
+ranks."""
 
 
 def no_requests() -> tuple[bool, ...]:
@@ -83,90 +81,126 @@ def no_requests() -> tuple[bool, ...]:
     return ()
 
 
-@dataclass
-class Step:
-    """Computes one optimizer step per call.
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the warm-up has found out about the model and the loss."""
+
+    mutates_batch: bool = False
+    """Whether the loss changes its batch, whose memory may belong to the data set."""
+    moves_parameters: bool = False
+    """Whether the forward changes parameters on some rank. Within a step they are then not those of
+    the last step boundary."""
+    replicated_buffers: Container[Tensor] = frozenset()
+    """All buffers that the forward changes: equal on all ranks at a step boundary."""
+    local_buffers: tuple[Tensor, ...] = ()
+    """Those of them that it changes on each rank separately. The last rank's are broadcast."""
+    activations_mb: float | None = None
+    """MiB saved for the backward of one micro-batch; None if unknown."""
+
+
+class ForwardBackward:
+    """Forward and backward of single micro-batches: in a step, in the warm-up, in a diagnosis.
 
     Args:
         objective: module whose forward returns the loss.
         wrapped: the objective, under DDP if there are several ranks.
-        model: the plain model.
+        state: optimizer, scaler and seed of the run.
         autocast: factory of contexts for the forward.
-        nominal_count: expected count of a global batch, the divisor of its loss.
     """
 
-    objective: Objective
-    wrapped: nn.Module
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    schedule: Any
-    scaler: torch.amp.GradScaler
-    autocast: Callable[[], contextlib.AbstractContextManager[None]]
-    clip: Clip
-    progress: TrainProgress
-    seed: int
-    num_ranks: int
-    nominal_count: float
-    marks: ProgressMarks
-    broadcast: Callable[[Sequence[Tensor], int], None]
+    def __init__(
+        self, objective: Objective, wrapped: nn.Module, state: TrainState, marks: ProgressMarks,
+        autocast: Callable[[], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        self.objective, self.wrapped, self.model = objective, wrapped, objective.model
+        self.autocast, self.marks, self.num_ranks = autocast, marks, state.num_ranks
+        self.parameters = [p for g in state.optimizer.param_groups for p in g["params"]]
+        self.communication = CommunicationTimer(on_cuda=self.parameters[0].is_cuda)
+        self._seed, self._key = state.seed, rng.mix(state.seed, rng.MICRO)
+        self._scaler = state.scaler
+        self._generators = rng.find_generators(*self.model.modules(), objective.loss)
+        self._on_device = self.parameters[0].device.type != "cpu"
+        self._trained = [n for n, p in wrapped.named_parameters() if p.requires_grad]
+        self._no_sync = wrapped.no_sync if isinstance(wrapped, DistributedDataParallel) else None
+        self._waiting = waiting_for(WaitsFor.PEERS)
+        for module in self.model.modules():
+            if isinstance(module, SyncBatchNorm):
+                module.measure_with(self.communication)
+
+    def __call__(
+        self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
+    ) -> None:
+        """Collective. Compute a micro-batch; reduce after the last one of a step.
+
+        A `rehearsal` is not part of a step; nothing is injected in it.
+        """
+        spec = micro.spec
+        mark = self.marks.mark if not rehearsal else self.marks.rehearse
+        mark(Phase.FORWARD, spec.step, spec.epoch)
+        rng.seed_all(spec.step, spec.number, state=self._key, devices=self._on_device)
+        if self._generators:
+            rng.key(self._generators, self._seed, rng.MICRO, spec.step, spec.number)
+        # DDP's no_sync must enclose forward *and* backward of all micro-batches but the last.
+        with NOTHING if spec.last or self._no_sync is None else self._no_sync():
+            with self.autocast():
+                loss = self.wrapped(micro.batch, micro.samples,
+                                    requests() if spec.last else None, len(micro.replaced))
+            mark(Phase.BACKWARD, spec.step, spec.epoch)
+            reduced = spec.last and self.num_ranks > 1
+            if reduced:
+                self.communication.time_backward(loss)
+            with self._waiting if reduced else NOTHING:
+                self._scaler.scale(loss).backward()
+        if reduced:
+            check_reduced(self.wrapped, spec, self._trained)
+            self.communication.end_backward()
+
+
+@dataclass(kw_only=True)
+class Step:
+    """Computes one optimizer step per call."""
+
+    compute: ForwardBackward
+    state: TrainState
+    boundary: StepBoundary
+    facts: ModelFacts
+    world: World
     health: Health
-    local_buffers: list[Tensor] = field(default_factory=list)
-    """Buffers that the forward changes on each rank separately. The last rank's are broadcast."""
-    replicated_buffers: Container[Tensor] = frozenset()
-    """All buffers that the forward changes: equal on all ranks at a step boundary."""
-    before_update: Callable[[], None] = lambda: None
-    """Called before parameters and optimizer state change."""
-    ema: Ema | None = None
+    clip: Clip
+    status: Status
+    """Notified when a step and its update begin and end."""
+    reduction: Reduction = iter
+    """The default leaves the reduction to DDP."""
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
     """Factory of contexts that detect the origin of a NaN."""
-    reduction: Callable[[Iterable[MicroBatch]], Iterable[MicroBatch]] = iter
-    """Wraps the micro-batches of a step. After the last one, gradients and sums are those of all
-    ranks. The default leaves the reduction to DDP."""
-    shared: Container[Tensor] = ()
-    """Buffers that are equal on all ranks after `reduction`."""
     min_samples: int = 0
     """Minimum number of samples in a window. A window at the end of a stream's epoch may have
     fewer; it gives no step."""
-    all_sum: Callable[[Tensor], Tensor] = lambda tensor: tensor
-    """Adds up a tensor over the ranks, in place."""
-    status: Status = field(default_factory=Status)
-    """Notified when a step and its update begin and end."""
-    clock: Callable[[], float] = time.perf_counter
+    before_update: Callable[[], None] = lambda: None
+    """Called before parameters and optimizer state change."""
 
     def __post_init__(self) -> None:
-        self.parameters = [p for g in self.optimizer.param_groups for p in g["params"]]
-        self.trained = [n for n, p in self.wrapped.named_parameters() if p.requires_grad]
-        """Names of the trained parameters, in the order of DDP's indices."""
-        self.no_sync = (self.wrapped.no_sync if isinstance(self.wrapped, DistributedDataParallel)
-                        else None)
-        """DDP's context for forward *and* backward of micro-batches that are not the last."""
-        self.own_update = type(self.optimizer) not in (AdamW, torch.optim.AdamW, torch.optim.SGD)
-        self.key = rng.mix(self.seed, rng.MICRO)
-        self.generators = rng.find_generators(*self.model.modules(), self.objective.loss)
-        """Random generators inside the model and the loss."""
-        self.on_device = self.parameters[0].device.type != "cpu"
-        self.buffers = Buffers(self.model)
-        self.waiting = waiting_for(WaitsFor.PEERS)
-        self.device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
-        self.communication = CommunicationTimer(ranks=self.num_ranks,
-                                                on_cuda=self.parameters[0].is_cuda)
-        for module in self.model.modules():
-            if isinstance(module, SyncBatchNorm):
-                module.communication = self.communication
-        self.mutates_batch = False
-        """Whether the loss changes its batch, whose memory may belong to the data set."""
-        self.moves_parameters = False
-        """Whether the forward changes parameters on some rank. Within a step they are then not
-        those of the last step boundary."""
-        self.boundary_lock = threading.Lock()
-        """Free from the beginning of a step to its update. While it is free, parameters, optimizer,
-        progress and the copies of buffers are those of the last step boundary, and another thread
-        that takes the lock may save them."""
-        self.boundary_lock.acquire()
-        self.holds_boundary_lock = True
-        """Whether the main thread holds `boundary_lock`."""
-        self.boundary = torch.cuda.Event() if self.parameters[0].is_cuda else None
-        """Recorded on the device at the last step boundary."""
+        state, compute = self.state, self.compute
+        self.optimizer, self.schedule, self.scaler = state.optimizer, state.schedule, state.scaler
+        self.progress, self.ema = state.progress, state.ema
+        self.objective, self.parameters = compute.objective, compute.parameters
+        self.num_ranks = compute.num_ranks
+        self.own_update = type(self.optimizer) not in (torch.optim.AdamW, torch.optim.SGD)
+        """Whether the optimizer's class is the user's, whose update may draw random numbers."""
+        self._device_span = DeviceInterval(on_cuda=self.parameters[0].is_cuda)
+
+    @classmethod
+    def plain(
+        cls, state: TrainState, objective: Objective, wrapped: nn.Module, clip: Clip | None = None
+    ) -> Step:
+        """A step outside of a run: without warm-up, mixed precision and saves."""
+        compute = ForwardBackward(objective, wrapped, state, ProgressMarks(),
+                                  contextlib.nullcontext)
+        status = Status()
+        return cls(
+            compute=compute, state=state, boundary=StepBoundary(objective.model, status),
+            facts=ModelFacts(), world=World(LaunchInfo(), torch.device("cpu"), 1),
+            health=Health(BadStepConfig()), clip=clip or Clip(), status=status)
 
     def __call__(
         self, micro_batches: Iterable[MicroBatch], *, requests: Requests = no_requests
@@ -179,11 +213,12 @@ class Step:
 
         Returns None, on all ranks, if the window had fewer samples than `min_samples`.
         """
-        start, step = self.clock(), self.progress.step + 1
+        start, step = time.perf_counter(), self.progress.step + 1
         if step in self.progress.excluded_steps:
-            return self.skip_batch(micro_batches, step)
-        self._begin()
-        zero_grad(self.optimizer, self.parameters)
+            return self._skip_batch(micro_batches, step)
+        self._device_span.first()
+        self.boundary.begin_step()
+        self.optimizer.zero_grad(set_to_none=True)
         for micro in self.reduction(micro_batches):
             epoch = micro.spec.epoch
             with NOTHING if self.nan_detector is None else self.nan_detector(micro.spec):
@@ -191,54 +226,50 @@ class Step:
         scale = self.scaler.get_scale() if self.scaler.is_enabled() else None
         vector = self.objective.take_sums(self.num_ranks, scale or 1.0)
         self.scaler.unscale_(self.optimizer)
-        self.to_mean(vector[COUNT])
+        self._to_mean(vector[COUNT])
         grad_norm = clip(self.parameters, self.clip)
-        self.device_span.second()
+        self._device_span.second()
         sums, norm = self.objective.read_sums(vector, grad_norm)  # waits for the device
         if sums.samples < self.min_samples:
-            self.discard_window()
+            self._discard_window()
             return None
-        lrs = tuple([float(group["lr"]) for group in self.optimizer.param_groups])
-        self.buffers.restore_storage()
+        lrs = self._lrs()
+        self.boundary.buffers.restore_storage()
         # All values are reduced, so all ranks reach the same decision.
         skip_reason = self.health.reason_to_skip(
             loss=sums.loss, count=sums.count, norm=norm, scale=scale)
         self._broadcast_buffers()  # the last collective of the step
-        self.holds_boundary_lock = self.boundary_lock.acquire()
-        self.marks.mark(Phase.OPTIMIZER, step, epoch)
+        self.boundary.close()
+        self.compute.marks.mark(Phase.OPTIMIZER, step, epoch)
         save_stall_s = 0.0 if skip_reason else self._prepare_update(step)
+        self.status.begin_update()
         if not skip_reason:
-            self.status.begin_update()
             self.scaler.step(self.optimizer)
             self.schedule.step()
             if self.ema is not None:
                 self.ema.update()
             self.health.remember(loss=sums.loss, count=sums.count)
         else:
-            self.buffers.put_back()
-            self.status.begin_update()
+            self.boundary.buffers.put_back()
             self.progress.note_skipped(step, bad=skip_reason in BAD_REASONS)
         self.scaler.update()
-        self.progress.replaced += sums.replaced
-        self.progress.step = step
+        self.progress.complete(step, replaced=sums.replaced)
         self.status.end_step()
-        self.marks.mark(Phase.STEP_END, step, epoch)
-        seconds = self.clock() - start
+        self.compute.marks.mark(Phase.STEP_END, step, epoch)
+        seconds = time.perf_counter() - start
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
-            skip_reason=skip_reason, seconds=seconds, device_s=self.device_span.between_s(),
-            save_stall_s=save_stall_s, communication_s=self.communication.take_wait_s(seconds))
+            skip_reason=skip_reason, seconds=seconds, device_s=self._device_span.between_s(),
+            save_stall_s=save_stall_s,
+            communication_s=self.compute.communication.take_wait_s())
 
-    def _begin(self) -> None:
-        """Copy the buffers of the step boundary, and let other threads save the boundary."""
-        self.device_span.first()
-        self.buffers.keep()
-        self.status.begin_step()  # not before `keep`: an error would restore older buffers
-        if self.boundary is not None:
-            self.boundary.record()
-        if self.holds_boundary_lock:
-            self.holds_boundary_lock = False
-            self.boundary_lock.release()
+    def forward_backward(
+        self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
+    ) -> None:
+        """Collective. See `ForwardBackward`; the batch is copied if the loss changes it."""
+        if self.facts.mutates_batch:
+            micro = replace(micro, batch=batches.copy_of(micro.batch))
+        self.compute(micro, requests=requests, rehearsal=rehearsal)
 
     def _broadcast_buffers(self) -> None:
         """Collective. Make buffers equal on all ranks that the forward changes on each rank.
@@ -247,99 +278,51 @@ class Step:
         epoch. No collective follows in the step, so a rank that loses a peer has applied either
         the whole update or nothing of it.
         """
-        if self.local_buffers:
-            self.broadcast(self.local_buffers, self.num_ranks - 1)
+        if self.facts.local_buffers:
+            self.world.broadcast(self.facts.local_buffers, self.num_ranks - 1)
 
     def _prepare_update(self, step: int) -> float:
-        """Wait for a save to copy the state, and key the randomness of the update.
-
-        Returns:
-            seconds of waiting.
-        """
-        save_stall_s = -self.clock()
+        """Wait for a save to copy the state, in seconds, and key the randomness of the update."""
+        began = time.perf_counter()
         self.before_update()
-        save_stall_s += self.clock()
+        save_stall_s = time.perf_counter() - began
         if self.own_update:  # the key is equal on all ranks
-            rng.seed_all(step, UPDATE, state=self.key, devices=self.on_device)
+            rng.seed_all(step, UPDATE, state=rng.mix(self.state.seed, rng.MICRO),
+                         devices=self.parameters[0].device.type != "cpu")
         return save_stall_s
 
-    def forward_backward(
-        self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
-    ) -> None:
-        """Collective. Compute forward and backward of a micro-batch; reduce after the last one.
-
-        Args:
-            rehearsal: the computation is not part of a step; nothing is injected.
-        """
-        spec = micro.spec
-        if self.mutates_batch:
-            micro = replace(micro, batch=batches.copy_of(micro.batch))
-        mark = self.marks.mark if not rehearsal else self.marks.rehearse
-        mark(Phase.FORWARD, spec.step, spec.epoch)
-        rng.seed_all(spec.step, spec.number, state=self.key, devices=self.on_device)
-        if self.generators:
-            rng.key(self.generators, self.seed, rng.MICRO, spec.step, spec.number)
-        accumulating = NOTHING if spec.last or self.no_sync is None else self.no_sync()
-        with accumulating:
-            with self.autocast():
-                loss = self.wrapped(micro.batch, micro.samples,
-                                    requests() if spec.last else None, len(micro.replaced))
-            mark(Phase.BACKWARD, spec.step, spec.epoch)
-            reduced = spec.last and self.num_ranks > 1
-            if reduced:
-                self.communication.time_backward(loss)
-            with self.waiting if reduced else NOTHING:
-                self.scaler.scale(loss).backward(self.objective.grad_outputs.get(loss.dtype))
-        if spec.last and self.num_ranks > 1:
-            check_reduced(self.wrapped, spec, self.trained)
-            self.communication.end_backward()
-
-    def skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
-        """Consume an excluded global batch without any computation. Collective for a stream.
-
-        Returns:
-            None, on all ranks, if the window had fewer samples than `min_samples`.
-        """
-        start, samples = self.clock(), 0
+    def _skip_batch(self, micro_batches: Iterable[MicroBatch], step: int) -> StepResult | None:
+        """Consume an excluded global batch without any computation. Collective for a stream."""
+        start, samples = time.perf_counter(), 0
         for micro in micro_batches:
             epoch, samples = micro.spec.epoch, samples + micro.samples
-        if self.min_samples and self.all_sum(torch.tensor(samples)) < self.min_samples:
+        if self.min_samples and self.world.all_sum(torch.tensor(samples)) < self.min_samples:
             return None
         self.progress.note_skipped(step)
-        self.progress.step = step
+        self.progress.complete(step)
         return StepResult(
             step=step, epoch=epoch, sums=StepSums.empty(), skip_reason=EXCLUDED, grad_norm=math.nan,
-            lrs=tuple(float(group["lr"]) for group in self.optimizer.param_groups),
-            scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
-            seconds=self.clock() - start, device_s=None,
-        )  # fmt: skip
+            lrs=self._lrs(), scale=self.scaler.get_scale() if self.scaler.is_enabled() else None,
+            seconds=time.perf_counter() - start, device_s=None)
 
-    def side_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which another thread that holds `boundary_lock` reads the state of the last
-        boundary.
+    def _lrs(self) -> tuple[float, ...]:
+        return tuple([float(group["lr"]) for group in self.optimizer.param_groups])
 
-        On a GPU this is a side stream that waits only for the work before that boundary.
-        """
-        if self.boundary is None:
-            return contextlib.nullcontext()
-        stream = torch.cuda.Stream(self.parameters[0].device)
-        stream.wait_event(self.boundary)
-        return torch.cuda.stream(stream)
-
-    def discard_window(self) -> None:
+    def _discard_window(self) -> None:
         """Undo a window that gives no step: buffers, and the scaler's record of its gradients."""
-        self.holds_boundary_lock = self.boundary_lock.acquire()
-        self.buffers.put_back()
+        self.boundary.close()
+        self.boundary.buffers.put_back()
         kept = self.scaler.state_dict()
         self.scaler.update()
         self.scaler.load_state_dict(kept)
 
-    def to_mean(self, count: Tensor | float) -> None:
+    def _to_mean(self, count: Tensor | float) -> None:
         """Scale the gradients to those of the mean over the actual count."""
+        nominal_count = self.objective.nominal_count
         on_device = isinstance(count, Tensor) and count.device.type != "cpu"
-        if not on_device and float(count) == self.nominal_count:
+        if not on_device and float(count) == nominal_count:
             return
         if count == 0 and not on_device:
             count = math.nan  # avoids a division by 0; the update is skipped
         gradients = [p.grad for p in self.parameters if p.grad is not None]
-        torch._foreach_mul_(gradients, self.nominal_count / count)
+        torch._foreach_mul_(gradients, nominal_count / count)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
@@ -14,9 +13,10 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
-from trainer import rng
-from trainer.checkpoint.progress import TrainProgress
-from trainer.config.schema import BadStepConfig, Clip, Optim
+from trainer import rng, torch_private
+from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.train_state import TrainState
+from trainer.config.schema import Optim
 from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
 from trainer.data.sample_errors import summarize_exception
@@ -25,8 +25,6 @@ from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
 from trainer.optim import optimizers
-from trainer.optim.bad_step_check import Health
-from trainer.resilience.progress_marks import ProgressMarks
 from trainer.run import state_dict_checks
 from trainer.run.hidden_state import differing, same, values
 from trainer.step import Step
@@ -255,10 +253,15 @@ def _check_empty(case: _Case) -> Iterator[str]:
         yield (f"for 0 samples, {' and '.join(off)}, but an empty sum is 0: return sums, not "
                "means, and add no constant per micro-batch.")
     if moved := [n for n, b in model.named_buffers()
-                 # Torch's spectral norm iterates its vectors u and v whatever the input is.
-                 if not same(before.get(n), b) and not n.endswith(("_u", "_v"))]:
+                 if not same(before.get(n), b) and not _moves_by_itself(model, n)]:
         yield (f"a micro-batch of 0 samples changes the buffer {listed(moved)}: don't change it "
                "in a forward pass without samples.")
+
+
+def _moves_by_itself(model: nn.Module, buffer: str) -> bool:
+    """Whether a buffer belongs to torch's spectral norm, which iterates whatever the input is."""
+    owner, _, name = buffer.rpartition(".")
+    return torch_private.is_of_spectral_norm(model.get_submodule(owner), name)
 
 
 def _check_sums(case: _Case) -> Iterator[str]:
@@ -297,13 +300,11 @@ def _check_step(case: _Case) -> Iterator[str]:
                "to a group, or freeze it (requires_grad_(False)).")
     objective = Objective(model, case.task.loss, num_ranks=1, nominal_count=case.size,
                           device=torch.device("cpu"))
-    step = Step(
-        objective=objective, wrapped=objective, model=model, optimizer=optimizer,
-        schedule=LambdaLR(optimizer, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(), progress=TrainProgress(), seed=SEED, num_ranks=1, nominal_count=case.size,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None,
-        health=Health(BadStepConfig()))
+    state = TrainState(
+        model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
+        best=BestTracker(), meter=LossMeter(), seed=SEED, num_ranks=1)
+    step = Step.plain(state, objective, objective)
     full = MicroBatch(MicroBatchSpec(1, 0, 0, False, tuple(range(case.size))), case.whole)
     empty = MicroBatch(MicroBatchSpec(1, 0, -1, True, ()), batches.empty(case.whole))
     result = step([full, empty])

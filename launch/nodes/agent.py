@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import signal
 import time
-from typing import Any
+from typing import Any, NoReturn
 
 from torch.distributed.elastic.agent.server.api import WorkerGroup
 
@@ -53,8 +53,7 @@ class NodeAgent(HotAgent):
         before, self._members = self._members, self._nodes.members
         if self._maybe_secondary and before != self._members:
             # The nodes have changed: the failure was not this node's.
-            limit = worker_group.spec.max_restarts
-            self._remaining_restarts = min(limit, self._remaining_restarts + 1)
+            self._remaining_restarts = min(self._max_restarts, self._remaining_restarts + 1)
             self._failed = None
         self._maybe_secondary = False
         pids = super()._start_workers(worker_group)
@@ -70,27 +69,26 @@ class NodeAgent(HotAgent):
             self._nodes.request_stop()
         elif self._nodes.stop_requested:
             self._output.print_line("another node received a stop request")
-            self._stop.signal = signal.SIGTERM
+            self._stop.request(signal.SIGTERM)
         super()._forward_stop()
 
-    def _allow_restart(self, max_restarts: int) -> None:
+    def _allow_restart(self) -> None:
         code = self.decision.code
         requested = self._stop.signal is not None or self._nodes.stop_requested
         # Ranks whose launcher was killed request a stop of all ranks: this may be the cause, too.
         if code == EXIT_STOPPED and not requested and (
-            self._nodes.is_changing() or self._nodes.has_lost_member(all_stopped=True)
-        ):  # fmt: skip
+                self._nodes.is_changing() or self._nodes.has_lost_member(all_stopped=True)):
             self._remaining_restarts += 1  # torch subtracts it again
             self._record_phases()
             return
         if (ended := self._nodes.ended()) is not None:
             self._end(ended)
         if not self.decision.restart:
-            super()._allow_restart(max_restarts)
+            super()._allow_restart()
             self._end(code)
         cause = self.decision.cause
         self._maybe_secondary = cause is not None and cause.code == EXIT_FAILURE
-        super()._allow_restart(max_restarts)
+        super()._allow_restart()
         if not self._remaining_restarts:
             self._end(EXIT_FAILURE)
 
@@ -100,17 +98,13 @@ class NodeAgent(HotAgent):
             return True
         return False
 
-    def _end(self, code: int) -> None:
-        """End the run with the exit code of the node that ended it first.
-
-        Raises:
-            RunEnded: always.
-        """
+    def _end(self, code: int) -> NoReturn:
+        """Raise `RunEnded` with the exit code of the node that ended the run first."""
         first = self._nodes.end(code)
         raise RunEnded(first, "" if first == code else f"another node ended with code {first}")
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
-        change, self._nodes.change = self._nodes.change, None
+        change = self._nodes.take_change()
         if change is not None and self._ranks.living:
             self._output.print_line(f"{change.reason}; the ranks save and restart")
             noticed_s = time.time()
@@ -119,43 +113,39 @@ class NodeAgent(HotAgent):
         super()._restart_workers(worker_group)
 
     def _stop_for(self, change: MembershipChange) -> None:
-        """Let the ranks save and exit.
+        """Let the ranks save and exit. RunEnded: the run has ended meanwhile.
 
         If the group is complete, this is an ordinary stop without a time limit. Otherwise the
         ranks' connections are closed, because they may wait for a peer that is gone: each rank
         saves the last step boundary alone, unless a newer attempt has begun.
-
-        Raises:
-            RunEnded: the run has ended meanwhile.
         """
-        complete = change.kind == "join" or (change.kind == "lost" and len(self._members) == 1)
-        if complete:
+        self._is_escalating, self._escalation = False, []
+        if change.kind == "join" or (change.kind == "lost" and len(self._members) == 1):
             self._nodes.begin_change()
             self._ranks.signal(signal.SIGTERM, forced=True)
         else:
-            self._ranks.send_keyword(change.kind)
-        kill_at = None if complete else time.monotonic() + self._grace_s
+            self._disconnect(change.kind)
         while self._ranks.living:
             self._exits += self._ranks.wait(POLL_S)
             self._forward_stop()
-            now_s = time.monotonic()
-            if kill_at is not None and now_s > kill_at + TERM_S:
-                self._ranks.signal(signal.SIGKILL, forced=True)
-            elif kill_at is not None and now_s > kill_at:
-                self._ranks.signal(signal.SIGTERM, forced=True)
-            elif kill_at is None and (self._is_broken() or not self._ranks.server_lives):
-                self._ranks.send_keyword("lost")
-                kill_at = now_s + self._grace_s
+            self._send_due()
+            if not self._is_escalating and (self._is_broken() or not self._ranks.server_lives):
+                self._disconnect("lost")
         self.decision = decide([dataclasses.replace(end, forced=False) for end in self._exits],
                                stop_at_s=self._stop_at_s)
         code = self.decision.code
         if not self.decision.restart and (code != EXIT_STOPPED or self._stop.signal is not None):
             self._end(code)
 
+    def _disconnect(self, keyword: str) -> None:
+        self._ranks.send_keyword(keyword)
+        self._begin_escalation((self._grace_s, signal.SIGTERM),
+                               (self._grace_s + TERM_S, signal.SIGKILL))
+
     def _is_broken(self) -> bool:
         """Whether the group is no longer complete: a rank has failed, or a node is lost."""
         failed = any(end.failed for end in self._exits)
-        self._nodes.change = None
+        self._nodes.take_change()
         return failed or bool(self._nodes.num_nodes_waiting() and self._nodes.change
                               and self._nodes.change.kind != "join")
 

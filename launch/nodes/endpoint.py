@@ -14,6 +14,7 @@ from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import RendezvousError
 from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
 
+from launch.rendezvous import host_store
 from trainer.distributed import sockets
 from trainer.errors import ConfigError
 
@@ -23,23 +24,14 @@ nodes declare this node dead."""
 
 GUARD_S = 0.3
 CONNECT_S = 3.0
-WAIT_S = 5.0
-"""How long to wait in the store for a value that another node writes."""
-
+WAIT_S = 5.0  # how long to wait in the store for a value that another node writes
 STORE_ERRORS = (RendezvousError, RuntimeError, TimeoutError, OSError)
 """Exceptions of torch's rendezvous and stores (store errors are RuntimeErrors)."""
 
 
 class Endpoint:
-    """HOST:PORT and the store there, which the node with that address hosts.
-
-    Attributes:
-        own: this node's address on the route to the endpoint.
-        hosts: whether this process hosts the store.
-
-    Raises:
-        ConfigError: the host name cannot be resolved, or there is no route to it.
-    """
+    """HOST:PORT and the store there, which the node with that address hosts. `ConfigError`: the
+    host name cannot be resolved, or there is no route to it."""
 
     def __init__(self, host: str, port: int) -> None:
         self._host, self._port = host, port
@@ -52,7 +44,7 @@ class Endpoint:
         if not routes:
             raise ConfigError(f"--rdzv-endpoint {self}: this machine has no route to it; "
                               "use an address that all nodes can reach")
-        self.own_address, target = routes[0]
+        self.own_address, target = routes[0]  # on the route to the endpoint
         self._is_local = self.own_address == target
 
     def __str__(self) -> str:
@@ -60,21 +52,16 @@ class Endpoint:
 
     @property
     def hosts(self) -> bool:
+        """Whether this process hosts the store."""
         return self._server is not None
 
     def connect(self, on_read: Callable[[], None]) -> tuple[GuardedBackend, TCPStore]:
-        """Host the store if this node has the endpoint's address, and connect to it twice.
-
-        Args:
-            on_read: called at each read of the rendezvous state.
-
-        Returns:
-            One connection for requests that are answered immediately, and one for waiting until
-            other nodes write.
+        """Host the store if this node has the endpoint's address, and connect to it twice: once for
+        requests that are answered immediately, and once for waiting until other nodes write.
 
         Raises:
             ConfigError: another program listens at the endpoint.
-            RuntimeError, TimeoutError: the endpoint does not answer.
+            STORE_ERRORS: the endpoint does not answer.
         """
         port_in_use = self._is_local and not self.hosts and not self._listen()
         limit = timedelta(seconds=CONNECT_S)
@@ -86,10 +73,8 @@ class Endpoint:
         try:
             # This attempt fails quietly; torch's attempts would print stack traces.
             socket.create_connection((self._host, self._port), CONNECT_S).close()
-            requests, waiting = (
-                TCPStore(self._host, self._port, is_master=False, wait_for_workers=False,
-                         timeout=limit) for _ in range(2)
-            )  # fmt: skip
+            requests, waiting = (TCPStore(self._host, self._port, is_master=False, timeout=limit,
+                                          wait_for_workers=False) for _ in range(2))
         except STORE_ERRORS as error:
             if port_in_use and not self._has_connected:
                 raise ConfigError(
@@ -105,11 +90,11 @@ class Endpoint:
 
     def _connections_since(self, before: Collection[int]) -> set[int]:
         """The connections to the endpoint that were made after `before`."""
-        return {inode for inode, found in sockets.connections().items()
-                if inode not in before and found.peer_port == self._port}
+        return {inode for inode, (_, peer_port) in sockets.connections().items()
+                if inode not in before and peer_port == self._port}
 
     def _listen(self) -> bool:
-        """Host the store, at the endpoint's address only. Returns False if the port is in use."""
+        """Host the store; returns False if the port is in use."""
         try:
             self._server = host_store(self.own_address, self._port)[0]
         except OSError as error:
@@ -120,19 +105,6 @@ class Endpoint:
         return True
 
 
-def host_store(address: str, port: int = 0) -> tuple[TCPStore, int]:
-    """Host a store on `port` (0: a free one); returns the store and its port.
-
-    The store is served as long as the object exists. TCPStore itself would listen on all
-    interfaces, regardless of the given address; here it gets a listening socket.
-    """
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    listener = socket.create_server((address, port), family=family)
-    port = listener.getsockname()[1]
-    return TCPStore(address, port, is_master=True, wait_for_workers=False,
-                    master_listen_fd=listener.detach()), port
-
-
 class GuardedBackend(C10dRendezvousBackend):
     """torch's backend with a hook on reads, which also closes the connections of a silent store.
 
@@ -140,7 +112,7 @@ class GuardedBackend(C10dRendezvousBackend):
 
     Args:
         on_read: called whenever torch reads the rendezvous state, about once a second.
-        inodes: socket inodes of the connections to the store.
+        inodes: connections to the store (see `sockets.connections`).
     """
 
     def __init__(
@@ -158,11 +130,7 @@ class GuardedBackend(C10dRendezvousBackend):
         return state
 
     def call(self, operation: str, *arguments: Any) -> Any:
-        """Call a store operation that is answered immediately.
-
-        Raises:
-            RendezvousConnectionError: the store is lost.
-        """
+        """Call a store operation that is answered immediately."""
         return self._call_store(operation, *arguments)
 
     def close(self) -> None:
@@ -177,6 +145,7 @@ class GuardedBackend(C10dRendezvousBackend):
                 self.close()
 
     def _call_store(self, store_op: str, *args: Any, **kwargs: Any) -> Any:
+        # Private: the one place through which torch calls the store.
         me = threading.get_ident()
         self._called_s[me] = time.monotonic()
         try:

@@ -19,6 +19,7 @@ from scripted import wait_for
 
 from launch import chaos
 from trainer.commands.compare import differences
+from trainer.resilience.processes import program as process_program
 from trainer.resilience.processes import state
 
 CHAOS = [sys.executable, "-m", "launch.chaos"]
@@ -135,9 +136,29 @@ def test_a_process_without_the_events_file_open_for_appending_is_no_target(tmp_p
     assert reader.poll() is None
 
 
+WAITS = "import sys; print(flush=True); sys.stdin.read()"
+
+
+@pytest.mark.parametrize(("command", "program"), [
+    (["-u", "-X", "dev", "-m", "launch", "--", "x"], "launch"), (["{here}/torchrun"], "torchrun"),
+    (["-c", WAITS, "tests/torchrun"], ""),  # for example a test runner
+    (["-c", WAITS, "-m", "launch"], ""),
+])
+def test_a_launcher_is_found_by_the_program_and_not_by_its_arguments(
+    tmp_path, processes, command, program
+):
+    for name in ("launch.py", "torchrun"):
+        (tmp_path / name).write_text(WAITS)
+    process = processes.start(sys.executable, *(word.format(here=tmp_path) for word in command),
+                              stdin=subprocess.PIPE, stdout=subprocess.PIPE, at=tmp_path)
+    assert process.stdout.readline() == b"\n"
+
+    assert process_program(process.pid) == program
+
+
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--mtbf=0"], "--mtbf is 0"), (["--mtbf=1", "--kinds=kill,maim"], "'maim'"),
-    (["--mtbf=1", "--count=0"], "--count is 0"), (["--mtbf=1", "--wait-s=-1"], "--wait-s is -1"),
+    (["--mtbf=0"], "--mtbf: '0'"), (["--mtbf=1", "--kinds=kill,maim"], "'maim'"),
+    (["--mtbf=1", "--count=0"], "--count: '0'"), (["--mtbf=1", "--wait-s=-1"], "--wait-s: '-1'"),
     ([], "--mtbf"),
 ])  # fmt: skip
 def test_invalid_arguments_are_refused(arguments, message, tmp_path, capsys):

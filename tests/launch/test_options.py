@@ -20,14 +20,14 @@ def test_arguments_after_the_dashes_belong_to_the_trainer() -> None:
 @pytest.mark.parametrize(
     ("argv", "words"),
     [
-        (["--nproc-per-node", "0"], ("--nproc-per-node is 0", "use 1 or more")),
-        (["--max-restarts", "-1"], ("--max-restarts is -1", "use 0")),
-        (["--grace-s", "nan"], ("--grace-s is nan", "0 or more")),
-        (["--entry", "trainer"], ("--entry is 'trainer'", "MODULE:FUNCTION")),
-        (["--nnodes", "2:1"], ("--nnodes is 2:1", "MIN:MAX")),
+        (["--nproc-per-node", "0"], ("--nproc-per-node: '0'", "from 1")),
+        (["--max-restarts", "-1"], ("--max-restarts: '-1'", "from 0")),
+        (["--grace-s", "nan"], ("--grace-s: 'nan'", "from 0")),
+        (["--entry", "trainer"], ("--entry: 'trainer'", "MODULE:FUNCTION")),
+        (["--nnodes", "2:1"], ("--nnodes: '2:1'", "MIN:MAX")),
         (["--nnodes", "2"], ("--nnodes MIN:MAX", "--rdzv-endpoint HOST:PORT")),
         (["--nnodes=2", "--rdzv-endpoint=a:b"], ("--rdzv-endpoint", "'a:b'", "HOST:PORT")),
-        (["--rejoin-timeout", "0"], ("--rejoin-timeout is 0", "above 0")),
+        (["--rejoin-timeout", "0"], ("--rejoin-timeout: '0'", "from 0.001")),
         (["--max-restart", "3"], ("--max-restart is not", "--max-restarts")),
         (["tiny", "--steps", "5"], ("tiny is not", "-- tiny --steps 5")),
     ],
@@ -50,5 +50,5 @@ def test_numbers_of_nodes_and_rendezvous_endpoint() -> None:
 
     assert options.nnodes == (1, 4)
     assert options.rdzv_endpoint == ("fd00::1", 5000)
-    assert options.rejoin_timeout_s == 9
+    assert options.rejoin_timeout == 9
     assert parse_options(["--nnodes=2", "--rdzv-endpoint=node0"]).rdzv_endpoint == ("node0", 29400)

@@ -126,7 +126,6 @@ UNFIT = ["--task=hidden_task:Hidden", "--task.samples=13", "--device=cpu", "--ba
     ("teacher", 2, "changes the parameters teacher"),
     ("sparse", 1, "the gradients of table.weight come in parts"),
     ("reentrant", 2, "the gradients of body.bias, body.weight come in parts"),
-    ("hook", 1, "body.weight has a hook"),
 ])  # fmt: skip
 def test_models_that_depend_on_the_number_of_ranks_are_refused(
         ranks, tmp_path, capfd, way, size, why):

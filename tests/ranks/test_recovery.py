@@ -200,7 +200,8 @@ def flip_a_buffer(*arguments: str) -> int:
         result = make(step, *args, **options)
         if os.environ["RANK"] == "1" and result.step == 10 and not flipped:
             flipped.append(result.step)
-            mean = next(b for n, b in step.model.named_buffers() if n.endswith("running_mean"))
+            mean = next(b for n, b in step.compute.model.named_buffers()
+                        if n.endswith("running_mean"))
             mean.view(torch.int32)[0] ^= 1
         return result
 

@@ -37,12 +37,12 @@ BAD = {
     "resume path that isn't there": (
         [*TAPE, "--resume=/nowhere"], ["--resume /nowhere", "no such"]),
     "nothing left to train": (
-        [*TAPE, "--freeze=*"], ["--freeze", "all parameters are frozen"]),
+        [*TAPE, "--freeze=*"], ["--freeze", "all are frozen"]),
     "what torch refuses": (
         [*TAPE, "--schedule.name=warm-restarts", "--schedule.options=T_0=0"],
         ["--schedule.options T_0=0", "positive integer T_0"]),
     "sparse gradients": (
-        UNFIT, ["--optim.name adamw: the gradient of table.weight is sparse", "use sparse=False"]),
+        UNFIT, ["the gradient of table.weight is sparse", "use sparse=False"]),
     "fault that can't happen": (
         [*TAPE, "--inject=kill:rank=9"],
         ["--inject kill:rank=9", "there is no rank 9"]),

@@ -14,6 +14,7 @@ from runs import TAPE, steps, until_done
 
 from benchmarks import pictures
 from trainer.__main__ import main
+from trainer.checkpoint.saved_state import SavedState
 from trainer.commands import inspect
 from trainer.commands.report import history, report
 from trainer.commands.report.figures import figures
@@ -255,7 +256,7 @@ def test_a_start_with_another_library_is_equivalent(copy):
     facts = json.loads((copy / "checkpoints/step-00000040/state.json").read_text())
     facts["circumstances"]["numpy"] = "1.2.3"
 
-    label, why = inspect.resume_label(copy, facts)
+    label, why = inspect.resume_label(copy, SavedState.from_json(facts))
 
     assert label == "equivalent"
     assert why.startswith("numpy was 1.2.3 and is ")

@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from runs import flip_a_bit
+from runs import flip_a_bit, state_json
 
 from benchmarks.synthetic_state import make_checkpointer, make_subject
 from trainer.checkpoint.replication import copy_missing_checkpoints
-from trainer.checkpoint.restore import STATE, CheckpointRef, find_checkpoint, restore_state
+from trainer.checkpoint.restore import find_checkpoint, restore_state
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.storage import tensorfile
+from trainer.storage.layout import STATE
 from trainer.telemetry.events import Log
 
 
@@ -41,11 +42,12 @@ def bring_back(folder: str, view: str) -> tuple[str, int]:
             shutil.copytree(Path(folder, "0"), own)
         if world.rank == 1 and view == "damaged":
             flip_a_bit(own / "step-00000001/model.safetensors")
-        facts = world.broadcast_json(
-            json.loads((own / "step-00000001" / STATE).read_text()) if world.is_main else None)
+        found = find_checkpoint(Store(own), world, "benchmark")
+        assert found is not None
+        assert found.holder == 0
         sends, broadcast = [], world.broadcast
         world.broadcast = lambda *a: (sends.append(a), broadcast(*a))  # type: ignore[method-assign]
-        restore_state(CheckpointRef(1, 0, 0, facts), Store(own), subject.state, world, Log())
+        restore_state(found, Store(own), subject.state, world, Log())
         hasher = xxhash.xxh3_128()
         for tensors in subject.state.tensors().values():
             for chunk in tensorfile.serialize(tensors):
@@ -71,17 +73,14 @@ def levelled(path: str) -> dict[int, tuple[int, int]]:
         world.has_nodes = world.writes_run_dir = True
         folder = Path(path, str(world.rank))
         for step in (10, 20, 30 - world.rank):  # rank 0's were abandoned by a roll-back to step 0
-            facts = {"best": {"step": 10}, "progress": {"validated": 0}, "lines": [],
-                     "of": world.rank}
             with Store(folder, run="a run").stage(step, generation=world.rank) as stage:
-                stage.write(STATE, json.dumps(facts).encode())
+                stage.write(STATE, state_json(best=10, of=world.rank))
                 stage.commit(kind="periodic", run="a run")
         store = Store(folder, run="a run")
         world.barrier()
         found = find_checkpoint(store, world, "a run")
         assert found is not None
-        copy_missing_checkpoints(found, store, folder / "metrics.jsonl", "a run", world, Log())
-        store.in_use = None
+        copy_missing_checkpoints(found, store, "a run", world, Log())
         return {i.step: (i.generation, json.loads((i.path / STATE).read_bytes())["of"])
                 for i in store.checkpoints()}
 

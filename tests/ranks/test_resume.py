@@ -209,18 +209,22 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_is_used(
         assert not list(differences(straight, broken))
 
 
-def test_damaged_best_weights_are_computed_again(ranks, undisturbed, tmp_path):
+def test_damaged_best_weights_end_the_attempt_and_the_next_one_computes_them_again(
+    ranks, undisturbed, tmp_path, capfd
+):
     command = [*VALIDATED, "--steps=8", "--eval.every=2", "--checkpoint.every=1",
-               "--eval.best=val_loss:min", "--task.samples=40"]  # fmt: skip
-    stop = "--inject=term:step=5:rank=1"
+               "--eval.best=val_loss:max", "--task.samples=40"]  # fmt: skip
+    stop = "--inject=term:step=3:rank=1"
     harmed = run(ranks, 2, tmp_path / "harmed", *command, stop, code=75)
-    assert state(harmed, 5)["best"]["step"] == 4
-    assert not (harmed / "checkpoints/step-00000002").exists()  # the best one for step 3
-    flip_a_bit(harmed / "checkpoints/step-00000004/model.safetensors")
+    assert state(harmed, 3)["best"]["step"] == 2
+    flip_a_bit(harmed / "checkpoints/step-00000002/model.safetensors")
 
+    run(ranks, 2, harmed, *command, stop, code=1)
     run(ranks, 2, harmed, *command, stop)
 
-    assert {e["at_step"] for e in events(harmed, "restore")} == {3}
+    assert "best weights, of step 2, are damaged. The next start continues from step 1" in (
+        "".join(capfd.readouterr()))
+    assert [e["at_step"] for e in events(harmed, "restore") if e["rank"] == 0] == [3, 1]
     assert not list(differences(undisturbed(2, *command), harmed))
 
 

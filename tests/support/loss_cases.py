@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,14 +12,13 @@ from torch.nn import functional
 from torch.optim.lr_scheduler import LambdaLR
 
 from trainer import Outcome
-from trainer.checkpoint.progress import TrainProgress
-from trainer.config.schema import BadStepConfig, Clip
+from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.train_state import TrainState
+from trainer.config.schema import Clip
 from trainer.data.map_dataset import MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.distributed.ddp import Objective, wrap
 from trainer.distributed.partition import block
-from trainer.optim.bad_step_check import Health
-from trainer.resilience.progress_marks import ProgressMarks
 from trainer.step import Step
 from trainer.tasks import losses
 
@@ -112,14 +110,12 @@ def step_of(model: nn.Module, loss: Any, group: dist.ProcessGroup | None = None)
     ranks = dist.get_world_size(group) if group is not None else 1
     device = torch.device("cpu")
     objective = Objective(model, loss, num_ranks=ranks, nominal_count=8, device=device)
-    return Step(
-        objective=objective, wrapped=wrap(objective, group=group, device=device, bucket_mb=1),
+    state = TrainState(
         model=model, optimizer=optimizer, schedule=LambdaLR(optimizer, lambda update: 1.0),
-        scaler=torch.amp.GradScaler("cpu", enabled=False), autocast=contextlib.nullcontext,
-        clip=Clip(norm=0), progress=TrainProgress(), seed=0, num_ranks=ranks, nominal_count=8,
-        marks=ProgressMarks(), broadcast=lambda tensors, source: None,
-        health=Health(BadStepConfig()),
-    )  # fmt: skip
+        scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
+        best=BestTracker(), meter=LossMeter(), seed=0, num_ranks=ranks)
+    return Step.plain(state, objective,
+                      wrap(objective, group=group, device=device, bucket_mb=1), clip=Clip(norm=0))
 
 
 def one_step(

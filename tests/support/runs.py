@@ -102,3 +102,12 @@ def flip_a_bit(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[-1] ^= 1
     path.write_bytes(data)
+
+
+def state_json(*, best: int = 0, **entries: Any) -> bytes:
+    """The smallest complete content of a checkpoint's state.json."""
+    from trainer.checkpoint.progress import BestTracker, TrainProgress
+
+    progress, tracker = TrainProgress().state_dict(), BestTracker(step=best).state_dict()
+    return json.dumps({"progress": progress, "best": tracker, "meter": {}, "optimizer": {},
+                       "schedule": {}, "scaler": {}, "parts": {}, **entries}).encode()

@@ -10,15 +10,15 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
+from trainer import torch_private
 from trainer.errors import ConfigError
 
 
 class Buffers:
     """Copies of the model's buffers (BatchNorm statistics), updated at each step boundary.
 
-    The forward changes buffers before the step is known to count. If it assigns new tensors to
-    them (`self.mean = …`), their values are copied back to the original storage, to which all
-    other parts of a run refer.
+    If the forward assigns new tensors to buffers (`self.mean = …`), their values are copied back to
+    the original storage, to which all other parts of a run refer.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,11 +29,11 @@ class Buffers:
         self._names: list[str] = []
         self._persistent: list[bool] = []
         for path, module in model.named_modules():
-            for name, buffer in module._buffers.items():
-                self._slots.append((module._buffers, name))
-                self._originals.append(buffer)
+            for owner, name, persistent in torch_private.buffer_slots(module):
+                self._slots.append((owner, name))
+                self._originals.append(owner[name])
                 self._names.append(f"{path}.{name}" if path else name)
-                self._persistent.append(name not in module._non_persistent_buffers_set)
+                self._persistent.append(persistent)
         self._watched: list[tuple[str, dict[str, Any], str, Tensor]] = []
         self._vectors: list[Tensor] = []
         """The watched buffers if all have one dimension: `torch.cat` then needs no flattening."""
@@ -120,11 +120,7 @@ class Buffers:
         return [(id(b), 0 if b is None or b.is_inference() else b._version) for b in current]
 
     def watch(self, moved: Container[Tensor]) -> None:
-        """Select the buffers that `nonfinite` checks.
-
-        These are the buffers in `moved` that were finite at `keep`, so a mask of infinities is not
-        among them.
-        """
+        """Let `nonfinite` check the buffers in `moved` that were finite at `keep`."""
         kept = {id(b): k for b, k in self.pairs()}
         self._watched = [
             (name, *slot, original)
@@ -137,12 +133,7 @@ class Buffers:
         self._vectors = originals if all(b.dim() == 1 for b in originals) else []
 
     def nonfinite(self, among: Container[Tensor] | None = None) -> Tensor | None:
-        """NaN if a watched buffer is not finite, otherwise 0, on the buffers' device.
-
-        The training loss does not show such a buffer.
-
-        Args:
-            among: check only these.
+        """NaN if a watched buffer (in `among`) is not finite, otherwise 0, on the buffers' device.
 
         Returns:
             None if no buffer is watched.

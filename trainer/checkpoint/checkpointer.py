@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trainer.checkpoint.manifest import StagedCheckpoint
 from trainer.checkpoint.restore import (
-    STATE,
     CheckpointRef,
     abandon_newer,
     restore_model,
@@ -24,13 +23,15 @@ from trainer.checkpoint.restore import (
 )
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
-from trainer.errors import CheckpointDamaged, NonFinite, TrainerError
+from trainer.errors import CheckpointBusy, CheckpointDamaged, NonFinite, SaveFailed, TrainerError
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.storage import tensorfile
+from trainer.storage.layout import MODEL, STATE
 from trainer.telemetry.events import Log, read_events
+from trainer.telemetry.metrics import Metrics
 from trainer.telemetry.status import Phase
 
 
@@ -51,10 +52,8 @@ class RunRecord:
     run_id: str
     attempt: Mapping[str, Any]
     """Further entries of state.json about this attempt (settings, circumstances)."""
-    metric_lines: list[Any]
-    """The metric lines since the last committed checkpoint; each save contains them."""
-    sync: Callable[[], None] = lambda: None
-    """Makes the metric lines written so far durable; called before a commit."""
+    metrics: Metrics = field(default_factory=Metrics)
+    """Each save contains its pending lines, and makes the written ones durable before."""
 
 
 @dataclass
@@ -86,14 +85,8 @@ def reason_not_to_save(
 ) -> str | None:  # fmt: skip
     """Why an emergency save of this step boundary should not be started; None to start it.
 
-    It is not started if it would be killed before it completes *and* a complete checkpoint from
-    within the last interval exists. The duration is estimated from the speed of the last save;
-    without one the save is tried.
-
-    Args:
-        events: the run's `events.jsonl`.
-        interval: checkpoint interval in steps; 0: no periodic checkpoints.
-        left_s: seconds until the launcher kills this rank.
+    By the speed of the last save in `events` it would be killed before it completes, in `left_s`
+    seconds, *and* a complete checkpoint from within the last interval (0: none) exists.
     """
     step = state.progress.step
     kept = max((info.step for info in store.checkpoints() if info.why is None
@@ -160,9 +153,16 @@ class Checkpointer:
         self._saved, self._kind = (-1, -1), ""  # step, and the last validated step that it holds
         self._confirmed = self._saved  # the last save that all ranks know to be complete
         self._last_good_step = -1  # of the newest save without a bad step directly before it
-        # The best weights, on every rank, until they are known to be on disk.
+        self._unverified_best = 0  # step of the best weights that an earlier attempt has saved
+        # The best weights until they are known to be on disk: a later state may only be saved after
+        # them. If rank 0 dies while it saves them, rank 1 does it, from a copy of its own. Without
+        # a copy the other ranks save nothing, and the next start computes the steps again.
         self._unconfirmed_best: SaveJob | None = None
         self._marks = marks or ProgressMarks()
+
+    def allow_overlap(self) -> None:
+        """Copy parameters during the next forward and backward, since only updates change them."""
+        self.overlap = True
 
     @property
     def overdue(self) -> bool:
@@ -203,9 +203,6 @@ class Checkpointer:
     def save(self, kind: str) -> None:
         """Collective. Save the state of this step boundary; repeated calls save it once.
 
-        Args:
-            kind: reason of the save: "periodic", "best" or "stop".
-
         Raises:
             OSError: the previous save failed, with --checkpoint.on-error stop.
         """
@@ -235,11 +232,14 @@ class Checkpointer:
             if self._unconfirmed_best is not None:
                 return
         if keeps or best:
-            live = self._state.tensors()
-            later = self._state.constant_addresses(live) if self.overlap and keeps else ()
-            job = self._make_job(kind, self._snapshot.take(live, later=later))
+            copy: dict[str, dict[str, Tensor]] = {}
+            if keeps or self._world.rank == 1:
+                live = self._state.tensors()
+                later = self._state.constant_addresses(live) if self.overlap and keeps else ()
+                copy = self._snapshot.take(live, later=later)
+            job = self._make_job(kind, copy)
             if best:
-                self._unconfirmed_best = job  # a survivor must be able to save these best weights
+                self._unconfirmed_best = job
             if keeps:
                 self._submit(job)
 
@@ -313,8 +313,8 @@ class Checkpointer:
         Every survivor tries. One of them writes; the others find its complete checkpoint.
 
         Args:
-            kept: address → tensor to save in place of the live tensor there. Used by a thread
-                other than the main thread, while the device may still be computing.
+            kept: address → tensor to save in place of the live tensor there, for a thread other
+                than the main thread.
 
         Returns:
             The step saved; None if a checkpoint of this step exists already.
@@ -324,9 +324,12 @@ class Checkpointer:
         """
         self.abandon()
         with contextlib.suppress(OSError):
-            self._record.sync()  # in a folder of another node nothing else makes the lines durable
+            self._record.metrics.sync()  # nothing else does this in the folder of another node
         best = self._unconfirmed_best
         if best is not None and not self.store.holds(best.step, self.generation):
+            if not best.tensors:
+                raise CheckpointBusy(f"the best weights, of step {best.step}, are not on disk, and "
+                                     "only rank 1 has a copy of them")
             self._write_alone(best)
         step = self._state.progress.step
         if self.store.holds(step, self.generation):
@@ -351,7 +354,7 @@ class Checkpointer:
         step = self._state.progress.step
         facts = {
             **self._state.facts(), **self._record.attempt,
-            "lines": list(self._record.metric_lines), "step": step, "generation": self.generation,
+            **self._record.metrics.state_dict(), "step": step, "generation": self.generation,
         }
         if not self._state.progress.consecutive_bad_steps:
             self._last_good_step = step
@@ -371,18 +374,35 @@ class Checkpointer:
                 job.step, generation=self.generation, expected_bytes=total
             ) as stage:
                 with contextlib.suppress(OSError):  # the checkpoint contains them too
-                    self._record.sync()
+                    self._record.metrics.sync()
                 self._write_files(stage, job)
         except BaseException as error:
             job.error = error  # reported by the main thread at the next boundary
             return
         job.done = True
         try:
-            self.store.prune(protect=job.protect)
+            self._verify_restored_best(job)
+            if job.error is None:
+                self.store.prune(protect=job.protect)
         except (OSError, TrainerError) as error:
             self._log.warning(f"older checkpoints could not be deleted: {error}")
         self._log.event("save", at_step=job.step, kind=job.kind, bytes=total,
                         seconds=round(time.perf_counter() - began, 6))
+
+    def _verify_restored_best(self, job: SaveJob) -> None:
+        """Verify the best weights of an earlier attempt, before what came before them is pruned.
+
+        Reading them at the start would delay the first step. If they are damaged, this attempt
+        ends, and the next start resumes from before them and computes them again.
+        """
+        step, self._unverified_best = self._unverified_best, 0
+        if step not in job.protect or self._world.has_nodes:
+            return
+        before = self.store.hide_damaged(step)
+        if before is not None:
+            job.error = SaveFailed(
+                f"the best weights, of step {step}, are damaged. The next start continues from "
+                f"step {before} and computes them again")
 
     def _finish_snapshot(self, job: SaveJob) -> None:
         try:
@@ -412,12 +432,10 @@ class Checkpointer:
         now = self._state.progress
         self._saved = self._confirmed = (-1, -1) if found.path else (now.step, now.validated)
         self._last_good_step = -1 if now.consecutive_bad_steps else now.step
+        self._unverified_best = 0 if found.path else self._state.best.step
 
     def go_back(self, found: CheckpointRef) -> None:
-        """Collective. Roll back to an older checkpoint during the run.
-
-        Newer checkpoints are abandoned, and the run continues in a new generation.
-        """
+        """Collective. Roll back to an older checkpoint; the run continues in a new generation."""
         restore_state(found, self.store, self._state, self._world, self._log)
         self.generation = max(found.generation, self.generation) + 1
         if self._world.writes_run_dir:
@@ -426,11 +444,7 @@ class Checkpointer:
         self._saved = (-1, -1)
 
     def load_model(self, step: int) -> bool:
-        """Collective. Load only the weights of a checkpoint, into the model of all ranks.
-
-        Returns:
-            False if there is no valid checkpoint of this step.
-        """
+        """Collective. As `restore_model`."""
         self.finish_pending()
         return restore_model(step, self.store, self._state, self._world)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -14,28 +13,18 @@ from typing import Any
 import xxhash
 
 from trainer.errors import CheckpointDamaged
-from trainer.storage.files import CHUNK, fsync_folder, write_file
-
-MANIFEST = "manifest.json"
+from trainer.storage.files import fsync_folder, read_chunks, write_file
+from trainer.storage.layout import MANIFEST
 
 Buffer = Any
 """An object with a contiguous buffer: bytes, a memoryview, an array."""
 
-_HASH = re.compile(r"[0-9a-f]{32}")
-_TYPES = {"run": str, "generation": int, "step": int, "kind": str, "files": dict, "extra": dict}
+Reader = Callable[[Path, Callable[[Any], object]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """A checkpoint as described by its manifest; its data has not been read.
-
-    Attributes:
-        path: the checkpoint's folder.
-        step: optimizer steps taken.
-        generation, run, kind: as committed; None if the manifest is damaged.
-        manifest: the whole manifest; empty if it is damaged.
-        why: what is wrong with the manifest, or None.
-    """
+    """A checkpoint as described by its manifest; its data has not been read."""
 
     path: Path
     step: int
@@ -43,18 +32,18 @@ class CheckpointInfo:
     run: str | None = None
     kind: str | None = None
     manifest: Mapping[str, Any]
+    """The whole manifest; empty, and the values above None, if it is damaged."""
     why: str | None = None
+    """What is wrong with the manifest, or None."""
 
 
 class StagedCheckpoint:
     """A checkpoint that is being written to a temporary folder.
 
     Args:
-        path: the temporary folder; `publish` renames it to its final name.
-        step: optimizer steps taken.
         generation: generation of the run's history; every rollback increments it.
         midway: called once, after the first buffer has been written.
-        publish: called by `commit` when all files are durable.
+        publish: called when all files are durable; renames the folder to its final name.
     """
 
     def __init__(
@@ -69,32 +58,23 @@ class StagedCheckpoint:
         self._files: dict[str, dict[str, Any]] = {}
 
     def write(self, name: str, content: Buffer | Iterable[Buffer]) -> None:
-        """Write and hash one file; it is durable on return.
-
-        Args:
-            name: a plain file name; each name may be written once.
-            content: one buffer, or an iterable of buffers in order.
+        """Write and hash one file, of one buffer or several in order; it is durable on return.
 
         Raises:
             OSError: the disk is full or fails.
         """
-        assert _is_plain(name), name
         before, hasher = self.bytes_tried, xxhash.xxh3_128()
         write_file(self.path / name, self._counted(content), hasher.update)
         size = self.bytes_tried - before
         self._files[name] = {"bytes": size, "xxh3_128": hasher.hexdigest()}
 
-    def commit(
-        self, *, kind: str, run: str = "", extra: Mapping[str, Any] | None = None
-    ) -> CheckpointInfo:
+    def commit(self, *, kind: str, run: str = "") -> CheckpointInfo:
         """Publish the checkpoint atomically, then read it back from disk and verify it.
 
         An older checkpoint of the same step stays readable until the new one has been verified.
 
         Args:
             kind: reason of the save: "periodic", "best", "stop" or "survivor".
-            run: id of the run.
-            extra: further entries of the manifest; JSON values.
 
         Raises:
             CheckpointDamaged: it doesn't read back as written; the older one was put back.
@@ -103,7 +83,7 @@ class StagedCheckpoint:
         """
         manifest = encode_manifest({
             "run": run, "generation": self.generation, "step": self.step, "kind": kind,
-            "files": self._files, "extra": dict(extra or {}),
+            "files": self._files, "extra": {},
         })  # fmt: skip
         write_file(self.path / MANIFEST, self._counted(manifest))
         fsync_folder(self.path)
@@ -137,7 +117,7 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
         why = f"{MANIFEST} is missing"
     except OSError as error:
         why = f"{MANIFEST} can't be read: {error.strerror}"
-    except ValueError as error:
+    except (ValueError, KeyError) as error:
         why = str(error)
     else:
         return CheckpointInfo(
@@ -153,18 +133,51 @@ def verify(path: Path, step: int) -> CheckpointInfo:
     Raises:
         CheckpointDamaged: names the folder, the file and the difference.
     """
-    info = read_manifest(path, step)
+    return read_verified(path, step, read_chunks)[0]
+
+
+def read_verified(path: Path, step: int, read: Reader) -> tuple[CheckpointInfo, dict[str, Any]]:
+    """As `verify`, and return the content of each file as well; each file is read once.
+
+    Args:
+        read: reads a file, passes all its bytes in order to its second argument, and returns the
+            content.
+
+    Raises:
+        CheckpointDamaged: see `verify`.
+    """
+    info, contents = read_manifest(path, step), dict[str, Any]()
     why = info.why
     for name, entry in info.manifest.get("files", {}).items():
-        why = why or _difference(path / name, entry)
+        why = why or size_difference(path / name, entry)
+        hasher = xxhash.xxh3_128()
+        try:
+            if why is None:
+                contents[name] = read(path / name, hasher.update)
+        except OSError as error:
+            why = f"{name} can't be read: {error.strerror}"
+        except (ValueError, KeyError, TypeError, AttributeError):  # no tensor file any more
+            hasher.reset()
+        if why is None and hasher.hexdigest() != entry["xxh3_128"]:
+            why = f"{name} doesn't match its checksum"
     if why:
         raise CheckpointDamaged(f"{path.name}: {why}")
-    return info
+    return info, contents
 
 
-def _is_plain(name: str) -> bool:
-    """Whether the name denotes a data file directly in the checkpoint's folder."""
-    return name not in ("", ".", "..", MANIFEST) and not set(name) & {"/", "\0"}
+def size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
+    """How a file differs from its entry in the manifest, without reading it; None if it doesn't."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return f"{path.name} is missing"
+    except OSError as error:
+        return f"{path.name} can't be read: {error.strerror}"
+    if not stat.S_ISREG(status.st_mode):
+        return f"{path.name} is not a file"
+    if status.st_size != entry["bytes"]:
+        return f"{path.name} has {status.st_size} bytes instead of {entry['bytes']}"
+    return None
 
 
 def _tail(body: bytes) -> bytes:
@@ -172,46 +185,11 @@ def _tail(body: bytes) -> bytes:
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    """Decode and check a manifest. Raises ValueError with the reason if it is invalid."""
+    """Decode a manifest. Raises ValueError with the reason if it is damaged."""
     body = raw[: -len(_tail(b""))]
     if not raw:
         raise ValueError(f"{MANIFEST} is empty")
     if raw != body + _tail(body):
         raise ValueError(f"{MANIFEST} doesn't match its own checksum: cut short or altered")
-    # The bytes are as they were written, but another program may have written them.
-    try:
-        manifest = json.loads(raw)
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} is not JSON: {error}") from error
-    for key, kind in _TYPES.items():
-        if type(manifest.get(key)) is not kind:
-            raise ValueError(f"{MANIFEST}: {key} is {manifest.get(key)!r}, not {kind.__name__}")
-    for name, entry in manifest["files"].items():
-        if not _is_plain(name):
-            raise ValueError(f"{MANIFEST}: {name!r} is not a plain file name")
-        if not (
-            isinstance(entry, dict) and type(entry.get("bytes")) is int
-            and isinstance(entry.get("xxh3_128"), str) and _HASH.fullmatch(entry["xxh3_128"])
-        ):  # fmt: skip
-            raise ValueError(f"{MANIFEST}: the entry of {name} is {entry!r}")
+    manifest: dict[str, Any] = json.loads(raw)
     return manifest
-
-
-def _difference(path: Path, entry: Mapping[str, Any]) -> str | None:
-    try:
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            return f"{path.name} is not a file"
-        if status.st_size != entry["bytes"]:
-            return f"{path.name} has {status.st_size} bytes instead of {entry['bytes']}"
-        hasher, buffer = xxhash.xxh3_128(), memoryview(bytearray(CHUNK))
-        with path.open("rb", buffering=0) as file:
-            while count := file.readinto(buffer):
-                hasher.update(buffer[:count])
-    except FileNotFoundError:
-        return f"{path.name} is missing"
-    except OSError as error:
-        return f"{path.name} can't be read: {error.strerror}"
-    if hasher.hexdigest() != entry["xxh3_128"]:
-        return f"{path.name} doesn't match its checksum"
-    return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from trainer.errors import ConfigError
-from trainer.storage import tensorfile
+from trainer.storage import layout, tensorfile
 
 NESTED = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
@@ -71,7 +71,7 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     """
     flag = f"--init {path}"
     if path.is_dir():
-        path = path / "model.safetensors"
+        path = path / layout.PRODUCT
         if not path.is_file():
             raise ConfigError(f"{flag}: there is no model.safetensors in this folder; give a "
                               "weights file, or the folder of a finished run or a checkpoint.")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,15 +31,33 @@ class TrainProgress:
         return {"left_out" if name == "excluded_steps" else name: value
                 for name, value in dataclasses.asdict(self).items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.step, self.skipped = int(state["step"]), int(state["skipped"])
-        self.bad, self.excluded_steps = list(state["bad"]), list(state["left_out"])
-        self.validated, self.replaced = int(state["validated"]), int(state["replaced"])
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> TrainProgress:
+        return cls(step=state["step"], skipped=state["skipped"], validated=state["validated"],
+                   bad=state["bad"], excluded_steps=state["left_out"], replaced=state["replaced"])
+
+    def restore(self, saved: TrainProgress) -> None:
+        """Take over a saved progress."""
+        vars(self).update(copy.deepcopy(vars(saved)))
 
     @property
     def updates(self) -> int:
         """Number of optimizer updates."""
         return self.step - self.skipped
+
+    def complete(self, step: int, *, replaced: int = 0) -> None:
+        """Move to the boundary after a global batch, of which `replaced` samples were others."""
+        self.replaced += replaced
+        self.step = step
+
+    def complete_validation(self) -> None:
+        """Record that the validation of this step is complete."""
+        self.validated = self.step
+
+    def exclude(self, steps: Iterable[int], *, bad: Iterable[int] = ()) -> None:
+        """Exclude global batches from now on, and count these steps as bad."""
+        self.excluded_steps = sorted({*self.excluded_steps, *steps})
+        self.bad += [step for step in bad if step not in self.bad]
 
     def note_skipped(self, step: int, *, bad: bool = False) -> None:
         """Count a global batch without an update; `bad` if its loss or gradient was the reason."""
@@ -106,11 +126,16 @@ class BestTracker:
         return {"metric": self.metric, "direction": self.direction, "value": value,
                 "step": self.step, "mark": mark, "waited": self.waited}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.metric, self.direction = state["metric"], state["direction"]
-        self.value, self.mark = (None if v is None else float.fromhex(v)
-                                 for v in (state["value"], state.get("mark")))
-        self.step, self.waited = int(state["step"]), int(state["waited"])
+    @classmethod
+    def from_json(cls, state: dict[str, Any]) -> BestTracker:
+        value, mark = (None if v is None else float.fromhex(v)
+                       for v in (state["value"], state.get("mark")))
+        return cls(metric=state["metric"], direction=state["direction"], value=value,
+                   step=state["step"], mark=mark, waited=state["waited"])
+
+    def restore(self, saved: BestTracker) -> None:
+        """Take over a saved best validation."""
+        vars(self).update(vars(saved))
 
 
 @dataclass

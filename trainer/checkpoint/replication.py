@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,51 +16,53 @@ from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged
+from trainer.storage.jsonl import FileMark
 from trainer.telemetry.events import Log
-from trainer.telemetry.metrics import encode_line, read_metrics, resumed_lines
+from trainer.telemetry.metrics import ResumedRecord, read_metrics, resumed_lines
 
 CHUNK_BYTES = 1 << 26
-Lines = tuple[list[dict[str, Any]], list[dict[str, Any]]]
-"""All metric lines so far, and the lines that earlier attempts may not have sent to the sinks."""
 
 
 def copy_missing_checkpoints(
-    found: CheckpointRef | None, store: Store, metrics: Path, run_id: str, world: World, log: Log
-) -> Lines:
-    """Collective. Copy the resumed checkpoint and the best one to the run folders without them.
+    found: CheckpointRef | None, store: Store, run_id: str, world: World, log: Log
+) -> None:
+    """Collective. Copy the resumed checkpoint and the best one to the nodes without them."""
+    if found is not None and world.has_nodes and found.path is None:
+        for step in sorted({found.step, found.state.best.step} - {0}):
+            _copy(step, found.holder, store, run_id, world, log)
+
+
+def resume_record(
+    found: CheckpointRef | None, path: Path, world: World
+) -> tuple[ResumedRecord, FileMark]:
+    """Collective. How metrics.jsonl continues from a checkpoint, and where it ends then.
+
+    The checkpoint knows where in the file its lines belong. If a file does not fit it, or the
+    checkpoint is from an older version, all lines of the file are merged with it.
 
     Returns:
-        The lines for metrics.jsonl; equal on all ranks that write a run folder.
+        (record, end). record: equal on all ranks that write a run folder. end: equal on all ranks.
     """
-    lines = merged_lines(found, metrics, world)
-    if found is None or not world.has_nodes or found.path is not None:
-        return lines
-    for step in sorted({found.step, found.facts["best"]["step"]} - {0}):
-        _copy(step, found.holder, store, run_id, world, log)
-    return lines
-
-
-def merged_lines(found: CheckpointRef | None, metrics: Path, world: World) -> Lines:
-    """Collective. The lines of metrics.jsonl up to a checkpoint.
-
-    They are equal on all ranks that write a run folder.
-    """
-    saved = [] if found is None else found.facts["lines"]
-    at: dict[str, int] = {"step": 0, "validated": 0}
+    holder, step, validated = 0, 0, 0
+    saved: list[dict[str, Any]] = []
+    begin: FileMark | None = FileMark()
     if found is not None:
-        at = {"step": found.step, "validated": found.facts["progress"]["validated"]}
-    on_disk = read_metrics(metrics) if world.writes_run_dir or world.has_nodes else []
-    kept, missing = resumed_lines(on_disk, saved, **at)
-    if not world.has_nodes or found is None:
-        return kept, missing
-    # The lines come from the node whose checkpoint is resumed.
-    mine = xxhash.xxh3_128_hexdigest("\n".join(map(encode_line, kept)).encode())
-    theirs = world.gather_json(mine)
-    if any(digest != theirs[found.holder] for digest in theirs):
-        held = world.broadcast_json(json.dumps(kept), found.holder)
-        if mine != theirs[found.holder]:
-            return resumed_lines(on_disk, json.loads(held), **at)
-    return kept, missing
+        holder, step, validated = found.holder, found.step, found.state.progress.validated
+        saved, begin = found.state.lines, None if found.path else found.state.record
+    reads = world.writes_run_dir or world.rank == holder
+    fits = begin is not None and (not reads or begin.fits(path))
+    if begin is None or not all(world.gather_json(fits)):
+        begin = FileMark()
+    on_disk = read_metrics(path, begin.offset) if reads else []
+    record = resumed_lines(begin, on_disk, saved, step=step, validated=validated)
+    if world.has_nodes:  # the lines come from the node whose checkpoint is resumed
+        mine = xxhash.xxh3_128_hexdigest(record.data) if reads else None
+        theirs = world.gather_json(mine)
+        if any(digest not in (None, theirs[holder]) for digest in theirs):
+            saved = json.loads(world.broadcast_json(json.dumps(record.kept), holder))
+            record = resumed_lines(begin, on_disk, saved, step=step, validated=validated)
+    end = world.broadcast_json(dataclasses.asdict(begin.after(record.data)), holder)
+    return record, FileMark(**end)
 
 
 def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: Log) -> None:
@@ -71,8 +74,10 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
     Args:
         first: the rank whose checkpoint is preferred as the source.
     """
-    verifies = world.writes_run_dir or world.rank == first
-    every = world.gather_json(_checksum(step, store) if verifies else "")
+    looks = world.writes_run_dir or world.rank == first
+    if len({*world.gather_json(_checksum(step, store) if looks else None)} - {None}) == 1:
+        return
+    every = world.gather_json(_checksum(step, store, verify=True) if looks else "")
     holder = max(range(world.size), key=lambda r: (every[r] != "", r == first, -r))
     needs_copy = world.writes_run_dir and every[world.rank] != every[holder]
     if not any(world.gather_json(needs_copy)):
@@ -122,9 +127,10 @@ def _exhaust(received: dict[str, Iterator[memoryview]]) -> None:
             pass
 
 
-def _checksum(step: int, store: Store) -> str:
-    """Checksum of the manifest of a valid checkpoint of this step; "" if there is none."""
+def _checksum(step: int, store: Store, *, verify: bool = False) -> str:
+    """Checksum of the manifest of this step's checkpoint; "" if it is missing or damaged."""
     try:
-        return str(store.verify(step).manifest["checksum"])
+        info = store.verify(step) if verify else store.find(step)
     except CheckpointDamaged:
         return ""
+    return str(info.manifest["checksum"])

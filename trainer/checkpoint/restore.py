@@ -2,40 +2,45 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from trainer import rng
-from trainer.checkpoint.manifest import read_manifest, verify
+from trainer.checkpoint.manifest import read_manifest, read_verified
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import EMA, MODEL, TrainState
+from trainer.checkpoint.train_state import TrainState
 from trainer.distributed.world import World
 from trainer.errors import CheckpointDamaged, ConfigError
-from trainer.storage import tensorfile
-from trainer.storage.layout import step_name
+from trainer.storage import layout, tensorfile
+from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
 
-STATE = "state.json"
+TENSORS = ".safetensors"
 
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """The checkpoint to resume from; equal on all ranks."""
+    """The checkpoint to resume from; equal on all ranks except for `tensors`."""
 
     step: int
     generation: int
     holder: int
     """A rank that can read it from its disk."""
-    facts: dict[str, Any]
+    state: SavedState
     skipped: tuple[str, ...] = ()
     """Newer checkpoints that were skipped, and why."""
     path: Path | None = None
     """Its folder, if it belongs to another run (`--resume PATH`)."""
+    tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
+    """On the holder, the content of the tensor files, until it is restored."""
 
 
 def find_checkpoint(
@@ -43,8 +48,9 @@ def find_checkpoint(
 ) -> CheckpointRef | None:
     """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
 
-    The best weights are in a separate checkpoint. If it is damaged, the newest checkpoint from
-    before it is selected, if there is one: resuming from there computes the best weights again.
+    The holder reads and verifies it. The best weights are in a separate checkpoint. If that is gone
+    or has files of another size, the newest one from before it is selected, if there is one:
+    resuming from there computes the best weights again.
 
     Args:
         newest: step of the newest checkpoint to consider; None: all.
@@ -75,30 +81,66 @@ def find_checkpoint(
             return None
         latest = max(every)
         holder = next(r for r, view in enumerate(seen) if list(latest) in view["good"])
-        report: dict[str, Any] = {}
-        if holder == world.rank:
-            report = _read_facts(store, latest[1])
-        report = world.broadcast_json(report, holder)
-        if "facts" in report:
-            found = CheckpointRef(latest[1], latest[0], holder, report["facts"], tuple(skipped))
+        try:
+            found = _read_by(holder, latest[1], store, world)
+        except CheckpointDamaged as error:
+            why = str(error)
+        else:
+            found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
-                best = found.facts["best"]["step"]
-                if best in (0, found.step) or find_holder(best, store, world) is not None:
+                best = found.state.best.step
+                if best in (0, found.step) or any(world.gather_json(_seems_whole(store, best))):
                     return found
                 without_best = found
             elif found.step < best:
                 return found
-            report["why"] = (f"{step_name(found.step)}: the best weights so far, of step {best}, "
-                             "are damaged")
-        skipped.append(report["why"])
+            why = (f"{step_name(found.step)}: the best weights so far, of step {best}, "
+                   "are damaged or missing")
+        skipped.append(why)
         bad.add(latest)
 
 
-def find_holder(step: int, store: Store, world: World) -> int | None:
-    """Collective. A rank with a valid checkpoint of this step on its disk; None if there is none.
+def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRef:
+    """Collective. Read a checkpoint on the rank that has it, and verify it at the same time.
 
-    Rank 0 verifies its disk first; the other ranks do so only if it finds none.
+    Raises:
+        CheckpointDamaged: it is damaged. On all ranks.
     """
+    report: dict[str, Any] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    if holder == world.rank:
+        try:
+            contents = store.read(step, _read_file)
+            report["state"] = json.loads(contents.pop(STATE))
+            SavedState.from_json(report["state"])
+            tensors = {name: c for name, c in contents.items() if name.endswith(TENSORS)}
+        except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
+            report = {"why": str(error)}
+    report = world.broadcast_json(report, holder)
+    if "why" in report:
+        raise CheckpointDamaged(report["why"])
+    return CheckpointRef(step, 0, holder, SavedState.from_json(report["state"]), tensors=tensors)
+
+
+def _read_file(path: Path, on_chunk: Callable[[Any], object]) -> Any:
+    """Read a file of a checkpoint for `read_verified`."""
+    if path.suffix == TENSORS:
+        return tensorfile.read_tensors(path, on_chunk)
+    data = path.read_bytes()
+    on_chunk(data)
+    return data
+
+
+def _seems_whole(store: Store, step: int) -> bool:
+    try:
+        store.find(step)
+    except CheckpointDamaged:
+        return False
+    return True
+
+
+def find_holder(step: int, store: Store, world: World) -> int | None:
+    """Collective. A rank whose disk has a valid checkpoint of this step, if possible rank 0."""
     valid = world.broadcast_json(world.is_main and _is_valid(store, step))
     if valid:
         return 0
@@ -115,15 +157,16 @@ def find_checkpoint_at(path: Path, world: World) -> CheckpointRef:
     Raises:
         ConfigError: there is no checkpoint, or it is damaged.
     """
-    report: dict[str, Any] = {}
-    if world.is_main:
-        report = _look_at_source(path)
-    report = world.broadcast_json(report)
-    if "why" in report:
-        raise ConfigError(f"--resume {path}: {report['why']}; give the folder of a "
-                          "checkpoint, such as RUN/checkpoints/step-00000100, or of a run.")
-    return CheckpointRef(report["step"], 0, 0, report["facts"], tuple(report["skipped"]),
-                         Path(report["path"]))
+    report = world.broadcast_json(_look_at_source(path) if world.is_main else None)
+    try:
+        if "why" in report:
+            raise CheckpointDamaged(report["why"])
+        place = Path(report["path"])
+        found = _read_by(0, report["step"], Store(place.parent), world)
+    except CheckpointDamaged as error:
+        raise ConfigError(f"--resume {path}: {error}; give the folder of a checkpoint, such as "
+                          "RUN/checkpoints/step-00000100, or of a run.") from error
+    return dataclasses.replace(found, skipped=tuple(report["skipped"]), path=place)
 
 
 def _is_valid(store: Store, step: int) -> bool:
@@ -134,36 +177,16 @@ def _is_valid(store: Store, step: int) -> bool:
     return True
 
 
-def _read_facts(store: Store, step: int) -> dict[str, Any]:
-    try:
-        path = store.open(step)[STATE]
-        return {"facts": json.loads(path.read_bytes())}
-    except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
-        return {"why": str(error)}
-
-
 def _look_at_source(path: Path) -> dict[str, Any]:
-    """The facts of the checkpoint at a path, or why there is none."""
-    match = re.fullmatch(r"step-(\d{8,})", path.name)
-    folder = path.parent if match else path / "checkpoints"
+    """Path and step of the checkpoint at a path given by the user, or why there is none."""
     if not path.is_dir():
         return {"why": "there is no such folder"}
-    store = Store(folder)
-    try:
-        if match:
-            info, skipped = store.verify(int(match[1])), list[str]()
-        else:
-            found, skipped = store.newest_valid()
-            if found is None:
-                return {"why": "; ".join(["it holds no valid checkpoint", *skipped])}
-            info = found
-        facts = json.loads((info.path / STATE).read_bytes())
-    except (CheckpointDamaged, OSError, ValueError) as error:
-        return {"why": str(error)}
-    return {"step": info.step, "facts": facts, "skipped": skipped, "path": str(info.path)}
-
-
-TENSORS = ".safetensors"
+    if match := re.fullmatch(layout.STEP_NAME, path.name):
+        return {"step": int(match[1]), "path": str(path), "skipped": []}
+    found, skipped = Store(path / layout.CHECKPOINTS).newest_valid()
+    if found is None:
+        return {"why": "; ".join(["it holds no valid checkpoint", *skipped])}
+    return {"step": found.step, "path": str(found.path), "skipped": skipped}
 
 
 def restore_state(
@@ -178,23 +201,28 @@ def restore_state(
         CheckpointDamaged: it doesn't fit this run; names the entry. On all ranks.
     """
     holds = found.holder == world.rank
-    place, checksums = _look_at(found, store, read=not holds)
-    every = world.gather_json(checksums)
-    all_have_it = bool(every[found.holder]) and all(seen == every[found.holder] for seen in every)
-    tensors = {} if all_have_it else _send(place if holds else None, found.holder, world)
-    error = None
+    tensors = dict(found.tensors)
+    found.tensors.clear()
+    place, error = found.path, None
     try:
-        if all_have_it:
-            tensors = _load(place)
-        state.load(tensors, found.facts)
+        info = store.find(found.step) if place is None else read_manifest(place, found.step)
+        if not holds:
+            info, tensors = read_verified(info.path, found.step, _read_file)
+        checksums = {n: entry["xxh3_128"] for n, entry in info.manifest["files"].items()}
+    except (CheckpointDamaged, KeyError):
+        checksums = {}
+    every = world.gather_json(checksums)
+    if not all(seen and seen == every[found.holder] for seen in every):
+        tensors = _send(tensors if holds else None, found.holder, world)
+    try:
+        state.load(tensors, found.state)
     except Exception as problem:
         error = problem
     world.raise_on_all_ranks(error)
-    store.in_use = None
     if found.path:  # the best weights are in another run's folder
         state.best.set_rule("", "max")
     state.key_rng(world.rank)
-    saved = found.facts.get("rng", [""] * world.size)
+    saved = found.state.rng or [""] * world.size
     if len(saved) == world.size and saved[world.rank] != rng.digest(rng.snapshot()):
         log.warning(
             f"the random state of rank {world.rank} at step {found.step} differs from the saved "
@@ -229,10 +257,10 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
     holder = find_holder(step, store, world)
     if holder is None:
         return False
-    error = None
+    error: Exception | None = None
     try:
         if world.rank == holder:
-            path = _path(store, step)
+            path = store.find(step).path
             state.load_model(tensorfile.load_tensors(path / MODEL))
             if state.ema is not None:
                 held = (path / EMA).is_file()
@@ -247,39 +275,14 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
     return True
 
 
-def _look_at(found: CheckpointRef, store: Store, *, read: bool) -> tuple[Path, dict[str, str]]:
-    """The checkpoint's folder and the checksums of its tensor files, as this rank sees them.
-
-    The checksums are empty if this rank can't read the checkpoint, or finds it damaged.
-
-    Args:
-        read: read the files and compare them with the checksums.
-    """
-    steps = {info.step: info.path for info in store.checkpoints()}
-    place = found.path or steps.get(found.step, Path())
-    try:
-        info = verify(place, found.step) if read else read_manifest(place, found.step)
-    except CheckpointDamaged:
-        return place, {}
-    files = info.manifest.get("files", {})
-    return place, {n: entry["xxh3_128"] for n, entry in files.items() if n.endswith(TENSORS)}
-
-
-def _load(place: Path) -> dict[str, dict[str, Tensor]]:
-    return {path.name: tensorfile.load_tensors(path) for path in sorted(place.glob(f"*{TENSORS}"))}
-
-
-def _send(place: Path | None, holder: int, world: World) -> dict[str, dict[str, Tensor]]:
-    """Collective. Broadcast the tensors in the holder's folder; returns them on all ranks."""
-    tensors = {} if place is None else _load(place)
-    described = {name: tensorfile.describe_tensors(t) for name, t in tensors.items()}
+def _send(
+    tensors: dict[str, dict[str, Tensor]] | None, holder: int, world: World
+) -> dict[str, dict[str, Tensor]]:
+    """Collective. Broadcast the holder's tensors; returns them on all ranks."""
+    described = {name: tensorfile.describe_tensors(t) for name, t in (tensors or {}).items()}
     described = world.broadcast_json(described, holder)
-    if place is None:
+    if tensors is None:
         tensors = {name: tensorfile.empty_tensors(d) for name, d in described.items()}
     for name in described:
         world.broadcast(list(tensors[name].values()), holder)
     return tensors
-
-
-def _path(store: Store, step: int) -> Path:
-    return next(info.path for info in store.checkpoints() if info.step == step)

@@ -13,10 +13,7 @@ SMALL = 1 << 16
 
 
 class Snapshot:
-    """Copies of tensors in buffers that are reused; for GPU tensors the buffers are pinned.
-
-    A buffer has its tensor's memory layout, so that the copy is a plain memory copy.
-    """
+    """Copies of tensors in reused buffers of the same memory layout, pinned for GPU tensors."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, dict[str, Tensor]] = {}

@@ -22,50 +22,50 @@ import secrets
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
+from typing import Any
 
-from trainer.checkpoint.manifest import CheckpointInfo, StagedCheckpoint, read_manifest, verify
+from trainer.checkpoint.manifest import (
+    CheckpointInfo,
+    Reader,
+    StagedCheckpoint,
+    read_manifest,
+    read_verified,
+    size_difference,
+    verify,
+)
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
-from trainer.storage.layout import step_name
+from trainer.storage.layout import STEP_NAME, step_name
 from trainer.storage.locks import ByteLocks
 from trainer.telemetry.status import Phase
 
-_NAME = re.compile(r"step-(\d{8,})(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
+_NAME = re.compile(STEP_NAME + r"(?:\.(old|tmp-\d+-[0-9a-f]{8}|gone-[0-9a-f]{8}))?")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 """Error numbers of a full disk."""
 
 
 class Store:
-    """The checkpoint folder of a run: `RUN/checkpoints`.
-
-    Create one instance per folder and process, since file locks belong to the process. Its methods
-    are thread-safe.
+    """The checkpoint folder of a run, `RUN/checkpoints`. Thread-safe; one instance per process.
 
     Args:
         folder: created with the first checkpoint.
-        run: id of the run. Checkpoints of other runs are never loaded, pruned or set aside. None:
-            all checkpoints belong to this run.
+        run: checkpoints of other runs are never loaded, pruned or set aside; None: all are its own.
         keep: number of newest checkpoints that `prune` keeps.
         keep_every: `prune` also keeps checkpoints whose step is a multiple of this.
         guard: context manager entered around every visible change of the folder; raises if the
             change is not allowed (`RunLock.committing`).
-        mark: called with the progress marks `SAVE_BEGIN`, `SAVE_MID` (after the first buffer) and
-            `SAVE_END` (the new checkpoint is visible, but not verified yet).
-
-    Attributes:
-        in_use: step of the checkpoint returned by `open`, which `prune` keeps. The caller resets
-            it to None after reading the files.
+        mark: called with a progress mark and its step: `SAVE_BEGIN`, `SAVE_MID` (after the first
+            buffer) and `SAVE_END` (the new checkpoint is visible, but not verified yet).
     """
 
     def __init__(
         self, folder: Path, *, run: str | None = None, keep: int = 3,
         keep_every: int | None = None,
         guard: Callable[[], AbstractContextManager[None]] = nullcontext,
-        mark: Callable[[Phase], None] = lambda point: None,
+        mark: Callable[[Phase, int], None] = lambda point, step: None,
     ) -> None:
         assert keep >= 1, "a restart continues from the newest checkpoint"
         self.folder = Path(folder)
-        self.in_use: int | None = None
         self._run, self._keep, self._keep_every = run, keep, keep_every
         self._guard, self._mark = guard, mark
         self._locks = ByteLocks(self.folder / ".lock")
@@ -75,16 +75,13 @@ class Store:
     def stage(
         self, step: int, *, generation: int, expected_bytes: int = 0, wait_s: float = 1.0
     ) -> Iterator[StagedCheckpoint]:
-        """Context manager that writes the checkpoint of a step.
+        """Context in which the checkpoint of a step is written; without a `commit` it is deleted.
 
-        Leaving the block without `StagedCheckpoint.commit` deletes what was written. A step has
-        only one writer at a time. A second writer gets its turn when the first one is done *or
+        A step has only one writer at a time. A second one gets its turn when the first is done *or
         dead*, so it should call `verify` first: the checkpoint may be complete already.
 
         Args:
-            step: optimizer steps taken.
-            generation: generation of the run's history; every rollback increments it.
-            expected_bytes: size of the whole checkpoint, if known; for the error message only.
+            expected_bytes: size of the whole checkpoint, if known; for the error message.
             wait_s: seconds to wait for another writer of this step.
 
         Raises:
@@ -94,7 +91,7 @@ class Store:
         stage = StagedCheckpoint(
             self._temp_path(step_name(step), f"tmp-{os.getpid()}"), step=step,
             generation=generation,
-            midway=lambda: self._mark(Phase.SAVE_MID),
+            midway=lambda: self._mark(Phase.SAVE_MID, step),
             publish=lambda: self._publish(step, stage.path),
         )  # fmt: skip
         try:
@@ -102,7 +99,7 @@ class Store:
                 try:
                     self._finish_replacement(step)
                     stage.path.mkdir()
-                    self._mark(Phase.SAVE_BEGIN)
+                    self._mark(Phase.SAVE_BEGIN, step)
                     yield stage
                 finally:
                     remove_folder(stage.path)
@@ -119,23 +116,34 @@ class Store:
             ) from error
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints by (generation, step), oldest first; reads only their manifests.
-
-        Checkpoints with a damaged manifest (`why` is set) come last, since they may be the newest.
-        """
+        """All checkpoints by (generation, step), then those with a damaged manifest."""
         shown = {info.step: info for info in self._candidates()}  # step-N.old comes before step-N
         return sorted(shown.values(), key=_age)
 
-    def verify(self, step: int) -> CheckpointInfo:
-        """Read the checkpoint of a step and compare its files with the manifest's hashes.
+    def find(self, step: int) -> CheckpointInfo:
+        """The checkpoint of a step; reads its manifest and compares only the files' sizes.
 
         Raises:
             CheckpointDamaged: it differs, or doesn't exist.
         """
         for info in self.checkpoints():
             if info.step == step:
-                return self._verify(info.path, step)
+                sizes = (size_difference(info.path / name, entry)
+                         for name, entry in info.manifest.get("files", {}).items())
+                if why := info.why or next(filter(None, sizes), None):
+                    raise CheckpointDamaged(f"{info.path.name}: {why}")
+                return info
         raise CheckpointDamaged(f"{step_name(step)}: there is no such checkpoint in {self.folder}")
+
+    def verify(self, step: int) -> CheckpointInfo:
+        """As `find`, and compare all files with the manifest's hashes."""
+        return self._verify(self.find(step).path, step)
+
+    def read(self, step: int, read: Reader) -> dict[str, Any]:
+        """As `verify`; returns the contents of the files by name (see `read_verified`)."""
+        info, contents = read_verified(self.find(step).path, step, read)
+        self._verified.add(info.manifest["checksum"])
+        return contents
 
     def holds(self, step: int, generation: int) -> bool:
         """Whether a valid checkpoint of this step and generation exists."""
@@ -145,10 +153,7 @@ class Store:
             return False
 
     def newest_valid(self) -> tuple[CheckpointInfo | None, list[str]]:
-        """The newest valid checkpoint of this run, and why each newer one was skipped.
-
-        Returns (None, reasons) if there is none; without reasons there is no checkpoint at all.
-        """
+        """The newest valid checkpoint of this run, or None, and why each newer one was skipped."""
         skipped, candidates = [], self._candidates()
         for info in sorted(candidates, key=_age, reverse=True):
             if info.why is None and not self._is_mine(info):
@@ -162,24 +167,11 @@ class Store:
                 skipped.append(str(error))
         return None, skipped
 
-    def open(self, step: int) -> dict[str, Path]:
-        """Verify a checkpoint and protect it from `prune` (see `in_use`).
-
-        Returns:
-            File name → path.
-
-        Raises:
-            CheckpointDamaged: see `verify`.
-        """
-        info = self.verify(step)
-        self.in_use = step
-        return {name: info.path / name for name in info.manifest["files"]}
-
     def prune(self, protect: Collection[int] = ()) -> list[int]:
         """Delete old checkpoints and left-over folders. Returns the deleted steps.
 
         Keeps the `keep` newest checkpoints, the steps in `protect` (the best one), multiples of
-        `keep_every`, the checkpoint in use, and checkpoints without a readable manifest.
+        `keep_every`, and checkpoints without a readable manifest.
 
         Raises:
             CheckpointDamaged: the newest checkpoint is damaged; nothing was deleted.
@@ -190,7 +182,7 @@ class Store:
             self._verify(own[-1].path, own[-1].step)
         to_prune = [
             info for info in own[:-self._keep]
-            if info.step not in protect and info.step != self.in_use
+            if info.step not in protect
             and not (self._keep_every and info.step % self._keep_every == 0)
         ]  # fmt: skip
         self._hide(*[info.path for info in to_prune])
@@ -198,10 +190,9 @@ class Store:
         return [info.step for info in to_prune]
 
     def set_aside(self, *, after_step: int, generation: int) -> list[int]:
-        """Abandon checkpoints of older generations after a step. Returns their steps.
+        """Abandon checkpoints of older generations after a step, for a rollback to it.
 
-        A rollback to `after_step` calls this before it continues as `generation`. Abandoned
-        checkpoints are no longer listed, and the next `prune` deletes them.
+        They are no longer listed, and the next `prune` deletes them. Returns their steps.
         """
         abandoned = [
             info for info in self._candidates()
@@ -211,19 +202,30 @@ class Store:
         self._hide(*[info.path for info in abandoned])
         return sorted({info.step for info in abandoned})
 
+    def hide_damaged(self, step: int) -> int | None:
+        """Verify a checkpoint; hide it if it is damaged and there is one from before it.
+
+        Returns:
+            The newest step before it if it was hidden, else None.
+        """
+        path, _ = self._paths(step)
+        if not path.is_dir() or self._is_valid(path, step):
+            return None
+        older = [info.step for info in self.checkpoints()
+                 if info.why is None and self._is_mine(info) and info.step < step]
+        if not older:
+            return None
+        self._hide(path)
+        return max(older)
+
     @property
     def generation(self) -> int:
         """Latest generation of this run's checkpoints, including damaged ones; 0 without any."""
         return max((i.generation or 0 for i in self.checkpoints() if self._is_mine(i)), default=0)
 
     def clean(self) -> list[str]:
-        """Delete what dead attempts left behind; call it at the start of an attempt.
-
-        Also completes a save that was interrupted while it replaced a checkpoint.
-
-        Returns:
-            The deleted names.
-        """
+        """At the start of an attempt: delete what dead ones left behind, and complete the save that
+        was interrupted while it replaced a checkpoint. Returns the deleted names."""
         return self._sweep(at_start=True)
 
     def close(self) -> None:
@@ -243,7 +245,7 @@ class Store:
                     old.rename(final)
                 raise
             fsync_folder(self.folder)
-        self._mark(Phase.SAVE_END)
+        self._mark(Phase.SAVE_END, step)
         try:
             info = self._verify(final, step)
         except CheckpointDamaged:

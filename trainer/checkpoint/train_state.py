@@ -1,8 +1,6 @@
-"""The complete training state that a checkpoint holds: `TrainState`.
+"""The training state that a checkpoint holds: tensors by parameter name, and JSON.
 
-Tensors are keyed by parameter name and everything else is JSON. So a checkpoint can be read with
-safetensors and json alone, and does not depend on wrappers of the model (DDP, compile) or on the
-order of its parameter groups.
+So it does not depend on wrappers of the model (DDP, compile) or on the order of parameter groups.
 """
 
 from __future__ import annotations
@@ -16,10 +14,10 @@ from torch import Tensor, nn
 
 from trainer import rng
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
+from trainer.checkpoint.saved_state import SavedState
 from trainer.errors import CheckpointDamaged, ConfigError, listed
 from trainer.optim.ema import Ema
-
-MODEL, OPTIMIZER, EMA = "model.safetensors", "optimizer.safetensors", "ema.safetensors"
+from trainer.storage.layout import EMA, MODEL, OPTIMIZER, STATE
 
 CONFIGURED = frozenset((
     "names", "lr", "initial_lr", "weight_decay", "betas", "eps", "momentum", "nesterov",
@@ -80,11 +78,8 @@ class TrainState:
         return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """The live tensors: copy them before the next step.
-
-        Returns:
-            File name → tensor name → tensor, for the model (parameters and buffers), the optimizer
-            ("PARAMETER|KEY") and the averaged weights.
+        """The live tensors of the model, the optimizer ("PARAMETER|KEY") and the averaged weights,
+        by file and name. Copy them before the next step.
 
         Raises:
             ConfigError: see `check_structure`.
@@ -129,19 +124,14 @@ class TrainState:
         }
 
     def share(self) -> None:
-        """Collective. Exchange distributed state between the ranks before a save.
-
-        Without it `facts` is consistent too, but may contain an older state of some parts.
-        """
+        """Collective. Exchange distributed state between the ranks before a save; without it
+        `facts` is consistent too, but may contain an older state of some parts."""
         for part in self.parts.values():
             if isinstance(part, Shared):
                 part.share()
 
     def rng_digests(self, step: int) -> list[str]:
-        """Digests of all ranks' generators at a step boundary; thread-safe.
-
-        Generators are functions of (seed, step, rank), so every rank can compute all digests.
-        """
+        """Digests of all ranks' generators at a step boundary, functions of (seed, step, rank)."""
         return [rng.digest(rng.keyed(self.seed, rng.STEP, step, rank))
                 for rank in range(self.num_ranks)]
 
@@ -149,25 +139,27 @@ class TrainState:
         """Seed this process's generators for the current step boundary."""
         rng.seed_all(self.seed, rng.STEP, self.progress.step, rank)
 
-    def load(self, tensors: dict[str, dict[str, Tensor]], facts: dict[str, Any]) -> None:
+    def load(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
         """Restore everything, into the live tensors.
 
         Raises:
-            CheckpointDamaged: an entry is missing, unknown or has another shape; names it.
+            CheckpointDamaged: a tensor is missing, unknown or has another shape; names it.
         """
         self.load_model(tensors[MODEL])
         if self.ema is not None:
-            self.ema.load(tensors.get(EMA), facts.get("ema", {}))
-        groups = self._load_optimizer(tensors[OPTIMIZER], _entry(facts, "optimizer"))
-        self.progress.load_state_dict(_entry(facts, "progress"))
-        self.best.load_state_dict(_entry(facts, "best"))
-        self.meter.load_state_dict(_entry(facts, "meter"))
-        if self.scaler.is_enabled() and _entry(facts, "scaler"):
-            self.scaler.load_state_dict(facts["scaler"])
+            self.ema.load(tensors.get(EMA), saved.ema)
+        groups = self._load_optimizer(tensors[OPTIMIZER], saved.optimizer)
+        self.progress.restore(saved.progress)
+        self.best.restore(saved.best)
+        self.meter.load_state_dict(saved.meter)
+        if self.scaler.is_enabled() and saved.scaler:
+            self.scaler.load_state_dict(saved.scaler)
         for name, part in self.parts.items():
-            part.load_state_dict(_entry(_entry(facts, "parts"), name))
+            if name not in saved.parts:
+                raise CheckpointDamaged(f"{STATE} has no entry {name!r} in 'parts'")
+            part.load_state_dict(saved.parts[name])
         # After the horizon (one of the parts), on which the schedule is based.
-        self.schedule.load_state_dict(_entry(facts, "schedule"), groups)
+        self.schedule.load_state_dict(saved.schedule, groups)
 
     def load_model(self, tensors: dict[str, Tensor]) -> None:
         """Restore only the model's parameters and buffers.
@@ -295,12 +287,6 @@ def _same_names(saved: set[str], live: set[str], what: str) -> None:
         if saved - live:
             parts.append(f"unknown to this run: {listed(sorted(saved - live))}")
         raise CheckpointDamaged(f"{what}: {'; '.join(parts)}")
-
-
-def _entry(facts: dict[str, Any], name: str) -> Any:
-    if name not in facts:
-        raise CheckpointDamaged(f"state.json has no entry {name!r}")
-    return facts[name]
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from trainer.checkpoint.checkpointer import STATE
 from trainer.checkpoint.manifest import CheckpointInfo
 from trainer.checkpoint.store import Store
 from trainer.errors import CheckpointDamaged
@@ -65,13 +64,13 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
         return
     step = infos[0].step
     yield from _metric_differences(run_a, run_b, step)
-    for name in sorted({f for i in infos for f in i.manifest["files"] if f != STATE}):
+    for name in sorted({f for i in infos for f in i.manifest["files"] if f != layout.STATE}):
         if any(name not in info.manifest["files"] for info in infos):
             yield f"{name} is in one checkpoint only"
         else:
             left, right = (tensorfile.load_tensors(info.path / name) for info in infos)
             yield from tensor_differences(name, left, right)
-    facts = [json.loads((info.path / STATE).read_bytes()) for info in infos]
+    facts = [json.loads((info.path / layout.STATE).read_bytes()) for info in infos]
     for part in COMPARED:
         yield from _value_differences(part, facts[0].get(part), facts[1].get(part))
     if len(facts[0]["rng"]) == len(facts[1]["rng"]):

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from trainer import rng
-from trainer.checkpoint.manifest import MANIFEST
 from trainer.config import command_line
 from trainer.config.command_line import task_path
 from trainer.data.batch import to_device
@@ -32,7 +30,9 @@ from trainer.run.saved_run import (
 )
 from trainer.storage import files as durable
 from trainer.storage import layout, tensorfile
+from trainer.storage.layout import MANIFEST
 from trainer.telemetry.events import Log
+from trainer.torch_private import tree_leaves, tree_map
 
 SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
 TOLERANCE = {"safetensors": 0.0, "program": 1e-4}

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.restore import STATE
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
 from trainer.config import command_line, compatibility
@@ -111,31 +111,30 @@ def _following(
 
 
 def _label_of_step(run: Path, step: int) -> tuple[str, str]:
-    facts = files.read_json(run / layout.CHECKPOINTS / layout.step_name(step) / STATE) or {}
-    return resume_label(run, facts)
+    try:
+        saved = SavedState.read(run / layout.CHECKPOINTS / layout.step_name(step))
+    except (CheckpointDamaged, OSError, ValueError):  # a running training may delete it
+        saved = None
+    return resume_label(run, saved)
 
 
-def resume_label(run: Path, facts: Mapping[str, Any]) -> tuple[str, str]:
+def resume_label(run: Path, saved: SavedState | None) -> tuple[str, str]:
     """Return the label of a start from a checkpoint (exact, equivalent or refused) and the reason.
 
     It is the start with the configuration, the ranks and the kind of device of the last start, and
     with the libraries that are installed here.
-
-    Args:
-        facts: content of the state.json of the checkpoint.
     """
     import numpy
     import torch
 
     determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
-    if not {"settings", "circumstances"} <= facts.keys():
+    if saved is None or not saved.settings or not saved.circumstances:
         return last
-    then = facts["circumstances"]
+    then = saved.circumstances
     try:
         verdict = compatibility.compare_settings(
-            command_line.load(run / layout.CONFIG), facts["settings"],
-            before=facts.get("inexact", ()),
+            command_line.load(run / layout.CONFIG), saved.settings, before=saved.inexact,
             now={**then, "torch": torch.__version__, "numpy": numpy.__version__}, then=then)
     except ConfigError as error:
         # The task can't be imported from here: use the label of the last start.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
-import multiprocessing
 import os
 import signal
 import sys
@@ -118,11 +117,6 @@ def _resolve(config: Config[Any]) -> Config[Any]:
         raise ConfigError(f"--task {type(task).__name__}: it has no method {', '.join(missing)}; "
                           "pass a task to Config: an instance, a class or module:Class that "
                           "defines model(), dataset(split) and loss(model, batch).")
-    workers = config.data.workers
-    if workers not in ("auto", 0) and multiprocessing.current_process().daemon:
-        raise ConfigError(f"--data.workers {workers}: this process is daemonic, as those of a "
-                          "multiprocessing.Pool are, and can't have children; use 0, or a "
-                          "concurrent.futures.ProcessPoolExecutor.")
     name = type(task).__name__.lower()
     if not isinstance(task, ObjectTask) and not _is_reconstructible(config, task):
         if dataclasses.is_dataclass(task):
@@ -187,16 +181,10 @@ def _train_in_process(config: Config[Any]) -> None:
         failure.note(error)
         raise
     finally:
-        parts, current.parts = current.parts, None
-        if parts is not None:
-            parts.loader.close()
-            parts.lock.close()
-            parts.checkpoint.store.close()
-            del parts
+        current.release()
         for path in (layout.LOCK, f"{layout.CHECKPOINTS}/.lock"):
             release_locks(Path(str(config.run)) / path)
         log.close()
-        stop.close()
 
 
 @contextlib.contextmanager
@@ -226,8 +214,8 @@ def _signals(stop: StopSignals, log: Log) -> Iterator[None]:
 @contextlib.contextmanager
 def _process_settings_restored() -> Iterator[None]:
     """Restore the settings that a training changes in the whole process."""
-    backend, threads = torch.backends.cudnn, torch.get_num_threads()
-    flags = (backend.deterministic, backend.benchmark, backend.allow_tf32)
+    cudnn, threads = torch.backends.cudnn, torch.get_num_threads()
+    flags = {name: getattr(cudnn, name) for name in ("deterministic", "benchmark", "allow_tf32")}
     matmul_precision = torch.get_float32_matmul_precision()
     deterministic = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
@@ -242,7 +230,8 @@ def _process_settings_restored() -> Iterator[None]:
         torch.use_deterministic_algorithms(deterministic, warn_only=warn_only)
         torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]
         torch.set_float32_matmul_precision(matmul_precision)
-        backend.deterministic, backend.benchmark, backend.allow_tf32 = flags
+        for name, value in flags.items():
+            setattr(cudnn, name, value)
 
 
 def _load_result(config: Config[Any]) -> Trained:

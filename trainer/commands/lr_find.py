@@ -116,15 +116,15 @@ def run_range_test(
     rates: list[float] = []
     losses: list[float] = []
     with scratch_run(argv, steps=points, command="lr-find") as run:
-        groups = run.step.optimizer.param_groups
-        shares = [group["lr"] / run.config.optim.lr for group in groups]
+        loader, groups = run.training.loader, run.training.state.optimizer.param_groups
+        shares = [group["lr"] / run.context.config.optim.lr for group in groups]
         for number in range(points):
             rate = low * (high / low) ** (number / (points - 1))
             for group, share in zip(groups, shares, strict=True):
                 group["lr"] = rate * share
-            result = run.step(run.loader.window())
+            result = run.training.step(loader.window())
             if result is None:  # the stream's epoch has ended
-                run.loader.next_epoch()
+                loader.next_epoch()
                 continue
             if result.loss is None or not math.isfinite(result.loss):
                 break

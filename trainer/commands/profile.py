@@ -92,7 +92,7 @@ def profile_steps(
     clock = PhaseClock()
     steps = WARM_UP + active
     with scratch_run(argv, steps=2 * steps, command="profile", clock=clock) as run:
-        on_gpu = run.world.device.type == "cuda"
+        on_gpu = run.context.world.device.type == "cuda"
         kinds = [torch.profiler.ProfilerActivity.CPU]
         kinds += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
         with torch.profiler.profile(
@@ -104,11 +104,12 @@ def profile_steps(
                 if number == WARM_UP:
                     clock.on = True
                     clock.switch("between steps")
-                result = run.step(run.loader.window())
+                loader = run.training.loader
+                result = run.training.step(loader.window())
                 if result is None:  # the stream's epoch has ended
-                    run.loader.next_epoch()
+                    loader.next_epoch()
                 else:
-                    run.metrics.step(result, waited_s=run.loader.waited_s)
+                    run.record.metrics.step(result, waited_s=loader.waited_s)
                 if number == steps - 1:
                     clock.switch("")
                     clock.on = False

@@ -53,12 +53,12 @@ def scratch_run(
             marks = ProgressMarks(log.status)
             if clock is not None:
                 marks.subscribe(clock)
-            parts = build(scratch, world, log, StopSignals(), marks)
+            built = build(scratch, world, log, StopSignals(), marks)
             try:
-                start(parts)
-                parts.status.enter(Phase.TRAIN)
-                yield parts
+                run = start(built)
+                log.status.enter(Phase.TRAIN)
+                yield run
             finally:
-                parts.loader.close()
-                parts.metrics.close()
+                built.data.loader.close()
+                built.record.metrics.close()
                 log.close()

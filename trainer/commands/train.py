@@ -12,10 +12,12 @@ import time
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from trainer.config import command_line
+from trainer.config.schema import Config
 from trainer.distributed.peer_errors import lost_peer
+from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import (
     EXIT_COMPLETE,
     EXIT_FAILURE,
@@ -24,19 +26,16 @@ from trainer.errors import (
     StopRequested,
     TrainerError,
 )
-from trainer.resilience.diagnosis import is_foreign
-from trainer.resilience.launcher_channel import Orders
-from trainer.resilience.preflight import allow_files, check_environment
+from trainer.resilience.diagnosis import Failure, forget_workers, is_foreign
+from trainer.resilience.launcher_channel import Orders, has_lost_rank, leave_launcher, tell
+from trainer.resilience.preflight import allow_files, check_cache_folder
 from trainer.resilience.stop_signals import StopSignals
+from trainer.telemetry.events import Log, writable
 from trainer.telemetry.status import Phase
 from trainer.telemetry.std_streams import ignore_output_errors, say
 
-if TYPE_CHECKING:  # signal handlers are installed before torch is imported
-    from trainer.config.schema import Config
-    from trainer.distributed.world import World
-    from trainer.resilience.diagnosis import Failure
-    from trainer.run.run import Run
-    from trainer.telemetry.events import Log
+if TYPE_CHECKING:  # its import takes seconds: a wrong configuration is reported before
+    from trainer.run.guard import Guard
 
 THREADS_AFTER_S = 5.0
 """Seconds after a complete run until a warning names the threads that keep the process alive."""
@@ -44,9 +43,15 @@ THREADS_AFTER_S = 5.0
 
 @dataclass
 class CurrentRun:
-    """The run that an attempt has built, for other threads that may end the process."""
+    """The guard of the run that an attempt has built, for other threads and for the end."""
 
-    parts: Run | None = None
+    guard: Guard | None = None
+
+    def release(self) -> None:
+        """Give back what the run holds, in a process that continues."""
+        if self.guard is not None:
+            self.guard.release()
+        self.guard = None
 
 
 class RankProcess:
@@ -58,10 +63,6 @@ class RankProcess:
     """
 
     def __init__(self, stop: StopSignals, commands: Sequence[str] = ()) -> None:
-        from trainer.distributed.world import LaunchInfo
-        from trainer.resilience.diagnosis import Failure
-        from trainer.telemetry.events import Log
-
         self._stop, self._commands = stop, ", ".join(commands)
         self._log, self._launch, self._agent = Log(), LaunchInfo(), os.getppid()
         self._failure, self._current = Failure(self._log), CurrentRun()
@@ -72,14 +73,11 @@ class RankProcess:
         self, arguments: Sequence[str], config: Config[Any] | None = None, *,
         is_program: bool = True,
     ) -> int:
-        """Train; returns the exit code.
+        """Train, by the arguments or a configuration; returns the exit code.
 
         Args:
-            config: used instead of the arguments, if given.
             is_program: the process ends after training; otherwise it belongs to the user.
         """
-        from trainer.resilience.launcher_channel import leave_launcher
-
         code, last_words = EXIT_FAILURE, ""
         try:
             code = self._train(arguments, config)
@@ -100,7 +98,7 @@ class RankProcess:
             code, last_words = self._failure.explain()
         _end_workers()
         self._log.close()
-        leave_launcher(code, self._launch, self._count_signals, last_words=last_words)
+        self._leave(code, last_words)
         self._complete = code == EXIT_COMPLETE
         if self._complete and is_program and _lasting_threads():
             threading.Thread(target=_name_threads, args=(self._log,), name="end",
@@ -108,15 +106,9 @@ class RankProcess:
         return code
 
     def _train(self, arguments: Sequence[str], config: Config[Any] | None) -> int:
-        from trainer.config import command_line
-        from trainer.distributed.world import LaunchInfo, World
-        from trainer.resilience.diagnosis import Failure
-        from trainer.resilience.launcher_channel import tell
-        from trainer.telemetry.events import Log
-
         self._launch = launch = LaunchInfo.from_environment()
         allow_files(launch.local_size, launch.size - launch.local_size)
-        check_environment()
+        check_cache_folder()
         self._log = log = Log(launch.rank)
         self._failure = Failure(log)
         stop, orders = self._stop, Orders()
@@ -127,7 +119,7 @@ class RankProcess:
                                                      commands=self._commands)
         ignore_output_errors()
         log.set_level(config.log.level)
-        self._failure.config = config
+        self._failure = Failure(log, config)
         self._grace_s = config.stop.grace_s
         tell("run", os.path.abspath(str(config.run)))
         stop.limit(self._grace_s, self._leave_late)
@@ -151,14 +143,13 @@ class RankProcess:
         self._log.error(str(error))
         return str(error)
 
-    def _count_signals(self) -> int:
-        """Number of signals that the launcher has sent so far."""
-        return self._stop.senders[self._agent]
+    def _leave(self, code: int, last_words: str = "") -> None:
+        """Tell the launcher the exit code."""
+        leave_launcher(code, self._launch, lambda: self._stop.senders[self._agent],
+                       last_words=last_words)
 
     def _leave_before_training(self) -> int:
         """Report a stop before the first step, with nothing to save; returns the exit code."""
-        from trainer.resilience.launcher_channel import has_lost_rank, leave_launcher
-
         stop, log, launch = self._stop, self._log, self._launch
         if stop.only_from(self._agent) and has_lost_rank(launch):  # torchrun restarts all ranks
             log.event("failure", why="the launcher ends the attempt: a rank is gone", echo=True)
@@ -166,30 +157,26 @@ class RankProcess:
         why = f"stopped on request ({stop.reason}) before the first step of this start"
         log.event("stop", why=why, exit_code=EXIT_STOPPED)
         log.info(f"{why}; run the same command to continue")
-        leave_launcher(EXIT_STOPPED, launch, self._count_signals)
+        self._leave(EXIT_STOPPED)
         return EXIT_STOPPED
 
     def _leave_late(self) -> int:
-        """Report a stop that has exceeded --stop.grace-s, from another thread than the main one.
-
-        Saves the last step if possible. Returns the exit code.
+        """Save the last step, in another thread, if a stop has exceeded --stop.grace-s; returns the
+        exit code.
         """
-        from trainer.resilience.launcher_channel import leave_launcher, tell
-
         if self._complete:  # the process waits for threads of the task
             tell("returned", EXIT_COMPLETE)
             return EXIT_COMPLETE
-        parts, log, status = self._current.parts, self._log, self._log.status
+        guard, log, status = self._current.guard, self._log, self._log.status
         # In the last phase the last step is already saved, and the best weights are tested.
-        saved = parts is not None and status.phase is Phase.FINISH
-        if saved or (parts and parts.emergency_save_from_watchdog(lost=False)
-                     and parts.saved_from_watchdog):
+        saved = guard is not None and status.phase is Phase.FINISH
+        if saved or (guard is not None and guard.emergency_save_from_watchdog(lost=False)):
             what = "the test of the best weights" if saved else "the next step"
             why = (f"stopped on request after step {status.step}: {what} didn't end within "
                    f"--stop.grace-s {self._grace_s:g}; run the same command to continue")
             log.event("stop", why=why, exit_code=EXIT_STOPPED)
             log.warn_once(why)
-            leave_launcher(EXIT_STOPPED, self._launch, self._count_signals)
+            self._leave(EXIT_STOPPED)
             return EXIT_STOPPED
         log.error(f"--stop.grace-s {self._grace_s:g}: step {status.step} ({status.phase}) didn't "
                   "end in that time; the process exits without saving it")
@@ -204,29 +191,27 @@ def train_attempt(
 
     Args:
         agent: pid of the launcher.
-        current: receives the run as soon as it is built.
+        current: receives the guard of the run as soon as it is built.
         watched: False: `--watchdog.limit-s auto` sets no limit.
     """
     from trainer.loop import train
-    from trainer.resilience.diagnosis import forget_workers
-    from trainer.resilience.launcher_channel import tell
     from trainer.resilience.watchdog import Watchdog
     from trainer.run.build import build
+    from trainer.run.warmup import start
 
     limit_s: Any = config.watchdog.limit_s
     own = os.getpid()
     if limit_s == "auto":
         limit_s = None if watched else math.inf
     start_s = None if config.watchdog.start_s == "auto" else config.watchdog.start_s
-    with Watchdog(world, log, limit_s=limit_s, start_s=start_s,
-                  tell=partial(tell, "failure")) as watchdog:
-        parts = current.parts = build(config, world, log, stop, watchdog.marks)
-        watchdog.rescue_with(parts.emergency_save_from_watchdog)
-        watchdog.gather(parts.timing)
-        watchdog.in_flight = lambda: parts.checkpoint.in_flight
+    with Watchdog(world, log, limit_s=limit_s, start_s=start_s) as watchdog:
+        built = build(config, world, log, stop, watchdog.marks)
+        guard = current.guard = built.guard
+        watchdog.guard(lambda: guard.emergency_save_from_watchdog() is not None,
+                       lambda: guard.checkpoint.in_flight, guard.timing)
         try:
             try:
-                train(parts)
+                train(start(built))
             except BaseException:
                 if os.getpid() != own:  # a process forked by the task, not a rank
                     traceback.print_exc()
@@ -236,49 +221,45 @@ def train_attempt(
         except StopRequested:
             stop.disarm()
             with contextlib.suppress(OSError):  # the checkpoint has the metric lines too
-                parts.close()
+                guard.close()
             raise
         except BaseException as error:
             watchdog.stop()  # from here on this thread saves and reports
-            _survive(parts, error, stop, agent, failure)
+            _survive(guard, error, stop, agent, failure)
             if isinstance(error, SystemExit):
                 raise RuntimeError(f"the training called sys.exit({error.code!r})") from error
             raise
-        parts.close()
+        guard.close()
     return EXIT_COMPLETE
 
 
 def _survive(
-    parts: Run, error: BaseException, stop: StopSignals, agent: int, failure: Failure
+    guard: Guard, error: BaseException, stop: StopSignals, agent: int, failure: Failure
 ) -> None:
-    """Save what can be saved after an error.
-
-    Raises:
-        StopRequested: the error came while a stop was requested, and nothing is lost.
+    """Save what can be saved after an error. Raises StopRequested in place of an error that came
+    while a stop was requested, if nothing is lost.
     """
     if isinstance(error, TrainerError):
-        parts.abandon()
+        guard.abandon()
         return
-    secondary, asked, status = lost_peer(error), stop.requested, parts.status
+    log, secondary, asked = guard.context.log, lost_peer(error), stop.requested
     if secondary and stop.only_from(agent):
         asked = False  # torchrun's reaction to the death of that peer
     if not asked:
-        failure.note(error, step=parts.current_step)
-    kept = parts.emergency_save(own=not secondary)
-    parts.abandon()
+        failure.note(error, step=guard.current_step)
+    kept = guard.emergency_save(own=not secondary)
+    guard.abandon()
     if not (asked and kept):
         return
     stop.leave_if_idle()
-    parts.log.warning(f"while stopping, step {status.step} ({status.phase}): "
-                      f"{type(error).__name__}: {error}")
-    raise StopRequested(f"stopped on request after step {status.step}; "
+    log.warning(f"while stopping, step {log.status.step} ({log.status.phase}): "
+                f"{type(error).__name__}: {error}")
+    raise StopRequested(f"stopped on request after step {log.status.step}; "
                         "run the same command to continue") from error
 
 
 def show_cause(error: BaseException) -> None:
     """Print the traceback of the exception in user code that caused an error, if any."""
-    from trainer.telemetry.events import writable
-
     cause = error.__cause__
     if cause is not None and not isinstance(cause, OSError) and is_foreign(cause):
         say(writable("".join(traceback.format_exception(cause))))

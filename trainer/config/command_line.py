@@ -156,7 +156,7 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
         named, fields = task_name, {}
     task = find_task(named)
     settings = _settings(task)
-    sections = {name.rpartition(".")[0] for name in settings} - {""}
+    sections = {name.rpartition(".")[0] for name in settings} - {""} | {"task"}
     values = _flatten({**table, "task": fields}, sections, path)
     for name, value in values.items():
         if name not in settings:

@@ -71,6 +71,10 @@ class Loader:
                 tensor.record_stream(current)
         return self._ahead
 
+    def forget_wait(self) -> None:
+        """Do not count the time spent waiting so far."""
+        self.waited_s = 0.0
+
     def next_epoch(self) -> None:
         """Drop the window just read, because the epoch of a stream had ended; begin the next epoch.
         """

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
-import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -121,10 +120,9 @@ def _with_bytes(data: bytes) -> torch.UntypedStorage:
 def _start_worker(rank: int, first: int, number: int) -> None:
     """Set up a loader process: it dies with its rank, ignores stop signals, uses one thread, and
     has its own offsets in the files that the data set has open."""
-    if sys.platform == "linux":
-        # The worker has inherited the rank's sockets. If it outlived the rank, the peers would not
-        # notice the rank's death.
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    # The worker has inherited the rank's sockets. If it outlived the rank, the peers would not
+    # notice the rank's death.
+    processes.die_with_parent(signal.SIGKILL)
     if os.getppid() != rank:
         os._exit(0)
     processes.separate_reads()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
-from collections.abc import Mapping
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt(3)."""
@@ -16,11 +14,8 @@ NEVER = -1
 _kept = False
 """Whether freed memory currently stays in this process."""
 
-_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_MMAP_MAX_",
-             "MALLOC_TOP_PAD_")  # fmt: skip
 
-
-def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
+def keep_freed() -> bool:
     """Keep freed memory in this process from now on (glibc only).
 
     A step frees its activations and gradients, and the next step needs the same amount. By default
@@ -32,8 +27,9 @@ def keep_freed(environment: Mapping[str, str] = os.environ) -> bool:
         False if nothing was changed: another C library, or the user has set allocator options.
     """
     global _kept
-    _kept = (not _is_set(environment) and _set(M_MMAP_THRESHOLD, LARGEST)
-             and _set(M_TRIM_THRESHOLD, NEVER))
+    users = any(name.startswith("MALLOC_") for name in os.environ) or (
+        "glibc.malloc." in os.environ.get("GLIBC_TUNABLES", ""))
+    _kept = not users and _set(M_MMAP_THRESHOLD, LARGEST) and _set(M_TRIM_THRESHOLD, NEVER)
     return _kept
 
 
@@ -49,15 +45,7 @@ def give_back() -> None:
     _kept = False
 
 
-def _is_set(environment: Mapping[str, str]) -> bool:
-    """Whether the user has set allocator options."""
-    return (any(name in environment for name in _SETTINGS)
-            or "glibc.malloc." in environment.get("GLIBC_TUNABLES", ""))
-
-
 def _set(parameter: int, value: int) -> bool:
     """Set an allocator parameter. Returns False if the C library isn't glibc."""
-    if sys.platform != "linux":
-        return False
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(parameter, value) == 1

@@ -8,9 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-SAMPLED, LONG_S = 8, 0.02
-"""Measuring a backward costs 15 µs. All steps of at least LONG_S seconds are measured. With
-shorter steps, every SAMPLED-th one is measured and counts SAMPLED times."""
+from trainer import torch_private
 
 
 class DeviceInterval:
@@ -49,70 +47,43 @@ class CommunicationTimer:
     count as well.
 
     Args:
-        ranks: size of the group. A single rank never waits.
         clock: returns seconds.
     """
 
     def __init__(
-        self, *, ranks: int = 1, on_cuda: bool = False,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:  # fmt: skip
-        self._interval = DeviceInterval(on_cuda=on_cuda)
-        self._enabled, self._clock = ranks > 1, clock
-        self._gathered_s = 0.0
-        self._computed_s: float | None = None
-        self._weight, self._steps, self._last_s = 0, 0, 0.0
-        self._waited_s = 0.0
-
-    def begin_collective(self) -> float:
-        """Begin a collective. Return the argument for `end_collective`."""
-        return self._clock()
-
-    def end_collective(self, began_s: float) -> None:
-        """End the collective that began at this time."""
-        self._gathered_s += self._clock() - began_s
-
-    def time_backward(self, loss: Tensor) -> None:
-        """Measure the backward of this loss, whose gradients are reduced over the ranks."""
-        if not self._enabled:
-            return
-        self._steps += 1
-        is_long = self._last_s >= LONG_S
-        if is_long or self._steps % SAMPLED == 1:
-            self._weight = 1 if is_long else SAMPLED
-            loss.register_hook(self._queue_callback)
-
-    def end_backward(self) -> None:
-        """End the backward."""
-        if not self._weight:
-            return
-        self._interval.second()
-        if self._computed_s is not None:
-            self._waited_s = self._weight * (self._clock() - self._computed_s)
-
-    def take_wait_s(self, step_s: float) -> float:
-        """Return the seconds waited in a step of `step_s` seconds, and reset.
-
-        The device must have finished the step.
-        """
-        if not self._enabled:
-            return 0.0
-        if self._weight and self._computed_s is not None and (
-                between_s := self._interval.between_s()) is not None:
-            self._waited_s = self._weight * between_s
-        waited_s = self._gathered_s + self._waited_s
+        self, *, on_cuda: bool = False, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._interval, self.clock = DeviceInterval(on_cuda=on_cuda), clock
         self.reset()
-        self._last_s = step_s
-        return waited_s
 
     def reset(self) -> None:
         """Reset after work that is not a step. The device need not have finished it."""
-        self._gathered_s = self._waited_s = 0.0
-        self._weight, self._computed_s, self._last_s = 0, None, 0.0
+        self._collectives_s = self._backward_s = 0.0
+        self._computed_s: float | None = None
 
-    def _queue_callback(self, _: Tensor) -> None:
-        torch.autograd.Variable._execution_engine.queue_callback(self._computed)
+    def add_collective(self, began_s: float) -> None:
+        """Count a collective that began at this time and has just ended."""
+        self._collectives_s += self.clock() - began_s
+
+    def time_backward(self, loss: Tensor) -> None:
+        """Measure the backward of this loss, whose gradients are reduced over the ranks."""
+        loss.register_hook(lambda _: torch_private.at_end_of_backward(self._computed))
 
     def _computed(self) -> None:
-        self._computed_s = self._clock()
+        self._computed_s = self.clock()
         self._interval.first()
+
+    def end_backward(self) -> None:
+        """End the backward."""
+        self._interval.second()
+        if self._computed_s is not None:
+            self._backward_s = self.clock() - self._computed_s
+
+    def take_wait_s(self) -> float:
+        """Return the seconds waited in a step, and reset. The device must have finished the step.
+        """
+        if self._computed_s is not None and (on_device_s := self._interval.between_s()) is not None:
+            self._backward_s = on_device_s
+        waited_s = self._collectives_s + self._backward_s
+        self.reset()
+        return waited_s

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import math
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import add
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer import torch_private
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
@@ -33,24 +33,20 @@ def check_reduced(wrapped: nn.Module, spec: MicroBatchSpec, trained: Sequence[st
     """
     if not isinstance(wrapped, DistributedDataParallel):
         return
-    try:
-        wrapped.reducer._check_reducer_finalized()  # type: ignore[attr-defined]
-    except RuntimeError as error:
-        match = re.search(r"did not receive grad for rank \d+: ([\d ]+)", str(error))
-        unused = [trained[int(i)].removeprefix("module.model.")
-                  for i in match[1].split()] if match else ["some parameters"]
+    if (unused := torch_private.unreduced(wrapped)) is not None:
+        names = [trained[i].removeprefix("module.model.") for i in unused] or ["some parameters"]
         raise ConfigError(
             f"--parallel.find-unused off: the loss of step {spec.step}, micro-batch {spec.number}, "
-            f"does not depend on {listed(unused)}, so DDP cannot "
-            "finish the step. Continue with --parallel.find-unused on.") from None
+            f"does not depend on {listed(names)}, so DDP cannot finish the step. Continue with "
+            "--parallel.find-unused on.")
 
 
 CAPACITY = 64
 """Maximal number of values that one gradient all-reduce carries besides the gradients."""
 
-REQUESTS = ("stop", "save", "fail", "saved")
+REQUESTS = ("stop", "save", "fail", "saved", "recorded")
 """What one rank may request of all ranks: stop after this step; save this step; exit as failed;
-drop the metric lines that the last save holds, since it is complete."""
+the last save is complete; metrics.jsonl has all lines of the steps before durably."""
 
 Vector = Tensor | list[float]
 
@@ -83,8 +79,6 @@ class StepSums:
 class MetricAccumulator:
     """Accumulates loss, counts and metrics of this rank's micro-batches in a step.
 
-    Separate from `Objective`, since setting an attribute of a module takes microseconds.
-
     Args:
         on_host: read each number at once. On a device this would wait for the device.
     """
@@ -95,6 +89,10 @@ class MetricAccumulator:
         self.totals: list[Tensor | float] = []
         """Loss of each of this rank's micro-batches in the last step, on the device or host."""
         self._on_host = on_host
+        self.forget()
+
+    def forget(self) -> None:
+        """Reset."""
         self._rows: list[list[Any]] = []
         self._totals: list[Tensor | float] = []
         self._reduced: Vector | None = None
@@ -106,16 +104,19 @@ class MetricAccumulator:
         Raises:
             ConfigError: the task's loss violates the protocol.
         """
-        if type(outcome) is Outcome and tuple(outcome.metrics or ()) == self.names and (
-                type(outcome.total) is Tensor and not outcome.total.dim()):
-            total, metrics = outcome.total, outcome.metrics  # same form as a checked one
-        else:
-            total, metrics = check_outcome(outcome)
-            self._set_names(tuple(metrics))
+        total, metrics = check_outcome(outcome)
         if not total.requires_grad:
             raise ConfigError("the task's loss has no graph: Outcome.total does not depend on any "
                               "trainable parameter. Compute it from the model's output, without "
                               ".detach(), .item() or no_grad().")
+        names = tuple(metrics)
+        if self.names is None and len(_FIXED) + 2 * len(names) > CAPACITY:
+            raise ConfigError(f"the task returns {len(names)} metrics; the maximum is "
+                              f"{(CAPACITY - len(_FIXED)) // 2}.")
+        if self.names not in (None, names):
+            raise ConfigError(f"the task returned the metrics {list(self.names or ())} before and "
+                              f"{list(names)} now; return the same for each micro-batch.")
+        self.names = names
         row: list[Any] = [total, outcome.count, samples, replaced]
         for pair in metrics.values():
             row += pair
@@ -136,29 +137,23 @@ class MetricAccumulator:
 
     def take(self) -> Vector:
         """Return the sums, those of `_FIXED` first, each on the host or the device, and reset."""
-        self.totals, self._totals = self._totals, []
-        if self._reduced is not None:
-            sums, self._reduced = self._reduced, None
-            return sums
-        rows, self._rows = self._rows, []
-        return self._add_up(rows)
+        sums = self._add_up() if self._reduced is None else self._reduced
+        self.totals = self._totals
+        self.forget()
+        return sums
+
+    def swap(self, sums: Vector | None) -> Vector:
+        """Return the sums of the forwards since the last call, and replace them by `sums`."""
+        self._reduced = sums
+        return self._add_up() if self._rows else []
 
     @property
     def width(self) -> int:
         """Number of values in the sums."""
         return len(_FIXED) + 2 * len(self.names or ())
 
-    def swap(self, sums: Vector | None) -> Vector:
-        """Return the sums of the forwards since the last call, and replace them by `sums`."""
-        rows, self._rows, self._reduced = self._rows, [], sums
-        return self._add_up(rows) if rows else []
-
-    def forget(self) -> None:
-        """Reset."""
-        self._rows, self._requests = [], _NO_REQUESTS
-        self._totals, self._reduced = [], None
-
-    def _add_up(self, rows: list[list[Any]]) -> list[Any]:
+    def _add_up(self) -> list[Any]:
+        rows, self._rows = self._rows, []
         assert rows, "no forward has run"
         sums = rows[0]
         if self._on_host:
@@ -169,16 +164,6 @@ class MetricAccumulator:
         sums[4:4] = self._requests  # each counts as 0 or 1
         self._requests = _NO_REQUESTS
         return sums
-
-    def _set_names(self, names: tuple[str, ...]) -> None:
-        if self.names is None:
-            if len(_FIXED) + 2 * len(names) > CAPACITY:
-                raise ConfigError(f"the task returns {len(names)} metrics; the maximum is "
-                                  f"{(CAPACITY - len(_FIXED)) // 2}.")
-            self.names = names
-        elif names != self.names:
-            raise ConfigError(f"the task returned the metrics {list(self.names)} before and "
-                              f"{list(names)} now; return the same for each micro-batch.")
 
 
 class Objective(nn.Module):
@@ -191,31 +176,25 @@ class Objective(nn.Module):
     Args:
         nominal_count: divisor of the summed loss before backward, so that gradients have the
             scale of a mean; the step corrects for the actual count.
+        nonfinite: returns NaN if the forwards left a buffer that is not finite, which the training
+            loss does not show; called after the last forward of a step.
     """
 
     def __init__(
         self, model: nn.Module, loss: Callable[[nn.Module, Any], Outcome], *, num_ranks: int,
         nominal_count: float, device: torch.device,
+        nonfinite: Callable[[], Tensor | None] = lambda: None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.nominal_count = nominal_count
         self.model = model
         self.loss = loss
         self._factor = num_ranks / nominal_count  # DDP computes the mean over ranks
         self._device, self._on_host = device, device.type == "cpu"
-        self.accumulator = MetricAccumulator(on_host=device.type == "cpu")
-        self.inject_nan = False
-        """Makes the next loss a NaN (fault injection)."""
-        self.nonfinite: Callable[[], Tensor | None] = lambda: None
-        """Returns NaN if the forwards left a buffer that is not finite, which the training loss
-        does not show; called after the last forward of a step."""
+        self.accumulator = MetricAccumulator(on_host=self._on_host)
+        self._next_is_nan, self._nonfinite = False, nonfinite
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
-        dtypes = (torch.float32, *([torch.float64] if device.type != "mps" else []))
-        self.grad_outputs = {} if self.stats_carrier is not None else {
-            dtype: torch.tensor(self._factor, dtype=dtype, device=device) for dtype in dtypes}
-        """Initial gradient of backward, by the loss's dtype, in place of 1: gradients of a sum
-        become those of a mean, without a division. Empty with `stats_carrier`, whose sums are no
-        mean."""
 
     def forward(
         self, batch: Any, samples: int, requests: tuple[bool, ...] | None = None, replaced: int = 0
@@ -236,16 +215,15 @@ class Objective(nn.Module):
             if not samples and not lost_peer(error):
                 error.add_note(EMPTY_BATCH_NOTE)
             raise
-        if self.inject_nan:
-            self.inject_nan = False
+        if self._next_is_nan:
+            self._next_is_nan = False
             outcome = dataclasses.replace(outcome, total=check_outcome(outcome)[0] * math.nan)
         loss = self.accumulator.add(outcome, samples, replaced)
         if loss.dtype is not torch.float32 and loss.dtype is not torch.float64:
             loss = loss.float()
-        if self.stats_carrier is not None:
-            loss = loss * self._factor
+        loss = loss * self._factor
         if requests is not None:
-            self.accumulator.set_requests(requests, self.nonfinite())
+            self.accumulator.set_requests(requests, self._nonfinite())
             if self.stats_carrier is not None:
                 sums = list(self.accumulator.take())
                 sums += [0.0] * (CAPACITY - len(sums))
@@ -253,6 +231,10 @@ class Objective(nn.Module):
         return loss
 
     __call__ = forward  # hooks and compilation are the model's
+
+    def inject_nan(self) -> None:
+        """Make the next loss a NaN (fault injection)."""
+        self._next_is_nan = True
 
     def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
         """Return the reduced sums of the step, and reset.
@@ -278,9 +260,7 @@ class Objective(nn.Module):
         return self._on_device(self.accumulator.swap(sums))
 
     def _on_device(self, sums: Vector) -> Vector:
-        if self._on_host or isinstance(sums, Tensor):
-            return sums
-        return _stack(sums, self._device)
+        return sums if self._on_host or isinstance(sums, Tensor) else _stack(sums, self._device)
 
     def forget(self) -> None:
         """Reset, after forwards that belong to no step."""
@@ -297,13 +277,12 @@ class Objective(nn.Module):
                 *numbers, norm = torch.cat([vector, grad_norm.reshape(1).float()]).tolist()
             values = [_snap(v) for v in numbers]
         loss, count, samples, replaced = values[:4]
-        requests = ([w for w, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0]
-                    if any(values[REQUESTED]) else ())
+        requests = frozenset(
+            name for name, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0)
         at = len(_FIXED)
         metrics = {name: (values[at + 2 * i], values[at + 2 * i + 1])
                    for i, name in enumerate(self.accumulator.names or ())}
-        return StepSums(loss, count, round(samples), round(replaced), frozenset(requests),
-                        metrics), norm
+        return StepSums(loss, count, round(samples), round(replaced), requests, metrics), norm
 
 
 def wrap(

@@ -9,13 +9,8 @@ import torch
 from trainer.errors import ConfigError
 
 
-def choose_device(wanted: str, *, size: int, local_rank: int, local_size: int) -> torch.device:
+def choose_device(wanted: str, size: int, local_rank: int, local_size: int) -> torch.device:
     """Select the device of this rank: `--device auto|cpu|cuda|mps`.
-
-    Args:
-        size: number of ranks.
-        local_rank: index of this rank on its host.
-        local_size: number of ranks on this host.
 
     Raises:
         ConfigError: the device is missing, or there are fewer devices than ranks.

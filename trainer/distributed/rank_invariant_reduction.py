@@ -14,18 +14,18 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from trainer.distributed.ddp import REQUESTED
 from trainer.distributed.partition import block, micro_batches_per_rank
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
+from trainer.torch_private import BatchNorm
 
 if TYPE_CHECKING:
-    from trainer.config.fields import OnOff
+    from trainer.checkpoint.buffers import Buffers
     from trainer.data.map_dataset import MicroBatch
     from trainer.data.sampler import BatchPlan, MicroBatchSpec
-    from trainer.step import Step
+    from trainer.distributed.ddp import Objective
 
 
 Span = tuple[int, int]
@@ -68,10 +68,10 @@ class TreeSum(Generic[T]):
 
 def subtrees(leaves: int, rank: int, num_ranks: int) -> tuple[Span, ...]:
     """Largest nodes whose leaves all belong to a rank, from left to right."""
-    fold: TreeSum[None] = TreeSum(leaves, lambda left, right: None)
+    total: TreeSum[None] = TreeSum(leaves, lambda left, right: None)
     for number in block(leaves, rank, num_ranks):
-        fold.push((number, number + 1), None)
-    return tuple(span for span, _ in fold.parts)
+        total.push((number, number + 1), None)
+    return tuple(span for span, _ in total.parts)
 
 
 def split_slices(size: int, num_ranks: int) -> list[Span]:
@@ -93,7 +93,6 @@ class ReductionPlan:
 
     @classmethod
     def of(cls, leaves: int, num_ranks: int) -> ReductionPlan:
-        """The plan for `leaves` micro-batches on `num_ranks` ranks."""
         each = micro_batches_per_rank(leaves, num_ranks)
         return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in range(num_ranks)),
                    [rank * each + place for rank in range(num_ranks)
@@ -159,8 +158,8 @@ class BatchNormStatistics:
     """
 
     def __init__(self, model: nn.Module, kept: dict[Tensor, Tensor]) -> None:
-        modules = [m for m in model.modules() if isinstance(m, _BatchNorm)
-                   and type(m).forward is _BatchNorm.forward
+        modules = [m for m in model.modules() if isinstance(m, BatchNorm)
+                   and type(m).forward is BatchNorm.forward
                    and m.running_mean is not None and m.num_batches_tracked is not None]
         found = [b for m in modules for b in (m.running_mean, m.running_var)]
         self.live = [b for b in (*found, *(m.num_batches_tracked for m in modules))
@@ -185,11 +184,7 @@ class BatchNormStatistics:
         return [part.view(b.shape) for part, b in zip(parts, self.live, strict=True)]
 
     def fold(self, rows: Tensor) -> None:
-        """Set the statistics to those after all micro-batches.
-
-        Args:
-            rows: float64 of shape (M, width).
-        """
+        """Set the statistics to those after all micro-batches; `rows` is float64, (M, width)."""
         if not self.live:
             return
         torch._foreach_copy_(self._views, self._kept)
@@ -212,18 +207,25 @@ class BatchNormStatistics:
 class RankInvariantReduction:
     """Wraps the micro-batches of a step: collects each one's gradients and leaves their sums.
 
+    Collective. The constructor broadcasts the weights of rank 0.
+
     Args:
-        step: provides objective, model, trained parameters, and buffers of the step boundary.
+        parameters: the trained ones.
+        buffers: those of the step boundary.
         batch_plan: gives the number M of micro-batches of a step.
         optional: whether a parameter may have no gradient on any rank; it then keeps None.
     """
 
-    def __init__(self, step: Step, world: World, batch_plan: BatchPlan, *, optional: bool) -> None:
-        self._objective, self._parameters, self._buffers = (
-            step.objective, step.parameters, step.buffers)
+    def __init__(
+        self, objective: Objective, parameters: Sequence[Tensor], buffers: Buffers, world: World,
+        batch_plan: BatchPlan, *, optional: bool,
+    ) -> None:
+        model = objective.model
+        world.broadcast([*model.parameters(), *model.buffers()])
+        self._objective, self._parameters, self._buffers = objective, parameters, buffers
         self._rank, self._size, self._group = world.rank, world.size, world.group
         self._batch_plan, self._optional = batch_plan, optional
-        self.statistics = BatchNormStatistics(step.model, dict(step.buffers.pairs()))
+        self.statistics = BatchNormStatistics(model, dict(buffers.pairs()))
         self.shared = frozenset(self.statistics.live)
         """Buffers that are equal on all ranks after the last micro-batch."""
         self._layout = GradientLayout(self._parameters)
@@ -330,11 +332,8 @@ class RankInvariantReduction:
         return rows
 
     def _send(self, own: int | None) -> None:
-        """Collective. Begin the next round: exchange the next partial sums of all ranks.
-
-        Args:
-            own: index of this rank's buffer; None if it has no further partial sum.
-        """
+        """Collective. Begin the next round: exchange the next partial sums of all ranks; `own` is
+        the index of this rank's buffer, None if it has no further partial sum."""
         number, outgoing, incoming = self._round, list[Any](), list[Any]()
         if own is not None:
             flat = self._flats[own][0]
@@ -349,7 +348,6 @@ class RankInvariantReduction:
     def _exchange(
         self, outgoing: Iterable[tuple[Tensor, int]], incoming: Iterable[tuple[Tensor, int]]
     ) -> None:
-        """Begin to send to and receive from the other ranks."""
         calls = [dist.P2POp(operation, tensor, rank, self._group)
                  for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
                  for tensor, rank in tensors if rank != self._rank and tensor.numel()]
@@ -357,11 +355,7 @@ class RankInvariantReduction:
             self._works += dist.batch_isend_irecv(calls)
 
     def wait_for_peers(self) -> None:
-        """Wait until all pending sends and receives are complete.
-
-        Raises:
-            RuntimeError: a peer has died or timed out.
-        """
+        """Wait until all pending sends and receives are complete."""
         with waiting_for(WaitsFor.PEERS):
             for work in self._works:
                 work.wait()
@@ -398,11 +392,7 @@ class RankInvariantReduction:
         self._objective.swap_sums(sums.tolist() if self._on_host else sums)
 
     def _add_up(self) -> int:
-        """Collective. Sum this rank's slice and exchange the slices.
-
-        Returns:
-            index of the buffer that holds the sums.
-        """
+        """Collective. Sum this rank's slice, exchange the slices, return the sums' buffer."""
         result = self._sent[0] if self._sent else self._free_buffer()
         flat = self._flats[result][0]
         first, end = own = self._slices[self._rank]
@@ -415,12 +405,12 @@ class RankInvariantReduction:
                 torch.add(a, b, out=c)
             return out
 
-        fold = TreeSum(self._plan.leaves, join)
+        tree = TreeSum(self._plan.leaves, join)
         for rank, spans in enumerate(self._plan.spans):
             for number, span in enumerate(spans):
-                fold.push(span, self._received(rank, number) if rank != self._rank else
+                tree.push(span, self._received(rank, number) if rank != self._rank else
                           self._flats[self._sent[number]][0][first:end])
-        (_, total), = fold.parts
+        (_, total), = tree.parts
         if total.data_ptr() != target.data_ptr():
             target.copy_(total)
         if not self._whole:
@@ -435,12 +425,3 @@ class RankInvariantReduction:
         if key not in self._pieces:
             self._pieces[key] = self._layout.buffer(self._slices[self._rank])
         return self._pieces[key]
-
-
-def use_rank_invariant_reduction(
-    step: Step, world: World, batch_plan: BatchPlan, find_unused: OnOff
-) -> None:
-    """Collective. Use the rank-invariant reduction in a step; broadcast the weights of rank 0."""
-    world.broadcast([*step.model.parameters(), *step.model.buffers()])
-    reduction = RankInvariantReduction(step, world, batch_plan, optional=find_unused == "on")
-    step.reduction, step.shared = reduction, reduction.shared

@@ -41,18 +41,13 @@ def _integers(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True)
 class ReplicaMismatch:
-    """Result of a failed replica check.
-
-    Attributes:
-        step: step boundary of the check.
-        ranks: ranks that differ from the majority; all ranks if there is no majority (as with two
-            ranks).
-        tensors: names of the tensors that differ.
-    """
+    """Result of a failed replica check at a step boundary."""
 
     step: int
     ranks: list[int]
+    """Ranks that differ from the majority; all ranks if there is none, as with two ranks."""
     tensors: list[str]
+    """Names of the tensors that differ."""
 
 
 @dataclass
@@ -95,6 +90,10 @@ class ReplicaCheck:
         if not majority and self.world.size == 2:
             self._keep_evidence(step, {name: tensors[name] for name in names})
         return ReplicaMismatch(step=step, ranks=ranks, tensors=names)
+
+    def restart_at(self, step: int) -> None:
+        """Continue from a step boundary at which all ranks were equal, after a roll-back."""
+        self.step = step
 
     def has_recomputed(self, step: int) -> bool:
         """Whether the run has recomputed the step at which two ranks differed."""

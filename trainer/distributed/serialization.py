@@ -1,11 +1,9 @@
-"""Serialization of tensors and JSON values to flat bytes for collectives, without pickle."""
+"""Serialization of tensors to flat bytes for collectives, without pickle."""
 
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,16 +52,6 @@ def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
     for tensor, data in zip(tensors, parts, strict=True):
         # The clone begins at an aligned address, which wider dtypes need.
         tensor.detach().copy_(data.clone().view(tensor.dtype).view(tensor.shape))
-
-
-def encode_json(value: Any) -> bytes:
-    """Encode a JSON value; floats in their shortest exact form."""
-    return json.dumps(value).encode()
-
-
-def decode_json(data: bytes) -> Any:
-    """Decode the bytes of `encode_json`; tuples have become lists, and keys strings."""
-    return json.loads(data)
 
 
 def padded(data: bytes, width: int) -> Tensor:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import array
 import contextlib
-import dataclasses
 import os
 import socket
 import stat
@@ -12,22 +10,15 @@ import struct
 import sys
 from collections.abc import Collection, Iterator
 
-SIOCGIFCONF = 0x8912  # linux/sockios.h: the IPv4 addresses of all interfaces
-IFREQ_BYTES = 40  # struct ifreq of a 64-bit Linux: 16 bytes of name, then a sockaddr
+SIOCGIFADDR = 0x8915  # linux/sockios.h: the IPv4 address of an interface
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Connection:
-    """A connected TCP socket of this process. The inode identifies it: fds are reused."""
+def connections() -> dict[int, tuple[int, int]]:
+    """Connected (not listening) TCP sockets of this process: inode → (local port, peer's port).
 
-    inode: int
-    local_port: int
-    peer_port: int
-
-
-def connections() -> dict[int, Connection]:
-    """Connected (not listening) TCP sockets of this process, by inode."""
-    return {found.inode: found for found, _ in _open_connections()}
+    The inode identifies a connection: file descriptors are reused.
+    """
+    return {inode: ports for inode, ports, _ in _open_connections()}
 
 
 def shut_down(inodes: Collection[int]) -> int:
@@ -40,14 +31,11 @@ def shut_down(inodes: Collection[int]) -> int:
         number of connections that were still open.
     """
     count = 0
-    for found, connection in _open_connections():
-        if found.inode not in inodes:
-            continue
-        try:
-            connection.shutdown(socket.SHUT_RDWR)
-        except OSError:
-            continue  # the peer has just closed it
-        count += 1
+    for inode, _, connection in _open_connections():
+        if inode in inodes:
+            with contextlib.suppress(OSError):  # the peer has just closed it
+                connection.shutdown(socket.SHUT_RDWR)
+                count += 1
     return count
 
 
@@ -56,8 +44,7 @@ def duplicates(inodes: Collection[int]) -> list[int]:
 
     Not socket objects: these would switch the connections to blocking mode for their owners too.
     """
-    return [os.dup(opened.fileno()) for found, opened in _open_connections()
-            if found.inode in inodes]
+    return [os.dup(found.fileno()) for inode, _, found in _open_connections() if inode in inodes]
 
 
 def release_inherited(inodes: Collection[int]) -> None:
@@ -77,12 +64,6 @@ def release_inherited(inodes: Collection[int]) -> None:
         os.close(null_fd)
 
 
-def loopback() -> str | None:
-    """Name of the loopback interface; None if there is none."""
-    names = [name for _, name in socket.if_nameindex()]
-    return next((name for name in ("lo", "lo0") if name in names), None)
-
-
 def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
     """Set the network interface of gloo and NCCL, unless the user has set one.
 
@@ -92,11 +73,15 @@ def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
     Returns:
         name of gloo's interface; None if torch chooses it.
     """
-    name = loopback() if on_one_host else interface_towards(host, port)
+    name = _loopback() if on_one_host else interface_towards(host, port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
     return os.environ.get("GLOO_SOCKET_IFNAME")
+
+
+def _loopback() -> str | None:
+    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
 
 
 def interface_towards(host: str, port: int) -> str | None:
@@ -111,12 +96,9 @@ def interface_towards(host: str, port: int) -> str | None:
     except OSError:
         return None
     names = _interface_names()
-    for own, _ in routes:
-        family = socket.AF_INET6 if ":" in own else socket.AF_INET
-        packed = socket.inet_pton(family, own.partition("%")[0])
-        if packed in names:
-            return names[packed]
-    return None
+    own = (socket.inet_pton(socket.AF_INET6 if ":" in address else socket.AF_INET,
+                            address.partition("%")[0]) for address, _ in routes)
+    return next((names[packed] for packed in own if packed in names), None)
 
 
 def routes_to(host: str, port: int) -> list[tuple[str, str]]:
@@ -143,37 +125,27 @@ def _interface_names() -> dict[bytes, str]:
     import fcntl  # exists on Unix only
 
     names: dict[bytes, str] = {}
-    records = array.array("B", bytes(IFREQ_BYTES * 256))
-    request = struct.pack("iL", len(records), records.buffer_info()[0])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        filled, _ = struct.unpack("iL", fcntl.ioctl(any_socket, SIOCGIFCONF, request))
-    for start in range(0, filled, IFREQ_BYTES):
-        record = records[start:start + IFREQ_BYTES].tobytes()
-        names.setdefault(record[20:24], record[:16].partition(b"\0")[0].decode())
-    try:
-        with open("/proc/net/if_inet6") as lines:
-            for line in lines:
-                fields = line.split()
-                names.setdefault(bytes.fromhex(fields[0]), fields[5])
-    except FileNotFoundError:
-        pass  # a kernel without IPv6
+        for _, name in socket.if_nameindex():
+            with contextlib.suppress(OSError):  # it has no IPv4 address
+                request = struct.pack("256s", name.encode())
+                names[fcntl.ioctl(any_socket, SIOCGIFADDR, request)[20:24]] = name
+    with contextlib.suppress(FileNotFoundError), open("/proc/net/if_inet6") as lines:
+        for line in lines:
+            fields = line.split()
+            names.setdefault(bytes.fromhex(fields[0]), fields[5])
     return names
 
 
-def _open_connections() -> Iterator[tuple[Connection, socket.socket]]:
+def _open_connections() -> Iterator[tuple[int, tuple[int, int], socket.socket]]:
+    """Inode, (local port, peer's port) and socket of each connection."""
     for name in os.listdir("/dev/fd"):
-        try:
+        with contextlib.suppress(OSError):  # closed in the meantime, no socket, or not connected
             if not stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 continue
             # Another thread cannot close and reuse a duplicate while it is inspected here.
             with socket.socket(fileno=os.dup(int(name))) as found:
-                if found.family not in (socket.AF_INET, socket.AF_INET6):
-                    continue
-                if found.type != socket.SOCK_STREAM:
-                    continue
-                peer_port = found.getpeername()[1]
-                connection = Connection(inode=os.fstat(found.fileno()).st_ino,
-                                        local_port=found.getsockname()[1], peer_port=peer_port)
-                yield connection, found
-        except OSError:
-            continue  # closed in the meantime, not a socket, or not connected
+                if (found.family in (socket.AF_INET, socket.AF_INET6)
+                        and found.type == socket.SOCK_STREAM):
+                    ports = found.getsockname()[1], found.getpeername()[1]
+                    yield os.fstat(found.fileno()).st_ino, ports, found

@@ -7,6 +7,7 @@ the same order, so statistics and buffers have the same bits on all ranks.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, cast
 
 import torch
@@ -14,11 +15,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainer.distributed.comm_timer import CommunicationTimer
 from trainer.errors import ConfigError
+from trainer.torch_private import BatchNorm
 
 
 def convert(model: nn.Module, world_size: int, device_type: str,
@@ -37,26 +38,29 @@ def convert(model: nn.Module, world_size: int, device_type: str,
         (model, number of converted modules).
     """
     on_cuda = device_type == "cuda"
-    plain_forwards = (_BatchNorm.forward, nn.SyncBatchNorm.forward)
-    number = 0
-    for module in model.modules():
-        if (not isinstance(module, _BatchNorm) or isinstance(module, LazyModuleMixin)
-                or type(module).forward not in plain_forwards):
-            continue
-        is_torchs = isinstance(module, nn.SyncBatchNorm)
-        if world_size == 1 and (on_cuda or not is_torchs):
-            continue
+    found = [m for m in model.modules() if isinstance(m, BatchNorm)
+             and not isinstance(m, LazyModuleMixin)
+             and type(m).forward in (BatchNorm.forward, nn.SyncBatchNorm.forward)
+             and (world_size > 1 or (isinstance(m, nn.SyncBatchNorm) and not on_cuda))]
+    for module in found:
         group = process_group or getattr(module, "process_group", None)
         module.__class__ = CudaSyncBatchNorm if on_cuda else SyncBatchNorm
         cast(SyncBatchNorm, module).process_group = group
-        number += 1
-    if number and not on_cuda and not hasattr(SyncBatchNorm.forward, "_torchdynamo_disable"):
-        # torch.compile would break the graph at the collective and compile the parts around it,
-        # on each rank for its own batch size: the bits of the buffers could differ. Not a
-        # decorator, since it imports torch._dynamo (seconds), which only training needs.
-        SyncBatchNorm.forward = torch.compiler.disable(  # type: ignore[method-assign]
-            SyncBatchNorm.forward)
-    return model, number
+    if found and not on_cuda:
+        _exclude_from_compilation()
+    return model, len(found)
+
+
+@functools.cache
+def _exclude_from_compilation() -> None:
+    """Keep torch.compile out of `SyncBatchNorm.forward`.
+
+    It would break the graph at the collective and compile the parts around it, on each rank for its
+    own batch size: the bits of the buffers could differ. Not a decorator, since it imports
+    torch._dynamo (seconds), which only training needs.
+    """
+    SyncBatchNorm.forward = torch.compiler.disable(  # type: ignore[method-assign]
+        SyncBatchNorm.forward)
 
 
 def refuse(model: nn.Module) -> None:
@@ -65,36 +69,32 @@ def refuse(model: nn.Module) -> None:
     Raises:
         ConfigError: names the first one.
     """
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.SyncBatchNorm)]
-    if names:
-        raise ConfigError(
-            f"--parallel.reduction canonical: {names[0]} of the model is a SyncBatchNorm; its "
-            "statistics depend on the number of ranks that share a batch. Use nn.BatchNorm, or "
-            "--parallel.reduction ddp.")
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise ConfigError(
+                f"--parallel.reduction canonical: {name} of the model is a SyncBatchNorm; its "
+                "statistics depend on the number of ranks that share a batch. Use nn.BatchNorm, or "
+                "--parallel.reduction ddp.")
 
 
-def guard_plain(model: nn.Module) -> int:
-    """Make plain batch norms ignore a batch of 0 samples; return the number of such modules.
+def guard_plain(model: nn.Module) -> None:
+    """Make plain batch norms ignore a batch of 0 samples. A second call changes nothing.
 
     For an empty batch torch returns an empty output with a graph (zero gradients) and keeps the
     running statistics, but counts the batch in `num_batches_tracked`. A hook subtracts it again.
-    A second call changes nothing.
     """
-    number = 0
     for module in model.modules():
-        if not isinstance(module, _BatchNorm) or isinstance(
-                module, SyncBatchNorm | nn.SyncBatchNorm):
-            continue
-        if _uncount_empty not in module._forward_hooks.values():
+        plain = isinstance(module, BatchNorm) and not isinstance(
+            module, SyncBatchNorm | nn.SyncBatchNorm)
+        if plain and not hasattr(module, "ignores_empty"):
+            module.ignores_empty = True  # type: ignore[assignment]
             module.register_forward_hook(_uncount_empty)
-        number += 1
-    return number
 
 
 def _uncount_empty(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> None:
-    counts = module.training and getattr(module, "track_running_stats", False)
-    if output.numel() == 0 and counts and isinstance(module.num_batches_tracked, Tensor):
-        module.num_batches_tracked.sub_(1)
+    count = module.num_batches_tracked
+    if output.numel() == 0 and module.training and isinstance(count, Tensor):
+        count.sub_(1)
 
 
 class CudaSyncBatchNorm(nn.SyncBatchNorm):
@@ -111,7 +111,7 @@ class CudaSyncBatchNorm(nn.SyncBatchNorm):
         return super().forward(input)
 
 
-class SyncBatchNorm(_BatchNorm):
+class SyncBatchNorm(BatchNorm):
     """Batch norm with training statistics over the samples of all ranks.
 
     Parameters, buffers and arithmetic are those of `nn.BatchNorm*d`; statistics are in fp32 or
@@ -121,7 +121,10 @@ class SyncBatchNorm(_BatchNorm):
 
     process_group: dist.ProcessGroup | None = None
     communication: CommunicationTimer | None = None
-    """Records how long ranks wait for each other in the collectives of this module."""
+
+    def measure_with(self, timer: CommunicationTimer) -> None:
+        """Record from now on how long ranks wait for each other in this module's collectives."""
+        self.communication = timer
 
     def _check_input_dim(self, input: Tensor) -> None:
         if input.dim() < 2:
@@ -139,8 +142,7 @@ class SyncBatchNorm(_BatchNorm):
             _uncount_empty(self, (input,), output)
             return output
         self._check_input_dim(input)
-        mean, variance, count = _global_statistics(input.detach(), self.process_group,
-                                                   self.communication)
+        mean, variance, count = _global_statistics(input.detach(), self)
         if count == 1:
             raise ValueError("Expected more than 1 value per channel when training, got input size "
                              f"{tuple(input.shape)} on this rank and one value on all ranks")
@@ -148,8 +150,7 @@ class SyncBatchNorm(_BatchNorm):
             return F.batch_norm(input, None, None, self.weight, self.bias, training=True)
         if self.track_running_stats:
             self._update_buffers(mean, variance, count)
-        return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self.eps,
-                                self.process_group, self.communication)
+        return _Normalize.apply(input, self.weight, self.bias, mean, variance, count, self)
 
     def _update_buffers(self, mean: Tensor, variance: Tensor, count: int) -> None:
         factor = self.momentum
@@ -163,34 +164,26 @@ class SyncBatchNorm(_BatchNorm):
             self.running_var.lerp_(unbiased.to(self.running_var.dtype), factor or 0.0)
 
 
-def _statistics_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _gather_rows(
-    row: Tensor, group: dist.ProcessGroup | None, communication: CommunicationTimer | None
-) -> Tensor:
+def _gather_rows(row: Tensor, module: SyncBatchNorm) -> Tensor:
     """Collective. Gather `row` (K,) of every rank to (ranks, K)."""
-    rows = row.new_empty(dist.get_world_size(group), row.numel())
+    rows = row.new_empty(dist.get_world_size(module.process_group), row.numel())
     # Sums use an all-gather too: with gloo it takes 2/3 of the time of an all-reduce, and the sum
     # is in the order of ranks.
-    began_s = 0.0 if communication is None else communication.begin_collective()
-    dist.all_gather(list(rows.unbind()), row, group=group)
-    if communication is not None:
-        communication.end_collective(began_s)
+    began_s = 0.0 if module.communication is None else module.communication.clock()
+    dist.all_gather(list(rows.unbind()), row, group=module.process_group)
+    if module.communication is not None:
+        module.communication.add_collective(began_s)
     return rows
 
 
-def _global_statistics(
-    x: Tensor, group: dist.ProcessGroup | None, communication: CommunicationTimer | None = None
-) -> tuple[Tensor, Tensor, int]:
+def _global_statistics(x: Tensor, module: SyncBatchNorm) -> tuple[Tensor, Tensor, int]:
     """Collective. Mean (C,), biased variance (C,) and values per channel, over all ranks.
 
     Each rank sends its (mean, variance, count). They are combined without cancellation: Chan,
     Golub, LeVeque, "Algorithms for computing the sample variance" (1983), with M2 = variance *
     count. With count 0, mean and variance are NaN.
     """
-    dtype, channels = _statistics_dtype(x.dtype), x.shape[1]
+    dtype, channels = torch.promote_types(x.dtype, torch.float32), x.shape[1]
     if x.numel() == 0:
         row = x.new_zeros(2 * channels + 1, dtype=torch.float64)
     else:
@@ -198,8 +191,7 @@ def _global_statistics(
             x.to(dtype), None, None, 0.0)
         own_count = x.new_full((1,), x.numel() // channels, dtype=torch.float64)
         row = torch.cat((own_mean, own_variance, own_count))  # in fp64
-    rows = _gather_rows(row, group, communication)
-    means, variances, counts = rows.split((channels, channels, 1), dim=1)
+    means, variances, counts = _gather_rows(row, module).split((channels, channels, 1), dim=1)
     count = counts.sum()
     shares = counts / count
     mean = (means * shares).sum(0)
@@ -216,14 +208,12 @@ class _Normalize(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor,
-                variance: Tensor, count: int, eps: float,
-                group: dist.ProcessGroup | None,
-                communication: CommunicationTimer | None = None) -> Tensor:
+                variance: Tensor, count: int, module: SyncBatchNorm) -> Tensor:
         ctx.save_for_backward(x, weight, mean, variance)
-        ctx.count, ctx.eps, ctx.group, ctx.communication = count, eps, group, communication
+        ctx.count, ctx.module = count, module
         if x.numel() == 0:
             return torch.empty_like(x)
-        return _affine(x.to(mean.dtype), weight, bias, mean, variance, eps).to(x.dtype)
+        return _affine(x.to(mean.dtype), weight, bias, mean, variance, module.eps).to(x.dtype)
 
     @staticmethod
     @once_differentiable
@@ -231,7 +221,7 @@ class _Normalize(torch.autograd.Function):
         """Collective if the input needs a gradient."""
         x, weight, mean, variance = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dtype, channels = mean.dtype, x.shape[1]
+        dtype, channels, eps = mean.dtype, x.shape[1], ctx.module.eps
         if x.numel() == 0:
             sums = mean.new_zeros(2 * channels)
         else:
@@ -239,24 +229,22 @@ class _Normalize(torch.autograd.Function):
             # The gradients of weight and bias of the eval-mode kernel are the sums behind
             # E[g * y] and E[g] over this rank's samples, not yet divided by the count.
             sums = torch.cat(torch.ops.aten.native_batch_norm_backward(
-                g, wide_x, None, mean, variance, None, None, False, ctx.eps,
-                [False, True, True])[1:])
+                g, wide_x, None, mean, variance, None, None, False, eps, [False, True, True])[1:])
         grad_x = None
         if needs_x:
-            total = _gather_rows(sums, ctx.group, ctx.communication).sum(0)
+            total = _gather_rows(sums, ctx.module).sum(0)
             if x.numel() == 0:
                 grad_x = torch.empty_like(x)
             else:
-                scale = torch.rsqrt(variance + ctx.eps)
+                scale = torch.rsqrt(variance + eps)
                 if weight is not None:
                     scale = scale * weight.to(dtype)
                 minus_gy, minus_g = total.view(2, channels).div_(-ctx.count)
                 per_channel = (1, channels) + (1,) * (x.dim() - 2)
-                grad_x = _affine(wide_x, minus_gy, minus_g, mean, variance, ctx.eps)
+                grad_x = _affine(wide_x, minus_gy, minus_g, mean, variance, eps)
                 grad_x = grad_x.add_(g).mul_(scale.view(per_channel)).to(x.dtype)
         return (grad_x, sums[:channels].to(weight.dtype) if needs_weight else None,
-                sums[channels:].to(weight.dtype) if needs_bias else None, None, None, None, None,
-                None, None)
+                sums[channels:].to(weight.dtype) if needs_bias else None, None, None, None, None)
 
 
 def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None, mean: Tensor, variance: Tensor,

@@ -54,17 +54,13 @@ class waiting_for:
 
 
 def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
-    """Return what a thread waits for.
+    """Return what the thread with this innermost frame waits for.
 
     A marker counts unless user code runs below it: from the innermost frame outwards, a frame of
     the trainer, or of the code that marked the wait, comes before any frame of user code. Without
     a marker a thread waits for its peers if it is inside one of torch's packages of collectives,
     which user code may call, and for a person if a debugger has control (`bdb.Bdb`, from which
     pdb and IPython's debugger derive).
-
-    Args:
-        thread: as `threading.get_ident` gives it.
-        frame: the innermost frame of that thread.
     """
     if frame is None:
         return WaitsFor.NOBODY

@@ -3,97 +3,28 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import errors
+from trainer import errors, torch_private
 from trainer.distributed import allocator, serialization, sockets
 from trainer.distributed.device import choose_device, share_of_cores
 from trainer.distributed.rendezvous import join_attempt
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import ConfigError, StopRequested, TrainerError
 
-
-class Groups:
-    """Three process groups, each of all ranks.
-
-    Attributes:
-        gradients: torch's default group: nccl on CUDA, gloo on CPU.
-        metrics: gloo, for metrics and other tensors on the CPU. A separate group, so that a sum of
-            metrics cannot pair with a sum of gradients if ranks are not at the same place.
-        control: gloo, for JSON and barriers, with the long timeout.
-    """
-
-    def __init__(
-        self, store: dist.Store, rank: int, size: int, device: torch.device, *, timeout_s: float,
-        long_timeout_s: float, store_port: int,
-    ) -> None:  # fmt: skip
-        """Collective. Connect every rank with every other rank.
-
-        Args:
-            timeout_s: timeout of `gradients` and `metrics`.
-            long_timeout_s: timeout of `control`.
-            store_port: port of the store; `disconnect` keeps connections from and to it.
-        """
-        before = sockets.connections()
-        on_cuda = device.type == "cuda"
-        dist.init_process_group(
-            "nccl" if on_cuda else "gloo",
-            store=store,
-            rank=rank,
-            world_size=size,
-            timeout=timedelta(seconds=timeout_s),
-            device_id=device if on_cuda else None,
-        )
-        assert dist.group.WORLD is not None
-        self.gradients = dist.group.WORLD
-        self.metrics = _gloo(timeout_s)
-        self.control = _gloo(long_timeout_s)
-        self._inodes = frozenset(
-            inode
-            for inode, found in sockets.connections().items()
-            if inode not in before and store_port not in (found.local_port, found.peer_port)
-        )
-        # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
-        # copies of the connections would hide the death of the rank from the peers.
-        os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
-
-    def connections(self) -> list[int]:
-        """Duplicated file descriptors of the groups' connections, to detect the end of a peer."""
-        return sockets.duplicates(self._inodes)
-
-    def disconnect(self) -> None:
-        """Shut down all connections of the groups at once; they cannot send any more.
-
-        Destroying a group would leave them open. Connections of the store stay open: a survivor
-        may need it.
-        """
-        sockets.shut_down(self._inodes)
-
-
-def set_timeout(group: dist.ProcessGroup, timeout_s: float) -> None:
-    """Set the timeout of all later collectives of the group, including those of user code."""
-    for device in group._device_types:
-        group._get_backend(device)._set_default_timeout(timedelta(seconds=timeout_s))
-
-
-def _gloo(timeout_s: float) -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    assert isinstance(group, dist.ProcessGroup), "this rank is not in a group of all ranks"
-    return group
-
-
-_REMEDY = "start with torchrun or `python -m launch`, or set all of its variables"
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,36 +55,32 @@ class LaunchInfo:
         """Read torchrun's variables from `environ` (default: `os.environ`).
 
         Raises:
-            ConfigError: a variable is missing or invalid.
+            ConfigError: a variable is missing or not a number.
         """
         env = os.environ if environ is None else environ
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
 
-        def number(name: str, low: int, high: int, default: str = "") -> int:
+        def number(name: str, default: str = "") -> int:
             text = env.get(name) or default
-            if not text.isdecimal() or not low <= int(text) <= high:
+            if not text.isdecimal():
                 found = f"is {text!r}" if text else "is not set"
-                raise ConfigError(f"environment variable {name} {found}; it must be a whole number "
-                                  f"from {low} to {high}: {_REMEDY}.")
+                raise ConfigError(f"environment variable {name} {found}; it must be a whole "
+                                  "number: start with torchrun or `python -m launch`, or set all "
+                                  "of its variables.")
             return int(text)
 
-        most = 2**31 - 1
-        size = number("WORLD_SIZE", 1, most)
-        local_size = number("LOCAL_WORLD_SIZE", 1, size)
-        for name in ("MASTER_ADDR", "MASTER_PORT"):
-            if size > 1 and not env.get(name):
-                raise ConfigError(f"environment variable {name} is not set: {_REMEDY}.")
+        size = number("WORLD_SIZE")
         return cls(
-            rank=number("RANK", 0, size - 1),
+            rank=number("RANK"),
             size=size,
-            local_rank=number("LOCAL_RANK", 0, local_size - 1),
-            local_size=local_size,
+            local_rank=number("LOCAL_RANK"),
+            local_size=number("LOCAL_WORLD_SIZE"),
             master_address=env.get("MASTER_ADDR", ""),
-            master_port=number("MASTER_PORT", 0, 65535, "0"),
+            master_port=number("MASTER_PORT", "0" if size == 1 else ""),
             run_id=env.get("TORCHELASTIC_RUN_ID"),
-            restart_count=number("TORCHELASTIC_RESTART_COUNT", 0, most, "0"),
-            max_restarts=number("TORCHELASTIC_MAX_RESTARTS", 0, most, "0"),
+            restart_count=number("TORCHELASTIC_RESTART_COUNT", "0"),
+            max_restarts=number("TORCHELASTIC_MAX_RESTARTS", "0"),
             knows_exit_codes=env.get("TRAINER_LAUNCH") == "1",
             hosts_store=env.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
             grace_s=float(env.get("TRAINER_GRACE_S", "30")),
@@ -164,14 +91,17 @@ class LaunchInfo:
 class World:
     """The ranks of one attempt. A context manager: closes on a normal exit, abandons on an error.
 
-    Gradients, metrics, and JSON use separate process groups. Nothing is pickled. A world of one
-    rank has no groups, and its collectives return what they would return among several ranks.
+    There are three process groups, each of all ranks: for gradients; for metrics and other tensors
+    on the CPU (so that a sum of metrics cannot pair with a sum of gradients if ranks are not at the
+    same place); and for JSON and barriers, with the long timeout. Nothing is pickled. A world of
+    one rank has no groups, and its collectives return what they would return among several ranks.
 
     Attributes:
         nonce: 32 hex digits, new for each attempt, equal on all ranks.
         store: key-value store of this attempt; None in a world of one. It has one locked
             connection: a thread that may block in it uses `store.clone()`.
-        group: process group for gradients (gloo on CPU, nccl on CUDA); None in a world of one.
+        group: process group for gradients, torch's default one (gloo on CPU, nccl on CUDA); None in
+            a world of one.
         threads: intra-op threads of this rank. They affect the bits, so a resumed run keeps them.
         has_nodes: whether there are ranks on other nodes.
         writes_run_dir: whether this rank writes a run folder (see `run_dir.enter`).
@@ -193,15 +123,18 @@ class World:
         self.interface: str | None = None
         self.has_nodes = launch.local_size < launch.size
         self.writes_run_dir, self.superseded = launch.rank == 0, False
-        self._groups: Groups | None = None
-        self._timeout_s = self._current_timeout_s = self._long_timeout_s = 0.0
+        self._metrics: dist.ProcessGroup | None = None
+        self._control: dist.ProcessGroup | None = None
+        self._inodes: frozenset[int] = frozenset()
+        """Connections of the groups, without the store's: a survivor may need that."""
+        self._current_timeout_s = self._long_timeout_s = 0.0
         self._ended: str | None = None
 
     @classmethod
     def form(
         cls, *, device: str = "auto", timeout_s: float = 60.0, join_timeout_s: float = 120.0,
-        long_timeout_s: float = 1800.0, threads: int | None = None, launch: LaunchInfo
-        | None = None,
+        long_timeout_s: float = 1800.0, threads: int | None = None,
+        launch: LaunchInfo | None = None,
     ) -> World:
         """Collective. Connect to the other ranks and create the process groups.
 
@@ -215,11 +148,9 @@ class World:
         Raises:
             ConfigError: the launcher's variables or the device are invalid.
             TimeoutError: ranks are missing; the message names them.
-            RuntimeError: no store answers at MASTER_ADDR:MASTER_PORT.
         """
         launch = launch or LaunchInfo.from_environment()
-        chosen = choose_device(device, size=launch.size, local_rank=launch.local_rank,
-                               local_size=launch.local_size)
+        chosen = choose_device(device, launch.size, launch.local_rank, launch.local_size)
         world = cls(launch, chosen, threads or share_of_cores(launch.local_size))
         torch.set_num_threads(world.threads)
         if chosen.type == "cuda":
@@ -227,8 +158,7 @@ class World:
         elif chosen.type == "cpu":
             allocator.keep_freed()
         if world.size > 1:
-            world._timeout_s = world._current_timeout_s = timeout_s
-            world._long_timeout_s = long_timeout_s
+            world._current_timeout_s, world._long_timeout_s = timeout_s, long_timeout_s
             world._join(join_timeout_s)
         return world
 
@@ -239,17 +169,36 @@ class World:
         # kernels run on garbage before this process can save the state on the device.
         os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
         self.nonce, self.store = join_attempt(self.rank, self.size, join_timeout_s)
-        self._groups = Groups(
-            self.store, self.rank, self.size, self.device, timeout_s=self._timeout_s,
-            long_timeout_s=self._long_timeout_s, store_port=self.launch.master_port,
-        )  # fmt: skip
-        self.group = self._groups.gradients
+        before, on_cuda = sockets.connections(), self.device.type == "cuda"
+        timeout, long_timeout = (
+            timedelta(seconds=s) for s in (self._current_timeout_s, self._long_timeout_s))
+        dist.init_process_group(
+            "nccl" if on_cuda else "gloo", store=self.store, rank=self.rank, world_size=self.size,
+            timeout=timeout, device_id=self.device if on_cuda else None)
+        self.group = dist.group.WORLD
+        self._metrics, self._control = (
+            cast(dist.ProcessGroup, dist.new_group(backend="gloo", timeout=limit))
+            for limit in (timeout, long_timeout))
+        self._inodes = frozenset(
+            inode for inode, ports in sockets.connections().items()
+            if inode not in before and self.launch.master_port not in ports)
+        # A child process of the task (a pool, a manager) may outlive this rank. Its inherited
+        # copies of the connections would hide the death of the rank from the peers.
+        os.register_at_fork(after_in_child=partial(sockets.release_inherited, self._inodes))
 
     def use_threads(self, threads: int) -> None:
         """Set the number of intra-op threads."""
         if threads != self.threads:
             self.threads = threads
             torch.set_num_threads(threads)
+
+    def supersede(self) -> None:
+        """Record that a newer attempt has started without this node."""
+        self.superseded = True
+
+    def write_run_dir(self, writes: bool) -> None:
+        """Set whether this rank writes a run folder, once its lock is taken or refused."""
+        self.writes_run_dir = writes
 
     @property
     def is_main(self) -> bool:
@@ -258,14 +207,13 @@ class World:
     def all_sum(self, tensor: Tensor) -> Tensor:
         """Collective. Sum a tensor over all ranks, in place. Meant for metrics, not for gradients.
 
-        Shape and dtype are arbitrary, but the same on all ranks. A tensor on a GPU is summed on
-        the host, which waits for the device; gradients use `group`.
+        A tensor on a GPU is summed on the host, which waits for the device.
         """
-        with self._collective("all_sum") as groups:
-            if groups is not None:
+        with self._collective("all_sum"):
+            if self.size > 1:
                 own = tensor.detach()
                 on_host = own.cpu().contiguous()  # gloo ignores strides
-                dist.all_reduce(on_host, group=groups.metrics)
+                dist.all_reduce(on_host, group=self._metrics)
                 if on_host.data_ptr() != own.data_ptr():
                     own.copy_(on_host)
         return tensor
@@ -273,19 +221,18 @@ class World:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Collective. Copy the tensors of rank `source` to all ranks, in place and bit for bit.
 
-        Shapes and dtypes are arbitrary, but the same on all ranks. The tensors are all on the CPU
-        or all on this rank's device.
+        The tensors are all on the CPU or all on this rank's device.
 
         Raises:
             ValueError: shapes or dtypes differ from those of `source` (detected on CPU only).
         """
-        with self._collective("broadcast") as groups:
-            if groups is None:
+        with self._collective("broadcast"):
+            if self.size == 1:
                 return
             for bucket in serialization.buckets(tensors):
                 flat = serialization.pack(bucket)
                 on_cpu = flat.device.type == "cpu"
-                dist.broadcast(flat, source, group=groups.metrics if on_cpu else groups.gradients)
+                dist.broadcast(flat, source, group=self._metrics if on_cpu else self.group)
                 if self.rank != source:
                     serialization.unpack(flat, bucket)
 
@@ -294,35 +241,35 @@ class World:
 
         The value has passed through JSON on the source too: tuples become lists, keys strings.
         """
-        with self._collective("broadcast_json") as groups:
-            if groups is None:
-                return serialization.decode_json(serialization.encode_json(value))
-            data = serialization.encode_json(value) if self.rank == source else b""
+        with self._collective("broadcast_json"):
+            if self.size == 1:
+                return json.loads(json.dumps(value))
+            data = json.dumps(value).encode() if self.rank == source else b""
             length = torch.tensor([len(data)])
-            dist.broadcast(length, source, group=groups.control)
+            dist.broadcast(length, source, group=self._control)
             row = serialization.padded(data, int(length))
-            dist.broadcast(row, source, group=groups.control)
-        return serialization.decode_json(row.numpy().tobytes())
+            dist.broadcast(row, source, group=self._control)
+        return json.loads(row.numpy().tobytes())
 
     def gather_json(self, value: Any) -> list[Any]:
         """Collective. Return the JSON values of all ranks, in the order of ranks."""
-        data = serialization.encode_json(value)
-        with self._collective("gather_json") as groups:
-            if groups is None:
-                return [serialization.decode_json(data)]
+        data = json.dumps(value).encode()
+        with self._collective("gather_json"):
+            if self.size == 1:
+                return [json.loads(data)]
             lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]
-            dist.all_gather(lengths, torch.tensor([len(data)]), group=groups.control)
+            dist.all_gather(lengths, torch.tensor([len(data)]), group=self._control)
             own = serialization.padded(data, max(int(length) for length in lengths))
             rows = [torch.empty_like(own) for _ in lengths]
-            dist.all_gather(rows, own, group=groups.control)
-        return [serialization.decode_json(row.numpy().tobytes()[:int(length)])
+            dist.all_gather(rows, own, group=self._control)
+        return [json.loads(row.numpy().tobytes()[:int(length)])
                 for row, length in zip(rows, lengths, strict=True)]
 
     def barrier(self) -> None:
         """Collective. Wait until all ranks have called it."""
-        with self._collective("barrier") as groups:
-            if groups is not None:
-                dist.barrier(group=groups.control)
+        with self._collective("barrier"):
+            if self.size > 1:
+                dist.barrier(group=self._control)
 
     def raise_on_all_ranks(self, error: BaseException | None) -> None:
         """Collective. Raise on all ranks if any rank has an error; otherwise return.
@@ -348,6 +295,16 @@ class World:
                     raise errors.from_rank(rank, kind(f"{message} (rank {rank})"))
                 raise errors.PeerFailed(f"rank {rank} failed: {name}: {message}")
 
+    def agree(self, make: Callable[[], T]) -> T:
+        """Collective. Return the result of `make`; an error on one rank is raised on all."""
+        made, error = None, None
+        try:
+            made = make()
+        except Exception as problem:
+            error = problem
+        self.raise_on_all_ranks(error)
+        return cast(T, made)
+
     @contextlib.contextmanager
     def long_timeout(self) -> Iterator[None]:
         """Use `long_timeout_s` for all collectives inside: ranks compile, evaluate or save."""
@@ -369,9 +326,9 @@ class World:
         """
         if self._ended:
             return False
-        if self._groups is not None:
+        if self._control is not None:
             if timeout_s is not None:
-                set_timeout(self._groups.control, timeout_s)
+                torch_private.set_timeout(self._control, timeout_s)
             try:
                 self.barrier()
             except RuntimeError:
@@ -384,17 +341,17 @@ class World:
     def abandon(self) -> None:
         """Close all connections of the groups at once: a peer is dead, or this rank leaves.
 
-        Ranks that wait for this one notice within milliseconds, instead of after their timeout.
-        No collective may follow. May be called in any thread.
+        Ranks that wait for this one notice within milliseconds, instead of after their timeout;
+        destroying the groups would leave the connections open. No collective may follow. May be
+        called in any thread.
         """
         if not self._ended:
             self._ended = "abandoned"
-            if self._groups is not None:
-                self._groups.disconnect()
+            sockets.shut_down(self._inodes)
 
     def connections(self) -> list[int]:
         """Duplicated file descriptors of the connections to other ranks, to detect their end."""
-        return [] if self._groups is None else self._groups.connections()
+        return sockets.duplicates(self._inodes)
 
     def __enter__(self) -> World:
         return self
@@ -411,20 +368,20 @@ class World:
             self.abandon()
 
     @contextlib.contextmanager
-    def _collective(self, name: str) -> Iterator[Groups | None]:
+    def _collective(self, name: str) -> Iterator[None]:
         if self._ended:
             why = ": connection closed by peer" if self._ended == "abandoned" else ""
             raise RuntimeError(
                 f"World.{name}: the process group of this attempt is {self._ended}{why}")
         try:
             with waiting_for(WaitsFor.PEERS):
-                yield self._groups
+                yield
         except RuntimeError as error:
             error.add_note(f"(in World.{name}, rank {self.rank} of {self.size})")
             raise
 
     def _set_timeout(self, timeout_s: float) -> None:
         self._current_timeout_s = timeout_s
-        if self._groups is not None and not self._ended:
-            set_timeout(self._groups.gradients, timeout_s)
-            set_timeout(self._groups.metrics, timeout_s)
+        for group in (self.group, self._metrics):
+            if group is not None and not self._ended:
+                torch_private.set_timeout(group, timeout_s)

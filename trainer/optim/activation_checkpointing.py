@@ -76,11 +76,11 @@ def _contexts(module: nn.Module) -> tuple[Any, Any]:
 @contextlib.contextmanager
 def _buffers_preserved(module: nn.Module) -> Iterator[None]:
     """Restore the module's buffers at the end of the context."""
-    kept = [(inner._buffers, name, buffer, buffer.detach().clone()) for inner in module.modules()
-            for name, buffer in inner._buffers.items() if buffer is not None]
+    kept = [(inner, name, buffer, buffer.detach().clone()) for inner in module.modules()
+            for name, buffer in inner.named_buffers(recurse=False, remove_duplicate=False)]
     try:
         yield
     finally:
         for owner, name, buffer, value in kept:
-            owner[name] = buffer  # the forward may have assigned another
+            setattr(owner, name, buffer)  # the forward may have assigned another
             buffer.data.copy_(value)  # .data: autograd must not see a change of a saved tensor

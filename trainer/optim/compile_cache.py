@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from trainer import torch_private
 from trainer.distributed.world import World
 from trainer.storage.files import make_folder, remove_folder
 
@@ -28,11 +29,8 @@ def use(folder: Path, world: World) -> None:
     attempt has left one, it was killed or failed during a compilation, and the cache may contain
     files that can't be loaded. Then the cache is deleted.
     """
-    # Imported here, since the import takes seconds and torch sets its own default during it.
-    from torch._dynamo.callback import callback_handler
-    from torch._inductor.runtime.cache_dir_utils import default_cache_dir
-
-    chosen = os.environ.get(VARIABLE, default_cache_dir()) != default_cache_dir()
+    default = torch_private.default_compile_cache()
+    chosen = os.environ.get(VARIABLE, default) != default
     place = folder / f"{platform.node()}-torch{torch.__version__}"
     if world.local_rank == 0 and not chosen:
         make_folder(folder)
@@ -51,8 +49,9 @@ def use(folder: Path, world: World) -> None:
         if sys.exc_info()[1] is None:
             mark.unlink(missing_ok=True)
 
-    callback_handler.register_start_callback(begin)
-    callback_handler.register_end_callback(end)
+    callbacks = torch_private.compilation_callbacks()
+    callbacks.register_start_callback(begin)
+    callbacks.register_end_callback(end)
 
 
 @contextmanager
@@ -65,9 +64,9 @@ def restored() -> Iterator[None]:
         os.environ.pop(VARIABLE, None)
         if chosen is not None:
             os.environ[VARIABLE] = chosen
-        if (dynamo := sys.modules.get("torch._dynamo.callback")) is not None:
-            handler = dynamo.callback_handler
-            for callbacks in (handler.start_callbacks, handler.end_callbacks):
+        if "torch._dynamo.callback" in sys.modules:
+            registry = torch_private.compilation_callbacks()
+            for callbacks in (registry.start_callbacks, registry.end_callbacks):
                 callbacks[:] = [c for c in callbacks if c.__module__ != __name__]
 
 

@@ -6,7 +6,7 @@ Buffers are not averaged: those of batch norms are averages already.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,20 +22,15 @@ class Ema:
 
     Unlike `AveragedModel`, it does not copy the module: synchronised batch norms hold a process
     group, frozen parts need no copy, and compiled code stays in use.
-
-    Args:
-        before: called before weights and average are exchanged.
     """
 
-    def __init__(
-        self, model: nn.Module, decay: float, before: Callable[[], None] = lambda: None
-    ) -> None:
+    def __init__(self, model: nn.Module, decay: float) -> None:
         self._live = {n: p for n, p in model.named_parameters() if p.requires_grad}
         first = {p: n for n, p in self._live.items()}
         self._named = {n: first[p] for n, p in model.named_parameters(remove_duplicate=False)
                        if p.requires_grad}
         self._average = {n: p.detach().clone() for n, p in self._live.items()}
-        self._mix, self._before = get_ema_multi_avg_fn(decay), before
+        self._mix = get_ema_multi_avg_fn(decay)
         self.updates = 0
         self.holds_average = False
         """Whether the model currently holds the average."""
@@ -56,7 +51,6 @@ class Ema:
 
         The parameters keep their storage.
         """
-        self._before()
         self._exchange()
         try:
             yield

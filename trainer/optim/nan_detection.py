@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.module_tracker import ModuleTracker
+
+from trainer.torch_private import TorchDispatchMode, autograd_node, tree_leaves
 
 IGNORED_OPERATIONS = ("empty", "resize", "c10d")
 """Parts of names of operations that return uninitialised memory or values of other ranks."""
@@ -81,9 +81,8 @@ def nan_detector(
         reported = True
         inside = [n for n in tracker.parents if n == root or n.startswith(root + ".")]
         module = max(inside, key=len).removeprefix(root).removeprefix(".") if inside else None
-        node = torch._C._current_autograd_node() if tracker.is_bw else None
-        report(Origin("backward" if tracker.is_bw else "forward", module, operation,
-                      node.name() if node is not None else ""))
+        report(Origin("backward", module, operation, autograd_node()) if tracker.is_bw
+               else Origin("forward", module, operation))
 
     with tracker, _NanMode(on_nan):
         yield

@@ -12,8 +12,11 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from trainer import torch_private
 from trainer.config.schema import Precision
 from trainer.errors import ConfigError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,12 +28,9 @@ class PrecisionPolicy:
     channels_last: bool
 
     def __str__(self) -> str:
-        name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[self.dtype]
-        return " ".join([
-            name,
-            "compiled" if self.compile else "eager",
-            *(["channels_last"] if self.channels_last else []),
-        ])  # fmt: skip
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        return (names[self.dtype] + (" compiled" if self.compile else " eager")
+                + " channels_last" * self.channels_last)
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -42,24 +42,21 @@ def unwrap(model: nn.Module) -> nn.Module:
     Raises:
         ConfigError: the model is or contains a DistributedDataParallel.
     """
-    for parent in list(model.modules()):
-        if isinstance(parent, DistributedDataParallel):
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for path, module in modules.items():
+        if isinstance(module, DistributedDataParallel):
             raise ConfigError("--task: model() returns or contains a DistributedDataParallel; "
                               "return the plain model: the trainer wraps it.")
-        for name, child in list(parent._modules.items()):
-            if child is not None and (inner := _unwrapped(child)) is not child:
-                setattr(parent, name, inner)
+        parent, _, name = path.rpartition(".")
+        if path and (inner := _unwrapped(module)) is not module:
+            setattr(modules[parent], name, inner)
     return _unwrapped(model)
 
 
 def _unwrapped(module: nn.Module) -> nn.Module:
-    if isinstance(module, nn.DataParallel):
-        return _unwrapped(module.module)
-    inner = getattr(module, "_orig_mod", None)  # set by torch.compile
-    if inner is None:
-        return module
-    inner._compiled_call_impl = module.dynamo_ctx(inner._call_impl)  # type: ignore[operator]
-    return _unwrapped(inner)
+    inner = (module.module if isinstance(module, nn.DataParallel)
+             else torch_private.without_compile_wrapper(module))
+    return module if inner is module else _unwrapped(inner)
 
 
 def resolve(
@@ -75,24 +72,20 @@ def resolve(
     Raises:
         ConfigError: fp16 on mps.
     """
-    dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
     if config.dtype == "auto":
         bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = torch.bfloat16 if bf16 else torch.float32
     else:
-        dtype = dtypes[config.dtype]
+        dtype = DTYPES[config.dtype]
     if dtype is torch.float16 and device.type == "mps":
         raise ConfigError("--precision.dtype fp16: torch has no gradient scaler for mps; use bf16 "
                           "or fp32.")
+    compiled = device.type == "cuda" if config.compile == "auto" else config.compile == "on"
     convolutional = any(isinstance(m, nn.Conv2d) for m in model.modules())
     return PrecisionPolicy(
-        dtype=dtype,
-        compile=not eager and (
-            device.type == "cuda" if config.compile == "auto" else config.compile == "on"),
-        channels_last=(
-            convolutional if config.channels_last == "auto" else config.channels_last == "on"
-        ),
-    )
+        dtype=dtype, compile=compiled and not eager,
+        channels_last=(convolutional if config.channels_last == "auto"
+                       else config.channels_last == "on"))
 
 
 def autocast(
@@ -107,9 +100,8 @@ def autocast(
 
 def scaler(choice: PrecisionPolicy, device: torch.device, initial: float) -> torch.amp.GradScaler:
     """Gradient scaler: enabled for fp16 only."""
-    return torch.amp.GradScaler(
-        device.type, enabled=choice.dtype is torch.float16, init_scale=initial
-    )
+    return torch.amp.GradScaler(device.type, init_scale=initial,
+                                enabled=choice.dtype is torch.float16)
 
 
 def set_determinism(deterministic: bool, device: torch.device) -> None:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-import inspect
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import lr_scheduler
@@ -17,6 +15,9 @@ from trainer.config.schema import Schedule
 from trainer.errors import ConfigError
 from trainer.task import load_object
 
+if TYPE_CHECKING:
+    from trainer.checkpoint.progress import ScheduleLengths
+
 CLASSES: dict[str, type] = {
     "cosine-annealing": lr_scheduler.CosineAnnealingLR,
     "one-cycle": lr_scheduler.OneCycleLR,
@@ -25,20 +26,13 @@ CLASSES: dict[str, type] = {
     "multi-step": lr_scheduler.MultiStepLR,
     "plateau": lr_scheduler.ReduceLROnPlateau,
 }
-"""Name → class. All other schedules are functions of the update's number, under LambdaLR."""
+"""Name → class. All other schedules are functions of the update's number."""
 
 LENGTHS = ("T_max", "T_0", "total_iters", "total_steps", "milestones")
 INTEGERS = ("T_mult", "patience", "cooldown")
 MOVED = ("lr", "betas", "momentum")
 """Entries of a parameter group that a schedule may change (of a tuple, the first number)."""
 COUNTERS = ("last_epoch", "_step_count", "T_cur", "T_i", "num_bad_epochs", "cooldown_counter")
-
-
-class Lengths(Protocol):
-    """Lengths that a schedule depends on, in optimizer steps."""
-
-    epoch: int
-    total: int
 
 
 def factor(config: Schedule, update: int, *, epoch: int, total: int) -> float:
@@ -63,7 +57,7 @@ def factor(config: Schedule, update: int, *, epoch: int, total: int) -> float:
 
 
 class Scheduler:
-    """The configured scheduler of torch, preceded by a warm-up.
+    """The configured schedule, preceded by a warm-up. Call `step` after each update.
 
     A schedule given by a function covers all updates of the run. One of torch's classes starts
     with the last update of the warm-up, a `LinearLR` that ends at the class's initial rate.
@@ -79,7 +73,7 @@ class Scheduler:
     """
 
     def __init__(
-        self, config: Schedule, optimizer: torch.optim.Optimizer, lengths: Lengths
+        self, config: Schedule, optimizer: torch.optim.Optimizer, lengths: ScheduleLengths
     ) -> None:
         self._config, self._optimizer, self._lengths = config, optimizer, lengths
         self._peaks = [{k: g[k] for k in MOVED if k in g} for g in optimizer.param_groups]
@@ -96,25 +90,24 @@ class Scheduler:
         """Create the schedulers, in their state before the first update."""
         groups = self._optimizer.param_groups
         for group, peak in zip(groups, self._peaks, strict=True):
-            group.pop("initial_lr", None)
-            group.update(peak)
-        self.updates, self._warmup = 0, None
+            group.update(peak, initial_lr=peak["lr"])
+        self.updates, self._first = 0, 0
+        self._main: Any = None
+        self._warmup: lr_scheduler.LinearLR | None = None
         epoch, total = self._lengths.epoch, self._lengths.total
         warmup = max(1, min(self._config.warmup.steps(epoch=epoch, total=total), total))
-        self._first = warmup - 1
         if self._config.name not in CLASSES:
-            self._first = 0
-            self._main: Any = lr_scheduler.LambdaLR(self._optimizer, self._factors(warmup))
+            self._factor = self._make_factor(warmup)
+            self._jump(0)
             return
+        self._first = warmup - 1
         self._main = self._make(CLASSES[self._config.name])
         self._starts = [group["lr"] for group in groups]
-        for group, start in zip(groups, self._starts, strict=True):
-            group.setdefault("initial_lr", start)
         if self._first:
             self._warmup = lr_scheduler.LinearLR(
                 self._optimizer, start_factor=1 / warmup, total_iters=self._first)
 
-    def _factors(self, warmup: int) -> Callable[[int], float]:
+    def _make_factor(self, warmup: int) -> Callable[[int], float]:
         """The function from the number of an update to its factor, warm-up included."""
         config, lengths = self._config, self._lengths
         if ":" not in config.name:
@@ -122,72 +115,51 @@ class Scheduler:
         function, first = load_object(config.name, flag="--schedule.name"), warmup - 1
 
         def checked(update: int) -> float:
-            if not 0 <= (value := float(function(update))) < math.inf:
+            try:
+                value = float(function(max(update, first)))
+            except Exception as error:
+                raise ConfigError(f"--schedule.name {config.name}: called with the number of an "
+                                  f"update, it raised {type(error).__name__}: {error}.") from error
+            if not 0 <= value < math.inf:
                 raise ConfigError(f"--schedule.name {config.name}: for update {update} it returned "
                                   f"{value}; it must return a factor of --optim.lr, 0 or more.")
-            return value
+            return value if update >= first else value * (update + 1) / warmup
 
-        try:
-            if checked(first) != checked(first):
-                raise ValueError("nothing, but a second call returned another value: it must "
-                                 "depend on that number alone")
-        except ConfigError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"--schedule.name {config.name}: called with the number of an "
-                              f"update, {first}, it raised {type(error).__name__}: {error}. It "
-                              "must return a factor of --optim.lr.") from error
-        return lambda update: (checked(update) if update >= first
-                               else checked(first) * (update + 1) / warmup)
+        return checked
 
     def _make(self, cls: type) -> Any:
         """Create one of torch's classes; the length of the run gives the options not set."""
         name, left = self._config.name, max(1, self._lengths.total - 1 - self._first)
-        given = {key: self._value(cls, key, text)
-                 for key, text in self._config.arguments.items() if key != "metric" or not
-                 self.metric}
-        if name == "multi-step":  # milestones are positions in the run, warm-up included
-            given["milestones"] = [m - self._first for m in given.get("milestones", [0])]
-            if min(given["milestones"]) <= 0:
-                raise ConfigError("--schedule.name multi-step: it needs milestones after the "
-                                  "warm-up, such as --schedule.options milestones=30ep,60ep.")
         defaults: dict[str, dict[str, Any]] = {
             "cosine-annealing": {"T_max": left},
             "one-cycle": {"max_lr": [peak["lr"] for peak in self._peaks], "total_steps": left + 1},
             "warm-restarts": {"T_0": self._lengths.epoch},
             "linear": {"start_factor": 1.0, "end_factor": self._config.min_ratio,
                        "total_iters": left},
-            "plateau": {"mode": self._direction},
         }
         try:
-            return cls(self._optimizer, **{**defaults.get(name, {}), **given})
+            given = {key: self._parsed(key, text) for key, text in self._config.arguments.items()
+                     if key != "metric" or not self.metric}
+            if name == "multi-step":  # milestones are positions in the run, warm-up included
+                given["milestones"] = [m - self._first for m in given.get("milestones", [0])]
+                if min(given["milestones"]) <= 0:
+                    raise ValueError("it needs milestones after the warm-up, such as "
+                                     "milestones=30ep,60ep")
+            mode = [self._direction] if self.metric else []
+            return cls(self._optimizer, *mode, **{**defaults.get(name, {}), **given})
         except (TypeError, ValueError, ZeroDivisionError) as error:
             raise ConfigError(f"--schedule.name {name} with --schedule.options "
-                              f"{' '.join(self._config.options) or 'empty'}: {cls.__name__} "
-                              f"raised {error}.") from error
+                              f"{' '.join(self._config.options) or 'empty'}: {error}.") from error
 
-    def _value(self, cls: type, key: str, text: str) -> Any:
+    def _parsed(self, key: str, text: str) -> Any:
         """Parse an option to the type that torch's class expects."""
-        flag = f"--schedule.options {key}={text}"
-        known = [k for k in inspect.signature(cls).parameters
-                 if k not in ("optimizer", "last_epoch", "mode", "epochs", "steps_per_epoch")]
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            raise ConfigError(f"{flag}: {cls.__name__} has no such argument; "
-                              + (f"did you mean {near[0]}?" if near else "it has "
-                                 f"{', '.join(known)}."))
-        try:
-            if key in LENGTHS:
-                lengths = [Duration.parse(part).steps(epoch=self._lengths.epoch,
-                                                      total=self._lengths.total)
-                           for part in text.split(",")]
-                return lengths if key == "milestones" else lengths[0]
-            if key in INTEGERS:
-                if not text.lstrip("+-").isdecimal():
-                    raise ValueError("must be a whole number")
-                return int(text)
-        except ValueError as error:
-            raise ConfigError(f"{flag}: {error}.") from error
+        if key in LENGTHS:
+            lengths = [Duration.parse(part).steps(epoch=self._lengths.epoch,
+                                                  total=self._lengths.total)
+                       for part in text.split(",")]
+            return lengths if key == "milestones" else lengths[0]
+        if key in INTEGERS:
+            return int(text)
         if text in ("true", "false"):
             return text == "true"
         try:
@@ -198,13 +170,21 @@ class Scheduler:
     def step(self) -> None:
         """Set the rates of the next update, after an update."""
         self.updates += 1
-        if self.updates < self._first and self._warmup is not None:
+        if self._main is None:
+            self._jump(self.updates)
+        elif self.updates < self._first and self._warmup is not None:
             self._warmup.step()
         elif self._warmup is not None and self.updates == self._first:
             for group, start in zip(self._optimizer.param_groups, self._starts, strict=True):
                 group["lr"] = start
         elif not (self.metric or self._is_at_its_end()):
             self._main.step()
+
+    def _jump(self, updates: int) -> None:
+        """Set the rates of an update from the function."""
+        self.updates, value = updates, self._factor(updates)
+        for group, peak in zip(self._optimizer.param_groups, self._peaks, strict=True):
+            group["lr"] = peak["lr"] * value
 
     def _is_at_its_end(self) -> bool:
         """Whether the rate stays constant from here on. So it does not rise again in a longer run.
@@ -235,11 +215,16 @@ class Scheduler:
 
     def state_dict(self) -> dict[str, Any]:
         """State without the rates, which are part of the optimizer's state."""
-        counters = {k: v for k, v in vars(self._main).items() if k in COUNTERS}
+        counters: dict[str, Any]
+        if self._main is None:
+            counters = {"last_epoch": self.updates, "_step_count": self.updates + 1}
+        else:
+            counters = {k: v for k, v in self._main.state_dict().items() if k in COUNTERS}
         if self.metric:
             counters["best"] = float(self._main.best).hex()  # infinite before the first validation
         if self._warmup is not None:
-            counters["rise"] = [self._warmup.last_epoch, self._warmup._step_count]
+            rise = self._warmup.state_dict()
+            counters["rise"] = [rise["last_epoch"], rise["_step_count"]]
         return {"updates": self.updates, "of": self._description(), "counters": counters}
 
     def _description(self) -> list[Any]:
@@ -263,7 +248,7 @@ class Scheduler:
         same = state["of"] == self._description() and all(
             saved.get("initial_lr") == group["initial_lr"]
             for saved, group in zip(groups, live, strict=True))
-        if isinstance(self._main, lr_scheduler.LambdaLR):
+        if self._main is None:
             self._jump(state["updates"])
         elif same:
             self._restore_counters(state)
@@ -274,41 +259,20 @@ class Scheduler:
                 elif "base_momentum" in group:
                     group["momentum"] = saved["momentum"]
         else:
-            self._replay(state["updates"])
+            with warnings.catch_warnings(action="ignore"):  # torch misses the optimizer's steps
+                for _ in range(state["updates"]):
+                    self.step()
             if self.metric and state["of"][0] == "plateau":
                 self._restore_counters(state)
                 for saved, group in zip(groups, live, strict=True):
                     group["lr"] = saved["lr"] / saved["initial_lr"] * group["initial_lr"]
-        self._main._last_lr = [group["lr"] for group in live]
 
     def _restore_counters(self, state: Mapping[str, Any]) -> None:
         """Set the positions of the schedulers, and the best value of `plateau`."""
         self.updates, counters = state["updates"], dict(state["counters"])
-        warmup, best = counters.pop("rise", None), counters.pop("best", None)
-        vars(self._main).update(counters)
-        if best is not None:
-            self._main.best = float.fromhex(best)
-        if warmup is not None and self._warmup is not None:
-            self._warmup.last_epoch, self._warmup._step_count = warmup
-
-    def _jump(self, updates: int) -> None:
-        """Move a schedule given by a function to an update."""
-        self.updates = updates
-        if updates:
-            self._main.last_epoch = updates - 1
-            self._main._step_count = updates + 1  # at 1, torch would warn of a missing update
-            self._main.step()
-            self._main._step_count = updates + 1
-
-    def _replay(self, updates: int) -> None:
-        """Step through all updates, for a schedule that differs from the saved one."""
-        with warnings.catch_warnings(action="ignore"):  # torch warns of missing optimizer steps
-            for _ in range(updates):
-                self.step()
-
-
-def make_schedule(
-    config: Schedule, optimizer: torch.optim.Optimizer, lengths: Lengths
-) -> Scheduler:
-    """Create the configured scheduler. Call its `step` after each update."""
-    return Scheduler(config, optimizer, lengths)
+        rise = counters.pop("rise", None)
+        if "best" in counters:
+            counters["best"] = float.fromhex(counters["best"])
+        self._main.load_state_dict(counters)
+        if rise is not None and self._warmup is not None:
+            self._warmup.load_state_dict({"last_epoch": rise[0], "_step_count": rise[1]})

@@ -14,6 +14,9 @@ Event = Mapping[str, Any]
 CAUSES = ("failure", "death", "hang", "stop")
 """Events that give the cause of an attempt's end; other ranks report it as `lost-peer`."""
 
+_ENDS = {"end": "finished", "refused": "refused", "failure": "failure"}
+_STOPS = {EXIT_COMPLETE: "finished", EXIT_FAILURE: "failure", EXIT_GAVE_UP: "gave up"}
+
 
 @dataclass(kw_only=True)
 class Attempt:
@@ -25,16 +28,13 @@ class Attempt:
     end_step: int
     end: str = "died"
     """finished, stopped, gave up, refused, failure, or died (no event about the end)."""
-    launch: str | None = None
-    """Equal in all attempts started by one launcher."""
-    version: str | None = None
-    """Digest of the configuration and the task's code."""
+    launch: str | None = None  # equal in all attempts started by one launcher
+    version: str | None = None  # digest of the configuration and the task's code
     cause: Event | None = None
     """The event of the first failure, or a secondary failure if there is no other."""
     relaunched: bool = False
     """Whether its launcher started the next attempt; if so, the end was no preemption."""
-    reached: int | None = None
-    """The last step in metrics.jsonl when the next attempt started."""
+    reached: int | None = None  # the last step in metrics.jsonl when the next attempt started
 
     @property
     def failed(self) -> bool:
@@ -50,11 +50,7 @@ class Attempt:
 
 
 def read_attempts(events: Iterable[Event]) -> list[Attempt]:
-    """All attempts, in order.
-
-    Args:
-        events: in order of time.
-    """
+    """All attempts, in order, from events in order of time."""
     attempts: dict[int, Attempt] = {}
     reached: dict[int, int | None] = {}
     for event in events:
@@ -64,8 +60,7 @@ def read_attempts(events: Iterable[Event]) -> list[Attempt]:
             reached[number] = event.get("reached") if event["rank"] == 0 else None
             attempts[number] = Attempt(
                 number=number, world_size=event["world_size"], start_step=event["step"],
-                end_step=event["step"], launch=event.get("launch"), version=event.get("version"),
-            )  # fmt: skip
+                end_step=event["step"], launch=event.get("launch"), version=event.get("version"))
         elif number in attempts:
             _add(attempts[number], event)
     found = [attempts[number] for number in sorted(attempts)]
@@ -79,41 +74,25 @@ def _add(attempt: Attempt, event: Event) -> None:
     attempt.end_step = max(attempt.end_step, event["step"])
     if event.get("error") == "StaleAttempt":
         return  # from an orphan that was superseded by a newer attempt
-    end = _end(event)
+    end = _ENDS.get(event["event"])
+    if event["event"] == "stop":
+        end = _STOPS.get(event.get("exit_code", -1), "stopped")
     if end is not None and attempt.end in ("died", "failure"):
         attempt.end = end
-    is_primary = event["event"] in CAUSES and not event.get("echo") and end in ("failure", None)
-    is_secondary = event["event"] == "lost-peer" or event.get("echo")
-    has_primary = attempt.cause is not None and attempt.cause["event"] in CAUSES and (
-        not attempt.cause.get("echo"))
-    if (is_primary and not has_primary) or (is_secondary and attempt.cause is None):
+    is_primary = event["event"] in CAUSES and not _is_secondary(event) and end in ("failure", None)
+    replaces = attempt.cause is None or (is_primary and _is_secondary(attempt.cause))
+    if replaces and (is_primary or _is_secondary(event)):
         attempt.cause = event
 
 
-def _end(event: Event) -> str | None:
-    """How the attempt ended according to this event; None if it does not record an end."""
-    match event["event"]:
-        case "end":
-            return "finished"
-        case "refused":
-            return "refused"
-        case "failure":
-            return "failure"
-        case "stop":
-            ends = {EXIT_COMPLETE: "finished", EXIT_FAILURE: "failure", EXIT_GAVE_UP: "gave up"}
-            return ends.get(event.get("exit_code", -1), "stopped")
-    return None
+def _is_secondary(event: Event) -> bool:
+    return event["event"] == "lost-peer" or bool(event.get("echo"))
 
 
 def repeated_failures(attempts: Sequence[Attempt], *, version: str) -> list[Attempt]:
-    """The most recent consecutive attempts that failed at the same step, oldest first.
-
-    Preempted attempts are ignored. The sequence is ended by a failure at another or an unknown
-    step, by a stop, and by changed code or configuration.
-
-    Args:
-        version: digest of the next attempt's configuration and task.
-    """
+    """The most recent consecutive attempts that failed at the same step, oldest first. Preempted
+    attempts are ignored. The sequence is ended by a failure at another or an unknown step, by a
+    stop, and by another `version` than that of the next attempt."""
     row: list[Attempt] = []
     for attempt in reversed(attempts):
         if attempt.end not in ("failure", "died") or attempt.version != version:
@@ -137,7 +116,7 @@ def failure_sentence(event: Event) -> str:
     """A failure in one line: rank, step, phase, attempt and reason."""
     place = (f"step {failed_step(event)} ({event.get('failed_phase') or event['phase']}), "
              f"attempt {event['attempt']}")
-    if event["event"] == "lost-peer" or event.get("echo"):
+    if _is_secondary(event):
         return f"a peer of rank {event['rank']} was lost at {place}"
     reason = event.get("why") or event["event"]
     where = event.get("where")

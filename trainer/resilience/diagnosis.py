@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import signal
 import sys
@@ -27,28 +26,19 @@ def forget_workers() -> None:
 
 
 class Failure:
-    """The exception that ended this rank.
+    """The exception that ended this rank."""
 
-    Attributes:
-        config: configuration of the run; None before it is parsed.
-    """
-
-    def __init__(self, log: Log) -> None:
-        self.config: Any = None
-        self._log = log
+    def __init__(self, log: Log, config: Any = None) -> None:
+        self._log, self._config = log, config  # the configuration of the run, once it is parsed
         self._error: BaseException | None = None  # its frames hold memory: dropped by `explain`
         self._found: Diagnosis | None = None
         self._event: dict[str, Any] = {}
         self._secondary = False
 
     def note(self, error: BaseException, *, step: int | None = None) -> None:
-        """Record the failure, once. Call it before the save that follows, which may take long.
-
-        From now on the deaths of loader workers are ignored.
-
-        Args:
-            step: the step that failed; default: the last complete one.
-        """
+        """Record the failure, once, at a step (default: the last complete one). Call it before the
+        save that follows, which may take long. The deaths of loader workers are ignored from now
+        on."""
         forget_workers()
         if self._error is not None and self._error in (error, error.__cause__):
             return
@@ -59,9 +49,8 @@ class Failure:
             where=found.where, echo=self._secondary,
             failed_step=self._log.status.step if step is None else step,
             failed_phase=self._log.status.place, memory=found.memory,
-        )  # fmt: skip
-        tell("failure", self._event)
-        record_failure(failure_sentence(self._event), _stack(error), secondary=self._secondary)
+        )
+        _report(self._event, error)
 
     def end(self, error: TrainerError) -> None:
         """Record an end of the run whose message explains it. If the run may be restarted, report
@@ -70,8 +59,7 @@ class Failure:
         event = self._log.event("stop", why=str(error), exit_code=code, error=type(error).__name__,
                                 echo=error.origin_rank not in (None, self._log.rank))
         if code == EXIT_FAILURE:
-            tell("failure", event)
-            record_failure(failure_sentence(event), _stack(error), secondary=event["echo"])
+            _report(event, error)
 
     def explain(self) -> tuple[int, str]:
         """Explain it on the console; returns the exit code and the last line."""
@@ -86,7 +74,7 @@ class Failure:
             return EXIT_FAILURE, ""
         say(_stack(self._error))
         self._error = None
-        if found.memory and self.config is not None:
+        if found.memory and self._config is not None:
             log.error("\n".join(self._memory_lines(found.memory)))
         if found.is_import:
             log.error("a failed import would fail again: the run is not restarted")
@@ -96,68 +84,59 @@ class Failure:
     def _memory_lines(self, memory: str) -> list[str]:
         who = ("a loader worker died; the usual cause is too little memory" if memory == "worker"
                else "out of memory")
-        phase, size = self._event["failed_phase"], self.config.batch.micro_size
-        lines = [f"{who}, in phase {phase}, with micro-batches of {size}. Remedies, in this "
-                 "order:"]  # fmt: skip
-        return lines + [f"  {number}. {remedy}" for number, remedy
-                        in enumerate(remedies(memory, self.config), 1)]
+        return [f"{who}, in phase {self._event['failed_phase']}, with micro-batches of "
+                f"{self._config.batch.micro_size}. Remedies, in this order:",
+                *(f"  {number}. {words}" for number, words
+                  in enumerate(memory_remedies(memory, self._config), 1))]
+
+
+def _report(event: dict[str, Any], error: BaseException) -> None:
+    """Report a failure to the launcher: to `python -m launch`, and in torchrun's error file."""
+    tell("failure", event)
+    record_failure(failure_sentence(event), _stack(error), secondary=event["echo"])
 
 
 def _stack(error: BaseException) -> str:
     return str(writable("".join(traceback.format_exception(error))))
 
 
-MOST_CHARS = 400
-"""Maximal length of a message; the traceback has the full text."""
-
+MOST_CHARS = 400  # of a message; the traceback has the full text
 _FRAME = re.compile(r'^[ |]*File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 _WORKER_DIED = re.compile(r"DataLoader worker .*(killed by signal|exited unexpectedly)")
 _Frame = tuple[str, int, str]
 
-_SHORT = (errno.ENOMEM, errno.ENOSPC, errno.EDQUOT, errno.EMFILE, errno.ENFILE)
-_SHORT_WORDS = re.compile(
+_SHORTAGE = re.compile(
     "allocate (shared )?memory|out of memory|unable to mmap|failed to map segment|"
-    "no space left on device|too many open files", re.IGNORECASE)
+    "no space left on device|disk quota exceeded|too many open files", re.IGNORECASE)
 
 _LIMITS = (
-    (errno.EMFILE, "too many open files", "raise the limit of open files: ulimit -n 4096"),
-    (errno.EFBIG, "file too large", "raise the limit of a file's size: ulimit -f unlimited"),
-    (errno.ENOMEM, "failed to map segment",
+    ("too many open files", "raise the limit of open files: ulimit -n 4096"),
+    ("file too large", "raise the limit of a file's size: ulimit -f unlimited"),
+    (r"\[errno 12\]|failed to map segment",
      "raise the limit of memory: ulimit -v, or the cgroup's"),
-    (None, "can't start new thread",
+    ("can't start new thread|resource temporarily unavailable",
      "raise the limit of processes and threads: ulimit -u, or pids.max of the cgroup"),
-    (errno.EAGAIN, "resource temporarily unavailable",
-     "if that was the start of a process, raise their limit: ulimit -u, or pids.max of the cgroup"),
-    (None, r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",
+    (r"\(shm\)|</torch_\d+|torch_shm_manager|out of shared memory\. Please",
      "/dev/shm is full: enlarge it (docker run --shm-size 8g; mount -o remount,size=8g /dev/shm), "
      "or use --data.workers 0"),
-    (errno.EDQUOT, "disk quota exceeded", "make room, or raise the quota"),
-    (errno.ENOSPC, "no space left on device", "make room on that disk"),
+    ("disk quota exceeded", "make room, or raise the quota"),
+    ("no space left on device", "make room on that disk"),
 )
-"""Exhausted resources: error number, a pattern for errors without a number, and the remedy."""
-
-
-_DOUBLE = re.compile(r"same dtype, but got Double and Float|"
-                     r"\(double\) and (bias|weight) type \(float\)")
-_DOUBLE_HELPS = ("samples of float64, numpy's default, meet weights of float32: make the samples "
-                 "float32 in dataset() or collate()")
+"""Exhausted resources: a pattern of the message, and the remedy. torch and the dynamic linker
+report them as RuntimeError or ImportError, which only the message distinguishes from others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
     """What an exception means."""
 
-    kind: str
-    """Name of its class."""
-    message: str
-    """One line."""
+    kind: str  # name of its class
+    message: str  # one line
     where: str | None
     """`file:line in function`: the innermost line of user code that the trainer has called;
     without user code, the innermost line."""
-    is_import: bool
-    """Whether an import failed: another attempt would fail in the same way."""
-    memory: str | None
-    """What ran out of memory: "rank", "worker" or None."""
+    is_import: bool  # whether an import failed: another attempt would fail in the same way
+    memory: str | None  # what ran out of memory: `rank` or `worker`
 
 
 def diagnose(error: BaseException) -> Diagnosis:
@@ -176,18 +155,18 @@ def diagnose(error: BaseException) -> Diagnosis:
         frames = [(path, int(line), name) for path, line, name in found] or _frames(
             cause) or frames
     kinds |= set(re.findall(r"\braised (\w+):", message[:MOST_CHARS]))  # by a data set
+    readers = [getattr(sys.modules.get(name), "__file__", None)
+               for name in ("torch.utils.data.dataloader", "trainer.data.workers")]
     handing_over = isinstance(error, ConnectionError | EOFError) and any(
-        path in map(_file_of, ("torch.utils.data.dataloader", "trainer.data.workers"))
-        for path, _, _ in frames)
+        path in readers for path, _, _ in frames)
     if worker := handing_over or bool(_WORKER_DIED.search(text)):
         frames = []  # torch raises it at an arbitrary line of the rank
     exhausted = bool(kinds & {"MemoryError", "OutOfMemoryError"}) or (
         "DefaultCPUAllocator" in text and "memory" in text)
+    memory = "rank" if exhausted else None
     if (exhausted and "DataLoader worker" in text) or (
             worker and (handing_over or "Killed" in text or "unexpectedly" in text)):
-        memory: str | None = "worker"
-    else:
-        memory = "rank" if exhausted else None
+        memory = "worker"
     helps = remedy(error)
     return Diagnosis(
         kind=kind, message=_one_line(message) + (f"; {helps}" if helps else ""),
@@ -195,50 +174,35 @@ def diagnose(error: BaseException) -> Diagnosis:
         is_import=not is_shortage(error) and bool(
             kinds & {"ImportError", "ModuleNotFoundError", "SyntaxError", "IndentationError"}),
         memory=memory,
-    )  # fmt: skip
+    )
 
 
 def is_shortage(error: BaseException | None) -> bool:
-    """Whether memory, disk space or open files are exhausted.
-
-    No sample is the cause, and another attempt may succeed. torch and the dynamic linker report it
-    as RuntimeError or ImportError, which only the message distinguishes from others.
-    """
+    """Whether memory, disk space or open files are exhausted: no sample is the cause, and another
+    attempt may succeed."""
     if isinstance(error, BaseExceptionGroup):
         return any(map(is_shortage, error.exceptions))
-    if isinstance(error, OSError):
-        return error.errno in _SHORT
     return isinstance(error, MemoryError) or (
-        isinstance(error, RuntimeError | ImportError)
-        and _SHORT_WORDS.search(text_of(error)) is not None)
+        isinstance(error, OSError | RuntimeError | ImportError)
+        and _SHORTAGE.search(text_of(error)) is not None)
 
 
 def remedy(error: BaseException) -> str:
-    """Remedy for an error caused by a system limit, an empty micro-batch or a common mistake; ""
-    if none is known."""
+    """Remedy for an error caused by a system limit or an empty micro-batch; "" if none is known."""
     seen: BaseException | None = error
     while seen is not None:
-        number = seen.errno if isinstance(seen, OSError) else None
         if isinstance(seen, OSError | RuntimeError | ImportError):
-            for shortage, words, helps in _LIMITS:
-                if (shortage if number else None) == number and (
-                        number or re.search(words, text_of(seen), re.IGNORECASE)):
+            for words, helps in _LIMITS:
+                if re.search(words, text_of(seen), re.IGNORECASE):
                     return helps
         if EMPTY_BATCH_NOTE in getattr(seen, "__notes__", ()):
             return EMPTY_BATCH_NOTE
-        if isinstance(seen, RuntimeError) and _DOUBLE.search(text_of(seen)):
-            return _DOUBLE_HELPS
         seen = seen.__cause__
     return ""
 
 
-def remedies(memory: str, config: Any) -> list[str]:
-    """Remedies for exhausted memory, in the order in which to try them.
-
-    Args:
-        memory: as in `Diagnosis`.
-        config: the run's `Config`.
-    """
+def memory_remedies(memory: str, config: Any) -> list[str]:
+    """Remedies for exhausted memory of a `rank` or `worker`, in the order in which to try them."""
     batch, workers = config.batch, config.data.workers
     found = []
     if memory == "worker":
@@ -258,10 +222,8 @@ def remedies(memory: str, config: Any) -> list[str]:
 
 
 def _chain(error: BaseException) -> list[BaseException]:
-    """An error of the trainer and its causes, down to the error of user code.
-
-    Of a group only the first member is followed.
-    """
+    """An error of the trainer and its causes, down to the error of user code. Of a group only the
+    first member is followed."""
     chain = [error]
     while True:
         last = chain[-1]
@@ -286,11 +248,6 @@ def _frames(error: BaseException) -> list[_Frame]:
               for frame, line in traceback.walk_tb(error.__traceback__)]
     begin = next((i for i, f in enumerate(frames) if f[0].startswith(TRAINER_FOLDER)), 0)
     return frames[begin:]
-
-
-def _file_of(module: str) -> str | None:
-    """Path of an imported module; None if it is not imported."""
-    return getattr(sys.modules.get(module), "__file__", None)
 
 
 def _where(frames: list[_Frame]) -> str | None:

@@ -1,32 +1,33 @@
-"""Decide from all ranks' reports whether the run hangs, and which rank causes it.
-
-Pure functions, except for the classes that observe a thread.
-"""
+"""Decide from all ranks' reports whether the run hangs, and which rank causes it."""
 
 from __future__ import annotations
 
 import math
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from trainer.distributed.waits import WaitsFor, waits_for
 from trainer.resilience.processes import Activity
 from trainer.resilience.progress_marks import Place
 from trainer.telemetry.status import PREPARING, Phase
 
 RECENT_STEPS = 64
+LEAST_S = 30.0  # shortest learnt limit inside steps; a shorter one has to be set by the flag
+TIMES_LONGEST = 10.0  # the learnt limit, as a multiple of the longest recent pause inside steps
+START_S = 300.0
+"""How long a rank may be inactive while it builds and warms up: user code may wait there for a
+network, a download or a licence."""
+
+BUSY_S, BUSY_TIMES = 600.0, 10.0
+"""How long a rank may compute in a step without a mark: seconds, or multiples of the limit."""
+
+LONG_S = 1800.0  # the same outside of steps: as long as ranks wait for each other there
 _BETWEEN_STEPS = (Phase.STEP_END, Phase.SAVE, Phase.EVALUATE)
 
 
 class Pace:
-    """Learns the limit inside steps from the pauses between their marks.
-
-    Args:
-        limit_s: a fixed limit; None: learn it.
-    """
+    """The limit inside steps: a fixed one, or learnt from the pauses between their marks."""
 
     def __init__(self, limit_s: float | None) -> None:
         self._fixed_s = limit_s
@@ -39,7 +40,7 @@ class Pace:
         """The limit now, in seconds."""
         if self._fixed_s is not None:
             return self._fixed_s
-        return learnt_limit(max(self._longest_s, self._before_s))
+        return max(LEAST_S, TIMES_LONGEST * max(self._longest_s, self._before_s))
 
     def see(self, place: Place, phase: Phase, now: float) -> float:
         """Record the place of the main thread; return the limit. Pauses shorter than the interval
@@ -56,76 +57,28 @@ class Pace:
         return self.limit_s
 
 
-class MainThreadActivity:
-    """Activity of the main thread: what it waits for, and when this process was last active."""
+class QuietTime:
+    """For how long this process, or one thread of it, has been inactive."""
 
-    def __init__(self, thread: int, clock: Callable[[], float]) -> None:
-        self._thread, self._clock = thread, clock
+    def __init__(self, find_thread: Callable[[], int | None] = lambda: None) -> None:
+        self._find_thread = find_thread
         self._activity: Activity | None = None
-        self._busy_s = -math.inf
 
-    def look(self, place: Place, closely: bool) -> tuple[WaitsFor, float]:
-        """(what it waits for, time of its last activity); the process is inspected if `closely`."""
-        if not closely:
+    def measure(self, idle_s: float, limit_s: float) -> float:
+        """Seconds without activity, of `idle_s` seconds without a mark. Activity counts only from a
+        quarter of the limit on."""
+        if idle_s <= limit_s / 4:
             self._activity = None
-            return WaitsFor.NOBODY, place.at_s
+            return idle_s
         if self._activity is None:
-            self._activity = Activity(os.getpid(), clock=self._clock)
-        elif self._activity.seen():
-            self._busy_s = self._clock()
-        frame = sys._current_frames().get(self._thread)
-        return waits_for(self._thread, frame), self._busy_s
+            self._activity = Activity(os.getpid(), thread=self._find_thread())
+        return min(idle_s, self._activity.quiet_s())
 
 
-class WriterActivity:
-    """Activity of the checkpoint writer: its place, and when its thread was last active."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._step: int | None = None
-        self._since_s = self._busy_s = 0.0
-        self._activity: Activity | None = None
-
-    def look(self, mark: Place, step: int, limit_s: float) -> tuple[Place, float]:
-        """(place of the writer, seconds without activity) in the save of this step.
-
-        Args:
-            mark: the last mark of the writer, perhaps of an earlier save.
-        """
-        now = self._clock()
-        if step != self._step:
-            self._step, self._since_s, self._activity = step, now, None
-        place = mark if mark.point and mark.step == step else Place(
-            Phase.SAVE_BEGIN, step, self._since_s)
-        if now - place.at_s > limit_s / 4:
-            if self._activity is None:
-                self._activity = Activity(os.getpid(), thread=_writer(), clock=self._clock)
-            elif self._activity.seen():
-                self._busy_s = now
-        return place, now - max(place.at_s, self._busy_s)
-
-
-def _writer() -> int | None:
-    """The writer's thread id in the operating system."""
+def find_writer() -> int | None:
+    """Thread id, in the operating system, of the checkpoint writer."""
     return next((t.native_id for t in threading.enumerate()
                  if t.name.startswith("checkpoint-writer")), None)
-
-
-LEAST_S = 30.0
-"""Shortest learnt limit inside steps; a shorter one has to be set by the flag."""
-
-TIMES_LONGEST = 10.0
-"""The learnt limit, as a multiple of the longest recent pause inside steps."""
-
-START_S = 300.0
-"""How long a rank may be inactive while it builds and warms up: user code may wait there for a
-network, a download or a licence."""
-
-BUSY_S, BUSY_TIMES = 600.0, 10.0
-"""How long a rank may compute in a step without a mark: seconds, or multiples of the limit."""
-
-LONG_S = 1800.0
-"""The same outside of steps: as long as ranks wait for each other there."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,28 +87,19 @@ class Patience:
 
     quiet_s: float
     """Limit without a mark and without activity: no processor time, no bytes read or written."""
-    idle_s: float
-    """Limit without a mark, even with activity."""
-    flag: str = ""
-    """The flag that sets this time, with its current value."""
+    idle_s: float  # limit without a mark, even with activity
+    flag: str = ""  # the flag that sets this time, with its current value
 
-
-def learnt_limit(longest_pause_s: float) -> float:
-    """The limit inside steps, in seconds, from the longest recent pause between two marks."""
-    return max(LEAST_S, TIMES_LONGEST * longest_pause_s)
+    def is_exceeded(self, idle_s: float, quiet_s: float) -> bool:
+        """Whether there was no mark for `idle_s`, or nothing at all for `quiet_s`, too long."""
+        return quiet_s > self.quiet_s or idle_s > self.idle_s
 
 
 def patience(
     phase: Phase, point: Phase | None, limit_s: float, start_s: float | None = None
 ) -> Patience:
-    """Time limits of a rank's main thread.
-
-    Args:
-        phase: stage of the attempt.
-        point: last progress mark, the position within the stage.
-        limit_s: limit inside steps.
-        start_s: limit while the rank builds and warms up; None: a long one.
-    """
+    """Time limits of a rank's main thread in a stage and after its last mark, or of the checkpoint
+    writer (in `Phase.SAVE`), from the limit inside steps and the one of the start (None: long)."""
     flag = f"--watchdog.limit-s {limit_s:g}"
     if phase is Phase.TRAIN:
         return Patience(quiet_s=limit_s, idle_s=max(BUSY_S, BUSY_TIMES * limit_s), flag=flag)
@@ -165,11 +109,6 @@ def patience(
         quiet_s = max(START_S, 2 * limit_s) if start_s is None else start_s
         return Patience(quiet_s=quiet_s, idle_s=math.inf, flag=f"--watchdog.start-s {quiet_s:g}")
     return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s), flag=flag)
-
-
-def saving_patience(limit_s: float) -> Patience:
-    """Time limits of the checkpoint writer."""
-    return Patience(quiet_s=2 * limit_s, idle_s=max(LONG_S, BUSY_TIMES * limit_s))
 
 
 def name_place(phase: Phase, point: Phase | None) -> str:
@@ -187,18 +126,12 @@ class RankReport:
 
     phase: str
     step: int
-    idle_s: float
-    """Seconds since its last progress mark."""
-    waits: bool
-    """Whether it waits for other ranks, in a collective."""
-    over: bool
-    """Whether it exceeds a time limit of its phase."""
-    saving: str = ""
-    """Position of its checkpoint writer; empty if the writer is idle."""
-    dumped: bool = False
-    """Whether it has written its stacks."""
-    flag: str = ""
-    """See `Patience`."""
+    idle_s: float  # seconds since its last progress mark
+    waits: bool  # whether it waits for other ranks, in a collective
+    over: bool  # whether it exceeds a time limit of its phase
+    saving: str = ""  # position of its checkpoint writer; empty if the writer is idle
+    dumped: bool = False  # whether it has written its stacks
+    flag: str = ""  # the flag that sets that limit, with its value
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,23 +148,19 @@ class HangReport:
 
     culprits: tuple[int, ...]
     why: str
-    run: bool = True
-    """Whether the culprits can run code, and so end themselves."""
+    run: bool = True  # whether the culprits can run code, and so end themselves
 
 
 def find_hang(
     rank: int, own: RankReport, peers: Mapping[int, Peer], *, limit_s: float,
     store_silent_s: float = 0.0, store_host: int | None = None,
-) -> HangReport | None:  # fmt: skip
+) -> HangReport | None:
     """Decide whether the run hangs, and which ranks cause it; None: it does not hang.
 
     A rank that does not wait for others decides about itself. A rank that waits looks at the
     others: a silent rank does not run; a rank that is over its own limit and waits for nobody is
-    the culprit. While any rank is within its limit, the others may wait for it.
-
-    Args:
-        store_silent_s: for how long the store of heartbeats has not answered.
-        store_host: rank whose process hosts the store; None: the launcher.
+    the culprit. While any rank is within its limit, the others may wait for it. `store_host` is the
+    rank whose process hosts the store of heartbeats (None: the launcher).
     """
     if own.over and not own.waits:
         return HangReport(culprits=(rank,), why="makes no progress")

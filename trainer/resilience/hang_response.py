@@ -9,6 +9,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from trainer.distributed.world import World
@@ -16,7 +17,8 @@ from trainer.errors import EXIT_FAILURE
 from trainer.resilience import processes, stack_dumps
 from trainer.resilience.hang_detection import HangReport, RankReport, name_place
 from trainer.resilience.heartbeats import Heartbeats, ProcessIdentity
-from trainer.resilience.progress_marks import Place, ProgressMarks, read_marks
+from trainer.resilience.launcher_channel import tell
+from trainer.resilience.progress_marks import ProgressMarks, read_marks
 from trainer.storage.files import display_path
 from trainer.telemetry.events import Log
 from trainer.telemetry.status import Phase
@@ -25,41 +27,34 @@ from trainer.telemetry.std_streams import say
 LATE_S = 5.0
 """Seconds before the launcher would kill it, at which a rank without peers leaves anyway."""
 
-DUMP_S = 5.0
-"""Time limit of writing stacks, in seconds: the disk may be what hangs."""
+DUMP_S = 5.0  # time limit of writing stacks, in seconds: the disk may be what hangs
 
 
 class Alarm:
-    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`.
-
-    Args:
-        tick_s: time between two heartbeats.
-        clock: seconds, monotonic, of the host.
-        tell: called with the event that names the culprit.
-
-    Attributes:
-        beats: the heartbeats; None in a world of one rank.
-        rescue: saves the last boundary in place of the main thread; returns whether it could.
-        stopped: the main thread leaves by itself.
-        at_s: time of the alarm; inf before.
-    """
+    """This rank's part in an alarm. The watchdog's thread calls all methods but `stop`."""
 
     def __init__(
-        self, world: World, log: Log, marks: ProgressMarks, *, identity: ProcessIdentity,
+        self, world: World, log: Log, marks: ProgressMarks, identity: ProcessIdentity,
         tick_s: float,
-        clock: Callable[[], float], tell: Callable[[dict[str, Any]], None] = lambda event: None,
-    ) -> None:  # fmt: skip
-        self._tell_launcher = tell
-        self.beats: Heartbeats | None = None
+    ) -> None:
+        self.beats: Heartbeats | None = None  # None in a world of one rank
         self.rescue: Callable[[], bool] = lambda: False
-        self.stopped = False
-        self.at_s = math.inf
-        self._given_up = False
-        self._world, self._log, self._marks, self._clock = world, log, marks, clock
+        """Saves the last boundary in place of the main thread; returns whether it could."""
+        self.stopped = False  # the main thread leaves by itself
+        self.at_s = math.inf  # time of the alarm; inf before
+        self._given_up = self._dumped = False
+        self._world, self._log, self._marks = world, log, marks
         self._identity, self._tick_s = identity, tick_s
         self.late_s = max(0.0, world.launch.grace_s - LATE_S)
         self._leaving = threading.Lock()
-        self._dumped = False
+
+    def use(self, beats: Heartbeats) -> None:
+        """Exchange alarms and reports by these heartbeats."""
+        self.beats = beats
+
+    def rescue_with(self, rescue: Callable[[], bool]) -> None:
+        """Save by `rescue` in place of the main thread."""
+        self.rescue = rescue
 
     def stop(self) -> None:
         """Call it when the main thread leaves by itself. Blocks while the watchdog's thread leaves
@@ -86,36 +81,35 @@ class Alarm:
         alarm = {"by": rank, "why": why, "run": hang.run, "limit_s": limit_s,
                  "culprits": {name: dataclasses.asdict(r) for name, r in places.items()}}
         if self.beats is None or self.beats.raise_alarm(alarm, 3 * self._tick_s + 1):
-            report = threading.Thread(target=self._report, args=(alarm,), name="hang", daemon=True)
-            report.start()
-            report.join(DUMP_S)  # the disk may be what hangs
+            _run_for(DUMP_S, partial(self._report, alarm))
         else:
             alarm = self.beats.alarm or alarm
         self.follow(alarm, own)
 
-    def _is_stopped(self, culprit: int) -> bool:
-        """Whether a rank is on this host and stopped."""
+    def _local(self, culprit: int) -> ProcessIdentity | None:
+        """The process of a rank if it is on this host."""
         who = None if self.beats is None else self.beats.identities.get(culprit)
-        return who is not None and who.host == self._identity.host and (
-            processes.is_stopped(who.pid))
+        return who if who is not None and who.host == self._identity.host else None
+
+    def _is_stopped(self, culprit: int) -> bool:
+        who = self._local(culprit)
+        return who is not None and processes.is_stopped(who.pid)
 
     def _place_of(self, culprit: int) -> RankReport:
         """Place of a rank that does not run: from its shared memory, else its last heartbeat."""
         assert self.beats is not None
         last = self.beats.peers()[culprit].report
         last = last or RankReport(phase="unknown", step=-1, idle_s=0.0, waits=False, over=True)
-        who = self.beats.identities.get(culprit)
-        if who is None or who.host != self._identity.host:
-            return last
-        places = read_marks(who.pid)
+        who = self._local(culprit)
+        places = None if who is None else read_marks(who.pid)
         if places is None:
             return last
         main, writer = places
-        idle_s = round(self._clock() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
+        idle_s = round(time.monotonic() - max(main.at_s, writer.at_s if writer.point else 0.0), 1)
         warming_up = main.point is Phase.WARM_UP
         phase = last.phase if warming_up else name_place(Phase.TRAIN, main.point)
-        return dataclasses.replace(last, phase=phase, step=main.step, idle_s=idle_s,
-                                   saving=_describe(writer))
+        saving = f"{writer.point} of step {writer.step}" if writer.point else ""
+        return dataclasses.replace(last, phase=phase, step=main.step, idle_s=idle_s, saving=saving)
 
     def _report(self, alarm: dict[str, Any]) -> None:
         where = "stderr" if self._log.folder is None else display_path(
@@ -136,12 +130,11 @@ class Alarm:
             self._log.error(f"hang: {why} ({usual}){close}")
 
     def _note(self, why: str, culprit: int | None, **fields: Any) -> None:
-        event = self._log.event("hang", culprit=culprit, why=why, echo=False, **fields)
-        self._tell_launcher(event)
+        tell("failure", self._log.event("hang", culprit=culprit, why=why, echo=False, **fields))
 
     def follow(self, alarm: dict[str, Any], own: RankReport) -> None:
         """Follow an alarm: write the stacks, then do this rank's part."""
-        self.at_s, rank = self._clock(), self._world.rank
+        self.at_s, rank = time.monotonic(), self._world.rank
         self._dump(own)
         culprits = {int(culprit) for culprit in alarm["culprits"]}
         others = set(range(self._world.size)) - culprits - {rank}
@@ -162,10 +155,9 @@ class Alarm:
         beats = self.beats
         if beats is None:
             return
-        beats.report = dataclasses.replace(beats.report, dumped=True)
-        beats.listening = True
-        deadline_s = self._clock() + 3 * self._tick_s + 1
-        while self._clock() < deadline_s and not self.stopped:
+        beats.update(dataclasses.replace(beats.report, dumped=True), listening=True)
+        deadline_s = time.monotonic() + 3 * self._tick_s + 1
+        while time.monotonic() < deadline_s and not self.stopped:
             peers = beats.peers()
             reports = [peers[other].report for other in others]
             if all(report is not None and report.dumped for report in reports):
@@ -175,9 +167,9 @@ class Alarm:
     def _end(self, culprit: int, others: set[int]) -> bool:
         """Kill a stopped culprit if this is the lowest of the other ranks on its host. Returns
         whether there is such a rank."""
-        beats, rank = self.beats, self._world.rank
-        assert beats is not None
-        known = {**beats.identities, rank: self._identity}
+        rank = self._world.rank
+        assert self.beats is not None
+        known = {**self.beats.identities, rank: self._identity}
         who = known.get(culprit)
         if who is None:
             return False
@@ -205,9 +197,7 @@ class Alarm:
             if text:
                 self._write(self._world.rank, text)
 
-        thread = threading.Thread(target=dump, name="stacks", daemon=True)
-        thread.start()
-        thread.join(DUMP_S)
+        _run_for(DUMP_S, dump)
         return list(causes)
 
     def _write(self, rank: int, text: str) -> None:
@@ -243,9 +233,7 @@ class Alarm:
                                   f"saved:\n{traceback.format_exc()}")
                 tried.append(True)
 
-        thread = threading.Thread(target=rescue, name="rescue", daemon=True)
-        thread.start()
-        thread.join(self.late_s)
+        _run_for(self.late_s, rescue)
         return not tried or tried[0]
 
     def _exit(self) -> None:
@@ -253,5 +241,8 @@ class Alarm:
         os._exit(EXIT_FAILURE)
 
 
-def _describe(writer: Place) -> str:
-    return f"{writer.point} of step {writer.step}" if writer.point else ""
+def _run_for(limit_s: float, work: Callable[[], None]) -> None:
+    """Run `work` in another thread, and wait at most `limit_s` seconds for its end."""
+    thread = threading.Thread(target=work, name="alarm", daemon=True)
+    thread.start()
+    thread.join(limit_s)

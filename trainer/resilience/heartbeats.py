@@ -6,13 +6,13 @@ import dataclasses
 import json
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from torch.distributed import Store
 
 from trainer.resilience import processes
 from trainer.resilience.hang_detection import Peer, RankReport
+from trainer.telemetry.step_timing import StepTiming
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,59 +24,31 @@ class ProcessIdentity:
     host: str
 
 
-class Times(Protocol):
-    """Step times that the ranks send to rank 0 with their heartbeats."""
-
-    @property
-    def due(self) -> bool:
-        """Whether it is time for rank 0 to collect."""
-        ...
-
-    def message(self) -> Any:
-        """Times of this rank, as a JSON value."""
-        ...
-
-    def collect(self, messages: Any) -> None:
-        """Rank 0: take the times of all ranks."""
-        ...
-
-
 class Heartbeats:
-    """Sends this rank's report at each tick, and reads those of the others while `listening`.
-
-    Its thread may block in the store for ever if the store's host is stopped; `silent_s` is the
-    duration so far. Other threads never wait for it.
-
-    Args:
-        store: a separate connection (`store.clone()`).
-        identity: this process.
-        tick_s: time between two heartbeats.
-
-    Attributes:
-        report: what to send; set by the caller.
-        listening: read the reports of the others at each tick.
-        alarm: raised by the first rank that found a hang; None before.
-        identities: processes of the other ranks, as far as they are known.
-        times: collected by rank 0, one tick late; no rank waits for it.
-    """
+    """Sends this rank's report at each tick, and reads those of the others while `listening`. Its
+    thread may block in the store (a separate connection, `store.clone()`) for ever if the store's
+    host is stopped; `silent_s` is the duration so far. Other threads never wait for it."""
 
     def __init__(
         self, store: Store, *, rank: int, size: int, identity: ProcessIdentity, report: RankReport,
-        tick_s: float, clock: Callable[[], float] = time.monotonic,
-    ) -> None:  # fmt: skip
+        tick_s: float,
+    ) -> None:
         self.report = report
         self.listening = False
         self.alarm: dict[str, Any] | None = None
+        """Raised by the first rank that found a hang; None before."""
         self.identities: dict[int, ProcessIdentity] = {}
-        self.times: Times | None = None
-        self._store, self._rank, self._tick_s, self._clock = store, rank, tick_s, clock
+        """Processes of the other ranks, as far as they are known."""
+        self.times: StepTiming | None = None
+        """Step times, which rank 0 collects, one tick late; no rank waits for it."""
+        self._store, self._rank, self._tick_s = store, rank, tick_s
         self._peers = [peer for peer in range(size) if peer != rank]
         self._identity = identity
         self._own_alarm: dict[str, Any] | None = None
-        self._seen: dict[int, tuple[int, float, RankReport]] = {}  # tick, since when, report
-        self._since: dict[int, float] = {}  # peer → when this rank began to listen to it
+        # Peer → its last tick, when it or the listening began, its last report.
+        self._seen: dict[int, tuple[int, float, RankReport | None]] = {}
         self._count = 0
-        self._round_s = clock()
+        self._round_s = time.monotonic()
         self._wake = threading.Event()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="heartbeats", daemon=True)
@@ -84,41 +56,43 @@ class Heartbeats:
 
     def peers(self) -> dict[int, Peer]:
         """State of the other ranks, from the reports received so far."""
-        now, found = self._clock(), {}
-        for peer in self._peers:
-            _, since_s, report = self._seen.get(peer, (0, self._since.get(peer, now), None))
-            found[peer] = Peer(report=report, silent_s=now - since_s)
-        return found
+        now = time.monotonic()
+        seen = {peer: self._seen.get(peer, (0, now, None)) for peer in self._peers}
+        return {peer: Peer(report=report, silent_s=now - since_s)
+                for peer, (_, since_s, report) in seen.items()}
+
+    def update(self, report: RankReport, *, listening: bool) -> None:
+        """Send this report from now on, and read those of the others if `listening`."""
+        self.report, self.listening = report, listening
+
+    def gather(self, times: StepTiming) -> None:
+        """Let rank 0 collect these times."""
+        self.times = times
 
     def note_alive(self, peer: int) -> None:
         """Record that a rank is alive, by a sign other than its heartbeat."""
         if peer in self._seen:
             tick, _, report = self._seen[peer]
-            self._seen[peer] = (tick, self._clock(), report)
+            self._seen[peer] = (tick, time.monotonic(), report)
 
     def reset_silence(self) -> None:
         """Count the others' silence from now on: this process itself was stopped for a while."""
-        now = self._clock()
-        seen = list(self._seen.items())  # a copy: the thread of heartbeats adds to it
-        self._seen = {peer: (tick, now, report) for peer, (tick, _, report) in seen}
-        self._since = dict.fromkeys(self._since, now)
-        self._round_s = max(self._round_s, now)
+        for peer in self._peers:
+            self.note_alive(peer)
+        self._round_s = max(self._round_s, time.monotonic())
 
     @property
     def silent_s(self) -> float:
         """For how long the store has not answered, in seconds."""
-        return max(0.0, self._clock() - self._round_s - self._tick_s)
+        return max(0.0, time.monotonic() - self._round_s - self._tick_s)
 
     def raise_alarm(self, alarm: dict[str, Any], timeout_s: float) -> bool:
-        """Raise an alarm on all ranks. If another rank was first, `alarm` is its alarm.
-
-        Returns:
-            whether this rank was first, or the store does not answer.
-        """
+        """Raise an alarm on all ranks; returns whether this rank was first, or the store does not
+        answer. If another rank was first, `self.alarm` is its alarm."""
         self._own_alarm = alarm
         self._wake.set()
-        deadline_s = self._clock() + timeout_s
-        while self.alarm is None and self._clock() < deadline_s:
+        deadline_s = time.monotonic() + timeout_s
+        while self.alarm is None and time.monotonic() < deadline_s:
             time.sleep(0.01)
         if self.alarm is None:
             self.alarm = alarm
@@ -134,7 +108,7 @@ class Heartbeats:
             self._store.set(f"who/{self._rank}", json.dumps(dataclasses.asdict(self._identity)))
             while not self._stopped:
                 self._round()
-                self._round_s = self._clock()
+                self._round_s = time.monotonic()
                 self._wake.wait(self._tick_s)
                 self._wake.clear()
         except RuntimeError:
@@ -146,8 +120,8 @@ class Heartbeats:
         self._store.set(f"beat/{self._rank}", json.dumps(message))
         for peer in self._peers:
             if peer not in self.identities and self._store.check([f"who/{peer}"]):
-                self.identities[
-                    peer] = ProcessIdentity(**json.loads(self._store.get(f"who/{peer}")))
+                who = json.loads(self._store.get(f"who/{peer}"))
+                self.identities[peer] = ProcessIdentity(**who)
         if self._own_alarm is not None and self.alarm is None:
             own = json.dumps(self._own_alarm)
             self.alarm = json.loads(self._store.compare_set("alarm", "", own))
@@ -161,26 +135,23 @@ class Heartbeats:
         if self.listening:
             self._listen()
         else:
-            self._seen, self._since = {}, {}
+            self._seen = {}
 
-    def _gather(self, times: Times) -> None:
+    def _gather(self, times: StepTiming) -> None:
+        keys = [f"times/{peer}" for peer in self._peers]
         if self._rank:
             self._store.set(f"times/{self._rank}", json.dumps(times.message()))
-        elif times.due:
-            keys = [f"times/{peer}" for peer in self._peers]
-            if self._store.check(keys):
-                messages = self._store.multi_get(keys)
-                times.collect([times.message(), *map(json.loads, messages)])
+        elif times.due and self._store.check(keys):
+            times.collect([times.message(), *map(json.loads, self._store.multi_get(keys))])
 
     def _listen(self) -> None:
         for peer in self._peers:
-            self._since.setdefault(peer, self._clock())
-            if not self._store.check([f"beat/{peer}"]):
-                continue
-            fields = json.loads(self._store.get(f"beat/{peer}"))
-            tick = fields.pop("tick")
-            if peer not in self._seen or self._seen[peer][0] != tick:
-                self._seen[peer] = (tick, self._clock(), RankReport(**fields))
+            last, _, _ = self._seen.setdefault(peer, (0, time.monotonic(), None))
+            if self._store.check([f"beat/{peer}"]):
+                fields = json.loads(self._store.get(f"beat/{peer}"))
+                tick = fields.pop("tick")
+                if tick != last:
+                    self._seen[peer] = (tick, time.monotonic(), RankReport(**fields))
 
 
 def own_identity(pid: int) -> ProcessIdentity:

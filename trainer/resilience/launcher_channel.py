@@ -12,21 +12,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from pathlib import PurePath
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED, FINAL_EXIT_CODES
+from trainer.resilience import processes
 
 if TYPE_CHECKING:  # a rank imports this before torch
-    from trainer.distributed.world import LaunchInfo
-
-
-class Group(Protocol):
-    """The part of `World` that orders need."""
-
-    superseded: bool
-
-    def abandon(self) -> None: ...
+    from trainer.distributed.world import LaunchInfo, World
 
 
 class Orders:
@@ -38,19 +30,18 @@ class Orders:
     """
 
     def __init__(self) -> None:
-        self._group: Group | None = None
+        self._world: World | None = None
 
-    def attach(self, group: Group) -> None:
-        """Apply orders to this group from now on. Before, an order ends the process: there is
+    def attach(self, world: World) -> None:
+        """Apply orders to this world from now on. Before, an order ends the process: there is
         nothing to save, and it may wait for a rank that never joins."""
-        self._group = group
+        self._world = world
 
     def follow(self, channel_fd: int) -> int:
         """Listen to the launcher; returns a descriptor that becomes readable when it is gone."""
         gone, signal_end = os.pipe()
-        threading.Thread(
-            target=self._listen, args=(channel_fd, signal_end), name="orders", daemon=True
-        ).start()
+        threading.Thread(target=self._listen, args=(channel_fd, signal_end), name="orders",
+                         daemon=True).start()
         return gone
 
     def _listen(self, channel_fd: int, signal_end: int) -> None:
@@ -62,12 +53,12 @@ class Orders:
     def _obey(self, word: str) -> None:
         if word not in ("lost", "stale", "absent"):
             return
-        if self._group is None:
+        if self._world is None:
             os._exit(EXIT_FAILURE)
-        if word == "absent":
-            return
-        self._group.superseded = word == "stale"
-        self._group.abandon()
+        if word != "absent":
+            if word == "stale":
+                self._world.supersede()
+            self._world.abandon()
 
 
 def _read(channel_fd: int) -> str:
@@ -77,30 +68,26 @@ def _read(channel_fd: int) -> str:
         return ""
 
 
-LEAVE_TIMEOUT_S = 5.0
 SIGNALLED_TIMEOUT_S = 0.5
-_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
+TORCH_AGENTS = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 
 
 def leave_launcher(
     exit_code: int, launch: LaunchInfo, count_signals: Callable[[], int], *, last_words: str = "",
-    timeout_s: float = LEAVE_TIMEOUT_S,
-) -> None:  # fmt: skip
+    timeout_s: float = 5.0,
+) -> None:
     """Return when this rank may exit with `exit_code` without being restarted by torchrun.
 
     torchrun restarts every exit code but 0. So when the trainer itself ends the run, local rank 0
     sends SIGTERM to torchrun, and no rank of the host leaves before torchrun's own SIGTERM has
     reached it (torchrun would count an earlier exit as a failure) or `timeout_s` seconds have
-    passed. If local rank 0 has sent nothing by then, the others do, and wait another second.
-    Nothing happens with other exit codes, under a launcher that knows the codes, or after a stop
-    that torchrun requested: torchrun knows whether this ends the run, or follows a death or a
-    change of nodes.
+    passed. If local rank 0 has sent nothing by then, the others do, and wait another second. After
+    a stop that torchrun requested nothing happens: torchrun knows whether this ends the run, or
+    follows a death or a change of nodes.
 
     Args:
-        count_signals: returns how many signals torchrun has sent this rank so far. After one,
-            another comes only if torchrun is signalled once more, soon.
-        last_words: why the run has ended; printed once more below the traceback with which
-            torchrun reports that signal.
+        count_signals: returns how many signals torchrun has sent this rank so far.
+        last_words: why the run has ended; printed again below torchrun's traceback.
     """
     agent, before = os.getppid(), count_signals()
     if exit_code not in FINAL_EXIT_CODES:
@@ -126,13 +113,8 @@ def leave_launcher(
 
 
 def has_lost_rank(launch: LaunchInfo) -> bool:
-    """Whether torchrun, the parent, has fewer children than this host has ranks. Linux."""
-    agent = os.getppid()
-    try:
-        with open(f"/proc/{agent}/task/{agent}/children") as children:
-            return len(children.read().split()) < launch.local_size
-    except OSError:
-        return False
+    """Whether torchrun, the parent, has fewer children than this host has ranks."""
+    return 0 < len(processes.children(os.getppid())) < launch.local_size
 
 
 def tell(word: str, value: Any) -> None:
@@ -144,15 +126,9 @@ def tell(word: str, value: Any) -> None:
 
 
 def record_failure(message: str, stack: str, *, secondary: bool) -> None:
-    """Write the failure into torchrun's error file, which it shows when it gives up.
-
-    torchrun shows the failure with the earliest second as the root cause, and dates the death of a
-    killed rank by when it noticed it. So a secondary failure gets a somewhat later time.
-
-    Args:
-        message: the failure in one line.
-        stack: its traceback.
-    """
+    """Write the failure into torchrun's error file, which it shows when it gives up. torchrun shows
+    the failure with the earliest second as the root cause, and dates the death of a killed rank by
+    when it noticed it. So a secondary failure gets a somewhat later time."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if not path:
         return
@@ -175,8 +151,6 @@ def _wait(signalled: Callable[[], bool], agent: int, timeout_s: float) -> bool:
 
 def _say_after(agent: int, text: str) -> None:
     """Let a separate process write to stderr when the agent is gone."""
-    if not hasattr(os, "pidfd_open"):
-        return
     descriptor = os.pidfd_open(agent)
     wait = ("import select, sys; poll = select.poll(); poll.register(int(sys.argv[1])); "
             "poll.poll(10_000); sys.stderr.write(sys.argv[2])")
@@ -186,26 +160,11 @@ def _say_after(agent: int, text: str) -> None:
 
 
 def _restarts_us(parent: int, launch: LaunchInfo) -> bool:
-    """Whether the parent is torch's elastic agent in its own process and ignores our exit codes.
-
-    The command line is checked too, since environment variables are inherited: SIGTERM to a shell
-    or a test runner would be much worse than one restart too many.
-    """
+    """Whether the parent is torch's elastic agent and ignores our exit codes. Its command line is
+    checked too, since environment variables are inherited: SIGTERM to a shell would be worse."""
     if launch.run_id is None or launch.knows_exit_codes:
         return False
-    return any(PurePath(word).name in _AGENTS for word in _command_line(parent)[:8])
-
-
-def _command_line(pid: int) -> list[str]:
-    if sys.platform == "linux":
-        try:
-            with open(f"/proc/{pid}/cmdline") as words:
-                return words.read().split("\0")
-        except FileNotFoundError:
-            return []
-    listed = subprocess.run(["ps", "-o", "command=", "-p", str(pid)], capture_output=True,
-                            text=True, check=False)
-    return listed.stdout.split()
+    return processes.program(parent) in TORCH_AGENTS
 
 
 def _terminate(agent: int) -> None:

@@ -1,11 +1,10 @@
-"""Checks of the system before a process starts: open files, folders, environment variables."""
+"""Checks of the system before a process starts: open files, folders."""
 
 from __future__ import annotations
 
 import errno
 import os
 import resource
-import socket
 
 from trainer.errors import ConfigError
 
@@ -13,22 +12,14 @@ LONGEST_S = 1e9
 """Upper limit of times in seconds (thirty years): clocks count in 64-bit nanoseconds."""
 
 FILES, FILES_A_RANK = 48, 8
-"""Open files that a process needs, and further ones for each rank (sockets, pipes, process
-descriptors). Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves or
-draws."""
+"""Open files that a process needs, and further ones for each rank (sockets, pipes, pidfds).
+Measured: 28 in a launcher of two ranks, 39 in a rank, some more while it saves or draws."""
 
 
 def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
-    """Raise the limit of open files to what a launcher or rank needs.
-
-    Args:
-        num_ranks: ranks on this host.
-        elsewhere: ranks on other hosts. The number of files for these depends on how they are
-            connected. For them the limit is raised as far as the system allows, without an error.
-
-    Raises:
-        ConfigError: the system allows too few files, so that the process would fail later.
-    """
+    """Raise the limit of open files to what a launcher or rank needs for the ranks of this host.
+    For those `elsewhere`, it is raised as far as the system allows. Raises `ConfigError` if the
+    system allows too few files, so that the process would fail later."""
     needed = FILES + FILES_A_RANK * num_ranks
     wanted = needed + FILES_A_RANK * elsewhere
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -43,13 +34,8 @@ def allow_files(num_ranks: int, elsewhere: int = 0) -> None:
 
 
 def check_current_folder() -> None:
-    """Check the current folder. Call this before importing torch.
-
-    Without a current folder torch's libraries abort the process.
-
-    Raises:
-        ConfigError: the current folder has been deleted, or can't be read.
-    """
+    """Raise `ConfigError` if the current folder has been deleted, or can't be read. Call this
+    before importing torch, whose libraries would abort the process."""
     try:
         os.getcwd()
     except OSError as error:
@@ -57,20 +43,9 @@ def check_current_folder() -> None:
                           "to the same path again") from error
 
 
-def check_environment() -> None:
-    """Raise `ConfigError` if an environment variable names something that doesn't exist."""
-    check_cache_folder()
-    check_interface()
-
-
 def check_cache_folder() -> None:
-    """Check the user's TORCHINDUCTOR_CACHE_DIR.
-
-    Call this before torch compiles or creates an optimizer: both create this folder.
-
-    Raises:
-        ConfigError: the folder can't be created or written.
-    """
+    """Raise `ConfigError` if the user's TORCHINDUCTOR_CACHE_DIR can't be created or written. Call
+    this before torch compiles or creates an optimizer: both create this folder."""
     name = "TORCHINDUCTOR_CACHE_DIR"
     place = os.environ.get(name)
     if place is None:
@@ -83,17 +58,3 @@ def check_cache_folder() -> None:
         raise ConfigError(f"environment variable {name} is {place!r}, torch's folder for "
                           f"compiled code: {error.strerror}; use a folder that can be written, or "
                           "unset it") from error
-
-
-def check_interface() -> None:
-    """Check the user's GLOO_SOCKET_IFNAME. Call this before the rendezvous of the ranks.
-
-    Raises:
-        ConfigError: there is no such network interface.
-    """
-    chosen = os.environ.get("GLOO_SOCKET_IFNAME", "")
-    here = [name for _, name in socket.if_nameindex()]
-    if os.environ.get("WORLD_SIZE", "1") != "1" and not (
-            set(filter(None, chosen.split(","))) <= set(here)):
-        raise ConfigError(f"environment variable GLOO_SOCKET_IFNAME is {chosen!r}; unset it, or "
-                          f"use an interface of this host: {', '.join(here)}.")

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
+import re
 import signal
 import socket
 import stat
 import time
-from collections.abc import Callable
+
+
+def die_with_parent(number: int) -> None:
+    """Let the kernel send this signal to this process when its parent dies; 0 for none."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def separate_reads() -> None:
     """In a new fork: reopen files that are open for reading, at the same position.
 
-    A fork shares each open file, with its position, with its parent and siblings: a seek in one
-    process moves the others, which then read wrong bytes without an error. Files open for writing
-    are not changed: there the shared position keeps processes from overwriting each other. Linux
-    only; elsewhere, and for a file that cannot be reopened, nothing changes.
+    A fork shares the position of open files with its parent and siblings: a seek in one process
+    moves the others, which then read wrong bytes without an error. Files open for writing are not
+    changed: there the shared position keeps processes from overwriting each other.
     """
-    with contextlib.suppress(OSError):
-        for name in os.listdir("/proc/self/fd"):
-            with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
-                _reopen(int(name))
+    for entry in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed
+            _reopen(int(entry))
 
 
 def _reopen(fd: int) -> None:
@@ -39,22 +45,15 @@ def _reopen(fd: int) -> None:
         os.close(reopened)
 
 
-BUSY = 0.1
-"""Share of a core above which a process counts as active."""
-
-BUSY_BYTES = 1 << 16
-"""Bytes read and written between two looks above which it counts as active."""
-
+BUSY = 0.1  # share of a core above which a process counts as active
+BUSY_BYTES = 1 << 16  # bytes read and written between two looks above which it counts as active
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 def host() -> str:
     """Equal for processes that can signal each other by pid: same boot and pid namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return f"{file.read().strip()} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
+    boot_id = _read("/proc/sys/kernel/random/boot_id").decode().strip()
+    return f"{boot_id or socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
 
 
 def start_time(pid: int) -> int | None:
@@ -63,10 +62,15 @@ def start_time(pid: int) -> int | None:
     return None if fields is None or fields[0] in "ZX" else int(fields[19])
 
 
-def state(pid: int, thread: int | None = None) -> str:
+def state(pid: int) -> str:
     """R runs, S sleeps, D waits for a disk, T is stopped, …; X if there is no such process."""
-    fields = _stat(f"/proc/{pid}" if thread is None else f"/proc/{pid}/task/{thread}")
+    fields = _stat(f"/proc/{pid}")
     return "X" if fields is None else fields[0]
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; false also for one whose parent has not reaped it."""
+    return state(pid) not in "ZX"
 
 
 def is_stopped(pid: int) -> bool:
@@ -76,11 +80,33 @@ def is_stopped(pid: int) -> bool:
 
 def name(pid: int) -> str:
     """Name of a process, as `ps` shows it."""
-    try:
-        with open(f"/proc/{pid}/comm") as file:
-            return file.read().strip()
-    except OSError:
-        return ""
+    return _read(f"/proc/{pid}/comm").decode(errors="replace").strip()
+
+
+def set_name(name: str) -> None:
+    """Set the name of this process, which `ps` and `top` show."""
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write(name)
+
+
+def command_line(pid: int) -> list[str]:
+    """Command line of a process; [] if there is no such process."""
+    return os.fsdecode(_read(f"/proc/{pid}/cmdline")).split("\0")[:-1]
+
+
+def program(pid: int) -> str:
+    """The module (`python -m`) or the name of the script that a Python process runs, if any."""
+    words = iter(command_line(pid)[1:])
+    for word in words:
+        if re.fullmatch("-[a-zA-Z]*m", word):
+            return next(words, "")
+        if re.fullmatch("-[a-zA-Z]*c", word):
+            return ""
+        if word in ("-W", "-X"):
+            next(words, "")
+        elif not word.startswith("-"):
+            return os.path.basename(word)
+    return ""
 
 
 def parent(pid: int) -> int:
@@ -94,21 +120,15 @@ def children(pid: int) -> list[int]:
     found: list[int] = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{pid}/task"):
-            with contextlib.suppress(OSError), open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
+            found += map(int, _read(f"/proc/{pid}/task/{thread}/children").split())
     return found
 
 
 def describe_process(pid: int) -> str:
     """State of a process as /proc shows it, for one that cannot report itself."""
-    parts = []
-    for entry in ("status", "wchan", "syscall", "stack"):
-        try:
-            with open(f"/proc/{pid}/{entry}") as file:
-                parts.append(f"/proc/{pid}/{entry}:\n{file.read().strip()}\n")
-        except OSError as error:
-            parts.append(f"/proc/{pid}/{entry}: {error.strerror}\n")
-    return "\n".join(parts)
+    paths = [f"/proc/{pid}/{entry}" for entry in ("status", "wchan", "syscall", "stack")]
+    return "\n".join(f"{path}:\n{_read(path).decode(errors='replace').strip()}\n"
+                     for path in paths)
 
 
 def read_memory(pid: int, name: str) -> bytes | None:
@@ -124,42 +144,34 @@ def read_memory(pid: int, name: str) -> bytes | None:
 
 def kill(pid: int, started: int) -> bool:
     """SIGKILL a process if its start time is `started`; returns whether it was."""
-    try:
+    with contextlib.suppress(OSError):  # it has ended
         descriptor = os.pidfd_open(pid)
-    except OSError:
-        return False
-    try:
-        if start_time(pid) != started:
-            return False
-        signal.pidfd_send_signal(descriptor, signal.SIGKILL)
-    except ProcessLookupError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
+        try:
+            if start_time(pid) == started:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+                return True
+        finally:
+            os.close(descriptor)
+    return False
 
 
 class Activity:
-    """Activity of a process and its children, or of one thread: processor time, reads and writes.
+    """Processor time, reads and writes of a process and its children, or of one thread."""
 
-    Args:
-        thread: look only at this thread of the process.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(
-        self, pid: int, *, thread: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._pid, self._thread, self._clock = pid, thread, clock
-        self._at_s = clock()
+    def __init__(self, pid: int, *, thread: int | None = None) -> None:
+        self._pid, self._thread = pid, thread
+        self._at_s, self._active_s = time.monotonic(), -math.inf
         self._cpu_s, self._bytes, _ = self._used()
 
+    def quiet_s(self) -> float:
+        """Look, and return for how long no activity was seen; inf: in no look so far."""
+        if self.seen():
+            self._active_s = self._at_s
+        return time.monotonic() - self._active_s
+
     def seen(self) -> bool:
-        """Whether there was activity since the last look; looks within 0.5 s count as one.
-        Always true on systems without /proc."""
-        if not os.path.exists("/proc/self/stat"):
-            return True
-        now = self._clock()
+        """Whether there was activity since the last look; looks within 0.5 s count as one."""
+        now = time.monotonic()
         if now - self._at_s < 0.5:
             return False
         cpu_s, count, blocked = self._used()
@@ -172,14 +184,12 @@ class Activity:
         """(processor time in seconds, bytes read and written, whether it waits for a disk)."""
         if self._thread is not None:
             return _used(f"/proc/{self._pid}/task/{self._thread}", with_dead=False)
-        total, count, blocked = 0.0, 0, False
-        waiting = [self._pid]
-        while waiting:
-            pid = waiting.pop()
-            one = _used(f"/proc/{pid}", with_dead=True)
-            total, count, blocked = total + one[0], count + one[1], blocked or one[2]
-            waiting += children(pid)
-        return total, count, blocked
+        pids = [self._pid]
+        for pid in pids:
+            pids += children(pid)  # which the loop then visits too
+        found = [_used(f"/proc/{pid}", with_dead=True) for pid in pids]
+        return (sum(cpu_s for cpu_s, _, _ in found), sum(count for _, count, _ in found),
+                any(blocked for _, _, blocked in found))
 
 
 def _used(place: str, *, with_dead: bool) -> tuple[float, int, bool]:
@@ -188,17 +198,20 @@ def _used(place: str, *, with_dead: bool) -> tuple[float, int, bool]:
         return 0.0, 0, False
     # utime and stime, plus those of children that have ended.
     ticks = sum(map(int, fields[11:15] if with_dead else fields[11:13]))
-    count = 0
-    with contextlib.suppress(OSError), open(f"{place}/io") as file:
-        lines = dict(line.split(": ") for line in file.read().splitlines())
-        count = sum(int(lines[key]) for key in ("rchar", "wchar", "read_bytes"))
+    lines = [line.split(b": ") for line in _read(f"{place}/io").splitlines()]
+    count = sum(int(value) for key, value in lines if key in (b"rchar", b"wchar", b"read_bytes"))
     return ticks / _TICKS, count, fields[0] == "D"
 
 
 def _stat(place: str) -> list[str] | None:
     """Fields of a stat file from the state on; None: no such process."""
+    return _read(f"{place}/stat").decode(errors="replace").rpartition(")")[2].split() or None
+
+
+def _read(path: str) -> bytes:
+    """Content of a file of /proc; empty if it cannot be read, or there is no such process."""
     try:
-        with open(f"{place}/stat") as file:
-            return file.read().rpartition(")")[2].split()
+        with open(path, "rb") as file:
+            return file.read()
     except OSError:
-        return None
+        return b""

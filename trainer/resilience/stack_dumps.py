@@ -14,22 +14,15 @@ from pathlib import Path
 from trainer.resilience import processes
 
 FOLDER = "stacks"
-WORKER = "loader "
-"""Prefix of a loader worker's process name."""
-
-DUMPS = "trainer-stacks"
-"""Name of the memory file to which a worker writes its stacks on SIGUSR2."""
-
-WORKER_S = 1.0
-"""Seconds that a worker may take to write them."""
+WORKER = "loader "  # prefix of a loader worker's process name
+DUMPS = "trainer-stacks"  # memory file to which a worker writes its stacks on SIGUSR2
+WORKER_S = 1.0  # seconds that a worker may take to write them
 
 
 def prepare_worker(number: int) -> None:
     """In a loader worker: set the process name, and write all stacks on SIGUSR2."""
-    if hasattr(os, "memfd_create"):
-        faulthandler.register(signal.SIGUSR2, file=os.memfd_create(DUMPS), all_threads=True)
-        with open("/proc/self/comm", "w") as file:
-            file.write(f"{WORKER}{number}")
+    faulthandler.register(signal.SIGUSR2, file=os.memfd_create(DUMPS), all_threads=True)
+    processes.set_name(f"{WORKER}{number}")
 
 
 def own_threads() -> str:
@@ -43,39 +36,35 @@ def own_threads() -> str:
     return text
 
 
-def workers() -> dict[int, str]:
-    """Pid → name of this process's loader workers."""
-    named = {pid: processes.name(pid) for pid in processes.children(os.getpid())}
-    return {pid: name for pid, name in named.items() if name.startswith(WORKER)}
-
-
 def worker_stacks() -> tuple[str, list[str]]:
     """(stacks of this process's loader workers, reasons why they block it)."""
-    from torch.utils.data._utils import fetch
+    from trainer.torch_private import loader_fetch_file  # imports torch
 
     dumps, reasons = [], []
-    for pid, name in workers().items():
+    for pid in processes.children(os.getpid()):
+        name = processes.name(pid)
+        if not name.startswith(WORKER):
+            continue
         if processes.is_stopped(pid):
             reasons.append(f"its {name} (pid {pid}) is stopped")
             dumps.append(f"{name} (pid {pid}) is stopped\n{processes.describe_process(pid)}")
             continue
-        if processes.state(pid) in "ZX":  # with code 0, which torch notices after 5 s
+        if not processes.is_alive(pid):  # with code 0, which torch notices after 5 s
             reasons.append(f"its {name} (pid {pid}) has ended (os._exit, or a library's)")
             continue
         text = _ask(pid)
-        if fetch.__file__ in text:  # inside the data set, not waiting for work
+        if loader_fetch_file() in text:  # inside the data set, not waiting for work
             reasons.append(f"its {name} (pid {pid}) is still reading")
         dumps.append(f"{name} (pid {pid}):\n{text or processes.describe_process(pid)}")
     return "\n".join(dumps), reasons
 
 
-def write(folder: Path, *, attempt: int, rank: int, text: str) -> Path:
-    """Append to the stack file of a rank; returns its path."""
+def write(folder: Path, *, attempt: int, rank: int, text: str) -> None:
+    """Append to the stack file of a rank."""
     path = folder / FOLDER / f"attempt-{attempt}-rank-{rank}.txt"
     path.parent.mkdir(exist_ok=True)
     with path.open("a") as file:
         file.write(text)
-    return path
 
 
 def _ask(pid: int) -> str:

@@ -15,56 +15,41 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn
 
+from trainer.resilience import processes
+
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 """Each of these, sent to the launcher or to a rank, requests that the run saves and stops."""
-LAST_S = 60.0
-"""Time limit of the last part of a stop, in seconds: it may include a save."""
-
-ORPHAN_LIMIT_S = 4.0
-"""Seconds that a rank has to save after its launcher is gone."""
+LAST_S = 60.0  # time limit of the last part of a stop, in seconds: it may include a save
+ORPHAN_LIMIT_S = 4.0  # seconds that a rank has to save after its launcher is gone
 
 
 class StopSignals:
-    """A flag that signals set. Any number of signals is one request; a second SIGINT exits at
-    once.
+    """A flag that signals set: any number is one request, but a second SIGINT exits at once. A
+    thread handles it, so that the request counts from the signal on, also while the main thread
+    runs C code: the thread ends the process if nothing has to be saved, or when the time is up."""
 
-    A thread handles it, so that the request counts from the signal on, also while the main thread
-    runs C code: the thread ends the process if nothing has to be saved, or when the time is up.
-
-    Args:
-        clock: seconds, monotonic.
-
-    Attributes:
-        senders: after `shield`, the number of signals by sending process.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self) -> None:
         self.requested = False
         self.reason = ""
         self.since_s = 0.0
         self.senders: Counter[int] = Counter()
-        self._clock = clock
-        self._numbers: set[signal.Signals] = set()
+        """After `shield`: number of signals by sending process."""
         self._interrupts = 0
-        self._wake_reader, self._wake_writer = os.pipe()
-        os.set_blocking(self._wake_writer, False)
+        self._wake_reader = self._wake_writer = -1  # of a pipe, from `install` on
         self._grace_s = math.inf
         self._late: Callable[[], int] = lambda: 1
         self._idle: Callable[[], bool] = lambda: False
         self._leave: Callable[[], int] = lambda: 1
         self._leaving = threading.Lock()
-        self._before: dict[int, Any] = {}  # handlers
+        self._before: dict[signal.Signals, Any] = {}  # handled signal → its handler before
         self._wakeup_before = -1
         self._taker: threading.Thread | None = None
         self._over = False
 
     def install(self) -> None:
         """Handle the signals from now on. Call it early, before torch is imported."""
-        for number in STOP_SIGNALS:
-            # `nohup` ignores SIGHUP so that the run outlives its terminal: keep that.
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._handle)
-                self._numbers.add(number)
+        self._wake_reader, self._wake_writer = wakeup_pipe()
+        self._before = handle_stop_signals(self._handle)
         # Python's handlers wait for the main thread; the signal itself writes to this.
         self._wakeup_before = signal.set_wakeup_fd(self._wake_writer, warn_on_full_buffer=False)
         os.register_at_fork(after_in_child=lambda: self._over or signal.set_wakeup_fd(-1))
@@ -84,18 +69,11 @@ class StopSignals:
         for number, handler in self._before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
-    def close(self) -> None:
-        """Close the descriptors of an object that was never installed."""
-        for descriptor in (self._wake_reader, self._wake_writer):
-            os.close(descriptor)
-
     def shield(self) -> None:
-        """Receive the signals in a thread, which sees who sends them.
-
-        Main thread only. Processes started from now on (compilers, loader workers) have the
-        signals blocked: they survive a signal to the whole process group.
-        """
-        if self._taker is None and self._numbers:  # signals with another handler are not shielded
+        """Receive the signals in a thread, which sees who sends them. Main thread only. Processes
+        started from now on (compilers, loader workers) have the signals blocked: they survive a
+        signal to the whole process group."""
+        if self._taker is None and self._before:  # signals with another handler are not shielded
             signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
             self._taker = threading.Thread(target=self._take, name="stop-signals", daemon=True)
             self._taker.start()
@@ -103,7 +81,7 @@ class StopSignals:
     def request(self, reason: str) -> None:
         """Request a stop at the next step boundary."""
         if not self.requested:
-            self.reason, self.since_s = reason, self._clock()
+            self.reason, self.since_s = reason, time.monotonic()
             self.requested = True
             self._wake()
 
@@ -112,21 +90,14 @@ class StopSignals:
         return self.requested and set(self.senders) == {process}
 
     def limit(self, grace_s: float, late: Callable[[], int]) -> None:
-        """End the process if a stop takes longer than `grace_s` seconds from the signal on.
-
-        Args:
-            late: called before, in a thread; returns the exit code.
-        """
+        """End the process if a stop takes longer than `grace_s` seconds from the signal on. `late`
+        is called before, in a thread; it returns the exit code."""
         self._grace_s, self._late = grace_s, late
         self._wake()
 
     def leave_when(self, idle: Callable[[], bool], leave: Callable[[], int]) -> None:
-        """End the process at once if a stop is requested and there is nothing to save.
-
-        Args:
-            idle: returns whether there is nothing to save.
-            leave: called before, in a thread; returns the exit code.
-        """
+        """End the process as soon as a stop is requested and there is nothing to save (`idle`).
+        `leave` is called before, in a thread; it returns the exit code."""
         self._idle, self._leave = idle, leave
         self._wake()
 
@@ -143,10 +114,8 @@ class StopSignals:
     def watch(self, descriptor: int, who: str, *, gone: bool = False) -> None:
         """Request a stop when `descriptor` (a pidfd or a pipe) shows that `who` is gone, or at once
         if `gone`; end the process `ORPHAN_LIMIT_S` later, so that no orphan stays."""
-        thread = threading.Thread(
-            target=self._watch, args=(descriptor, who, gone), name="launcher-watch", daemon=True
-        )
-        thread.start()
+        threading.Thread(target=self._watch, args=(descriptor, who, gone), name="launcher-watch",
+                         daemon=True).start()
 
     def _watch(self, descriptor: int, who: str, gone: bool) -> None:
         poll = select.poll()
@@ -162,7 +131,7 @@ class StopSignals:
 
     def _take(self) -> None:
         while True:
-            info = signal.sigwaitinfo(self._numbers)
+            info = signal.sigwaitinfo(self._before)
             if self._over:
                 return
             self.senders[info.si_pid] += 1
@@ -170,22 +139,27 @@ class StopSignals:
 
     def _attend(self) -> None:
         while not self._over:
-            left_s = self.since_s + self._grace_s - self._clock() if self.requested else math.inf
+            left_s = self.since_s + self._grace_s - time.monotonic() if self.requested else math.inf
             if is_readable(self._wake_reader, left_s):
-                for number in os.read(self._wake_reader, 512):
-                    if number not in self._numbers:  # 0, or a signal of others (SIGCHLD)
-                        continue
-                    self._interrupts += number == signal.SIGINT
-                    if self._interrupts > 1:
-                        os._exit(128 + signal.SIGINT)
-                    self.request(signal.Signals(number).name)
-            elif self.requested and self._clock() - self.since_s >= self._grace_s:
+                for number in self._read_signals():
+                    if number in self._before:  # not 0, or a signal of others (SIGCHLD)
+                        self.request(signal.Signals(number).name)
+            elif self.requested and time.monotonic() - self.since_s >= self._grace_s:
                 self._end(self._late)
             self.leave_if_idle()
 
+    def _read_signals(self) -> bytes:
+        """Numbers of the signals since the last call; exits at the second SIGINT."""
+        numbers = drain(self._wake_reader)
+        self._interrupts += numbers.count(signal.SIGINT)
+        if self._interrupts > 1:
+            os._exit(128 + signal.SIGINT)
+        return numbers
+
     def _wake(self, number: int = 0) -> None:
-        with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is awake
-            os.write(self._wake_writer, bytes([number]))
+        if self._wake_writer >= 0:
+            with contextlib.suppress(BlockingIOError):  # the pipe is full: the thread is awake
+                os.write(self._wake_writer, bytes([number]))
 
     def _end(self, last: Callable[[], int]) -> NoReturn:
         with self._leaving:  # a second thread waits here for the end
@@ -199,36 +173,54 @@ class StopSignals:
 
             thread = threading.Thread(target=run, name="stop-last", daemon=True)
             thread.start()
-            deadline_s = self._clock() + LAST_S
-            while thread.is_alive() and self._clock() < deadline_s:
+            deadline_s = time.monotonic() + LAST_S
+            while thread.is_alive() and time.monotonic() < deadline_s:
                 if is_readable(self._wake_reader, 0.05):
-                    self._interrupts += os.read(self._wake_reader, 512).count(signal.SIGINT)
-                    if self._interrupts > 1:
-                        os._exit(128 + signal.SIGINT)
+                    self._read_signals()
             os._exit(codes[0] if codes else 1)
 
 
 def attend() -> StopSignals:
-    """Install a rank's stop request: signals set it, and under torchrun the end of torchrun.
-
-    Call it before heavy imports: they take seconds, in which torchrun may be killed, and an orphan
-    that does not notice would join the store of the next start.
-    """
+    """Install a rank's stop request: signals set it, and under torchrun the end of torchrun. Call
+    it before heavy imports: they take seconds, in which torchrun may be killed, and an orphan that
+    does not notice would join the store of the next start."""
     stop = StopSignals()
     stop.install()
     if "TORCHELASTIC_RUN_ID" in os.environ and "TRAINER_LAUNCH" not in os.environ:
         stop.shield()  # torchrun signals whole process groups, not only to stop
         parent = os.getppid()
-        stop.watch(process_descriptor(parent), "the launcher", gone=parent == 1 and _is_init())
+        stop.watch(os.pidfd_open(parent), "the launcher", gone=parent == 1 and _is_init())
     return stop
 
 
 def _is_init() -> bool:
     """Whether process 1, the parent of orphans, is certainly not torchrun."""
-    with contextlib.suppress(OSError), open("/proc/1/cmdline", "rb") as file:
-        words = file.read()
-        return b"python" not in words and b"torch" not in words
-    return False
+    words = " ".join(processes.command_line(1))
+    return bool(words) and "python" not in words and "torch" not in words
+
+
+def handle_stop_signals(
+    handler: Callable[[int, FrameType | None], None],
+) -> dict[signal.Signals, Any]:
+    """Install a handler of the stop signals; returns the handlers that it replaces."""
+    # `nohup` ignores SIGHUP so that the run outlives its terminal: keep that.
+    return {number: signal.signal(number, handler) for number in STOP_SIGNALS
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN}
+
+
+def wakeup_pipe() -> tuple[int, int]:
+    """A pipe for `signal.set_wakeup_fd`: neither end blocks."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    os.set_blocking(writer, False)
+    return reader, writer
+
+
+def drain(descriptor: int) -> bytes:
+    """Read what is in a pipe that does not block."""
+    with contextlib.suppress(BlockingIOError):
+        return os.read(descriptor, 4096)
+    return b""
 
 
 def is_readable(descriptor: int, timeout_s: float) -> bool:
@@ -237,8 +229,3 @@ def is_readable(descriptor: int, timeout_s: float) -> bool:
     poll = select.poll()
     poll.register(descriptor, select.POLLIN)
     return bool(poll.poll(min(1000 * max(0.0, timeout_s), 2.0**31 - 1)))
-
-
-def process_descriptor(pid: int) -> int:
-    """A descriptor that becomes readable when a process ends."""
-    return os.pidfd_open(pid)

@@ -14,39 +14,36 @@ from __future__ import annotations
 import math
 import os
 import select
+import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any
 
-from trainer.distributed.waits import WaitsFor
+from trainer.distributed.waits import WaitsFor, waits_for
 from trainer.distributed.world import World
 from trainer.resilience import processes
 from trainer.resilience.hang_detection import (
-    MainThreadActivity,
     Pace,
-    Patience,
     Peer,
+    QuietTime,
     RankReport,
-    WriterActivity,
     find_hang,
+    find_writer,
     name_place,
     patience,
-    saving_patience,
 )
 from trainer.resilience.hang_response import Alarm
-from trainer.resilience.heartbeats import Heartbeats, Times, own_identity
-from trainer.resilience.progress_marks import ProgressMarks
+from trainer.resilience.heartbeats import Heartbeats, own_identity
+from trainer.resilience.progress_marks import Place, ProgressMarks
 from trainer.resilience.stop_signals import is_readable
 from trainer.telemetry.events import Log
+from trainer.telemetry.status import Phase
+from trainer.telemetry.step_timing import StepTiming
 
 TICK_S = 1.0
-LEAST_SILENCE_S = 2.0
-"""A heartbeat that is missing for less may just be late."""
-
-LEAVE_S = 1.5
-"""From a peer's end until this thread saves and leaves in place of the main thread."""
+LEAST_SILENCE_S = 2.0  # a heartbeat that is missing for less may just be late
+LEAVE_S = 1.5  # from a peer's end until this thread saves and leaves in place of the main thread
 
 
 class Watchdog:
@@ -55,40 +52,30 @@ class Watchdog:
     Args:
         limit_s: limit inside steps; None: learn it.
         start_s: limit while the rank builds and warms up; None: a long one.
-        clock: seconds, monotonic, of the host.
-        tell: called with the event that names the culprit.
-
-    Attributes:
-        marks: progress marks of this rank; the parts of the run pass them.
-        in_flight: returns the step that the checkpoint writer saves, or None.
     """
 
     def __init__(
-        self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None,
-        clock: Callable[[], float] = time.monotonic,
-        tell: Callable[[dict[str, Any]], None] = lambda event: None,
-    ) -> None:  # fmt: skip
-        self.marks = ProgressMarks(log.status, clock)
-        self.in_flight: Callable[[], int | None] = lambda: None
-        self._world, self._log, self._clock = world, log, clock
+        self, world: World, log: Log, *, limit_s: float | None, start_s: float | None = None
+    ) -> None:
+        self.marks = ProgressMarks(log.status)
+        self._in_flight: Callable[[], int | None] = lambda: None
+        self._world, self._log = world, log
         self._pace, self._start_s = Pace(limit_s), start_s
         self._tick_s = TICK_S if limit_s is None else min(TICK_S, max(0.05, limit_s / 5))
         self._identity = own_identity(os.getpid())
-        self._alarm = Alarm(world, log, self.marks, identity=self._identity, tick_s=self._tick_s,
-                            clock=clock, tell=tell)
+        self._alarm = Alarm(world, log, self.marks, self._identity, self._tick_s)
         self._woken, self._wake = os.pipe()
         self._resumed_s = -math.inf
-        self._doing = MainThreadActivity(threading.get_ident(), clock)
-        self._writing = WriterActivity(clock)
+        self._main_thread = threading.get_ident()
+        self._main_quiet, self._writer_quiet = QuietTime(), QuietTime(find_writer)
+        self._saving = (-1, 0.0)  # the step of the save in flight, and when it was first seen
         self._others: dict[int, processes.Activity] = {}
 
     def __enter__(self) -> Watchdog:
         if self._world.store is not None:
-            self._alarm.beats = Heartbeats(
+            self._alarm.use(Heartbeats(
                 self._world.store.clone(), rank=self._world.rank, size=self._world.size,
-                identity=self._identity, report=self._look(self._clock()), tick_s=self._tick_s,
-                clock=self._clock,
-            )  # fmt: skip
+                identity=self._identity, report=self._look(time.monotonic()), tick_s=self._tick_s))
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
         self._thread.start()
         return self
@@ -100,14 +87,20 @@ class Watchdog:
             for descriptor in (self._woken, self._wake):
                 os.close(descriptor)
 
-    def rescue_with(self, rescue: Callable[[], bool]) -> None:
-        """Set how to save in place of the main thread; it returns whether it could."""
-        self._alarm.rescue = rescue
+    def guard(
+        self, rescue: Callable[[], bool], in_flight: Callable[[], int | None], times: StepTiming
+    ) -> None:
+        """Guard a run from now on.
 
-    def gather(self, times: Times) -> None:
-        """Send these times to rank 0 with the heartbeats."""
+        Args:
+            rescue: saves in place of the main thread; returns whether it could.
+            in_flight: returns the step that the checkpoint writer saves, or None.
+            times: sent to rank 0 with the heartbeats.
+        """
+        self._in_flight = in_flight
+        self._alarm.rescue_with(rescue)
         if self._alarm.beats is not None:
-            self._alarm.beats.times = times
+            self._alarm.beats.gather(times)
 
     def stop(self) -> None:
         """Call it when the main thread leaves by itself. Blocks while the watchdog saves and leaves
@@ -128,12 +121,12 @@ class Watchdog:
         poll.register(self._woken, select.POLLIN)
         for descriptor in connections:
             poll.register(descriptor, select.POLLRDHUP)
-        last_s = self._clock()
+        last_s = time.monotonic()
         try:
             ended: list[tuple[int, int]] = []
-            while not alarm.stopped and not ended and alarm.lasts(self._clock()):
+            while not alarm.stopped and not ended and alarm.lasts(time.monotonic()):
                 ended = poll.poll(1000 * self._tick_s)
-                now = self._clock()
+                now = time.monotonic()
                 if now - last_s > 3 * self._tick_s + 1:  # this process was stopped, or its host
                     self._resumed_s = now
                     if alarm.beats is not None:
@@ -148,11 +141,11 @@ class Watchdog:
 
     def _wait_for_main_thread(self) -> None:
         """Peers are gone: wait for the main thread to leave, else leave in its place."""
-        lost_s = self._clock()
+        lost_s = time.monotonic()
         self.marks.report_lost_peer()
         while not self._alarm.stopped:
             is_readable(self._woken, min(LEAVE_S, max(0.2, self._tick_s)))
-            waited_s = self._clock() - lost_s
+            waited_s = time.monotonic() - lost_s
             if waited_s >= LEAVE_S:
                 self._alarm.leave(late=waited_s > self._alarm.late_s)
 
@@ -161,8 +154,7 @@ class Watchdog:
         beats, silent_s = self._alarm.beats, 0.0
         peers: dict[int, Peer] = {}
         if beats is not None:
-            beats.report = own
-            beats.listening = own.waits and own.idle_s > limit_s / 2
+            beats.update(own, listening=own.waits and own.idle_s > limit_s / 2)
             if beats.alarm is not None:
                 self._alarm.follow(beats.alarm, own)
                 return
@@ -171,30 +163,42 @@ class Watchdog:
         hang = find_hang(
             self._world.rank, own, peers, limit_s=max(limit_s, LEAST_SILENCE_S),
             store_silent_s=silent_s, store_host=0 if self._world.launch.hosts_store else None,
-        )  # fmt: skip
+        )
         if hang is not None:
             self._alarm.sound(hang, own, limit_s)
 
     def _look(self, now: float) -> RankReport:
         """Report what this rank does."""
-        phase, main = self._log.status.phase, self.marks.main
+        phase, main, whom = self._log.status.phase, self.marks.main, WaitsFor.NOBODY
         limit_s = self._pace.see(main, phase, now)
-        step = self.in_flight()
-        if step is not None:
-            place, quiet_s = self._writing.look(self.marks.writer, step, limit_s)
-            idle_s = now - max(place.at_s, self._resumed_s)
-            if _is_over(saving_patience(limit_s), idle_s, min(idle_s, quiet_s)):
-                return RankReport(phase=str(place.point), step=step, idle_s=round(idle_s, 1),
-                                  waits=False, over=True)
+        step = self._in_flight()
+        if step is not None and (stuck := self._look_at_writer(step, now, limit_s)) is not None:
+            return stuck
         idle_s = now - max(main.at_s, self._resumed_s)
-        whom, busy_s = self._doing.look(main, idle_s > limit_s / 4)
+        quiet_s = self._main_quiet.measure(idle_s, limit_s)
+        if idle_s > limit_s / 4:
+            frame = sys._current_frames().get(self._main_thread)
+            whom = waits_for(self._main_thread, frame)
         allowed = patience(phase, main.point, limit_s, self._start_s)
-        over = whom not in (WaitsFor.WRITER, WaitsFor.PERSON) and _is_over(
-            allowed, idle_s, min(idle_s, now - busy_s))
         return RankReport(
-            phase=name_place(phase, main.point), step=main.step, idle_s=round(idle_s, 1), over=over,
+            phase=name_place(phase, main.point), step=main.step, idle_s=round(idle_s, 1),
             waits=whom is WaitsFor.PEERS and self._world.size > 1, flag=allowed.flag,
-        )  # fmt: skip
+            over=whom not in (WaitsFor.WRITER, WaitsFor.PERSON)
+            and allowed.is_exceeded(idle_s, quiet_s))
+
+    def _look_at_writer(self, step: int, now: float, limit_s: float) -> RankReport | None:
+        """Report the save of this step if it exceeds a time limit."""
+        if step != self._saving[0]:
+            self._saving = (step, now)
+        mark = self.marks.writer
+        if not mark.point or mark.step != step:  # of an earlier save
+            mark = Place(Phase.SAVE_BEGIN, *self._saving)
+        idle_s = now - max(mark.at_s, self._resumed_s)
+        quiet_s = self._writer_quiet.measure(idle_s, limit_s)
+        if not patience(Phase.SAVE, None, limit_s).is_exceeded(idle_s, quiet_s):
+            return None
+        return RankReport(phase=str(mark.point), step=step, idle_s=round(idle_s, 1), waits=False,
+                          over=True)
 
     def _listen(self, beats: Heartbeats) -> None:
         """Count processor time as a sign of life of the ranks on this host: code that holds the
@@ -206,10 +210,6 @@ class Watchdog:
             if who.host != self._identity.host:
                 continue
             if peer not in self._others:
-                self._others[peer] = processes.Activity(who.pid, clock=self._clock)
+                self._others[peer] = processes.Activity(who.pid)
             elif self._others[peer].seen() and not processes.is_stopped(who.pid):
                 beats.note_alive(peer)
-
-
-def _is_over(allowed: Patience, idle_s: float, quiet_s: float) -> bool:
-    return quiet_s > allowed.quiet_s or idle_s > allowed.idle_s

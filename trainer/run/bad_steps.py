@@ -13,33 +13,33 @@ from trainer.checkpoint.restore import find_checkpoint
 from trainer.data import batch as batches
 from trainer.data.map_dataset import MicroBatch
 from trainer.distributed.world import World
-from trainer.errors import NonFinite, RanksDiffer
+from trainer.errors import NonFinite, RanksDiffer, listed
 from trainer.optim.bad_step_check import BAD_REASONS, NONFINITE
+from trainer.run.recorders import reopen
 from trainer.run.run import Run
 from trainer.step import Step, StepResult
 from trainer.telemetry.status import Phase
 
 SHOWN = 8
-"""Maximal number of names in a message."""
+"""Maximal number of causes in a message."""
 SQUARED = math.sqrt(torch.finfo(torch.float32).max)
 """Largest value with a finite square."""
 
 
 def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[dict[str, Any]]:
-    """Collective. Find the micro-batches that made the last step bad.
+    """Collective. Find the micro-batches of all ranks that made the last step bad.
 
-    These are the micro-batches whose loss was not finite. If all losses were finite, each
-    micro-batch is computed again, and those whose gradients or buffers are not finite count.
+    These are the ones whose loss was not finite. If all losses were finite, each micro-batch is
+    computed again, and those whose gradients or buffers are not finite count. There are none if
+    the computation is finite now: then the hardware or an injected fault was the cause.
 
     Args:
         window: this rank's micro-batches of the step, on the host.
 
     Returns:
-        A dict for each micro-batch of all ranks: "rank", "micro_batch", "samples" (indices),
-        "loss" (as text, since NaN is no JSON number), "buffers" (names of buffers that the forward
-        left non-finite), and "input" (samples with non-finite values; if "buffers" is not empty,
-        samples with values that have no finite square). Empty if the computation is finite now:
-        then the hardware or an injected fault was the cause.
+        for each: "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON
+        number), "buffers" (names of those that the forward left non-finite), and "input" (samples
+        with non-finite values, or, with "buffers", with values that have no finite square).
     """
     losses = [float(total) for total in step.objective.accumulator.totals]
     bad: dict[int, list[str]] = {
@@ -59,42 +59,37 @@ def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[
 
 def bad_parameters(step: Step) -> list[str]:
     """Names of the parameters with non-finite reduced gradients; equal on all ranks."""
-    return [name for name, parameter in step.model.named_parameters()
+    return [name for name, parameter in step.compute.model.named_parameters()
             if parameter.grad is not None
             and not bool(torch.isfinite(parameter.grad.to_dense()).all())]
 
 
 def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters: Sequence[str],
                       trainable: int, *, count: float = 1.0) -> str:
-    """Describe the cause of a bad step and a remedy.
-
-    Args:
-        reason: why the update was skipped (see `bad_step_check`).
-        count: divisor of the loss of the whole step.
-    """
+    """Describe the cause of a bad step and a remedy; `count` divides the loss of the step."""
     if reason != NONFINITE:
         return "the loss is far above the recent ones (--nonfinite.spike-z)"
     parts = []
     for cause in causes[:SHOWN]:
-        place = (f"micro-batch {cause['micro_batch']} (samples {_listed(cause['samples'])})"
+        place = (f"micro-batch {cause['micro_batch']} (samples {listed(cause['samples'])})"
                  if cause["samples"] else "an empty micro-batch, which must change no buffer"
                  if cause["buffers"] else
                  "an empty micro-batch: the loss of 0 samples must be 0")
         what = (f"loss {cause['loss']}" if not math.isfinite(float(cause["loss"]))
-                else f"its forward makes {_listed(cause['buffers'])} non-finite"
+                else f"its forward makes {listed(cause['buffers'])} non-finite"
                 if cause["buffers"] else "the gradient is not finite")
         parts.append(f"{what} on rank {cause['rank']}, {place}")
         if cause["input"]:
             parts.append(("values without a finite square" if cause["buffers"] else
                           "the input was already non-finite")
-                         + f": samples {_listed(cause['input'])}")
+                         + f": samples {listed(cause['input'])}")
     if not causes and not 0 < count < math.inf:
         parts.append(f"the sum of Outcome.count over all micro-batches, which divides the loss, is "
                      f"{count:g}; return the number of summed values in the task's loss")
     elif not causes:
         parts.append("the same computation is finite now, so data and weights are not the cause")
     which = "all" if len(parameters) == trainable else str(len(parameters))
-    some = "" if len(parameters) == trainable else f": {_listed(parameters)}"
+    some = "" if len(parameters) == trainable else f": {listed(parameters)}"
     if parameters:
         parts.append(f"gradients not finite: {which} of {trainable} parameters{some}")
     if any(cause["input"] for cause in causes):
@@ -112,17 +107,16 @@ def describe_bad_step(reason: str, causes: Sequence[dict[str, Any]], parameters:
 def _recompute(
     step: Step, window: Sequence[MicroBatch], *, keeps_buffers: bool
 ) -> dict[int, list[str]]:
-    """Compute micro-batches again; index → non-finite buffers of those that are bad.
-
-    A micro-batch is bad if its gradients or buffers are not finite. Every rank computes all its
-    micro-batches, so that collectives in the forward pair up.
+    """Compute micro-batches again: index → non-finite buffers of each bad one, which has such
+    buffers or gradients. Every rank computes all of its own, so that collectives pair up.
 
     Args:
         keeps_buffers: the step takes its buffers from this rank, so those of an empty micro-batch
             count too.
     """
     parameters, bad = step.parameters, {}
-    step.buffers.keep()
+    buffers = step.boundary.buffers
+    buffers.keep()
     try:
         for i, micro in enumerate(window):
             step.optimizer.zero_grad(set_to_none=True)  # avoid memory for a second set of gradients
@@ -130,18 +124,18 @@ def _recompute(
             spec = dataclasses.replace(micro.spec, last=False)
             step.forward_backward(MicroBatch(spec, batch), rehearsal=True)
             gradients = [p.grad for p in parameters if p.grad is not None]
-            buffers = step.buffers.nonfinite_names() if micro.samples or keeps_buffers else []
-            if buffers or not all(bool(torch.isfinite(g.to_dense()).all()) for g in gradients):
-                bad[i] = buffers
-            step.buffers.put_back()
+            names = buffers.nonfinite_names() if micro.samples or keeps_buffers else []
+            if names or not all(bool(torch.isfinite(g.to_dense()).all()) for g in gradients):
+                bad[i] = names
+            buffers.put_back()
     finally:  # if a peer dies in the meantime, this step boundary may be saved
-        step.buffers.put_back()
+        buffers.put_back()
         step.objective.forget()
     return bad
 
 
 def _beyond(micro: MicroBatch, limit: float) -> list[int]:
-    """Indices of the samples with a value in the batch that is not below the limit."""
+    """Indices of the samples with a value that is not below the limit."""
     indices = micro.spec.indices
     found = set()
     for tensor in batches.tensors(micro.batch):
@@ -152,35 +146,28 @@ def _beyond(micro: MicroBatch, limit: float) -> list[int]:
     return sorted(found)
 
 
-def _listed(names: Sequence[Any]) -> str:
-    return ", ".join(map(str, names[:SHOWN])) + (", …" if len(names) > SHOWN else "")
-
-
 MAX_MISMATCHES = 4
 """Number of consecutive mismatches in the same steps that are no longer a transient fault."""
 
 
 def report_skipped_step(run: Run, result: StepResult) -> None:
-    """Collective. Report a step without an update, and roll back after too many consecutive ones.
-
-    Raises:
-        NonFinite: more than --nonfinite.max-total bad steps.
-    """
+    """Collective. Report a step without an update, and roll back after too many in a row."""
     if result.skip_reason not in BAD_REASONS:
         return
-    nonfinite, progress = run.config.nonfinite, run.progress
-    parameters = bad_parameters(run.step)
-    causes = (find_causes(run.step, run.loader.read, run.world)
+    world, log, training = run.context.world, run.context.log, run.training
+    nonfinite, progress, step = run.context.config.nonfinite, training.state.progress, training.step
+    parameters = bad_parameters(step)
+    causes = (find_causes(step, training.loader.read, world)
               if result.skip_reason == NONFINITE else [])
-    run.state.key_rng(run.world.rank)
-    why = describe_bad_step(result.skip_reason, causes, parameters, len(run.step.parameters),
+    training.state.key_rng(world.rank)
+    why = describe_bad_step(result.skip_reason, causes, parameters, len(step.parameters),
                             count=result.sums.count)
-    run.log.event("skipped", at_step=result.step, why=result.skip_reason, causes=causes,
-                  parameters=parameters, loss=str(result.sums.loss))
-    run.log.warn_once(f"skipped step {result.step}: {why} (consecutive bad steps: "
-                     f"{len(progress.consecutive_bad_steps)} of --nonfinite.max-in-row "
-                     f"{nonfinite.max_in_row}; in total: {len(progress.bad)} of "
-                     f"--nonfinite.max-total {nonfinite.max_total})")
+    log.event("skipped", at_step=result.step, why=result.skip_reason, causes=causes,
+              parameters=parameters, loss=str(result.sums.loss))
+    log.warn_once(f"skipped step {result.step}: {why} (consecutive bad steps: "
+                  f"{len(progress.consecutive_bad_steps)} of --nonfinite.max-in-row "
+                  f"{nonfinite.max_in_row}; in total: {len(progress.bad)} of "
+                  f"--nonfinite.max-total {nonfinite.max_total})")
     handle_bad_streak(run, why)
 
 
@@ -192,14 +179,14 @@ def handle_bad_streak(run: Run, why: str = "reported by an earlier attempt") -> 
     Raises:
         NonFinite: more than --nonfinite.max-total bad steps.
     """
-    progress, most = run.progress, run.config.nonfinite.max_total
+    progress, most = run.training.state.progress, run.context.config.nonfinite.max_total
     row, total = progress.consecutive_bad_steps, len(progress.bad)
     if row and total > most:
         raise NonFinite(
             f"step {progress.step}: {total} steps had an unusable loss or gradient, and "
             f"--nonfinite.max-total is {most}; the last one: {why}. The newest checkpoint is from "
             "before; correct the cause, or raise the limit, and run the command again.")
-    if run.must_roll_back:
+    if run.guard.must_roll_back:
         _exclude(run, row)
 
 
@@ -212,85 +199,82 @@ def replicas_match(run: Run) -> bool:
     Raises:
         RanksDiffer: no such checkpoint is left, or ranks differed too often.
     """
-    replica_check, step = run.replica_check, run.progress.step
-    if run.world.size == 1 or replica_check.step == step or not run.intervals.verify:
+    check, step, log = run.training.replica_check, run.training.state.progress.step, run.context.log
+    if run.context.world.size == 1 or check.step == step or not run.setup.intervals.verify:
         return True
-    found = replica_check.check(step)
+    found = check.check(step)
     if found is None:
-        if replica_check.has_recomputed(step):
-            rank = replica_check.faulty_rank()
-            run.log.event("divergence-explained", at_step=step, culprit=rank)
-            run.log.warn_once(f"step {step} was recomputed from a state equal on all ranks: "
-                             + ("which rank was wrong is unknown" if rank is None else
-                                f"rank {rank} was wrong; check its memory and device"))
+        if check.has_recomputed(step):
+            rank = check.faulty_rank()
+            log.event("divergence-explained", at_step=step, culprit=rank)
+            log.warn_once(f"step {step} was recomputed from a state equal on all ranks: "
+                          + ("which rank was wrong is unknown" if rank is None else
+                             f"rank {rank} was wrong; check its memory and device"))
         return True
-    ranks = ", ".join(map(str, found.ranks))
-    names = ", ".join(found.tensors[:3]) + (", …" if len(found.tensors) > 3 else "")
-    run.log.event("divergence", at_step=step, ranks=found.ranks, tensors=found.tensors,
-                  agreed_step=replica_check.step)
-    who = (f"rank {ranks} differs from the others" if len(found.ranks) == 1
-           else f"ranks {ranks} differ")
-    run.log.warn_once(f"step {step}: silent divergence: {who} in {names}; they were last equal at "
-                     f"step {replica_check.step}")
-    if replica_check.consecutive_mismatches >= MAX_MISMATCHES:
+    log.event("divergence", at_step=step, ranks=found.ranks, tensors=found.tensors,
+              agreed_step=check.step)
+    who = (f"rank {found.ranks[0]} differs from the others" if len(found.ranks) == 1
+           else f"ranks {', '.join(map(str, found.ranks))} differ")
+    log.warn_once(f"step {step}: silent divergence: {who} in {listed(found.tensors)}; they were "
+                  f"last equal at step {check.step}")
+    if check.consecutive_mismatches >= MAX_MISMATCHES:
         raise RanksDiffer(
-            f"step {step}: {who}, for the {replica_check.consecutive_mismatches}th consecutive "
+            f"step {step}: {who}, for the {check.consecutive_mismatches}th consecutive "
             "time, although the steps were recomputed each time: look for what differs between "
             "ranks (memory, a device, a model or an optimizer with an unseeded random generator)")
-    if not _roll_back(run, newest=replica_check.step):
+    if not _roll_back(run, newest=check.step):
         raise RanksDiffer(
-            f"step {step}: {who} and there is no checkpoint of step {replica_check.step} or "
+            f"step {step}: {who} and there is no checkpoint of step {check.step} or "
             "before to roll back to; the next start computes the run from the beginning")
     return False
 
 
 def _exclude(run: Run, row: Sequence[int]) -> None:
     """Collective. Roll back, and exclude the batches of these steps from now on."""
-    progress, at = run.progress, run.progress.step
+    progress, at = run.training.state.progress, run.training.state.progress.step
     # Prefer a checkpoint from before these steps: later ones hold the same weights, which may be
     # the cause.
     rolled_back = any(_roll_back(run, exclude=row, newest=step) for step in (row[0] - 1, at))
     if not rolled_back:  # their updates were skipped, so the weights are those from before
-        progress.excluded_steps = sorted({*progress.excluded_steps, *row})
-    batches = ", ".join(map(str, row))
-    run.log.warn_once(
-        f"step {at}: batches {batches} are excluded from now on; "
+        progress.exclude(row)
+    excluded = ", ".join(map(str, row))
+    run.context.log.warn_once(
+        f"step {at}: batches {excluded} are excluded from now on; "
         + (f"rolled back to step {progress.step}" if rolled_back else
            "there is no checkpoint to roll back to, so the run continues with the weights from "
            "before them"))
 
 
 def _roll_back(run: Run, *, exclude: Sequence[int] = (), newest: int | None = None) -> bool:
-    """Collective. Restore the newest checkpoint in a new generation, and save it at once.
-
-    The save makes sure that no later restart continues from the abandoned steps.
+    """Collective. Restore the newest checkpoint up to `newest` in a new generation, and save it at
+    once, so that no later restart continues from the abandoned steps.
 
     Args:
         exclude: steps whose batches are excluded from now on.
-        newest: the last step that counts.
 
     Returns:
         False if there is no checkpoint.
     """
-    progress, at = run.progress, run.progress.step
+    world, status, checkpoint = run.context.world, run.context.status, run.guard.checkpoint
+    progress, at = run.training.state.progress, run.training.state.progress.step
     if not exclude:  # ranks differ: the state of a survivor must not be saved
-        run.status.enter(Phase.ROLL_BACK)
-    run.checkpoint.finish_pending()
-    run.checkpoint.confirm()
-    with run.world.long_timeout():
-        found = find_checkpoint(run.checkpoint.store, run.world, run.identity.run, newest=newest)
+        status.enter(Phase.ROLL_BACK)
+    checkpoint.finish_pending()
+    checkpoint.confirm()
+    with world.long_timeout():
+        found = find_checkpoint(checkpoint.store, world, run.folder.identity.run, newest=newest)
         if found is None:
             return False
-        run.status.enter(Phase.ROLL_BACK)
-        bad, excluded = list(progress.bad), sorted({*progress.excluded_steps, *exclude})
-        run.reopen(found)
-        run.checkpoint.go_back(found)
+        status.enter(Phase.ROLL_BACK)
+        bad, excluded = list(progress.bad), [*progress.excluded_steps, *exclude]
+        reopen(run, found)
+        checkpoint.go_back(found)
         # Includes bad steps after the checkpoint: each counts once, however often it is repeated.
-        progress.bad, progress.excluded_steps = bad, excluded
-        run.checkpoint.save("periodic")
-        run.checkpoint.finish_pending()
-    run.replica_check.step = found.step
-    run.status.move_to(found.step)
-    run.log.event("rollback", at_step=at, to_step=found.step, left_out=excluded,
-                  generation=run.checkpoint.generation)
+        progress.exclude(excluded, bad=bad)
+        checkpoint.save("periodic")
+        checkpoint.finish_pending()
+    run.training.replica_check.restart_at(found.step)
+    status.move_to(found.step)
+    run.context.log.event("rollback", at_step=at, to_step=found.step,
+                          left_out=progress.excluded_steps, generation=checkpoint.generation)
     return True

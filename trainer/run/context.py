@@ -1,24 +1,29 @@
-"""Inputs of all stages of a run's construction, and the claim on its folder."""
+"""What a run is given, the folder that holds it, and where it continues."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.checkpoint.restore import CheckpointRef
+from trainer.checkpoint.store import Store
+from trainer.config.compatibility import ResumeDecision
 from trainer.config.schema import Config
 from trainer.distributed.world import World
-from trainer.resilience.fault_injection import FaultInjector
+from trainer.resilience.fault_injection import Fault
 from trainer.resilience.progress_marks import ProgressMarks
 from trainer.resilience.stop_signals import StopSignals
 from trainer.run.run_dir import RunIdentity
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log
+from trainer.telemetry.status import Status
 
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """Inputs of all stages of the construction."""
+    """What a run is given."""
 
     config: Config[Any]
     world: World
@@ -28,11 +33,34 @@ class Context:
     path: Path
     """The run folder."""
 
+    @property
+    def status(self) -> Status:
+        """Current phase and step of this rank."""
+        return self.log.status
+
 
 @dataclass(frozen=True, kw_only=True)
-class Claim:
-    """Identity of the run, the lock on its folder, and the injected faults."""
+class RunFolder:
+    """The run in the folder, and the attempt's claim on it."""
 
     identity: RunIdentity
     lock: RunLock
-    injector: FaultInjector
+    store: Store
+    faults: Sequence[Fault]
+    """Faults to be injected."""
+    given_hints: set[str] = field(default_factory=set)
+    """Names of the hints that the run has given so far; `Hints` adds to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Resumption:
+    """Where the run continues."""
+
+    found: CheckpointRef | None
+    decision: ResumeDecision
+    position: int
+    """Completed steps."""
+    circumstances: Mapping[str, Any]
+    """Facts besides the configuration on which bits depend; saved with each checkpoint."""
+    initial_weights: Sequence[str] = ()
+    """Report on the weights of --init."""

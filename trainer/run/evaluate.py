@@ -14,15 +14,19 @@ from torch.utils.data import IterableDataset
 
 from trainer import rng
 from trainer.checkpoint.buffers import Buffers
+from trainer.config.schema import Config
+from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.data.map_dataset import KeyedSamples, MicroBatch
 from trainer.data.sampler import MicroBatchSpec
 from trainer.data.stream_reader import StreamBatches
 from trainer.data.workers import DataReader
 from trainer.distributed.partition import block
+from trainer.distributed.world import World
 from trainer.errors import ConfigError, listed
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.task import Outcome, check_outcome
+from trainer.run.prepare import loader_workers
+from trainer.task import Outcome, check_outcome, task_figures
 from trainer.telemetry.classification import Figure
 from trainer.telemetry.status import Phase
 
@@ -49,10 +53,10 @@ class Evaluator:
 
     Args:
         all_sum: sums a tensor over the ranks, in place (collective).
-        figures: name → function of the means and the table.
-        step: returns the current step, for progress marks.
-        epoch: returns the current epoch, for progress marks.
+        step, epoch: return the current ones, for progress marks.
         weights: context in which the model holds the weights to evaluate.
+        stopped: whether this rank is asked to stop; called before each batch.
+        figures: name → function of the means and the table.
     """
 
     model: nn.Module
@@ -72,23 +76,15 @@ class Evaluator:
     epoch: Callable[[], int] = lambda: 0
     weights: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
     stopped: Callable[[], bool] = lambda: False
-    """Whether this rank is asked to stop; called before each batch."""
     warn_once: Callable[[str], None] = lambda text: None
     has_warned: bool = False
     """Whether the warning about changed buffers has been logged."""
     figures: Mapping[str, Figure] = field(default_factory=dict)
 
     def __call__(self) -> Scores | None:
-        """Collective. Evaluate the whole data set in eval mode, then restore the previous mode.
+        """Collective. Evaluate the whole data set in eval mode; nothing of the training changes.
 
-        Random generators of the training do not change, and no gradient is left.
-
-        Returns:
-            None, on all ranks, if some rank was asked to stop.
-
-        Raises:
-            ConfigError: the metrics differ between ranks or batches.
-            ValueError: the data set is empty.
+        Returns None, on all ranks, if some rank was asked to stop.
         """
         training = self.model.training
         self.model.eval()
@@ -127,9 +123,8 @@ class Evaluator:
         """Evaluate this rank's batches.
 
         Returns:
-            (names, rows, table): a row for each batch of all ranks, with (sum, count) of the loss
-            and of each metric, and the number of samples; the table is the sum over this rank's
-            batches. None if this rank was asked to stop.
+            names of the means; a row for each batch of all ranks, with (sum, count) of each, and
+            the number of samples; the sum of the tables. None if this rank was asked to stop.
         """
         stream = isinstance(self.dataset, IterableDataset)
         count = 0 if stream else -(-len(self.dataset) // self.batch_size)
@@ -208,6 +203,19 @@ class Evaluator:
                               device=self.device)
 
 
+def make_evaluator(
+    task: Any, dataset: Any, model: nn.Module, config: Config[Any], world: World, **run: Any
+) -> Evaluator:
+    """The evaluator of one of the task's data sets; `run` are its further arguments."""
+    size = config.eval.batch_size
+    return Evaluator(
+        model=model, loss=task.loss, dataset=dataset,
+        collate=getattr(task, "collate", batches.collate), figures=task_figures(task),
+        batch_size=2 * config.batch.micro_size if size == "auto" else size,
+        workers=loader_workers(config, dataset, world), seed=config.seed, rank=world.rank,
+        num_ranks=world.size, device=world.device, all_sum=world.all_sum, **run)
+
+
 def _pairs(table: Tensor) -> list[tuple[float, float]]:
     """Sum the columns in the order of rows, and pair them as (sum, count)."""
     sums = [0.0] * (table.shape[1] - 1)
@@ -218,11 +226,6 @@ def _pairs(table: Tensor) -> list[tuple[float, float]]:
 
 
 def _number(name: str, value: Any) -> float:
-    """Convert a value of `figures()` to float.
-
-    Raises:
-        ConfigError: it is not a number.
-    """
     if isinstance(value, str) or not isinstance(value, SupportsFloat):
         raise ConfigError(f"--task: {name!r} of figures() returned {value!r}; return a number (NaN "
                           "for an undefined value).")

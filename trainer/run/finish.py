@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
 
 from trainer.checkpoint.progress import BestTracker
-from trainer.checkpoint.train_state import MODEL
 from trainer.config.compatibility import settings
 from trainer.errors import ConfigError, NonFinite, StopRequested
 from trainer.run import run_dir
+from trainer.run.evaluate import Scores
+from trainer.run.memory import memory_figures
 from trainer.run.run import Run
 from trainer.storage import files, layout, tensorfile
 from trainer.storage.files import display_path
@@ -21,14 +23,11 @@ from trainer.telemetry.status import Phase
 
 
 def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
-    """Resolve a rule to the metric that selects the best weights, and "max" or "min".
+    """The metric that selects the best weights, and "max" or "min".
 
     Args:
         rule: NAME:max, NAME:min, or auto.
         figures: names of the metrics of a validation.
-
-    Raises:
-        ConfigError: the validation does not compute the metric.
     """
     known = sorted(figures)
     if rule == "auto":
@@ -43,10 +42,9 @@ def best_rule(rule: str, figures: Iterable[str]) -> tuple[str, str]:
 def update_best(
     rule: str, best: BestTracker, line: dict[str, Any], step: int, min_delta: float = 0.0
 ) -> bool:
-    """Update the best value with a validation; return whether it improved.
+    """Update the best value with the line of a validation; return whether it improved.
 
     Args:
-        line: the validation's line of metrics.jsonl.
         min_delta: smallest improvement that resets the patience.
     """
     name, direction = best_rule(
@@ -62,64 +60,96 @@ def update_best(
 
 def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
-    run.checkpoint.settle()  # before the phase changes: survivors can still save this step
-    run.status.enter(Phase.FINISH)
-    best, last = run.state.best, run.progress.step
-    if run.progress.bad and not run.progress.updates:
-        raise NonFinite(f"none of the {last} steps gave an update, because all had an unusable "
-                        "loss or gradient. Correct the cause, and start again with another "
-                        "--run-dir")
-    chosen = best.step or last
-    is_best = best.value is not None
-    if chosen != last and not run.checkpoint.load_model(chosen):
-        run.log.warning(f"the best weights, of step {chosen}, are lost: no valid checkpoint holds "
-                        "them any more; the weights of the last step are used instead")
-        chosen, is_best = last, False
-    scores = None
-    if run.test is not None:
-        with run.world.long_timeout():
-            scores = run.test()
-        if scores is None:
-            raise StopRequested("stopped on request during the test of the best weights; all "
-                                f"{last} steps are saved, and the same command finishes the run")
-    summary: dict[str, Any] = {
-        "step": last,
-        "updates": run.progress.updates,
-        "skipped": run.progress.skipped,
-        "replaced": run.progress.replaced,
-        "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
-        "test": None if scores is None else {
-            "loss": scores.loss, "samples": scores.samples, **scores.metrics},
-        "test_classes": None if scores is None else classes(
-            scores.table, getattr(run.config.task, "class_names", ())),
-        "model.safetensors": f"the {'averaged ' * (run.state.ema is not None)}weights of step "
-        f"{chosen}"
-        + (f", which have the best {best.metric}" if is_best else ", the last step"),
-        "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{MODEL}",
-        "attempts": run.identity.attempt + 1,
-        "stopped_early": last < run.intervals.total,
-        "save_waits": run.checkpoint.waits,
-        "memory": run.memory.figures(run.state.model, run.state.optimizer),
-    }  # fmt: skip
+    world, log, path = run.context.world, run.context.log, run.context.path
+    state, metrics = run.training.state, run.record.metrics
+    progress, best = state.progress, state.best
+    run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
+    run.context.status.enter(Phase.FINISH)
+    if progress.bad and not progress.updates:
+        raise NonFinite(f"none of the {progress.step} steps gave an update, because all had an "
+                        "unusable loss or gradient. Correct the cause, and start again with "
+                        "another --run-dir")
+    weights = _load_best(run)
+    scores = _test(run)
+    summary = _summary(run, weights, scores)
     figures = {} if best.value is None else {f"final/best_{best.metric}": best.value}
     if scores is not None:
         figures |= {"final/test_loss": scores.loss}
         figures |= {f"final/test_{n}": v for n, v in scores.metrics.items()}
-    run.metrics.finish(settings(run.config), figures, last)
-    if run.pictures is not None:
-        run.pictures.save_animation(last)
-    error = None
-    try:
-        _write(run, summary)
-    except OSError as problem:
-        error = problem
-    run.world.raise_on_all_ranks(error)
-    run.log.event("end", attempts=summary["attempts"])
-    for text in run.faults.unfired():
-        run.log.warning(f"--inject {text}: the injected fault was never reached")
-    for line in run_dir.closing_lines(summary, display_path(run.path)):
-        run.log.info(line)
+    metrics.finish(settings(run.context.config), figures, progress.step)
+    if run.record.pictures is not None:
+        run.record.pictures.save_animation(progress.step)
+    world.agree(partial(_write, run, summary))
+    log.event("end", attempts=summary["attempts"])
+    for text in run.guard.faults.unfired():
+        log.warning(f"--inject {text}: the injected fault was never reached")
+    for line in run_dir.closing_lines(summary, display_path(path)):
+        log.info(line)
     return summary
+
+
+def _write(run: Run, summary: dict[str, Any]) -> None:
+    """Write model and summary. The summary marks the run as complete, so it is written last."""
+    path = run.context.path
+    run.record.metrics.sync()
+    if run.context.world.writes_run_dir:
+        weights = run.training.state.export_weights()
+        files.replace_bytes(path / layout.PRODUCT,
+                            tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
+        files.replace_json(path / layout.SUMMARY, summary)
+
+
+def _load_best(run: Run) -> str:
+    """Collective. Load the best weights into the model; returns what they are."""
+    state = run.training.state
+    best, last = state.best, state.progress.step
+    chosen, why = best.step or last, f", which have the best {best.metric}"
+    if best.value is None:
+        why = ", the last step"
+    if chosen != last and not run.guard.checkpoint.load_model(chosen):
+        run.context.log.warning(
+            f"the best weights, of step {chosen}, are lost: no valid checkpoint holds them any "
+            "more; the weights of the last step are used instead")
+        chosen, why = last, ", the last step"
+    return f"the {'averaged ' * (state.ema is not None)}weights of step {chosen}{why}"
+
+
+def _test(run: Run) -> Scores | None:
+    """Collective. Evaluate the test set; None without one."""
+    if run.training.test is None:
+        return None
+    with run.context.world.long_timeout():
+        scores = run.training.test()
+    if scores is None:
+        raise StopRequested(
+            "stopped on request during the test of the best weights; all "
+            f"{run.training.state.progress.step} steps are saved, and the same command finishes "
+            "the run")
+    return scores
+
+
+def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
+    """The content of summary.json."""
+    state, task = run.training.state, run.context.config.task
+    progress, best, last = state.progress, state.best, state.progress.step
+    return {
+        "step": last,
+        "updates": progress.updates,
+        "skipped": progress.skipped,
+        "replaced": progress.replaced,
+        "best": {"step": best.step or last, "metric": best.metric or None, "value": best.value},
+        "test": None if scores is None else {
+            "loss": scores.loss, "samples": scores.samples, **scores.metrics},
+        "test_classes": None if scores is None else classes(
+            scores.table, getattr(task, "class_names", ())),
+        "model.safetensors": weights,
+        "final_weights": f"{layout.CHECKPOINTS}/{layout.step_name(last)}/{layout.MODEL}",
+        "attempts": run.folder.identity.attempt + 1,
+        "stopped_early": last < run.setup.intervals.total,
+        "save_waits": run.guard.checkpoint.waits,
+        "memory": memory_figures(state.model, state.optimizer,
+                                 run.training.step.facts.activations_mb),
+    }  # fmt: skip
 
 
 def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, float]] | None:
@@ -129,13 +159,3 @@ def classes(table: Tensor | None, names: Sequence[str]) -> dict[str, dict[str, f
     found = {name: values.tolist() for name, values in per_class(table).items()}
     return {names[c] if c < len(names) else str(c): {n: v[c] for n, v in found.items()}
             for c in range(len(table))}
-
-
-def _write(run: Run, summary: dict[str, Any]) -> None:
-    """Write model and summary. The summary marks the run as complete, so it is written last."""
-    run.metrics.sync()
-    if run.world.writes_run_dir:
-        weights = run.state.export_weights()
-        files.replace_bytes(run.path / layout.PRODUCT,
-                            tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
-        files.replace_json(run.path / layout.SUMMARY, summary)

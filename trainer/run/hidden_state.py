@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from trainer.checkpoint.train_state import CONFIGURED, fits_json
 from trainer.distributed.comm_timer import CommunicationTimer
+from trainer.distributed.ddp import Objective
 from trainer.errors import ConfigError, listed
-from trainer.step import Step
 from trainer.telemetry.events import Log
 
 _OWN_OF_MODULES = frozenset(vars(nn.Module()))
@@ -53,9 +53,7 @@ def values(
     owner: Any, *, of: Callable[[Tensor], Any] = lambda tensor: copy.deepcopy(tensor.detach()),
     state: bool = True, most: int | None = None,
 ) -> dict[str, Any]:
-    """Collect numbers, strings, tensors and generator states in an object's attributes.
-
-    The search is recursive; the keys are paths.
+    """Numbers, strings, tensors and generator states in an object's attributes, by path.
 
     Args:
         of: maps a tensor to the collected value.
@@ -92,8 +90,8 @@ def values(
 def _members(item: Any, state: bool) -> list[tuple[str, Any]]:
     if isinstance(item, nn.Module):
         own = {n: v for n, v in vars(item).items() if n not in _OWN_OF_MODULES}
-        held = {**item._parameters, **item._buffers} if state else {}
-        return list({**own, **held, **item._modules}.items())
+        held = [*item.named_parameters(recurse=False), *item.named_buffers(recurse=False)]
+        return [*own.items(), *(held if state else ()), *item.named_children()]
     if isinstance(item, Mapping):
         return [(str(key), value) for key, value in item.items()]
     if isinstance(item, list | tuple | set | frozenset | deque):
@@ -122,17 +120,15 @@ class ForwardObservation:
     attributes: dict[str, Any]
 
     @classmethod
-    def of(cls, step: Step) -> ForwardObservation:
+    def of(cls, objective: Objective) -> ForwardObservation:
         """Observe after a forward, whose loss must be in the accumulator."""
-        loss = step.objective.accumulator.totals[-1]
-        return cls(float(loss), values(step.model, of=_summary, state=False, most=MOST_VALUES))
+        loss = objective.accumulator.totals[-1]
+        return cls(float(loss), values(objective.model, of=_summary, state=False, most=MOST_VALUES))
 
 
 def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:
-    """Compare two computations of a micro-batch with equal keys, parameters and buffers.
-
-    Returns:
-        a warning; "" if they are equal.
+    """A warning if two computations of a micro-batch with equal keys, parameters and buffers
+    differ, or "".
     """
     names = differing(one.attributes, other.attributes)
     differs = one.loss != other.loss and not (math.isnan(one.loss) and math.isnan(other.loss))
@@ -165,10 +161,8 @@ def _summary(tensor: Tensor) -> Any:
 def watch_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log
 ) -> None:
-    """Check an optimizer class of the user after its first two updates, by a step hook.
-
-    The first update raises ConfigError if the optimizer keeps state that a checkpoint cannot hold.
-    After the second, attributes that changed in between are logged as a warning.
+    """Check an optimizer class of the user by a step hook: after the first update its state, and
+    after the second the attributes that changed in between, with a warning.
     """
     observed: list[dict[str, Any]] = []
 
@@ -206,11 +200,7 @@ def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.O
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
-    """Check that a checkpoint can hold the optimizer's state.
-
-    Raises:
-        ConfigError: it cannot.
-    """
+    """Raise ConfigError if a checkpoint can't hold the optimizer's state."""
     def refuse(what: str) -> None:
         raise ConfigError(f"--optim.name {type(optimizer).__name__}: {what}, which a checkpoint "
                           "cannot hold; keep single tensors in self.state[parameter], and numbers, "

@@ -4,46 +4,34 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trainer.optim.adamw import AdamW
-
 MIB = 2**20
 
 
-@dataclass
-class MemoryUse:
-    """Memory use of this rank, as far as it is known.
+def memory_figures(
+    model: nn.Module, optimizer: torch.optim.Optimizer, activations_mb: float | None
+) -> dict[str, float | None]:
+    """Fields for summary.json. `peak_mb` is of the device on CUDA, else of the process."""
+    figures = {"parameters_mb": _size(model.parameters()),
+               "optimizer_mb": optimizer_mb(optimizer), "activations_mb": activations_mb}
+    return {name: None if value is None else round(value, 3) for name, value in figures.items()} | {
+        "peak_mb": round(peak_mb(), 1)}
 
-    Attributes:
-        activations_mb: memory saved for the backward of one micro-batch.
-    """
 
-    activations_mb: float | None = None
-
-    def figures(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Fields for summary.json. `peak_mb` is of the device on CUDA, else of the process."""
-        return {
-            "parameters_mb": round(_size(model.parameters()), 3),
-            "optimizer_mb": _rounded(optimizer_mb(optimizer)),
-            "activations_mb": _rounded(self.activations_mb),
-            "peak_mb": round(peak_mb(), 1),
-        }
-
-    def summary_line(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-        """The console line before the first step."""
-        figures = self.figures(model, optimizer)
-        known = [f"{name} {_text(figures[key])} MiB" for name, key in (
-            ("parameters", "parameters_mb"), ("optimizer", "optimizer_mb"),
-            ("activations of a micro-batch", "activations_mb"), ("peak so far", "peak_mb"),
-        ) if figures[key] is not None]  # fmt: skip
-        return "memory: " + ", ".join(known)
+def summary_line(
+    model: nn.Module, optimizer: torch.optim.Optimizer, activations_mb: float | None
+) -> str:
+    """The console line before the first step."""
+    figures = memory_figures(model, optimizer, activations_mb)
+    known = [f"{name} {_text(value)} MiB" for name, value in zip(
+        ("parameters", "optimizer", "activations of a micro-batch", "peak so far"),
+        figures.values(), strict=True) if value is not None]
+    return "memory: " + ", ".join(known)
 
 
 def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
@@ -57,7 +45,7 @@ def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
     if tensors:
         return _size(tensors)
     group = optimizer.param_groups[0]
-    copies = {AdamW: 2, torch.optim.AdamW: 2, torch.optim.SGD: int(bool(group.get("momentum")))}
+    copies = {torch.optim.AdamW: 2, torch.optim.SGD: int(bool(group.get("momentum")))}
     if type(optimizer) not in copies:
         return None
     return copies[type(optimizer)] * _size(p for g in optimizer.param_groups for p in g["params"])
@@ -71,81 +59,20 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB
 
 
-def activations(
-    model: nn.Module, forward_backward: Callable[[], None], undo: Callable[[], None]
-) -> float | None:
-    """Run a forward and backward, and measure the memory saved between them, in MiB.
+def activations(model: nn.Module, forward_backward: Callable[[], Any]) -> float | None:
+    """Run a forward and backward, and measure the memory held between them, in MiB.
 
-    On CUDA this is the allocator's peak minus the memory used before and the gradients. On a CPU it
-    is the largest size of the tensors saved for the backward at one time, without parameters.
-    Compiled code is not measured on a CPU, since it would be compiled again without the hooks.
-
-    Args:
-        undo: undoes a forward that doesn't support saved tensor hooks, such as `torch.func`; the
-            forward is then run again without them.
-
-    Returns:
-        None if it can't be measured.
+    This is the peak of CUDA's allocator minus the memory used before and the gradients; None on
+    other devices.
     """
-    if any(p.is_cuda for p in model.parameters()):
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        forward_backward()
-        gradients = _size(p.grad for p in model.parameters() if p.grad is not None)
-        return max(0.0, (torch.cuda.max_memory_allocated() - before) / MIB - gradients)
-    if any(getattr(m, "_compiled_call_impl", None) or hasattr(m, "_orig_mod")
-           for m in model.modules()):
+    if not any(p.is_cuda for p in model.parameters()):
         forward_backward()
         return None
-    saved = _SavedBytes({t.untyped_storage().data_ptr() for t in model.parameters()})
-    try:
-        with torch.autograd.graph.saved_tensors_hooks(saved.pack, _SavedTensor.get):
-            forward_backward()
-    except RuntimeError as error:
-        if "saved tensor hooks" not in str(error):
-            raise
-        undo()
-        forward_backward()
-        return None
-    return saved.most / MIB
-
-
-class _SavedBytes:
-    """Counts the bytes saved for a backward, each storage once, and their maximum."""
-
-    def __init__(self, others: set[int]) -> None:
-        self.now = self.most = 0
-        self._others, self._users = others, Counter[int]()
-
-    def pack(self, tensor: Tensor) -> _SavedTensor:
-        return _SavedTensor(self, tensor)
-
-    def add(self, memory: torch.UntypedStorage, sign: int) -> None:
-        at = memory.data_ptr()
-        if at in self._others or not at:
-            return
-        self._users[at] += sign
-        if self._users[at] == (sign > 0):  # its first user, or the end of its last user
-            self.now += sign * memory.nbytes()
-            self.most = max(self.most, self.now)
-
-
-class _SavedTensor:
-    """A saved tensor; counted until the autograd graph releases it."""
-
-    def __init__(self, saved: _SavedBytes, tensor: Tensor) -> None:
-        self._saved, self._tensor = saved, tensor
-        self._memory = tensor.untyped_storage() if tensor.layout == torch.strided else None
-        if self._memory is not None:
-            saved.add(self._memory, 1)
-
-    def get(self) -> Tensor:
-        return self._tensor
-
-    def __del__(self) -> None:
-        memory = getattr(self, "_memory", None)
-        if memory is not None:
-            self._saved.add(memory, -1)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    forward_backward()
+    gradients = _size(p.grad for p in model.parameters() if p.grad is not None)
+    return max(0.0, (torch.cuda.max_memory_allocated() - before) / MIB - gradients)
 
 
 def _size(tensors: Iterable[Tensor]) -> float:
@@ -154,7 +81,3 @@ def _size(tensors: Iterable[Tensor]) -> float:
 
 def _text(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.2g}"
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 3)

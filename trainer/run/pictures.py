@@ -18,21 +18,16 @@ from trainer.storage import layout
 from trainer.storage.files import replace_bytes
 from trainer.telemetry.events import Log
 
-FOLDER, ANIMATION = "pictures", "training.gif"
+ANIMATION = "training.gif"
 
 _FRAME_MS = 250
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pictures:
-    """Draws a task's pictures, saves them in the run folder and shows them in TensorBoard.
+    """Draws a task's pictures (`picture(model)`, HxWx3 uint8), saves and shows them.
 
     An error while drawing is logged as a warning and doesn't end the run.
-
-    Args:
-        draw: the task's `picture(model)`, HxWx3 uint8.
-        folder: the folder of pictures in the run folder.
-        show: called with each picture and its step.
     """
 
     draw: Callable[[nn.Module], Any]
@@ -42,11 +37,8 @@ class Pictures:
     log: Log
 
     def take(self, step: int, *, again: bool = True) -> None:
-        """Draw the picture of a step. The model's mode, its buffers and the random generators are
-        restored.
-
-        Args:
-            again: draw even if the file of this step exists.
+        """Draw the picture of a step (`again`: even if its file exists). The model's mode, its
+        buffers and the random generators are restored.
         """
         path = self._path(step)
         if path.exists() and not again:

@@ -14,19 +14,19 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer import rng
+from trainer import rng, torch_private
+from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
-from trainer.data.map_dataset import KeyedSamples
+from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
 from trainer.distributed import sync_batchnorm
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
-from trainer.optim import activation_checkpointing, optimizers, precision
+from trainer.optim import activation_checkpointing, optimizers, precision, schedules
 from trainer.resilience import fault_injection
 from trainer.run import state_dict_checks
 from trainer.task import SPLITS, load_object, task_figures
@@ -49,12 +49,15 @@ class Intervals:
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Result of `prepare`."""
+    """What a run trains, before its folder is touched."""
 
     task: Any
     model: nn.Module
     choice: precision.PrecisionPolicy
     optimizer: torch.optim.Optimizer
+    schedule: Any
+    lengths: ScheduleLengths
+    """Lengths on which the schedule is based; a checkpoint restores those of the first start."""
     data: dict[str, Any]
     plan: BatchPlan
     intervals: Intervals
@@ -65,6 +68,10 @@ class Setup:
     """`figures()` of the task: name → function of an evaluation's means and table."""
     card: dict[str, Any]
     """Facts about the run for the startup summary."""
+
+    def steps(self, duration: Duration) -> int:
+        """A duration in optimizer steps."""
+        return duration.steps(epoch=self.plan.steps_per_epoch, total=self.intervals.total)
 
 
 def prepare(config: Config[Any], world: World) -> Setup:
@@ -90,12 +97,9 @@ def prepare(config: Config[Any], world: World) -> Setup:
     sinks = {path: load_object(path, "--log.sinks") for path in config.log.sinks}
     plan, intervals = _plan(config, data, world)
     model, choice = make_model(task, config, world.device)
-    if world.size > 1 and world.device.type == "cpu":
-        state_dict_checks.check_sendable(model)
     synced = 0
     if canonical:
         sync_batchnorm.refuse(model)
-        _refuse_hooks(model)
     elif config.parallel.sync_bn != "off":
         model, synced = sync_batchnorm.convert(model, world.size, world.device.type, world.group)
     sync_batchnorm.guard_plain(model)
@@ -103,11 +107,17 @@ def prepare(config: Config[Any], world: World) -> Setup:
     recomputed = activation_checkpointing.recompute(model, config.precision.recompute_every)
     optimizer = optimizers.make_optimizer(config.optim, model,
                                           getattr(task, "parameter_groups", None))
+    lengths = ScheduleLengths(epoch=plan.steps_per_epoch, total=intervals.total)
+    schedule = schedules.Scheduler(config.schedule, optimizer, lengths)
+    if schedule.metric and data["validation"] is None:
+        raise ConfigError("--schedule.name plateau: it lowers the rate when a validation metric "
+                          "stops improving, but the task has no validation data.")
     card = {
         "model": type(model).__name__,
         "parameters": sum(p.numel() for p in model.parameters()),
         "frozen_weights": sum(p.numel() for p in model.parameters() if not p.requires_grad),
-        "batch_norms": sum(isinstance(m, _BatchNorm) and m.training for m in model.modules()),
+        "batch_norms": sum(isinstance(m, torch_private.BatchNorm) and m.training
+                           for m in model.modules()),
         "samples": {split: None if d is None else known_length(d) for split, d in data.items()},
         "data": str(getattr(task, "source", config.task)),
         "ranks": f"{world.size} rank" + "s" * (world.size > 1) + (
@@ -117,8 +127,9 @@ def prepare(config: Config[Any], world: World) -> Setup:
         "untrained": optimizers.untrained(optimizer, model),
         "recomputed_blocks": recomputed,
     }
-    return Setup(task=task, model=model, choice=choice, optimizer=optimizer, data=data, plan=plan,
-                 intervals=intervals, card=card, sinks=sinks, figures=figures,
+    return Setup(task=task, model=model, choice=choice, optimizer=optimizer,
+                 schedule=schedule, lengths=lengths, data=data, plan=plan, intervals=intervals,
+                 card=card, sinks=sinks, figures=figures,
                  fingerprint=_fingerprint(task, data["train"], config, world.rank))
 
 
@@ -129,32 +140,15 @@ def refuse_unreachable_faults(
     """Check that the run can reach all faults to be injected.
 
     Args:
-        first: this is the run's first start. Later starts, and several nodes, may have another
-            number of ranks, so ranks are not checked.
-
-    Raises:
-        ConfigError: the run cannot reach a fault.
+        first: this is the run's first start. Later ones may have another number of ranks.
     """
     fixed = first and not world.has_nodes and config.parallel.reduction != "canonical"
-    last, every = work.intervals.total, work.intervals.evaluate
-    validates = work.data["validation"] is not None
-
-    def evaluated(step: int) -> bool:
-        early = config.eval.patience > 0  # the test may follow any validation
-        return early or step == last or (validates and every > 0 and step % every == 0)
-
-    fault_injection.refuse_unreachable(
-        drills, ranks=world.size if fixed else None, total=last,
-        epochs=work.plan.epoch_of(last) + 1 if known_length(work.data["train"]) else None,
-        evaluated=evaluated if validates or work.data["test"] is not None else None)
+    fault_injection.refuse_unreachable(drills, ranks=world.size if fixed else None,
+                                       total=work.intervals.total)
 
 
 def make_data(task: Any, config: Config[Any], split: str) -> Any:
-    """Build the data set of a split; None if the task returns None or a data set of length 0.
-
-    Raises:
-        ConfigError: the task returns an object that is not a data set.
-    """
+    """Build the data set of a split; None if the task returns None or a data set of length 0."""
     rng.seed_all(config.seed, rng.DATA)
     data = task.dataset(split)
     if isinstance(data, DataLoader):
@@ -171,11 +165,7 @@ def make_data(task: Any, config: Config[Any], split: str) -> Any:
 def make_model(
     task: Any, config: Config[Any], device: torch.device
 ) -> tuple[nn.Module, precision.PrecisionPolicy]:
-    """Build the model in training mode, on its device, in its memory format.
-
-    Raises:
-        ConfigError: model() returns no module, or a checkpoint cannot hold it.
-    """
+    """Build the model in training mode, on its device, in its memory format."""
     rng.seed_all(config.seed, rng.MODEL)
     model = task.model()
     if not isinstance(model, nn.Module):
@@ -210,14 +200,11 @@ def _plan(
                      drop_last=config.data.drop_last == "on",
                      in_lanes=isinstance(data["train"], IterableDataset))
     if plan.steps_per_epoch == 0:
-        # For the hint below: a tuple of two tensors, or of two data sets, has two samples.
-        kind = type(data["train"]).__name__ if isinstance(
-            data["train"], tuple | list | dict | str) else ""
         remedy = ("--task: dataset(\"train\") is empty." if samples == 0 else
                   f"--batch.global-size {batch.global_size}: the training data have only {samples} "
                   "samples and --data.drop-last is on, so there is no whole global batch and no "
                   f"optimizer step; use a global size of {samples} or less, or --data.drop-last "
-                  "off." + (f" (dataset(\"train\") returned a {kind}.)" if kind else ""))
+                  "off.")
         raise ConfigError(remedy)
     epoch = plan.steps_per_epoch
     total = config.total_steps(epoch)
@@ -274,13 +261,7 @@ def content(sample: Any) -> bytes:
 
 
 def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
-    """Serialize a nested sample, each leaf preceded by its type.
-
-    Args:
-        seen: ids of objects visited so far, since references may be cyclic.
-    """
-    if isinstance(value, Tensor) and value.is_nested:
-        value = list(value.unbind())
+    """Serialize a nested sample, each leaf preceded by its type; `seen` ends cyclic references."""
     if isinstance(value, Tensor):
         dense = value.detach().to_dense() if value.layout != torch.strided else value.detach()
         yield f"{value.dtype} {tuple(value.shape)}".encode()
@@ -313,19 +294,12 @@ def _content(value: Any, seen: set[int]) -> Iterator[bytes]:
         yield from _content(entry, seen)
 
 
-def _refuse_hooks(model: nn.Module) -> None:
-    """Refuse post-accumulate hooks: they would see gradients of one or of two micro-batches.
-
-    Raises:
-        ConfigError: a parameter has such a hook.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter._post_accumulate_grad_hooks:
-            raise ConfigError(
-                f"--parallel.reduction canonical: {name} has a hook of "
-                "register_post_accumulate_grad_hook; it would see the gradients of one or two "
-                "micro-batches, depending on the number of ranks. Use register_hook, or "
-                "--parallel.reduction ddp.")
+def loader_workers(config: Config[Any], dataset: Any, world: World) -> int:
+    """Number of loader processes; auto: 0 for data in memory and in a daemonic process."""
+    if config.data.workers != "auto":
+        return config.data.workers
+    none = in_memory(dataset) or torch.multiprocessing.current_process().daemon
+    return 0 if none else min(2, max(1, world.threads - 1))
 
 
 def bind_seed(task: Any, seed: int) -> Any:

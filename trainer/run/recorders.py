@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,11 +14,10 @@ from torch import nn
 from torch.utils.data import IterableDataset
 
 from trainer import rng
-from trainer.checkpoint.replication import Lines
+from trainer.checkpoint.replication import resume_record
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.train_state import TrainState
 from trainer.config import compatibility
-from trainer.config.schema import Config
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
 from trainer.data.loader import MicroBatchSource
@@ -32,18 +29,22 @@ from trainer.data.workers import DataReader
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
-from trainer.run.prepare import REMEDY, Setup
+from trainer.run.context import Context, RunFolder
+from trainer.run.prepare import REMEDY, Setup, loader_workers
+from trainer.run.run import Run
 from trainer.run.run_dir import RunIdentity
 from trainer.storage import layout
 from trainer.storage.files import display_path
+from trainer.storage.jsonl import last_records, sample_records
 from trainer.storage.layout import TIMING
 from trainer.telemetry import tensorboard
 from trainer.telemetry.console import Console
-from trainer.telemetry.events import Log, read_events
+from trainer.telemetry.events import Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
 from trainer.telemetry.metrics import Metrics, Sink, line_key
 from trainer.telemetry.step_timing import StepTiming, resident_mb
 from trainer.telemetry.tensorboard import (
+    NORMS,
     Introduction,
     TensorBoard,
     TensorHistograms,
@@ -54,21 +55,15 @@ from trainer.telemetry.wandb import WandB
 
 
 def open_source(
-    config: Config[Any], work: Setup, world: World, state: TrainState, workers: int,
-    found: CheckpointRef | None,
+    context: Context, setup: Setup, state: TrainState, found: CheckpointRef | None
 ) -> MicroBatchSource:
     """Open the source of the micro-batches at the position of `state.progress`.
 
-    It reads a map-style data set or a stream. The stream becomes a part of the state, and begins at
-    the position in the checkpoint.
-
-    Args:
-        workers: number of loader processes.
-        found: the checkpoint that is resumed, if any.
+    A stream becomes a part of the state, and begins at its position in the checkpoint `found`.
     """
-    progress = state.progress
-    data = work.data["train"]
-    collate = getattr(work.task, "collate", batches.collate)
+    config, world, data = context.config, context.world, setup.data["train"]
+    collate = getattr(setup.task, "collate", batches.collate)
+    workers = loader_workers(config, data, world)
     if isinstance(data, IterableDataset):
         batch = config.batch
         stream = StreamReader(
@@ -76,16 +71,16 @@ def open_source(
                        lanes=batch.micro_batches, micro_size=batch.micro_size),
             rank=world.rank, num_ranks=world.size,
             workers=workers, prefetch=config.data.prefetch, device=world.device,
-            step=lambda: progress.step, gather=world.gather_json,
+            step=lambda: state.progress.step, gather=world.gather_json,
         )  # fmt: skip
         state.parts["stream"] = stream
-        if found is not None and "stream" in found.facts["parts"]:
-            stream.load_state_dict(found.facts["parts"]["stream"])
+        if found is not None and "stream" in found.state.parts:
+            stream.load_state_dict(found.state.parts["stream"])
         return stream
     sampler = MicroBatchSampler(
-        work.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
-        shuffle=config.data.shuffle == "on", position=progress.step,
-        total_steps=work.intervals.total,
+        setup.plan, rank=world.rank, num_ranks=world.size, seed=config.seed,
+        shuffle=config.data.shuffle == "on", position=state.progress.step,
+        total_steps=setup.intervals.total,
     )  # fmt: skip
     samples = KeyedSamples(
         data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
@@ -95,67 +90,65 @@ def open_source(
                       prefetch=config.data.prefetch, device=world.device)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RecordedRun:
-    """The run that is recorded, the same at the start and after a rollback."""
-
-    config: Config[Any]
-    work: Setup
-    world: World
-    path: Path
-    """The run folder."""
-    log: Log
-    run_id: str
-    guard: Callable[[], AbstractContextManager[None]]
-    """Context for changes of the folder; raises if a newer attempt owns it."""
+def reopen(run: Run, found: CheckpointRef) -> None:
+    """Collective. Read and record the run from the position of a checkpoint, for a roll-back."""
+    context, state, metrics = run.context, run.training.state, run.record.metrics
+    state.progress.restore(found.state.progress)
+    run.training.loader.reopen(partial(open_source, context, run.setup, state, found))
+    open_metrics(metrics, context, run.setup, run.folder, found)
 
 
 def open_metrics(
-    metrics: Metrics, run: RecordedRun, lines: Lines, position: int, *,
-    summary: Sequence[str] = (),
+    metrics: Metrics, context: Context, setup: Setup, folder: RunFolder,
+    found: CheckpointRef | None, *, summary: Sequence[str] = (),
 ) -> None:  # fmt: skip
-    """Open metrics.jsonl, cut to the step that is resumed, and the sinks.
+    """Collective. Open metrics.jsonl, cut to the step that is resumed, and the sinks.
 
     Args:
-        lines: new content of the file, and the lines that an earlier attempt may not have shown.
-        position: the step that is resumed.
         summary: lines of the startup summary.
     """
-    config, work, world, path, log = run.config, run.work, run.world, run.path, run.log
-    kept, unshown = lines
-    from_other_run = config.resume not in ("auto", "never")
-    _report_gaps(path / layout.METRICS, kept, position, log, from_other_run=from_other_run)
-    total, every = work.intervals.total, work.intervals.log or work.intervals.total
+    config, file, log = context.config, context.path / layout.METRICS, context.log
+    metrics.close()
+    record, end = resume_record(found, file, context.world)
+    metrics.continue_at(end)
+    if not context.world.writes_run_dir:
+        return
+    position = 0 if found is None else found.step
+    if not record.begin.offset:
+        _report_gaps(file, record.kept, position, log,
+                     from_other_run=config.resume not in ("auto", "never"))
+    metrics.open(file, record, guard=folder.lock.committing, warn=log.warning)
+    history, unshown = last_records(file, NORMS), record.unshown
+    total, every = setup.intervals.total, setup.intervals.log or setup.intervals.total
     first = min((line["step"] for line in unshown), default=position + 1)
     if position >= total:  # the final metrics are shown again
         first = min(first, position)
-        unshown = [line for line in kept if line["step"] >= first]
-    names = getattr(work.task, "class_names", ())
-    lengths = {"epoch": work.plan.steps_per_epoch, "total": total}
-    scalars_every = config.log.tensorboard_every.steps(**lengths) or total
+        unshown = [line for line in history if line["step"] >= first]
+    names = getattr(setup.task, "class_names", ())
+    scalars_every = setup.steps(config.log.tensorboard_every) or total
     board = TensorBoard(
-        path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
+        context.path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
         introduction=Introduction(
             summary=summary, restarts=log.attempt,
-            images=preview(work.task, log) if position == 0 else None),
-        class_names=names, norms=_norms_before(kept, first),
-        histograms=TensorHistograms(every=config.log.histograms.steps(**lengths),
-                                    tensors=partial(_tensors, work.model)),
+            images=preview(setup.task, log) if position == 0 else None),
+        class_names=names, norms=_norms_before(history, first),
+        histograms=TensorHistograms(every=setup.steps(config.log.histograms),
+                                    tensors=partial(_tensors, setup.model)),
     )  # fmt: skip
     sinks: list[Sink] = [board]
-    if world.is_main:
+    if context.world.is_main:
         bar = sys.stderr.isatty() and config.log.level in ("debug", "info")
         sinks += [Console(log, total=total, every=every, start=position, bar=bar,
                           restarts=log.attempt)]
         if config.log.wandb != "off":
-            sinks.append(WandB(path, run.run_id, log, mode=config.log.wandb, every=scalars_every,
-                               settings=compatibility.settings(config), class_names=names))
-        sinks.append(_hints(run, kept))
+            sinks.append(WandB(context.path, folder.identity.run, log, mode=config.log.wandb,
+                               every=scalars_every, settings=compatibility.settings(config),
+                               class_names=names))
+        sinks.append(_hints(context, setup, folder, position))
         if config.log.graph == "on" and not position:
-            _show_graph(board, run)
-        sinks += [UserSink(name, make, path, log) for name, make in work.sinks.items()]
-    metrics.open(path / layout.METRICS, sinks, kept=kept, unshown=unshown, guard=run.guard,
-                 warn=log.warning)
+            _show_graph(board, context, setup)
+        sinks += [UserSink(name, make, context.path, log) for name, make in setup.sinks.items()]
+    metrics.show_in(sinks, unshown)
 
 
 def open_timing(
@@ -176,8 +169,7 @@ def _report_gaps(
 ) -> None:  # fmt: skip
     """Warn about steps whose lines are missing in the record: these steps are not repeated.
 
-    Args:
-        from_other_run: the run may have started at a step of another run, with its own record.
+    A run that continues another one has that one's steps in another record.
     """
     present = {line["step"] for line in kept if not line_key(line)[1]}
     begin = min(present, default=position + 1) if from_other_run else 1
@@ -211,26 +203,25 @@ def _tensors(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield f"gradients/{name}", parameter.grad.to_dense().float().cpu().numpy()
 
 
-def _hints(run: RecordedRun, kept: Sequence[dict[str, Any]]) -> Hints:
+def _hints(context: Context, setup: Setup, folder: RunFolder, position: int) -> Hints:
     """Create the hints. Those about the data, the model and the batch are shown now."""
-    config, work, world = run.config, run.work, run.world
-    events = read_events(run.path / layout.EVENTS)
-    given = [event["hint"] for event in events if event.get("event") == "hint"]
-    expected = work.task.first_loss() if hasattr(work.task, "first_loss") else None
+    config, world, data = context.config, context.world, setup.data
+    expected = setup.task.first_loss() if hasattr(setup.task, "first_loss") else None
     facts = HintFacts(
-        total=work.intervals.total, epoch=work.plan.steps_per_epoch,
+        total=setup.intervals.total, epoch=setup.plan.steps_per_epoch,
         clip_norm=0.0 if config.clip.value else config.clip.norm,
         micro_size=config.batch.micro_size, per_rank=config.batch.global_size // world.size,
         expected_loss=0.0 if config.init is not None else expected,
-        zero_gradients=partial(_zero_gradients, work.model), memory=partial(_memory, world.device),
+        zero_gradients=partial(_zero_gradients, setup.model), memory=partial(_memory, world.device),
     )  # fmt: skip
-    hints = Hints(run.log, facts, off=config.log.hints_off, given=given, lines=kept)
+    hints = Hints(context.log, facts, off=config.log.hints_off, given=folder.given_hints,
+                  lines=sample_records(context.path / layout.METRICS))
     hints.emit("small-batchnorm", check_batchnorm(
-        startup_summary.batchnorm_samples(config, world.size, work.card)))
+        startup_summary.batchnorm_samples(config, world.size, setup.card)))
     if world.device.type == "cuda":
-        hints.emit("odd-sizes", check_sizes(_widths(work.model), config.batch.micro_size))
-    if not kept:
-        hints.emit("shared-samples", shared_samples(work.data["train"], work.data["validation"]))
+        hints.emit("odd-sizes", check_sizes(_widths(setup.model), config.batch.micro_size))
+    if not position:
+        hints.emit("shared-samples", shared_samples(data["train"], data["validation"]))
     return hints
 
 
@@ -260,21 +251,20 @@ def _widths(model: nn.Module) -> Iterator[tuple[str, int]]:
                 yield name, width
 
 
-def _show_graph(board: TensorBoard, run: RecordedRun) -> None:
+def _show_graph(board: TensorBoard, context: Context, setup: Setup) -> None:
     """Show the graph of the model in TensorBoard. A failure is only a warning."""
-    config, work = run.config, run.work
     try:
-        data = work.data["train"]
+        data = setup.data["train"]
         if isinstance(data, IterableDataset):
             raise RuntimeError("the training data is a stream, which isn't read for a graph")
-        collate = getattr(work.task, "collate", batches.collate)
-        samples = KeyedSamples(data, seed=config.seed, collate=collate, augment=False)
+        collate = getattr(setup.task, "collate", batches.collate)
+        samples = KeyedSamples(data, seed=context.config.seed, collate=collate, augment=False)
         with rng.preserved():
             batch = samples[MicroBatchSpec(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
-        board.graph(tensorboard.trace_graph(work.model, work.task.loss,
-                                            to_device(batch, run.world.device)))
+        board.graph(tensorboard.trace_graph(setup.model, setup.task.loss,
+                                            to_device(batch, context.world.device)))
     except Exception as error:
-        run.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
+        context.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
 
 
 def preview(task: Any, log: Log) -> Any:

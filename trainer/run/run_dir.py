@@ -10,7 +10,7 @@ import platform
 import secrets
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -20,21 +20,9 @@ from trainer.checkpoint.store import DISK_FULL, Store
 from trainer.distributed.world import World
 from trainer.errors import PATH_ERRNOS, AlreadyFinished, ConfigError, GaveUp
 from trainer.resilience.attempts import failure_sentence, read_attempts, repeated_failures
+from trainer.storage import layout
 from trainer.storage.files import display_path, make_folder, read_json, replace_json
 from trainer.storage.jsonl import MappedCounter, newest_step
-from trainer.storage.layout import (
-    CHECKPOINTS,
-    CONFIG,
-    ENVIRONMENT,
-    EVENTS,
-    IDENTITY,
-    LAST_STEP,
-    METRICS,
-    PRODUCT,
-    SUMMARY,
-    TENSORBOARD,
-    TIMING,
-)
 from trainer.storage.locks import RunLock
 from trainer.telemetry.events import Log, read_events
 
@@ -66,7 +54,7 @@ def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdent
             error = ConfigError(f"--resume never: {display_path(path)} already holds a run; "
                                 "choose another --run-dir, or omit --resume to continue it.")
         if old is not None:
-            steps = [info.step for info in Store(path / CHECKPOINTS).checkpoints()
+            steps = [info.step for info in Store(path / layout.CHECKPOINTS).checkpoints()
                      if info.run == old["run"]]
             mine = {"run": old["run"], "attempt": old["attempt"], "step": max(steps, default=0)}
     world.raise_on_all_ranks(error)
@@ -86,7 +74,7 @@ def identify_run(path: Path, world: World, log: Log, *, resume: str) -> RunIdent
 def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]:
     """The identity of the run in a folder, or None, and an error if the folder can't be read."""
     try:
-        return read_json(path / IDENTITY) or _recovered_identity(path), None
+        return read_json(path / layout.IDENTITY) or _recovered_identity(path), None
     except OSError as problem:
         if problem.errno not in PATH_ERRNOS:
             raise
@@ -96,23 +84,17 @@ def _read_identity(path: Path) -> tuple[dict[str, Any] | None, Exception | None]
 
 def _recovered_identity(path: Path) -> dict[str, Any] | None:
     """The identity of a run without run.json, from its checkpoints and events; None without any."""
-    runs = [info.run for info in Store(path / CHECKPOINTS).checkpoints() if info.run is not None]
+    runs = [info.run for info in Store(path / layout.CHECKPOINTS).checkpoints() if info.run]
     if not runs:
         return None
-    attempts = [e["attempt"] for e in read_events(path / EVENTS) if e.get("event") == "start"]
+    events = read_events(path / layout.EVENTS)
+    attempts = [event["attempt"] for event in events if event.get("event") == "start"]
     return {"run": runs[-1], "attempt": max(attempts, default=0)}
 
 
 def refuse_finished(path: Path, world: World, step: int) -> None:
-    """Collective. Check whether the run is complete; call it if no steps are left.
-
-    Args:
-        step: the run's last step.
-
-    Raises:
-        AlreadyFinished: the run's summary is of this step.
-    """
-    found = world.gather_json(read_json(path / SUMMARY) if world.local_rank == 0 else None)
+    """Collective. Raise AlreadyFinished if there is a summary of `step`, the run's last one."""
+    found = world.gather_json(read_json(path / layout.SUMMARY) if world.local_rank == 0 else None)
     summary = next((s for s in found if s is not None and s["step"] == step), None)
     if summary is not None:
         lines = [f"{display_path(path)}: the run is complete; nothing to do",
@@ -130,7 +112,7 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
     if test is not None:
         lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
-    lines.append(f"best weights: {path}/{PRODUCT}")
+    lines.append(f"best weights: {path}/{layout.PRODUCT}")
     lines.append(f"final weights: {path}/{summary['final_weights']}")
     lines.append(f"curves: tensorboard --logdir {path}")
     return lines
@@ -139,25 +121,19 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
 def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> None:
     """Collective. Take the run folder's lock for this attempt, and open the event log.
 
-    Rank 0 takes it first, then the first rank of each other node. On a shared folder that rank
-    finds rank 0's lock. On a disk of its own it takes the lock there, and writes a full copy of the
-    run to it (`world.writes_run_dir`).
+    Rank 0 takes it first, then the first rank of each other node, which finds rank 0's lock in a
+    shared folder. On a disk of its own it takes the lock and writes a full copy of the run there.
 
     Raises:
         ConfigError: the folder can't be written, or another run is active in it.
         OSError: the disk has become full or read-only since the run was started.
     """
+    take: Callable[[], str | None] = functools.partial(_take, path, identity, lock, world, log)
     warning = None
     others_turn = world.local_rank == 0 and not world.is_main
     for mine in (world.is_main, others_turn) if world.has_nodes else (world.is_main,):
-        error: Exception | None = None
-        if mine:
-            try:
-                warning = _take(path, identity, lock, world, log)
-            except (ConfigError, OSError) as problem:
-                error = problem
-        world.raise_on_all_ranks(error)
-    log.open_events(path / EVENTS, attempt=identity.attempt, nonce=world.nonce)
+        warning = world.agree(take if mine else lambda: None) or warning
+    log.open_events(path / layout.EVENTS, attempt=identity.attempt, nonce=world.nonce)
     if warning:
         log.warning(warning)
 
@@ -170,11 +146,11 @@ def _take(
     try:
         make_folder(path)
         warning = lock.take(launcher_pid=os.getppid() if elastic else None, launch_id=launch_id)
-        world.writes_run_dir = lock.holds
+        world.write_run_dir(lock.holds)
         if lock.holds:
             _check_writable(path)
             mine = {**dataclasses.asdict(identity), "launch": launch_id}
-            _when_not_full(lambda: replace_json(path / IDENTITY, mine),
+            _when_not_full(lambda: replace_json(path / layout.IDENTITY, mine),
                            DISK_FULL_WAIT_S if identity.attempt else 0.0, log)
     except OSError as problem:
         if identity.attempt and problem.errno not in PATH_ERRNOS:
@@ -186,15 +162,11 @@ def _take(
 
 
 def _check_writable(path: Path) -> None:
-    """Check that the existing files can be written; they may belong to another user.
-
-    Raises:
-        OSError: a file or folder can't be written.
-    """
-    for place in (path / name for name in (METRICS, EVENTS, TIMING, LAST_STEP)):
-        if place.exists():
-            os.close(os.open(place, os.O_RDWR))
-    for place in (path / name for name in (CHECKPOINTS, TENSORBOARD)):
+    """Raise OSError if an existing file can't be written; it may belong to another user."""
+    for name in (layout.METRICS, layout.EVENTS, layout.TIMING, layout.LAST_STEP):
+        if (path / name).exists():
+            os.close(os.open(path / name, os.O_RDWR))
+    for place in (path / layout.CHECKPOINTS, path / layout.TENSORBOARD):
         if place.exists() and not os.access(place, os.R_OK | os.W_OK | os.X_OK,
                                             effective_ids=os.access in os.supports_effective_ids):
             number = errno.EROFS if os.statvfs(place).f_flag & os.ST_RDONLY else errno.EACCES
@@ -216,24 +188,23 @@ def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> No
         time.sleep(0.2)
 
 
-def begin(path: Path, identity: RunIdentity, world: World, log: Log, *, position: int, version: str,
-          max_same_step: int) -> None:
+def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Log, *,
+          position: int, version: str, max_same_step: int) -> None:
     """Collective. Record the start of this attempt in the event log.
 
     Args:
+        events: of earlier attempts, on rank 0.
         position: the step to continue from.
         version: digest of the configuration and the task's code.
-        max_same_step: consecutive failures at the same step after which the run gives up.
 
     Raises:
-        GaveUp: the previous attempts have failed this many times in a row at the same step.
+        GaveUp: `max_same_step` attempts in a row have failed at the same step.
     """
     error = None
-    reached = max(MappedCounter.read(path / LAST_STEP),
-                  newest_step(path / METRICS)) if world.is_main else 0
-    if world.is_main and identity.attempt:
-        before = read_attempts(read_events(path / EVENTS))
-        row = repeated_failures(before, version=version)
+    reached = max(MappedCounter.read(path / layout.LAST_STEP),
+                  newest_step(path / layout.METRICS)) if world.is_main else 0
+    if events:
+        row = repeated_failures(read_attempts(events), version=version)
         if len(row) >= max_same_step:
             first = next((a.cause for a in row if a.cause is not None), None)
             times = "1 time" if len(row) == 1 else f"{len(row)} times"
@@ -258,7 +229,8 @@ def _launch_id(world: World) -> str | None:
 
 def clean(path: Path) -> None:
     """Remove temporary files of dead attempts; call it at the start of an attempt."""
-    for name in (IDENTITY, CONFIG, ENVIRONMENT, METRICS, PRODUCT, SUMMARY):
+    for name in (layout.IDENTITY, layout.CONFIG, layout.ENVIRONMENT, layout.METRICS,
+                 layout.PRODUCT, layout.SUMMARY):
         for aside in path.glob(f".{name}.*.tmp"):
             aside.unlink(missing_ok=True)
 
@@ -268,20 +240,13 @@ def environment(world: World, card: Mapping[str, Any], *, label: str, why: str) 
     import torch
 
     return {
-        "command": sys.argv,
-        "python": platform.python_version(),
-        "packages": package_versions(),
-        "host": platform.node(),
-        "system": platform.platform(),
-        "cpu": torch.backends.cpu.get_cpu_capability(),
-        "device": str(world.device),
-        "device_name": device_name(world.device),
-        "world_size": world.size,
-        "local_size": world.local_size,
-        "threads": world.threads,
-        **card,
+        "command": sys.argv, "python": platform.python_version(), "packages": package_versions(),
+        "host": platform.node(), "system": platform.platform(),
+        "cpu": torch.backends.cpu.get_cpu_capability(), "device": str(world.device),
+        "device_name": device_name(world.device), "world_size": world.size,
+        "local_size": world.local_size, "threads": world.threads, **card,
         "determinism": {"label": label, "why": why},
-    }
+    }  # fmt: skip
 
 
 def device_name(device: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,21 +14,17 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from trainer import rng
-from trainer.checkpoint.restore import STATE
+from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
-from trainer.checkpoint.train_state import EMA, MODEL
 from trainer.config import command_line
 from trainer.config.schema import Config
-from trainer.data import batch as batches
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import CheckpointDamaged, ConfigError
 from trainer.optim import precision
 from trainer.resilience.progress_marks import ProgressMarks
-from trainer.run.build import evaluation_batch, loader_workers
-from trainer.run.evaluate import Evaluator
+from trainer.run.evaluate import Evaluator, make_evaluator
 from trainer.run.prepare import bind_seed, make_data, make_model
 from trainer.storage import files, layout, tensorfile
-from trainer.task import task_figures
 
 TRIES = 5
 """Number of attempts to read a checkpoint: the run may prune it meanwhile."""
@@ -43,8 +38,8 @@ class CheckpointWeights:
     tensors: dict[str, Tensor]
     average: dict[str, Tensor]
     """Averages of the trained parameters, by the first name of each; empty without averaging."""
-    facts: dict[str, Any]
-    """Content of state.json."""
+    threads: int | None
+    """Threads of a rank in that attempt, if known: their number changes bits."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +58,10 @@ class SavedRun:
         dataset = make_data(self.task, self.config, split)
         if dataset is None:
             return None
-        return Evaluator(
-            model=self.model, loss=self.task.loss, dataset=dataset,
-            collate=getattr(self.task, "collate", batches.collate),
-            batch_size=evaluation_batch(self.config),
-            workers=loader_workers(self.config, dataset, self.world), seed=self.config.seed,
-            rank=0, num_ranks=1, device=self.world.device,
+        return make_evaluator(
+            self.task, dataset, self.model, self.config, self.world, marks=ProgressMarks(),
             autocast=precision.autocast(self.choice, self.world.device),
-            all_sum=self.world.all_sum, marks=ProgressMarks(), step=lambda: self.weights.step,
-            figures=task_figures(self.task),
-        )  # fmt: skip
+            step=lambda: self.weights.step)
 
     def fresh_model(self) -> nn.Module:
         """Construct another model, without the weights of the checkpoint."""
@@ -92,16 +81,10 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
     Args:
         checkpoint: best, last, or a step.
         overrides: flags that override the configuration of the run.
-
-    Raises:
-        ConfigError: there is no run or no such checkpoint, the checkpoint is damaged or does not
-            fit the model, or a flag is wrong.
     """
     config = load_configuration(run, overrides)
     weights = find_weights(run, checkpoint, averaged=bool(config.optim.ema))
-    threads = config.world.threads
-    if threads == "auto":  # the number of threads changes bits
-        threads = weights.facts.get("circumstances", {}).get("threads")
+    threads = weights.threads if config.world.threads == "auto" else config.world.threads
     world = World.form(device=config.device, threads=threads, launch=LaunchInfo())
     precision.set_determinism(config.numerics.deterministic == "on", world.device)
     precision.set_tf32(config.numerics.tf32 == "on")
@@ -117,11 +100,7 @@ def open_saved_run(run: Path, *, checkpoint: str, overrides: Sequence[str] = ())
 
 
 def load_configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
-    """Return the configuration of the run in a folder.
-
-    Raises:
-        ConfigError: there is no run in the folder, or a flag is wrong.
-    """
+    """The configuration of the run in a folder."""
     path = run / layout.CONFIG
     if not path.is_file():
         raise ConfigError(f"{run}: there is no run in this folder (no {layout.CONFIG}).")
@@ -129,14 +108,10 @@ def load_configuration(run: Path, overrides: Sequence[str] = ()) -> Config[Any]:
 
 
 def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWeights:
-    """Return the weights of a checkpoint.
+    """The weights of a checkpoint: best, last, or a step.
 
     Args:
-        checkpoint: best, last, or a step.
         averaged: include the averaged weights if the checkpoint has them.
-
-    Raises:
-        ConfigError: there is no such checkpoint, or it is damaged.
     """
     store, tries = Store(run / layout.CHECKPOINTS), TRIES
     product = run / layout.PRODUCT
@@ -146,7 +121,7 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWei
             if checkpoint == "best" and not seen and product.is_file():
                 summary = files.read_json(run / layout.SUMMARY) or {}
                 step = summary.get("best", {}).get("step", 0)
-                return CheckpointWeights(step, tensorfile.load_tensors(product), {}, {})
+                return CheckpointWeights(step, tensorfile.load_tensors(product), {}, None)
             return _weights(store, checkpoint, averaged=averaged)
         except (CheckpointDamaged, OSError, RuntimeError, SafetensorError, ValueError) as error:
             tries -= 1
@@ -159,11 +134,7 @@ def find_weights(run: Path, checkpoint: str, *, averaged: bool) -> CheckpointWei
 
 @contextlib.contextmanager
 def config_error_on_write(flag: str, remedy: str) -> Iterator[None]:
-    """Context for writing a file: report an OSError as a ConfigError with the flag and a remedy.
-
-    Raises:
-        ConfigError: the file cannot be written.
-    """
+    """Context for writing a file: an OSError becomes a ConfigError with the flag and a remedy."""
     try:
         yield
     except OSError as error:
@@ -171,14 +142,7 @@ def config_error_on_write(flag: str, remedy: str) -> Iterator[None]:
 
 
 def load_weights(model: nn.Module, tensors: dict[str, Tensor], where: str) -> None:
-    """Load weights into a model.
-
-    Args:
-        where: origin of the weights, for the error message.
-
-    Raises:
-        ConfigError: the weights do not fit the model.
-    """
+    """Load weights into a model; `where` is their origin, for the error message."""
     try:
         model.load_state_dict(tensors)
     except RuntimeError as error:
@@ -193,16 +157,17 @@ def _weights(store: Store, checkpoint: str, *, averaged: bool) -> CheckpointWeig
             raise CheckpointDamaged("; ".join(skipped) or "no checkpoint is there")
         step = newest.step
         if checkpoint == "best":
-            step = json.loads((newest.path / STATE).read_bytes())["best"]["step"] or step
+            step = SavedState.read(newest.path).best.step or step
     elif checkpoint.isdecimal():
         step = int(checkpoint)
     else:
         raise CheckpointDamaged("it is best, last, or the step of a checkpoint")
     info = store.verify(step)
-    facts = json.loads((info.path / STATE).read_bytes())
-    has_average = averaged and (info.path / EMA).is_file()
-    average = tensorfile.load_tensors(info.path / EMA) if has_average else {}
-    return CheckpointWeights(info.step, tensorfile.load_tensors(info.path / MODEL), average, facts)
+    has_average = averaged and (info.path / layout.EMA).is_file()
+    average = tensorfile.load_tensors(info.path / layout.EMA) if has_average else {}
+    threads = SavedState.read(info.path).circumstances.get("threads")
+    return CheckpointWeights(
+        info.step, tensorfile.load_tensors(info.path / layout.MODEL), average, threads)
 
 
 @dataclass(frozen=True)
@@ -215,11 +180,7 @@ class ModelCall:
 
 
 def record_first_call(model: nn.Module, loss: Any, batch: Any) -> ModelCall:
-    """Compute the loss of a batch and record the first call of the model in it.
-
-    Raises:
-        ConfigError: the loss does not call the model itself.
-    """
+    """Compute the loss of a batch and record the first call of the model in it."""
     calls: list[ModelCall] = []
 
     def note(_: nn.Module, args: Any, kwargs: Any, output: Any) -> None:

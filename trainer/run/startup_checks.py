@@ -19,11 +19,7 @@ from trainer.telemetry.events import Log
 
 
 def check_data(work: Setup, world: World) -> None:
-    """Collective. Check that all ranks have the same data sets: the trainer shards them itself.
-
-    Raises:
-        ConfigError: a rank has other data, or another number of samples, than rank 0.
-    """
+    """Collective. Check that all ranks have the same data sets: the trainer shards them itself."""
     everywhere = world.gather_json({**work.card["samples"], "train": work.fingerprint})
     for rank, found in enumerate(everywhere):
         for split, what in found.items():

@@ -19,12 +19,7 @@ from trainer.telemetry.events import Log
 def summary_lines(
     config: Config[Any], card: Mapping[str, Any], world: World, path: Path
 ) -> list[str]:
-    """Return the lines of the summary.
-
-    Args:
-        card: `Setup.card` with the precision.
-        path: the run folder.
-    """
+    """The lines of the summary; `card` is that of the setup, with the precision."""
     trained = card["parameters"] - card["frozen_weights"]
     frozen = (f", {trained:,} of them trained ({len(card['frozen_parameters'])} tensors frozen)"
               if card["frozen_parameters"] else "")
@@ -61,25 +56,17 @@ def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) 
 
 
 def startup_warnings(
-    config: Config[Any], card: Mapping[str, Any], *, epoch: int, total: int
+    config: Config[Any], card: Mapping[str, Any], *, warmup: int, total: int
 ) -> list[str]:
-    """Return warnings about the start: initial weights that do not fit, parameters that no group
-    trains, a warm-up that is longer than the run.
-
-    Args:
-        epoch: steps in an epoch.
-        total: steps in the run.
-    """
+    """Warnings about the start; `warmup` and `total` are in steps."""
     warnings = [f"--init {config.init}: {line}" for line in card.get("init", ())]
-    warmup, names = config.schedule.warmup, card.get("untrained", ())
-    if names:
-        shown = listed(names)
-        warnings.append(f"not trained: {shown}: not in any group of the task's parameter_groups(); "
-                        "add it to a group, or freeze it")
-    if (steps := warmup.steps(epoch=epoch, total=total)) > total:
-        warnings.append(f"--schedule.warmup {warmup}: the run has {total} steps and the warm-up "
-                        f"{steps}, so the rate ends at {total / steps:.0%} of --optim.lr; shorten "
-                        "it, for example to 5%")
+    if names := card.get("untrained", ()):
+        warnings.append(f"not trained: {listed(names)}: not in any group of the task's "
+                        "parameter_groups(); add it to a group, or freeze it")
+    if warmup > total:
+        warnings.append(f"--schedule.warmup {config.schedule.warmup}: the run has {total} steps "
+                        f"and the warm-up {warmup}, so the rate ends at {total / warmup:.0%} of "
+                        "--optim.lr; shorten it, for example to 5%")
     return warnings
 
 
@@ -87,14 +74,7 @@ def log_startup(
     log: Log, lines: Sequence[str], warnings: Sequence[str], found: CheckpointRef | None,
     verdict: compatibility.ResumeDecision, path: Path,
 ) -> None:  # fmt: skip
-    """Log the summary, the warnings, and whether the run is new or continues.
-
-    Args:
-        lines: `summary_lines`.
-        warnings: `startup_warnings`.
-        found: the checkpoint that is resumed, if any.
-        path: the run folder.
-    """
+    """Log the summary, the warnings, and whether the run is new or continues."""
     for line in lines:
         log.info(line)
     for line in warnings:
@@ -106,8 +86,7 @@ def log_startup(
         log.info(f"run folder {display_path(path)}: a fresh start")
     else:
         log.info(f"run folder {display_path(path)}: continuing from step {found.step} "
-                 f"({verdict.label}"
-                 + (f": {verdict.why}" if verdict.why else "") + ")"
+                 f"({verdict.label}" + f": {verdict.why}" * bool(verdict.why) + ")"
                  + f", restart {log.attempt}" * bool(log.attempt))
     log.event("restore" if found else "fresh", at_step=found.step if found else 0,
               label=verdict.label, why=verdict.why)

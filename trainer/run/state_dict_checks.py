@@ -1,4 +1,4 @@
-"""Check that a checkpoint can hold and restore a model, and that ranks can send it."""
+"""Check that a checkpoint can hold and restore a model."""
 
 from __future__ import annotations
 
@@ -11,17 +11,9 @@ from torch.nn.parameter import is_lazy
 from trainer.errors import ConfigError, listed
 from trainer.storage import tensorfile
 
-UNSENDABLE = (torch.int16, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn,
-              torch.float8_e5m2)
-"""Dtypes that checkpoints support and gloo does not."""
-
 
 def check_state_dict(model: nn.Module) -> None:
-    """Check the model's state.
-
-    Raises:
-        ConfigError: a checkpoint cannot hold or restore it.
-    """
+    """Raise ConfigError if a checkpoint can't hold or restore the model's state."""
     parts = dict(chain(model.named_parameters(), model.named_buffers()))
     for name, value in parts.items():
         if is_lazy(value) or value.is_meta:
@@ -58,18 +50,3 @@ def check_state_dict(model: nn.Module) -> None:
         raise ConfigError(f"--task: the model's state_dict omits {listed(lost)}, which is "
                           "trainable, so no checkpoint would hold it; include it, or freeze it "
                           "(requires_grad_(False)).")
-
-
-def check_sendable(model: nn.Module) -> None:
-    """Check that gloo can send all tensors of the model between ranks on CPUs.
-
-    Raises:
-        ConfigError: names the first tensor that it cannot send.
-    """
-    for name, value in chain(model.named_parameters(), model.named_buffers()):
-        sparse = value.layout != torch.strided
-        if sparse or value.dtype in UNSENDABLE:
-            raise ConfigError(
-                f"--nproc_per_node: the model's {name} is "
-                f"{'sparse' if sparse else str(value.dtype)}; gloo, which connects the ranks, "
-                f"cannot send it: use {'a dense one' if sparse else 'another dtype'}, or one rank.")

@@ -14,31 +14,33 @@ from trainer.telemetry.status import Phase
 
 def validate(run: Run) -> None:
     """Collective. Validate, and save the weights if they are the best so far."""
-    if run.validate is None:
+    config, status = run.context.config, run.context.status
+    evaluator, state = run.training.validation, run.training.state
+    if evaluator is None:
         return
-    run.status.enter(Phase.EVALUATE)
-    with run.world.long_timeout():
-        scores = run.validate()
+    status.enter(Phase.EVALUATE)
+    with run.context.world.long_timeout():
+        scores = evaluator()
     if scores is None:
         stop(run)  # a resumed run starts with this validation
-    run.status.enter(Phase.TRAIN)  # from here on an error leaves an inconsistent state
-    step = run.progress.step
-    line = validation_line(step, scores, run.state.meter.take_mean())
-    run.metrics.validation(line)
-    run.progress.validated = step
-    run.state.schedule.validated(line)
-    if update_best(run.config.eval.best, run.state.best, line, step, run.config.eval.min_delta):
-        run.checkpoint.save("best")
-    run.draw()
+    status.enter(Phase.TRAIN)  # from here on an error leaves an inconsistent state
+    step = state.progress.step
+    line = validation_line(step, scores, state.meter.take_mean())
+    run.record.metrics.validation(line)
+    state.progress.complete_validation()
+    state.schedule.validated(line)
+    if update_best(config.eval.best, state.best, line, step, config.eval.min_delta):
+        run.guard.checkpoint.save("best")
+    run.record.draw(step)
 
 
 def stop(run: Run) -> NoReturn:
     """Collective. Save this step boundary, and raise StopRequested."""
     replicas_match(run)
-    run.status.enter(Phase.STOP)
-    run.checkpoint.save("stop")
-    run.checkpoint.settle()
-    raise StopRequested(f"stopped on request after step {run.progress.step}; "
+    run.context.status.enter(Phase.STOP)
+    run.guard.checkpoint.save("stop")
+    run.guard.checkpoint.settle()
+    raise StopRequested(f"stopped on request after step {run.training.state.progress.step}; "
                         "run the same command to continue")
 
 

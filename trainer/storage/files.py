@@ -44,6 +44,14 @@ def write_file(
         os.close(fd)
 
 
+def read_chunks(path: Path, on_chunk: Callable[[memoryview], object]) -> None:
+    """Read a file and pass its chunks to a function, for example to hash it."""
+    buffer = memoryview(bytearray(CHUNK))
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            on_chunk(buffer[:count])
+
+
 def free_bytes(folder: Path) -> int:
     """Free bytes on the file system of a folder; the folder may not exist yet."""
     while not folder.exists():

@@ -12,19 +12,27 @@ import mmap
 import os
 import threading
 from collections import deque
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
+from trainer.storage.files import replace_bytes
+
 TAIL_BYTES = 1 << 16
-"""Bytes read from the end of a file to find its last records: far more than one record."""
+"""Bytes before a position that its checksum covers at most; bytes of one read from the end."""
+LAST_LINES = 100
+"""Lines at the end of a file among which `newest_step` looks for complete ones."""
+SAMPLES, SAMPLE_BYTES = 512, 4096
+"""Number of records that `sample_records` returns, and the bytes read for each."""
 
 
 class MappedCounter:
     """A memory-mapped counter file that survives the death of the process.
 
-    An update costs one store to memory and no system call. The file's block is allocated before
-    the file is mapped, so that a disk that fills later can't lose it (except on copy-on-write
-    file systems).
+    An update is one store to memory. The file's block is allocated before it is mapped, so that a
+    disk that fills later can't lose it (except on copy-on-write file systems).
     """
 
     def __init__(self, path: Path, number: int) -> None:
@@ -42,7 +50,7 @@ class MappedCounter:
 
     @staticmethod
     def read(path: Path) -> int:
-        """The number in a file; 0 if the file is missing or damaged."""
+        """The number in a file; 0 if it is missing or damaged."""
         with contextlib.suppress(OSError, ValueError):
             return int(path.read_bytes())
         return 0
@@ -53,7 +61,6 @@ class MappedCounter:
             self._memory[:] = b"%-15d\n" % number
 
     def close(self) -> None:
-        """Unmap the file."""
         if self._memory is not None:
             self._memory.close()
 
@@ -61,8 +68,7 @@ class MappedCounter:
 class AppendFile:
     """Append records in order, each with a single `write` unless the disk fills up within it.
 
-    A record that can't be written stays in memory until the next call. Nothing else is buffered,
-    so a killed process loses only these pending records.
+    A record that can't be written stays in memory until the next call; nothing else is buffered.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,10 +80,7 @@ class AppendFile:
 
     @property
     def damage(self) -> str:
-        """What another program has done to the file since it was opened.
-
-        "removed", "replaced", "cut" (truncated), or "" for nothing.
-        """
+        """What another program has done to the file: "removed", "replaced", "cut", or ""."""
         mine = os.fstat(self._descriptor)
         try:
             there = os.stat(self._path)
@@ -88,10 +91,7 @@ class AppendFile:
         return "cut" if mine.st_size < self._size else ""
 
     def restore(self, *, others: bool = False) -> str:
-        """Undo `damage` if possible. Returns the damage found.
-
-        A removed or replaced file still exists behind the open descriptor and is written back. The
-        records of a truncated file are lost.
+        """Write a removed or replaced file back from the open descriptor. Returns the `damage`.
 
         Args:
             others: other processes append to the file too; a file that replaced this one was then
@@ -133,7 +133,6 @@ class AppendFile:
                 aside.unlink(missing_ok=True)
 
     def append(self, record: bytes) -> None:
-        """Append a record, after the pending ones."""
         self._pending.append(record)
         self.flush()
 
@@ -179,23 +178,95 @@ class AppendFile:
                     self._pending[0] = record[written:]
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file of JSON lines; [] if there is no file.
+@dataclass(frozen=True)
+class FileMark:
+    """A position in an append-only file, with a checksum of the bytes directly before it."""
+
+    offset: int = 0
+    checked: int = 0
+    """Number of bytes that the checksum covers."""
+    checksum: str = ""
+
+    def after(self, data: bytes) -> FileMark:
+        """The position after `data`, appended at this position."""
+        tail = data[-TAIL_BYTES:]
+        if not tail:
+            return self
+        return FileMark(self.offset + len(data), len(tail), xxhash.xxh3_128_hexdigest(tail))
+
+    def fits(self, path: Path) -> bool:
+        """Whether a file reaches this position and has these bytes before it."""
+        try:
+            with path.open("rb") as file:
+                file.seek(self.offset - self.checked)
+                tail = file.read(self.checked)
+        except OSError:
+            tail = b""
+        return FileMark(self.offset - self.checked).after(tail) == self
+
+
+def continue_file(path: Path, offset: int, data: bytes) -> None:
+    """Keep the first `offset` bytes of a file, let `data` follow, and make it durable.
+
+    Raises:
+        OSError: the file can't be written.
+    """
+    if not offset:
+        replace_bytes(path, [data])
+        return
+    with path.open("r+b") as file:
+        file.truncate(offset)
+        file.seek(offset)
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def read_records(path: Path, offset: int = 0) -> list[dict[str, Any]]:
+    """Read the JSON objects of a file of JSON lines from an offset on; [] if there is no file.
 
     Truncated lines, and lines that aren't JSON objects, are skipped.
     """
-    return parse_records(path.read_bytes()) if path.exists() else []
+    try:
+        with path.open("rb") as file:
+            file.seek(offset)
+            return parse_records(file.read())
+    except FileNotFoundError:
+        return []
+
+
+def last_records(path: Path, count: int) -> list[dict[str, Any]]:
+    """The records in the last `count` lines of a file; [] if it can't be read."""
+    data = b""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        begin = file.seek(0, os.SEEK_END)
+        while begin and data.count(b"\n") <= count:
+            size = min(begin, TAIL_BYTES)
+            begin -= size
+            file.seek(begin)
+            data = file.read(size) + data
+    return parse_records(b"\n".join(data.splitlines()[-count:]))
+
+
+def sample_records(path: Path) -> list[dict[str, Any]]:
+    """Records evenly spaced in a file, the first included; all records of a small file."""
+    with path.open("rb") as file:
+        size = file.seek(0, os.SEEK_END)
+        if size <= SAMPLES * SAMPLE_BYTES:
+            return read_records(path)
+        found = []
+        for number in range(SAMPLES):
+            file.seek(number * size // SAMPLES)
+            lines = file.read(SAMPLE_BYTES).split(b"\n")
+            complete = lines[number > 0 : -1]  # a sample other than the first begins within a line
+            found += parse_records(b"".join(complete[:1]))
+        return found
 
 
 def newest_step(path: Path) -> int:
     """The largest `step` among the last records of a file; 0 if there is none."""
-    try:
-        with path.open("rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - TAIL_BYTES))
-            found = parse_records(file.read())
-    except OSError:
-        return 0
-    return max((s for r in found if isinstance(s := r.get("step"), int)), default=0)
+    steps = [record.get("step") for record in last_records(path, LAST_LINES)]
+    return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def parse_records(data: bytes) -> list[dict[str, Any]]:

@@ -6,6 +6,14 @@ SUMMARY, PRODUCT, METRICS, EVENTS = (
 )  # fmt: skip
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
 COMPILED, TIMING, LAST_STEP = "compile-cache", "timing.jsonl", "last-step"
+PICTURES = "pictures"
+MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
+    "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json",
+)  # fmt: skip
+"""Files of a checkpoint."""
+
+STEP_NAME = r"step-(\d{8,})"
+"""Pattern of `step_name`."""
 
 
 def step_name(step: int) -> str:

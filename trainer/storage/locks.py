@@ -24,36 +24,29 @@ _POLL_S = 0.01
 
 
 class ByteLocks:
-    """Locks between processes and threads, one per byte of a file.
+    """POSIX record locks (`fcntl.lockf`) between processes and threads, one per byte of a file.
 
-    These are POSIX record locks (`fcntl.lockf`). The kernel releases them when their process dies,
-    for whatever reason. Forked children (loader workers) don't inherit them. They work between
-    hosts if the file system supports it.
-
-    A process loses all its locks on a file when it closes *any* descriptor of the file. So an
-    instance keeps one descriptor, and a process must have only one instance per file. Between the
-    threads of a process the instance itself provides the exclusion.
-
-    Attributes:
-        supported: False once the file system has turned out not to support record locks. Every
-            `try_lock` then succeeds, whatever other processes hold.
+    The kernel releases them when their process dies. Forked loader workers don't inherit them. They
+    work between hosts if the file system supports it. A process loses all its locks on a file when
+    it closes *any* descriptor of it, so a process must have only one instance per file.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.supported = True
+        """False once the file system has refused a lock; then every `try_lock` succeeds."""
         self._fd: int | None = None
         self._held: set[int] = set()
         self._mutex = threading.Lock()
 
     def fd(self) -> int:
-        """The descriptor of the file; opens or creates it on first use."""
+        """The descriptor of the file, which is created if it is missing."""
         if self._fd is None:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         return self._fd
 
     def try_lock(self, byte: int) -> bool:
-        """Take the lock if it is free; never waits. Returns whether it was taken."""
+        """Take the lock if it is free. Returns whether it was taken."""
         with self._mutex:
             if byte in self._held:
                 return False
@@ -69,19 +62,15 @@ class ByteLocks:
             return True
 
     def lock(self, byte: int, wait_s: float) -> bool:
-        """Take the lock, waiting up to `wait_s` seconds. Returns whether it was taken.
-
-        Polls, since a blocking lock has no time limit without a signal.
-        """
+        """Take the lock, waiting up to `wait_s` seconds. Returns whether it was taken."""
         deadline = time.monotonic() + wait_s
-        while not self.try_lock(byte):
+        while not self.try_lock(byte):  # a blocking lock has no time limit without a signal
             if time.monotonic() >= deadline:
                 return False
             time.sleep(_POLL_S)
         return True
 
     def unlock(self, byte: int) -> None:
-        """Release the lock."""
         with self._mutex:
             self._held.remove(byte)
             if self.supported and self._fd is not None:
@@ -97,11 +86,7 @@ class ByteLocks:
 
 
 def release_locks(path: Path) -> None:
-    """Release all locks of this process on a file, of all instances.
-
-    Closing any descriptor of the file does that. A file that can't be opened holds no locks of
-    this process.
-    """
+    """Release all locks of this process on a file: closing any descriptor of it does that."""
     with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
         os.close(os.open(path, os.O_RDWR | os.O_CLOEXEC))
 
@@ -110,20 +95,15 @@ class RunLock:
     """The lock file of a run folder, owned by one attempt at a time.
 
     Rank 0 of an attempt *takes* the lock by writing the attempt's nonce to the file. Every process
-    of the attempt *checks* that the file still has this nonce before it changes the folder. So
-    once a newer attempt has begun, an orphan of an older one, which may survive its killed launcher
-    for a while, can't write any more.
-
-    A process locks byte 0 briefly while it writes the nonce or changes the folder, so that nothing
-    happens between check and change. The owner also locks a byte derived from the nonce until it
-    dies: by this other processes see that it is alive.
+    of the attempt *checks* that the file still has this nonce before it changes the folder: an
+    orphan of an older attempt can't write any more. Byte 0 is locked during check and change. The
+    owner locks a byte derived from the nonce until it dies, which shows that it is alive.
 
     Args:
         path: the lock file; created if it is missing.
         nonce: unique name of the attempt.
         revoked: returns True if the attempt is known to be superseded, whatever the file says.
-        brief_lock_s: how long to wait for byte 0. A process that holds it for longer is stopped, or
-            hangs in its file system; to wait for it would hang the attempt that replaces it.
+        brief_lock_s: how long to wait for byte 0. A process that holds it for longer hangs.
     """
 
     def __init__(
@@ -142,16 +122,12 @@ class RunLock:
     ) -> str | None:
         """Make this attempt the owner of the run folder.
 
-        The first process of the attempt to do this `holds` the lock until it dies. The others, in
-        a folder that several nodes share, return at once.
-
-        The lock is taken over from an owner whose process is dead, from one started by the same
-        launcher (the previous attempt), and from one whose launcher is dead (an orphan). Any other
-        owner is another run and keeps the lock.
+        The first process of the attempt to do this `holds` the lock; the others, in a folder that
+        several nodes share, return at once. The lock is taken over from an owner whose process is
+        dead, from one started by the same launcher, and from one whose launcher is dead.
 
         Args:
-            launcher_pid: the process whose death makes this one an orphan. None without a launcher:
-                then only this process's own death ends the ownership.
+            launcher_pid: the process whose death makes this one an orphan; None without a launcher.
             launch_id: equal in all attempts of one launch, on all hosts; None without one.
             wait_s: seconds to wait for an owner that keeps the lock to exit.
 
@@ -187,33 +163,22 @@ class RunLock:
                     f"If its host is gone for good, delete {display_path(self.path)}.")
             time.sleep(_POLL_S)
 
-    def check(self) -> None:
-        """Check that this attempt still owns the folder.
-
-        Raises:
-            StaleAttempt: a newer attempt owns it, or the lock file was removed.
-        """
-        with self.committing():
-            pass
-
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Context manager around a change of the folder.
-
-        Checks the ownership on entry; a newer attempt can't take the lock until exit.
+        """Context of a change of the folder: a newer attempt can't take the lock until exit.
 
         Raises:
-            StaleAttempt: see `check`.
+            StaleAttempt: a newer attempt owns the folder, or the lock file was removed.
         """
         with self._brief_lock():
             self.check_without_waiting()
             yield
 
     def check_without_waiting(self) -> None:
-        """As `check`, but without taking a lock: never waits, costs 10 µs.
+        """Check the ownership without taking a lock, which costs 10 µs.
 
         Raises:
-            StaleAttempt: see `check`.
+            StaleAttempt: see `committing`.
         """
         if self._revoked():
             raise StaleAttempt(f"a newer attempt than this one ({self.nonce}) has started on other "

@@ -22,6 +22,7 @@ from trainer import rng
 from trainer.config.fields import Section, setting
 from trainer.data import augment
 from trainer.errors import ConfigError
+from trainer.storage import layout
 from trainer.task import Outcome
 from trainer.tasks import fashion_mnist, losses
 from trainer.tasks.image_models import SmallCNN, classifier
@@ -212,7 +213,7 @@ class Images(Section, prefix="task."):
 def _weights_file(teacher: str) -> Path:
     """The weights file in a run or checkpoint folder, or `teacher` itself if it is a file."""
     path = Path(teacher).expanduser()
-    path = path / "model.safetensors" if path.is_dir() else path
+    path = path / layout.PRODUCT if path.is_dir() else path
     if not path.is_file():
         raise ConfigError(f"--task.teacher {teacher}: there is no {path}; give the folder of a "
                           "finished run or of a checkpoint, or its model.safetensors.")

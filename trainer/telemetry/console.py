@@ -36,7 +36,7 @@ class Console:
             from tqdm import tqdm
 
             self._bar = tqdm(total=total, initial=start, unit="step", dynamic_ncols=True)
-            log.line_writer = tqdm.write
+            log.write_lines_by(tqdm.write)
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
@@ -67,7 +67,7 @@ class Console:
     def close(self) -> None:
         if self._bar is not None:
             self._bar.close()
-            self._log.line_writer = None
+            self._log.write_lines_by(None)
 
     def _refresh(self, bar: Any, line: dict[str, Any], timing: dict[str, float]) -> None:
         now = self._clock()

@@ -50,7 +50,7 @@ class Log:
         self.attempt = 0
         self.nonce = ""
         self.folder: Path | None = None  # the run folder, once events are open
-        self.line_writer: Callable[[str], None] | None = None  # set while there is a progress bar
+        self._line_writer: Callable[[str], None] | None = None  # set while there is a progress bar
         self._stream = stream
         self._clock = clock
         self._events: AppendFile | None = None
@@ -73,6 +73,10 @@ class Log:
         entered, self._entered = self._entered, None
         if entered is not None:
             self.event("first-step", entered=entered, cpu_s=round(time.process_time(), 3))
+
+    def write_lines_by(self, writer: Callable[[str], None] | None) -> None:
+        """Write console lines by `writer`, such as a progress bar's; None: to the stream."""
+        self._line_writer = writer
 
     def set_level(self, level: str) -> None:
         """Show lines of this level and above."""
@@ -148,8 +152,8 @@ class Log:
         if mark and _has_colours(stream):
             mark = f"\x1b[{COLOURS[level]}m{mark}\x1b[0m"
         tag, text = f"[rank {self.rank}] " if self.rank != 0 else "", writable(text)
-        if self.line_writer is not None:
-            self.line_writer(f"{tag}{mark}{text}")
+        if self._line_writer is not None:
+            self._line_writer(f"{tag}{mark}{text}")
         else:
             # One write per line, so that the lines of several ranks don't mix.
             say(f"{tag}{mark}{text}\n", stream)
@@ -164,10 +168,7 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 def writable(value: Any) -> Any:
-    """Escape a string so that any reader of the event can print it; return other values unchanged.
-
-    A file name may not be UTF-8, and an exception of a task may contain terminal control codes.
-    """
+    """Escape what a string may contain of terminal control codes and names that are not UTF-8."""
     if not isinstance(value, str):
         return value
     return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
@@ -192,10 +193,7 @@ def _is_torn(path: Path) -> bool:
 
 
 def read_events(*paths: Path) -> list[dict[str, Any]]:
-    """All complete events of `events.jsonl`, in order of time.
-
-    There are several files if nodes have their own disks.
-    """
+    """All complete events of one or, if nodes have their own disks, several files, by time."""
     events = [record for path in paths for record in read_records(path) if _is_event(record)]
     return sorted(events, key=lambda event: event.get("time", 0.0))
 

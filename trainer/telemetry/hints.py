@@ -1,8 +1,7 @@
 """Hints: warn once about each probable mistake in a training run, from data that exists anyway.
 
-A check is a pure function. It returns the evidence as a text, or "" if it finds no mistake. `Hints`
-keeps the metric lines of the run, on rank 0, and calls the checks at validations and about twenty
-times in a run. docs/hints.md describes each hint and its remedy.
+A check is a pure function that returns the evidence as a text, or "" if it finds no mistake.
+docs/hints.md describes each hint and its remedy.
 """
 
 from __future__ import annotations
@@ -41,13 +40,8 @@ def check_first_loss(measured: float, expected: float) -> str:
 
 
 def check_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
-    """Check whether the loss falls.
-
-    Args:
-        losses: of all steps so far.
-        first: the loss of the first step. If the learning rate is too high, the next losses are
-            already larger, so the lower one of both is the reference.
-    """
+    """Check whether the loss falls, from that of the first step too: if the learning rate is too
+    high, the next losses are already larger."""
     if len(losses) < 100:
         return ""
     part = len(losses) // 5
@@ -108,13 +102,7 @@ def check_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
 
 
 def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
-    """Check whether larger micro-batches would fit into the device memory.
-
-    Args:
-        peak: largest number of bytes in use.
-        total: bytes of the device.
-        per_rank: samples of a global batch on each rank.
-    """
+    """Check whether larger micro-batches would fit into the device memory (bytes)."""
     if micro_size >= per_rank or peak > MEMORY_SHARE * total:
         return ""
     return (f"at most {peak / 2**30:.1f} of {total / 2**30:.0f} GiB of device memory are used, "
@@ -122,11 +110,7 @@ def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> 
 
 
 def check_dead_gradients(looks: Sequence[Sequence[str]]) -> str:
-    """Check for gradients that stay exactly zero.
-
-    Args:
-        looks: names of the parameters with a zero gradient, for each check so far.
-    """
+    """Check for gradients that stay exactly zero, by their names at each check so far."""
     if len(looks) < DEAD_LOOKS:
         return ""
     dead = [name for name in looks[-1]
@@ -157,11 +141,7 @@ def check_easy_validation(
 
 
 def check_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
-    """Check whether the validation loss rises while the training loss falls.
-
-    Args:
-        validations: (step, training loss, validation loss) of each validation.
-    """
+    """Check whether the validation loss rises while the training loss falls (step, both losses)."""
     if len(validations) < 4:
         return ""
     best = min(range(len(validations)), key=lambda i: validations[i][2])
@@ -183,27 +163,22 @@ def check_constant_rate(rates: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HintFacts:
-    """Properties of the run that the checks need.
-
-    Args:
-        total: steps in the run.
-        epoch: steps in an epoch.
-        per_rank: samples of a global batch on each rank.
-        expected_loss: the first loss of an untrained model. None: it follows from the number of
-            classes in the confusion matrix of a validation. 0: the first loss is not checked.
-        zero_gradients: returns the names of the parameters whose gradient is exactly zero. It
-            synchronizes with the device.
-        memory: returns (largest number of bytes in use, bytes of the device), or None on a CPU.
-    """
+    """Properties of the run that the checks need."""
 
     total: int
+    """Steps in the run."""
     epoch: int
+    """Steps in an epoch."""
     clip_norm: float
     micro_size: int
     per_rank: int
+    """Samples of a global batch on each rank."""
     expected_loss: float | None = None
+    """First loss of an untrained model; None: from the number of classes; 0: not checked."""
     zero_gradients: Callable[[], list[str]] = list
+    """Names of the parameters whose gradient is exactly zero."""
     memory: Callable[[], tuple[int, int] | None] = lambda: None
+    """(largest number of bytes in use, bytes of the device), or None on a CPU."""
 
 
 class Hints:
@@ -211,13 +186,14 @@ class Hints:
 
     Args:
         off: names of hints that are switched off; "all" is every hint.
-        given: names of hints that earlier attempts of the run have logged.
-        lines: the lines of metrics.jsonl so far.
+        given: names of hints that were logged in the run; new ones are added.
+        lines: metric lines so far: all, or some that are evenly spaced.
     """
 
     def __init__(self, log: Log, facts: HintFacts, *, off: Iterable[str] = (),
-                 given: Iterable[str] = (), lines: Iterable[dict[str, Any]] = ()) -> None:
-        self._log, self._facts, self._done = log, facts, {*off, *given}
+                 given: set[str] | None = None, lines: Iterable[dict[str, Any]] = ()) -> None:
+        self._log, self._facts, self._off = log, facts, {*off}
+        self._given = set() if given is None else given
         self._every = max(50, facts.total // LOOKS)
         self._stride = 1
         self._points: list[tuple[int, float, float, float, float | None]] = []
@@ -226,14 +202,20 @@ class Hints:
         self._first: float | None = None
         for line in lines:
             (self._note_validation if "val_loss" in line else self._note)(line)
+        if self._points:  # continue at the distance of the points so far
+            distance = self._points[-1][0] // len(self._points)
+            self._stride = max(self._stride, 1 << max(0, distance.bit_length() - 1))
 
     def emit(self, name: str, why: str) -> None:
-        """Log a hint, unless `why` (the evidence) is empty, or the hint is off or already given."""
-        if not why or name in self._done or "all" in self._done:
+        """Log a hint with its evidence `why`, unless that is empty or the hint is off or given."""
+        if not why or self._is_done(name):
             return
-        self._done.add(name)
+        self._given.add(name)
         self._log.event("hint", hint=name, why=why)
         self._log.info(f"hint: {why} (docs/hints.md#{name}; --log.hints-off {name})")
+
+    def _is_done(self, name: str) -> bool:
+        return bool({name, "all"} & self._off) or name in self._given
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         if not timing:
@@ -263,7 +245,7 @@ class Hints:
         self._points.append((step, loss, norm, line["lr"], line.get("accuracy")))
         if len(self._points) >= MOST_POINTS:
             self._stride *= 2
-            self._points = [p for p in self._points if not p[0] % self._stride]
+            self._points = self._points[1::2]
 
     def _note_validation(self, line: dict[str, Any]) -> None:
         train, loss = line["train_loss"], line["val_loss"]
@@ -272,12 +254,12 @@ class Hints:
 
     def _guarded(self, check: Callable[[Any], None], argument: Any) -> None:
         """Call a check. Nothing depends on a hint, so an error in a check must not end the run."""
-        if "all" in self._done:
+        if "all" in self._off:
             return
         try:
             check(argument)
         except Exception as error:
-            self._done.add("all")
+            self._off.add("all")
             self._log.warning(f"no more hints: {type(error).__name__}: {error}")
 
     def _check(self, step: int) -> None:
@@ -292,9 +274,9 @@ class Hints:
             self.emit("rising-norm", check_rising_norm(norms, losses))
         if step >= facts.total // 2:
             self.emit("constant-rate", check_constant_rate(rates))
-        if "idle-memory" not in self._done and (memory := facts.memory()) is not None:
+        if not self._is_done("idle-memory") and (memory := facts.memory()) is not None:
             self.emit("idle-memory", check_idle_memory(*memory, facts.micro_size, facts.per_rank))
-        if "dead-gradient" not in self._done:
+        if not self._is_done("dead-gradient"):
             self._looks = [*self._looks, facts.zero_gradients()][-DEAD_LOOKS:]
             self.emit("dead-gradient", check_dead_gradients(self._looks))
 

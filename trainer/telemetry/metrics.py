@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from trainer.storage.files import replace_text
-from trainer.storage.jsonl import AppendFile, MappedCounter, read_records
+from trainer.storage.jsonl import (
+    AppendFile,
+    FileMark,
+    MappedCounter,
+    continue_file,
+    newest_step,
+    read_records,
+)
 from trainer.storage.layout import LAST_STEP
 
 if TYPE_CHECKING:
@@ -29,6 +37,9 @@ PAUSE_S = 0.5
 """Smallest interval between writes to the file, in seconds. If a process dies, its unwritten lines
 are of steps that are repeated, or the checkpoint of the survivors has them."""
 
+MOST_PENDING = 4096
+"""Lines that every rank keeps, at most, while the file of rank 0 can be written."""
+
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
@@ -36,12 +47,7 @@ class Sink(Protocol):
     """Receiver of the metric lines that shows the run. On rank 0 only."""
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        """Show a training step.
-
-        Args:
-            line: of metrics.jsonl.
-            timing: seconds of this rank; empty for a step of an earlier attempt.
-        """
+        """Show a training step, with the seconds of this rank (empty: of an earlier attempt)."""
         ...
 
     def validation(self, line: dict[str, Any]) -> None:
@@ -53,7 +59,7 @@ class Sink(Protocol):
         ...
 
     def close(self) -> None:
-        """Close the sink at the end of an attempt."""
+        """Called at the end of an attempt."""
         ...
 
 
@@ -95,9 +101,9 @@ def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict
     return line
 
 
-def encode_line(line: dict[str, Any]) -> str:
+def encode_line(line: dict[str, Any]) -> bytes:
     """Encode a line as JSON, with floats in their shortest exact form."""
-    return _ENCODER.encode(line)
+    return _ENCODER.encode(line).encode() + b"\n"
 
 
 def line_key(line: dict[str, Any]) -> tuple[int, bool]:
@@ -105,56 +111,86 @@ def line_key(line: dict[str, Any]) -> tuple[int, bool]:
     return line["step"], "val_loss" in line
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl without those that a crash has damaged."""
-    return [line for line in read_records(path) if isinstance(line.get("step"), int)]
+def read_metrics(path: Path, offset: int = 0) -> list[dict[str, Any]]:
+    """Return the lines of a metrics.jsonl without those that a crash has damaged.
+
+    Args:
+        offset: bytes at the beginning of the file that are not read.
+    """
+    return [line for line in read_records(path, offset) if isinstance(line.get("step"), int)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ResumedRecord:
+    """How metrics.jsonl continues from a checkpoint."""
+
+    begin: FileMark
+    """The file is kept up to here; at its beginning if the file does not fit the checkpoint."""
+    kept: Sequence[dict[str, Any]]
+    """The lines of the run that follow, in order, each once."""
+    unshown: Sequence[dict[str, Any]]
+    """The last of these, from the first one that an earlier attempt may not have shown."""
+
+    @property
+    def data(self) -> bytes:
+        """Content of the file after `begin`."""
+        return b"".join(map(encode_line, self.kept))
 
 
 class Metrics:
     """Record of a run. Rank 0 writes it to metrics.jsonl and shows it in the sinks.
 
     The values are reduced over the ranks, so every rank has the same lines. Every rank keeps the
-    lines since the last checkpoint, and each save contains them.
+    last lines, until rank 0 reports that the file has them durably, and each save contains them and
+    the position in the file at which they begin.
     """
 
     def __init__(self) -> None:
-        self.recent: list[dict[str, Any]] = []
-        """Lines since the last checkpoint, oldest first."""
+        self._pending: list[tuple[dict[str, Any], bytes]] = []
+        self._begin = FileMark()
+        """Position of the first pending line in the file."""
+        self._sync_at = MOST_PENDING
         self._file: AppendFile | None = None
-        self._mark: MappedCounter | None = None
+        self._last_step: MappedCounter | None = None
         self._lock = threading.Lock()  # the thread that writes a save calls `sync`
-        self._unwritten: list[dict[str, Any]] = []
+        self._unwritten: list[bytes] = []
         self._written_s = -math.inf
         self._sinks: list[Sink] = []
         self._waited_s = 0.0
         self._guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
         self._warn: Callable[[str], None] = print
 
-    def open(self, path: Path, sinks: Sequence[Sink], *, kept: Sequence[dict[str, Any]],
-             unshown: Sequence[dict[str, Any]],
+    def continue_at(self, end: FileMark) -> None:
+        """Discard the pending lines, at a start or after a rollback. The next one begins at `end`.
+
+        `open` follows on the ranks that write a run folder.
+        """
+        self._pending, self._begin = [], end
+
+    def open(self, path: Path, record: ResumedRecord, *,
              guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
              warn: Callable[[str], None] = print) -> None:
-        """Write to `path` and show in `sinks` from now on. On rank 0 only.
+        """Write to `path` from now on. On ranks that write a run folder only.
 
         Args:
-            kept: new content of the file, in order.
-            unshown: the lines of `kept` that an earlier attempt may not have shown.
             guard: context for changes of the folder; raises if a newer attempt owns it.
             warn: called with a warning if another process has removed, replaced or cut the file.
         """
         self._guard, self._warn = guard, warn
-        replace_text(path, "".join(encode_line(line) + "\n" for line in kept))
-        self._file, self._sinks = AppendFile(path), list(sinks)
-        last = max((line["step"] for line in kept), default=0)
-        self._mark = MappedCounter(path.with_name(LAST_STEP), last)
+        continue_file(path, record.begin.offset, record.data)
+        self._file = AppendFile(path)
+        self._last_step = MappedCounter(path.with_name(LAST_STEP), newest_step(path))
+
+    def show_in(self, sinks: Sequence[Sink], unshown: Sequence[dict[str, Any]] = ()) -> None:
+        """Show the lines in these sinks from now on, beginning with `unshown`."""
+        self._sinks = list(sinks)
         for line in unshown:
             self._show(line, {})
 
-    def rewind(self) -> None:
-        """Discard the lines for a rollback to a checkpoint. `open` must follow, on rank 0."""
-        self.close()
-        self._file, self._sinks = None, []
-        self.recent.clear()
+    def state_dict(self) -> dict[str, Any]:
+        """The entries of state.json: the pending lines, and where they begin in the file."""
+        return {"lines": [line for line, _ in self._pending],
+                "record": dataclasses.asdict(self._begin)}
 
     @property
     def durable(self) -> bool:
@@ -173,16 +209,30 @@ class Metrics:
             self._repair()
             self._file.sync()
 
-    def drop_saved(self, step: int) -> None:
-        """Drop the recent lines up to this step: a complete checkpoint contains them."""
-        if self.recent and self.recent[0]["step"] <= step:  # called at every step
-            self.recent[:] = [line for line in self.recent if line["step"] > step]
+    @property
+    def must_trim(self) -> bool:
+        """Whether there are too many pending lines, and the file of this rank has them durably."""
+        if self._file is None or len(self._pending) < self._sync_at:
+            return False
+        try:
+            self.sync()
+        except OSError:  # the disk is full: try again later
+            self._sync_at = len(self._pending) + MOST_PENDING
+            return False
+        return True
+
+    def drop(self, step: int) -> None:
+        """Drop the pending lines up to this step: the file of rank 0 has them durably."""
+        kept = [pair for pair in self._pending if pair[0]["step"] > step]
+        dropped = self._pending[: len(self._pending) - len(kept)]
+        self._begin = self._begin.after(b"".join(data for _, data in dropped))
+        self._pending, self._sync_at = kept, MOST_PENDING
 
     def step(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
         """Record a training step. Return the times of this rank in the step, in seconds.
 
         Args:
-            waited_s: seconds that this rank has waited for data so far, over all steps.
+            waited_s: seconds that this rank has waited for data in all steps so far.
         """
         data, self._waited_s = waited_s - self._waited_s, waited_s
         waits = result.communication_s
@@ -194,7 +244,6 @@ class Metrics:
         return times
 
     def validation(self, line: dict[str, Any]) -> None:
-        """Record a validation."""
         self._record(line, {})
 
     def picture(self, image: Any, step: int) -> None:
@@ -214,34 +263,36 @@ class Metrics:
         Raises:
             OSError: lines of metrics.jsonl could not be written.
         """
-        for sink in self._sinks:
+        sinks, self._sinks = self._sinks, []
+        for sink in sinks:
             sink.close()
         self._write()
-        mark, self._mark = self._mark, None
-        if mark is not None:
-            mark.close()
-        if self._file is not None:
-            self._file.close()
+        file, counter, self._file, self._last_step = self._file, self._last_step, None, None
+        if counter is not None:
+            counter.close()
+        if file is not None:
+            file.close()
 
     def _record(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        self.recent.append(line)
+        data = encode_line(line)
+        self._pending.append((line, data))
         # Show before writing: then every line in the file has been shown, and a later attempt shows
         # the lines that are missing in the file.
         self._show(line, timing)
-        if self._mark is None:
+        if self._last_step is None:
             return
         with self._lock:
-            self._unwritten.append(line)
+            self._unwritten.append(data)
         if time.monotonic() - self._written_s >= PAUSE_S:
             self._write()
         else:  # lets the next attempt know the last step of a process that was killed
-            self._mark.set(line["step"])
+            self._last_step.set(line["step"])
 
     def _write(self) -> None:
         with self._lock:
             lines, self._unwritten = self._unwritten, []
             if lines and self._file is not None:
-                self._file.append("".join(encode_line(line) + "\n" for line in lines).encode())
+                self._file.append(b"".join(lines))
                 self._written_s = time.monotonic()
                 with contextlib.suppress(OSError):  # a full disk: `sync` tries again
                     self._repair()
@@ -269,20 +320,13 @@ class Metrics:
 
 
 def resumed_lines(
-    on_disk: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *, step: int,
-    validated: int,
-) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:  # fmt: skip
-    """Merge the lines of a run that is resumed at `step`.
+    begin: FileMark, on_disk: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]], *,
+    step: int, validated: int,
+) -> ResumedRecord:  # fmt: skip
+    """Merge the lines `on_disk` after `begin` with those that the checkpoint of `step` has saved.
 
     Args:
-        on_disk: lines that earlier attempts have written.
-        saved: lines in the checkpoint.
         validated: the last step whose validation is done. Later validations are repeated.
-
-    Returns:
-        (kept, unshown). kept: the lines of the run so far, in order, each once. unshown: the last
-        of these, from the first one that an earlier attempt may not have shown, or that it showed
-        and that is repeated.
     """
     written = {line_key(line): line for line in on_disk
                if line["step"] <= (validated if line_key(line)[1] else step)}
@@ -291,7 +335,8 @@ def resumed_lines(
     repeated = [line["step"] for line in on_disk if line_key(line) not in merged]
     first = min([line["step"] for line in kept if line_key(line) not in written]
                 + [number for number in repeated if number <= step], default=step + 1)
-    return kept, [line for line in kept if line["step"] >= first]
+    return ResumedRecord(begin=begin, kept=kept,
+                         unshown=[line for line in kept if line["step"] >= first])
 
 
 def _number(value: float | None) -> float | None:

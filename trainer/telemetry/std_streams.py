@@ -39,11 +39,8 @@ def quiet_broken_pipe() -> Iterator[None]:
 
 
 def fill_descriptors() -> None:
-    """Open the standard streams that this process was started without (`>&-`).
-
-    Otherwise their descriptors would be those of the next opened files, and C libraries that print
-    would write into these files.
-    """
+    """Open the standard streams that this process was started without (`>&-`): C libraries that
+    print would write into the files that get their descriptors."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -56,10 +53,7 @@ def fill_descriptors() -> None:
 
 
 def ignore_output_errors() -> None:
-    """From now on drop the output that stdout or stderr cannot write, without an error.
-
-    Streams that replace those of Python are not changed.
-    """
+    """From now on drop the output that Python's stdout or stderr cannot write, without an error."""
     for name, number in OUTPUTS:
         old = getattr(sys, name)
         if old is not getattr(sys, f"__{name}__"):
@@ -71,10 +65,7 @@ def ignore_output_errors() -> None:
 
 
 def say(text: str, stream: TextIO | None = None) -> None:
-    """Write to a stream, by default stderr, and ignore errors.
-
-    A task may have replaced stderr by a closed stream or by None.
-    """
+    """Write to a stream, by default stderr; ignore errors, since a task may have closed it."""
     with contextlib.suppress(AttributeError, OSError, ValueError):
         stream = stream or sys.stderr
         stream.write(text)

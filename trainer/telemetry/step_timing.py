@@ -1,8 +1,4 @@
-"""Timing of the steps on each rank, and the slow rank or slow data loader that it shows.
-
-Each rank sums the times of its steps. Rank 0 receives the sums with the heartbeats (`heartbeats`),
-outside of the training steps, and writes them to `timing.jsonl`.
-"""
+"""Timing of the steps on each rank (timing.jsonl), and the slow rank or loader that it shows."""
 
 from __future__ import annotations
 
@@ -20,19 +16,15 @@ from typing import Any
 from trainer.storage.jsonl import AppendFile
 
 PARTS = ("step", "data", "compute", "communication", "save", "memory_mb")
-"""Values of each rank in a line: seconds summed over the steps of the line, and memory at its end.
-
-`save` is the time for which saves held up the training, partly between steps. The part of `step`
-that is in no other value is time of the host.
-"""
+"""Values of each rank in a line: seconds summed over its steps, and memory at its end. What `step`
+has more than the others is time of the host; `save` is partly between steps."""
 
 MARKS, RECENT_S = 32, 5.0
-"""Each rank publishes up to MARKS marks of the last RECENT_S seconds, so that rank 0 finds a step
-that all ranks have in common: they publish at different times."""
+"""Each rank publishes up to MARKS marks of the last RECENT_S seconds, at its own times, so that
+rank 0 finds a step that all ranks have in common."""
 
 EVERY_S, GROWTH, LONGEST_S = 1.0, 0.01, 60.0
-"""Interval of the lines, in seconds: GROWTH × the age of the attempt, but at least EVERY_S and at
-most LONGEST_S."""
+"""Interval of the lines: GROWTH × the age of the attempt, from EVERY_S to LONGEST_S."""
 
 NOTICED = 0.1
 """A slow rank is reported if it costs the others more than this share of a step."""
@@ -58,13 +50,12 @@ class Clocks:
 
 
 class StepTiming:
-    """Sums the times of the steps of this rank. Rank 0 also writes the lines of all ranks.
+    """Sums the times of the steps of this rank. Rank 0 also writes the lines of all ranks, which it
+    receives with the heartbeats.
 
     `add` is called by the main thread, `message` and `collect` by the thread of the heartbeats.
 
     Args:
-        rank: of this process.
-        size: number of ranks.
         workers: loader processes of a rank.
         cores: processors that a rank has for itself.
         warn: called with a warning, on rank 0.
@@ -106,12 +97,7 @@ class StepTiming:
     def add(
         self, step: int, times: Mapping[str, float], *, samples: int, save_stall_s: float
     ) -> None:
-        """Add the times of a step.
-
-        Args:
-            times: seconds, from `Metrics.step`.
-            save_stall_s: seconds for which saves have held up this rank between steps so far.
-        """
+        """Add the times of a step, and the seconds that saves have held up this rank so far."""
         sums = self._sums
         for part, seconds in times.items():
             sums[part] += seconds
@@ -217,24 +203,18 @@ def own_step_s(line: Mapping[str, Any]) -> list[float]:
 
 
 def slowest_rank(line: Mapping[str, Any]) -> tuple[int, float] | None:
-    """Return (slowest rank, share of a step that the others wait for it), or None.
-
-    The others are assumed to be as fast as their median. None: no rank costs more than `NOTICED`.
-    """
+    """Return (rank, share of a step that the others wait for it) if that is above `NOTICED`."""
     if len(line["step_s"]) < 2 or None in line["step_s"]:
         return None
     own = own_step_s(line)
     rank = max(range(len(own)), key=own.__getitem__)
-    others = statistics.median(o for r, o in enumerate(own) if r != rank)
+    others = statistics.median(o for r, o in enumerate(own) if r != rank)  # as if all had it
     share = (own[rank] - others) / max(line["step_s"])
     return (rank, share) if share > NOTICED else None
 
 
 def longest_data_wait(line: Mapping[str, Any]) -> tuple[int, float] | None:
-    """Return (rank, share of its steps that waits for data) of the largest share, or None.
-
-    None: no share is above `WAITING`.
-    """
+    """Return (rank, share of its steps that waits for data) if the largest is above `WAITING`."""
     if None in line["step_s"] or not min(line["step_s"]):
         return None
     shares = [data / step for data, step in zip(line["data_s"], line["step_s"], strict=True)]

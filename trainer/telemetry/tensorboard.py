@@ -8,6 +8,7 @@ import platform
 import time
 import traceback
 import warnings
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,41 +20,32 @@ from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
 from torch import nn
 
-from trainer import rng
+from trainer import rng, torch_private
 from trainer.storage.jsonl import AppendFile
 from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
 
 
 def trace_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-    """Trace a model with the inputs that the task's loss passes to it for this batch.
-
-    The model, its mode and the random generators are not changed.
-
-    Returns:
-        A GraphDef.
+    """Trace a model (a GraphDef) with the inputs that the task's loss passes to it for this batch.
 
     Raises:
         RuntimeError: the model can't be traced, or the loss doesn't call it as a module.
     """
-    from torch.utils.tensorboard._pytorch_graph import graph
-
     seen: list[tuple[Any, ...]] = []
     hook = model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
-    training, compiled = model.training, model._compiled_call_impl
-    model._compiled_call_impl = None  # compiled code can't be traced
+    training = model.training
     model.eval()
     try:
-        with rng.preserved(), torch.no_grad(), warnings.catch_warnings(action="ignore"):
+        with (rng.preserved(), torch.no_grad(), torch_private.uncompiled(model),
+              warnings.catch_warnings(action="ignore")):
             loss(model, batch)
             hook.remove()
             if not seen:
                 raise RuntimeError("the task's loss doesn't call model(…) with positional inputs")
-            definition, _ = graph(model, seen[0])
-            return definition
+            return torch_private.tensorboard_graph(model, seen[0])
     finally:
         hook.remove()
-        model._compiled_call_impl = compiled
         model.train(training)
 
 
@@ -72,6 +64,9 @@ LAYOUT = {
 BINS = 64
 """Bins of a histogram. numpy would choose a very large number for a tensor with an outlier."""
 
+NORMS = 4096
+"""Number of gradient norms, the last ones before a validation, that its histogram shows."""
+
 Tensors = Callable[[], Iterable[tuple[str, Any]]]
 
 
@@ -89,23 +84,17 @@ class Introduction:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorHistograms:
-    """Histograms of tensors at an interval."""
+    """Histograms of the tensors (name, value) in each `every` steps; 0: none."""
 
     every: int = 0
-    """Steps between histograms; 0: none."""
     tensors: Tensors = lambda: ()
-    """Returns names and values."""
 
 
 class TensorBoard:
-    """Event files for TensorBoard.
+    """Event files for TensorBoard, written record by record.
 
-    They contain scalars at an interval, and validations with a histogram of gradient norms and a
-    confusion matrix. The beginning has the layout, sample images and the startup summary; the end
-    has hyperparameters and final metrics.
-
-    The calling thread writes record by record. torch's SummaryWriter is not used: it has a thread
-    and a buffer, which a forked loader worker would inherit, and a full disk ends it.
+    torch's SummaryWriter has a thread and a buffer, which a forked loader worker would inherit, and
+    a full disk ends it.
 
     Args:
         every: steps between scalars.
@@ -126,7 +115,7 @@ class TensorBoard:
         from torch.utils.tensorboard import summary
 
         self._summary, self._every, self._clock = summary, every, clock
-        self._names, self._norms = class_names, list(norms)
+        self._names, self._norms = class_names, deque(norms, maxlen=NORMS)
         self._histograms = histograms
         folder.mkdir(exist_ok=True)
         new = not any(folder.iterdir())  # TensorBoard does not drop texts, so they are written once
@@ -164,9 +153,8 @@ class TensorBoard:
     def validation(self, line: dict[str, Any]) -> None:
         step, table = line["step"], line.get("val_table")
         self._scalars(validation_scalars(line), step)
-        norms, self._norms = self._norms, []
-        if norms:
-            self._histogram("optimizer/grad_norms", np.asarray(norms), step)
+        self._histogram("optimizer/grad_norms", np.asarray(self._norms), step)
+        self._norms.clear()
         if table is not None and drawing.is_matrix(table):
             self._image("confusion", drawing.matrix(table, self._names), step)
 
@@ -242,9 +230,7 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 class UserSink:
-    """Wrapper of a sink written by the user. It passes copies of the lines to the sink.
-
-    An exception in the sink disables it with a warning. The run does not depend on it.
+    """Passes copies of the lines to a sink of the user; an exception disables it with a warning.
 
     Args:
         name: import path of the sink, for the warning.

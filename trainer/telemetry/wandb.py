@@ -31,10 +31,9 @@ def check_installed(mode: str) -> None:
 
 
 class WandB:
-    """Log scalars at an interval, validations, the confusion matrix, pictures, final metrics.
+    """Sink for Weights & Biases. An error of wandb disables it with a warning.
 
-    wandb ignores the steps that an earlier attempt has logged, because its steps only increase. An
-    error of wandb disables this sink with a warning; it never ends the run.
+    wandb ignores the steps that an earlier attempt has logged, because its steps only increase.
 
     Args:
         path: the run folder, which contains the id and, offline, the files of wandb.

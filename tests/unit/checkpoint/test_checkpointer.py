@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -16,7 +15,8 @@ from torch import Tensor, nn
 
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
 from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
-from trainer.checkpoint.restore import STATE, CheckpointRef
+from trainer.checkpoint.restore import CheckpointRef
+from trainer.checkpoint.saved_state import SavedState
 from trainer.storage import tensorfile
 
 LIMIT_S = 100.0
@@ -115,9 +115,9 @@ def test_a_loaded_checkpoint_is_not_reported_as_a_new_save(
     checkpoint.save("periodic")
     checkpoint.finish_pending(must=True)
     reported = checkpoint.has_unreported_save  # all ranks would drop the lines up to step 1
-    facts = json.loads((checkpoint.store.folder / "step-00000001" / STATE).read_bytes())
+    state = SavedState.read(checkpoint.store.folder / "step-00000001")
 
-    checkpoint.load(CheckpointRef(1, 0, 0, facts))
+    checkpoint.load(CheckpointRef(1, 0, 0, state, tensors=_saved(checkpoint, 1)))
 
     assert reported
     assert not checkpoint.has_unreported_save  # an outstanding validation may have added a line
@@ -162,9 +162,8 @@ def _change(subject: Subject) -> None:
 
 
 def _saved(checkpoint: Checkpointer, step: int) -> dict[str, Any]:
-    return {name: tensorfile.load_tensors(path) for name,
-            path in checkpoint.store.open(step).items()
-            if name.endswith(".safetensors")}
+    return {path.name: tensorfile.load_tensors(path)
+            for path in checkpoint.store.verify(step).path.glob("*.safetensors")}
 
 
 def _same(a: dict[str, dict[str, Tensor]], b: dict[str, dict[str, Tensor]]) -> bool:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import io
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from trainer.checkpoint.restore import STATE, CheckpointRef, abandon_newer, find_checkpoint
+from tests.support.runs import state_json
+from trainer.checkpoint.restore import CheckpointRef, abandon_newer, find_checkpoint
 from trainer.checkpoint.store import Store
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
+from trainer.storage.layout import STATE
 from trainer.telemetry.events import Log
 
 RUN = "a run"
@@ -30,7 +31,7 @@ def store(tmp_path: Path) -> Store:
 
 def save(store: Store, step: int, generation: int = 0) -> Path:
     with store.stage(step, generation=generation) as stage:
-        stage.write(STATE, json.dumps({"best": {"step": 0}}).encode())
+        stage.write(STATE, state_json())
         return stage.commit(kind="periodic", run=RUN).path
 
 
@@ -38,7 +39,6 @@ def start(store: Store, world: World) -> tuple[CheckpointRef, int]:
     """The checkpoint that a start finds, and the generation it continues in."""
     found = find_checkpoint(store, world, RUN)
     assert found is not None
-    store.in_use = None  # as after restoring it
     return found, abandon_newer(found, store, world, Log(stream=io.StringIO()))
 
 

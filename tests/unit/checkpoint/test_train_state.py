@@ -9,11 +9,13 @@ import torch
 from torch import nn
 
 from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
-from trainer.checkpoint.train_state import EMA, MODEL, OPTIMIZER, TrainState
+from trainer.checkpoint.saved_state import SavedState
+from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Schedule
 from trainer.errors import CheckpointDamaged
 from trainer.optim import schedules
 from trainer.optim.ema import Ema
+from trainer.storage.layout import EMA, MODEL, OPTIMIZER
 
 
 def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.float32,
@@ -30,7 +32,7 @@ def make(*, reverse: bool = False, lr: float = 0.1, dtype: torch.dtype = torch.f
     horizon = ScheduleLengths(epoch=5, total=20)
     return TrainState(
         model=model, optimizer=optimizer,
-        schedule=schedules.make_schedule(Schedule(), optimizer, horizon),
+        schedule=schedules.Scheduler(Schedule(), optimizer, horizon),
         scaler=torch.amp.GradScaler("cpu", enabled=False), progress=TrainProgress(),
         best=BestTracker(),
         meter=LossMeter(), seed=3, num_ranks=2, parts={"horizon": horizon},
@@ -66,7 +68,7 @@ def test_the_optimizer_is_restored_by_name_in_any_order_of_groups(reverse):
     tensors, facts = saved(before)
 
     after = make(reverse=reverse)
-    after.load(tensors, facts)
+    after.load(tensors, SavedState.from_json(facts))
 
     assert moments(after).keys() == moments(before).keys()
     assert all(torch.equal(v, moments(before)[k]) for k, v in moments(after).items())
@@ -81,7 +83,7 @@ def test_a_restored_state_continues_to_the_same_bits():
     tensors, facts = saved(train(make(), 4))
 
     resumed = make()
-    resumed.load(tensors, facts)
+    resumed.load(tensors, SavedState.from_json(facts))
     for number in range(4, 9):  # the same five batches
         generator = torch.Generator().manual_seed(number)
         resumed.optimizer.zero_grad()
@@ -102,7 +104,7 @@ def test_moments_keep_their_dtype_if_parameters_have_another():
     tensors, facts = saved(before)
 
     after = make(dtype=torch.bfloat16)
-    after.load(tensors, facts)
+    after.load(tensors, SavedState.from_json(facts))
 
     for entries in after.optimizer.state.values():
         assert entries["exp_avg"].dtype == torch.float32
@@ -113,7 +115,7 @@ def test_a_rate_changed_on_purpose_takes_effect():
     tensors, facts = saved(train(make(lr=0.1), 4))
 
     after = make(lr=0.2)
-    after.load(tensors, facts)
+    after.load(tensors, SavedState.from_json(facts))
 
     assert after.optimizer.param_groups[0]["lr"] == pytest.approx(
         2 * facts["optimizer"]["groups"][0]["lr"])
@@ -124,7 +126,7 @@ def test_the_schedule_keeps_the_length_it_began_with():
 
     after = make()
     after.parts["horizon"].total = 400
-    after.load(tensors, facts)
+    after.load(tensors, SavedState.from_json(facts))
 
     assert after.parts["horizon"].total == 20
     assert after.optimizer.param_groups[0]["lr"] == facts["optimizer"]["groups"][0]["lr"]
@@ -136,17 +138,17 @@ def test_a_missing_entry_is_an_error_that_names_it(missing):
     del facts[missing]
 
     with pytest.raises(CheckpointDamaged, match=missing):
-        make().load(tensors, facts)
+        make().load(tensors, SavedState.from_json(facts))
 
 
 def test_another_shape_or_name_is_an_error_that_names_it():
     tensors, facts = saved(train(make(), 1))
 
     with pytest.raises(CheckpointDamaged, match=r"0\.weight has shape"):
-        make(width=5).load(tensors, facts)
+        make(width=5).load(tensors, SavedState.from_json(facts))
     del tensors[MODEL]["2.bias"]
     with pytest.raises(CheckpointDamaged, match=r"missing from the checkpoint: 2\.bias"):
-        make().load(tensors, facts)
+        make().load(tensors, SavedState.from_json(facts))
 
 
 def test_moments_of_another_shape_are_an_error_that_names_them():
@@ -155,7 +157,7 @@ def test_moments_of_another_shape_are_an_error_that_names_them():
     tensors[OPTIMIZER][name] = tensors[OPTIMIZER][name].reshape(3, 4)
 
     with pytest.raises(CheckpointDamaged, match=r"0\.weight\|exp_avg has shape"):
-        make().load(tensors, facts)
+        make().load(tensors, SavedState.from_json(facts))
 
 
 def test_each_rank_has_random_states_of_its_own_at_each_step():
@@ -173,7 +175,7 @@ def test_an_optimizers_own_counters_in_its_groups_are_restored():
 
     after = make()
     after.optimizer.param_groups[0]["steps_seen"] = 0
-    after.load(tensors, facts)
+    after.load(tensors, SavedState.from_json(facts))
 
     assert after.optimizer.param_groups[0]["steps_seen"] == 7
 
@@ -191,7 +193,7 @@ def test_averaged_weights_are_restored_or_start_from_the_model_if_there_were_non
     tensors, facts = saved(state)
 
     resumed = with_average(make())
-    resumed.load(tensors, facts)
+    resumed.load(tensors, SavedState.from_json(facts))
 
     assert set(tensors) == {MODEL, OPTIMIZER, EMA}
     assert resumed.ema.updates == 2
@@ -199,7 +201,7 @@ def test_averaged_weights_are_restored_or_start_from_the_model_if_there_were_non
     assert all(torch.equal(t, state.export_weights()[n]) for n,
                t in resumed.export_weights().items())
     del tensors[EMA], facts["ema"]
-    resumed.load(tensors, facts)
+    resumed.load(tensors, SavedState.from_json(facts))
     assert resumed.ema.updates == 0
     assert all(torch.equal(t, tensors[MODEL][n]) for n, t in resumed.export_weights().items())
 

@@ -211,7 +211,7 @@ def test_the_summary_has_the_memory_use(run):
 
     assert needed["parameters_mb"] == round(4 * 195 / 2**20, 3)
     assert needed["optimizer_mb"] == round((8 * 195 + 4 * 6) / 2**20, 3)  # a count for each tensor
-    assert 0 < needed["activations_mb"] < 0.1
+    assert needed["activations_mb"] is None  # known on CUDA
     assert needed["peak_mb"] > 50
 
 

@@ -547,6 +547,22 @@ def test_suitable_numbers_paths_lists_and_lengths_are_converted():
 def test_a_warm_up_longer_than_the_run_is_reported():
     config = command_line.parse_config(["--schedule.warmup", "3ep"])
 
-    assert startup_warnings(config, {}, epoch=4, total=12) == []
-    (line,) = startup_warnings(config, {}, epoch=4, total=6)
+    assert startup_warnings(config, {}, warmup=12, total=12) == []
+    (line,) = startup_warnings(config, {}, warmup=12, total=6)
     assert "the run has 6 steps and the warm-up 12, so the rate ends at 50% of --optim.lr" in line
+
+
+@dataclasses.dataclass(frozen=True)
+class Bare:
+    """A task without fields."""
+
+    model = dataset = loss = print
+
+
+def test_a_task_needs_no_fields(tmp_path):
+    config = command_line.parse_config([f"--task={__name__}:Bare", "--steps=3"])
+    written = tmp_path / "config.toml"
+    written.write_text(command_line.to_toml(config))
+
+    assert isinstance(config.task, Bare)
+    assert command_line.load(written).task == config.task

@@ -10,8 +10,6 @@ import sys
 
 import pytest
 
-from trainer.distributed import allocator
-
 GLIBC = platform.libc_ver()[0] == "glibc"
 
 PLAIN = {name: value for name, value in os.environ.items()
@@ -82,11 +80,4 @@ def test_give_back_changes_nothing_if_nothing_was_kept():
 
 def test_settings_of_the_user_are_respected():
     assert measured(MALLOC_TRIM_THRESHOLD_="100000000")[0] is False
-    assert not allocator.keep_freed({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=1000000"})
-
-
-def test_another_c_library_is_not_changed(monkeypatch):
-    monkeypatch.setattr(sys, "platform", "darwin")
-
-    assert not allocator.keep_freed({})
-    allocator.give_back()
+    assert measured(GLIBC_TUNABLES="glibc.malloc.trim_threshold=1000000")[0] is False

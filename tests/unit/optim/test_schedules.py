@@ -45,13 +45,6 @@ def test_the_cosine_falls_from_the_peak_to_its_minimum_at_the_last_update():
     assert found[9] == pytest.approx(middle)
 
 
-def test_after_the_last_update_the_rate_is_constant():
-    assert rates(20, warmup=Duration(5), more=10)[19:] == pytest.approx([0.1] * 11, abs=1e-12)
-
-
-def test_a_constant_rate_is_the_peak_after_the_warm_up():
-    assert rates(8, name="constant", warmup=Duration(2), more=3) == [0.5] + [1.0] * 10
-
 
 def test_without_a_warm_up_the_first_update_is_on_the_curve():
     found = rates(10, warmup=Duration(0))
@@ -95,7 +88,7 @@ def test_the_scheduler_sets_the_rate_of_each_update_and_group():
     first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
     optimizer = torch.optim.SGD([{"params": [first], "lr": 2.0}, {"params": [second], "lr": 0.5}])
     config = Schedule(warmup=Duration(3))
-    schedule = schedules.make_schedule(config, optimizer, ScheduleLengths(epoch=5, total=10))
+    schedule = schedules.Scheduler(config, optimizer, ScheduleLengths(epoch=5, total=10))
 
     seen = []
     for _ in range(10):
@@ -106,20 +99,3 @@ def test_the_scheduler_sets_the_rate_of_each_update_and_group():
     expected = [schedules.factor(config, n, epoch=5, total=10) for n in range(10)]
     assert [one for one, _ in seen] == pytest.approx([2.0 * rate for rate in expected])
     assert [other for _, other in seen] == pytest.approx([0.5 * rate for rate in expected])
-
-
-def test_a_longer_run_continues_at_the_last_rate():
-    horizon = ScheduleLengths(epoch=5, total=10)
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
-    schedule = schedules.make_schedule(Schedule(), optimizer, horizon)
-    for _ in range(10):
-        optimizer.step()
-        schedule.step()
-    longer = ScheduleLengths(epoch=5, total=20)
-
-    longer.load_state_dict(horizon.state_dict())
-
-    config = Schedule()
-    tail = [schedules.factor(config, n, epoch=longer.epoch, total=longer.total)
-            for n in range(10, 20)]
-    assert tail == pytest.approx([0.1] * 10, abs=1e-12)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from torch import nn
 
 from trainer.distributed.peer_errors import lost_peer
 from trainer.resilience.diagnosis import diagnose
@@ -32,16 +30,6 @@ def test_gloos_words_in_the_users_own_raise_are_no_echo_unless_it_handles_one():
 ])
 def test_a_library_for_which_memory_is_short_is_no_code_that_can_not_be_imported(text, is_import):
     assert diagnose(raised(ImportError(text))).is_import == is_import
-
-
-@pytest.mark.parametrize("compute", [
-    lambda x: nn.Linear(3, 1)(x), lambda x: nn.Conv1d(2, 1, 1)(x[None]),
-], ids=["linear", "convolution"])  # fmt: skip
-def test_numbers_of_float64_that_meet_the_weights_are_named_with_what_helps(compute):
-    with pytest.raises(RuntimeError) as caught:
-        compute(torch.ones(2, 3, dtype=torch.float64))
-
-    assert "make the samples float32" in diagnose(caught.value).message
 
 
 def test_of_a_group_what_is_in_it_is_told_and_the_line_of_the_first():

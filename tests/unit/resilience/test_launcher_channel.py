@@ -24,6 +24,9 @@ class Group:
         self.superseded = False
         self.abandoned = threading.Event()
 
+    def supersede(self) -> None:
+        self.superseded = True
+
     def abandon(self) -> None:
         self.abandoned.set()
 
@@ -79,15 +82,3 @@ def test_a_superseded_attempt_writes_nothing(tmp_path: Path):
     with pytest.raises(StaleAttempt, match="a newer attempt"):
         lock.check_without_waiting()
     lock.close()
-
-
-def test_two_ranks_of_one_attempt_share_a_lock(tmp_path: Path):
-    first, second = RunLock(tmp_path / "lock", "one"), RunLock(tmp_path / "lock", "one")
-
-    first.take()
-    second.take()
-
-    assert (first.holds, second.holds) == (True, False)
-    second.check()
-    first.close()
-    second.close()

@@ -18,9 +18,8 @@ def test_a_small_gain_is_the_best_but_does_not_reset_the_patience(sign):
     for step, loss in enumerate([1.0, 0.95, 0.91, 0.85, float("nan"), 0.80, 0.70], 1):
         taken = update_best(rule, best, {"val_loss": sign * loss}, step, min_delta=0.1)
         seen.append((taken, best.step, best.waited))
-        state = json.loads(json.dumps(best.state_dict()))
-        best = BestTracker()  # a restart at every validation
-        best.load_state_dict(state)
+        # A restart at every validation.
+        best = BestTracker.from_json(json.loads(json.dumps(best.state_dict())))
 
     assert seen == [(True, 1, 0), (True, 2, 1), (True, 3, 2), (True, 4, 0), (False, 4, 1),
                     (True, 6, 2), (True, 7, 0)]

@@ -16,7 +16,7 @@ from trainer.data.stream_reader import known_length
 from trainer.distributed.world import LaunchInfo, World
 from trainer.errors import ConfigError
 from trainer.run import startup_summary
-from trainer.run.prepare import content, prepare
+from trainer.run.prepare import prepare
 from trainer.task import Outcome, check_outcome, uncalled_methods
 from trainer.testing import check_task
 
@@ -76,15 +76,6 @@ class Pair:
     right: Any
 
 
-def test_a_tuple_of_tensors_is_named_where_it_is_too_short():
-    class Pair(Made):
-        def dataset(self, split: str) -> Any:
-            return torch.zeros(200, 2), torch.zeros(200, 1)
-
-    with pytest.raises(ConfigError, match=r'only 2 samples .*"train"\) returned a tuple'):
-        prepared(Pair())
-
-
 def test_a_size_that_is_said_to_fit_more_ranks_divides_the_batch():
     world = World(LaunchInfo(size=20), torch.device("cpu"), threads=torch.get_num_threads())
     config: Any = Config(task=Made(), batch=Batch(global_size=128, micro_size=32))
@@ -116,8 +107,9 @@ def test_parameters_that_no_group_of_the_task_has_are_told():
 
     names = [name for name, _ in work.model.named_parameters()][1:]
     assert work.card["untrained"] == names
-    assert names[0] in startup_summary.startup_warnings(Config(task=Grouped()), work.card, epoch=9,
-                                                        total=99)[0]
+    [warning] = startup_summary.startup_warnings(Config(task=Grouped()), work.card, warmup=1,
+                                                 total=99)
+    assert names[0] in warning
 
 
 SAMPLES: dict[str, tuple[Any, Any]] = {
@@ -326,10 +318,3 @@ def test_an_outcome_of_what_is_no_number_is_refused(wrong, told):
         check_outcome(Outcome(**{"total": torch.zeros(()), "count": 1, **wrong}))
 
     assert told in str(error.value)
-
-
-def test_a_sample_of_ragged_rows_has_a_content():
-    def rows(*lengths: int) -> torch.Tensor:
-        return torch.nested.nested_tensor([torch.ones(n) for n in lengths], layout=torch.jagged)
-
-    assert content(rows(1, 3)) == content(rows(1, 3)) != content(rows(3, 1))

@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from trainer.storage.jsonl import AppendFile, read_records
+from trainer.storage.jsonl import AppendFile, FileMark, read_records
 from trainer.telemetry.events import Log, read_events
-from trainer.telemetry.metrics import Metrics, read_metrics
+from trainer.telemetry.metrics import Metrics, ResumedRecord, read_metrics
 
 
 def lines(first: int, last: int) -> list[dict[str, int]]:
     return [{"step": step} for step in range(first, last + 1)]
+
+
+def whole(first: int, last: int) -> ResumedRecord:
+    return ResumedRecord(begin=FileMark(), kept=lines(first, last), unshown=[])
 
 
 def remove(path: Path) -> None:
@@ -39,7 +43,7 @@ def test_metrics_removed_or_replaced_in_mid_run_are_restored(tmp_path, act, word
             pass
 
     metrics = Metrics()
-    metrics.open(path, [], kept=lines(1, 3), unshown=[], guard=Guard, warn=warnings.append)
+    metrics.open(path, whole(1, 3), guard=Guard, warn=warnings.append)
     metrics._record({"step": 4}, {})
     metrics.sync()
     assert not warnings
@@ -85,7 +89,7 @@ def test_records_delayed_by_a_full_disk_are_written_with_the_next_record(tmp_pat
 def test_truncated_lines_are_reported_once(tmp_path):
     path, warnings = tmp_path / "metrics.jsonl", []
     metrics = Metrics()
-    metrics.open(path, [], kept=lines(1, 3), unshown=[], warn=warnings.append)
+    metrics.open(path, whole(1, 3), warn=warnings.append)
     with path.open("r+b") as file:
         file.truncate(0)
     metrics._record({"step": 4}, {})
@@ -101,7 +105,7 @@ def test_a_folder_that_is_gone_is_an_error_at_the_next_sync(tmp_path):
     folder = tmp_path / "run"
     folder.mkdir()
     metrics = Metrics()
-    metrics.open(folder / "metrics.jsonl", [], kept=lines(1, 3), unshown=[])
+    metrics.open(folder / "metrics.jsonl", whole(1, 3))
     folder.rename(tmp_path / "moved")
     metrics._record({"step": 4}, {})
 

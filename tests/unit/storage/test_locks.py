@@ -33,7 +33,7 @@ for line in sys.stdin:
             pid = int(keys["launcher_pid"]) if "launcher_pid" in keys else None
             print(lock.take(launcher_pid=pid, launch_id=keys.get("launch_id"), wait_s=0))
         elif command == "check":
-            print(lock.check())
+            print(lock.check_without_waiting())
         elif command == "fork":
             child = os.fork()
             if not child:
@@ -236,7 +236,7 @@ def test_a_new_attempt_does_not_wait_for_a_stopped_process(
 
     lock.take(launch_id="a")
 
-    lock.check()
+    lock.check_without_waiting()
     lock.close()
 
 
@@ -270,10 +270,10 @@ def test_a_lock_file_without_an_owner_is_free(tmp_path: Path, content: bytes) ->
     (tmp_path / "lock").write_bytes(content)
     lock = RunLock(tmp_path / "lock", "one")
     with pytest.raises(StaleAttempt, match="no attempt does"):
-        lock.check()
+        lock.check_without_waiting()
 
     assert lock.take() is None
-    lock.check()
+    lock.check_without_waiting()
     lock.close()
 
 
@@ -306,7 +306,7 @@ def test_without_file_locks_every_take_succeeds_and_the_nonce_still_names_the_ow
     assert lock.take() is None
 
     assert first.ask("check").startswith("StaleAttempt")
-    lock.check()
+    lock.check_without_waiting()
     lock.close()
 
 

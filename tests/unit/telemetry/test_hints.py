@@ -97,7 +97,7 @@ def test_a_hint_is_one_line_with_its_documentation_and_its_flag():
 
 
 @pytest.mark.parametrize("options", [{"off": ["all"]}, {"off": ["flat-loss", "constant-rate"]},
-                                     {"given": ["flat-loss", "constant-rate"]}])
+                                     {"given": {"flat-loss", "constant-rate"}}])
 def test_a_hint_that_is_off_or_was_given_before_is_not_given(options):
     given = made(**options)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import time
 from collections.abc import Sequence
@@ -42,8 +43,7 @@ def report(runs: Sequence[Path], out: Path) -> Path:
 
     stories = [history.read_history(path) for path in runs]
     if len({story.name for story in stories}) < len(stories):
-        for story in stories:
-            story.name = str(story.path)
+        stories = [dataclasses.replace(story, name=str(story.path)) for story in stories]
     drawn = list(plots(stories))
     text = page(stories, [figures(story) for story in stories],
                 [checkpoints(path) for path in runs], drawn, now=time.time())

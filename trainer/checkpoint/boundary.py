@@ -1,0 +1,63 @@
+"""The last step boundary, as another thread may save it while the next step computes."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainer.checkpoint.buffers import Buffers
+from trainer.telemetry.status import Status
+
+
+class StepBoundary:
+    """Copies of the buffers at the last step boundary, and the lock of its state.
+
+    The lock is free from the beginning of a step to its update. Within that time parameters,
+    optimizer, progress and the copies of the buffers are those of the boundary, and another thread
+    that takes the lock may save them; the main thread then can't update any more.
+    """
+
+    def __init__(self, model: nn.Module, status: Status) -> None:
+        self.buffers = Buffers(model)
+        self._status, self._lock = status, threading.Lock()
+        self._holds_lock = self._lock.acquire()  # of the main thread
+        self._device = next(model.parameters()).device
+        self._event = torch.cuda.Event() if self._device.type == "cuda" else None
+
+    def begin_step(self) -> None:
+        """Copy the buffers, and let other threads save the boundary."""
+        self.buffers.keep()
+        self._status.begin_step()  # not before `keep`: an error would restore older buffers
+        if self._event is not None:
+            self._event.record()
+        if self._holds_lock:
+            self._holds_lock = False
+            self._lock.release()
+
+    def close(self, timeout_s: float = -1) -> bool:
+        """Take the lock in the main thread, for the update or for a save.
+
+        Returns:
+            False if the time has passed: another thread saves, and ends the process.
+        """
+        self._holds_lock = self._holds_lock or self._lock.acquire(timeout=timeout_s)
+        return self._holds_lock
+
+    def take(self) -> bool:
+        """Take the lock in another thread; returns whether it was free."""
+        return self._lock.acquire(blocking=False)
+
+    def side_stream(self) -> contextlib.AbstractContextManager[Any]:
+        """Context in which another thread that has taken the lock reads the state.
+
+        On a GPU this is a side stream that waits only for the work before the boundary.
+        """
+        if self._event is None:
+            return contextlib.nullcontext()
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_event(self._event)
+        return torch.cuda.stream(stream)

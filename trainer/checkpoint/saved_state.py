@@ -1,0 +1,75 @@
+"""The content of a checkpoint's state.json."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.checkpoint.progress import BestTracker, TrainProgress
+from trainer.errors import CheckpointDamaged
+from trainer.storage.jsonl import FileMark
+from trainer.storage.layout import STATE
+
+
+@dataclass(frozen=True, kw_only=True)
+class SavedState:
+    """Everything that a checkpoint holds besides tensors.
+
+    The entries of the training state are always there. Those about the attempt that wrote the
+    checkpoint are empty if an older version of the trainer has not written them.
+    """
+
+    progress: TrainProgress
+    best: BestTracker
+    meter: dict[str, Any]
+    optimizer: dict[str, Any]
+    schedule: dict[str, Any]
+    scaler: dict[str, Any]
+    parts: dict[str, Any]
+    """States of further parts of the run, such as a stream."""
+    ema: dict[str, Any] = field(default_factory=dict)
+    """State of the averaged weights; empty without averaging."""
+    rng: list[str] = field(default_factory=list)
+    """Digest of each rank's random generators."""
+    lines: list[dict[str, Any]] = field(default_factory=list)
+    """The last metric lines, which metrics.jsonl may not have."""
+    record: FileMark | None = None
+    """Position in metrics.jsonl at which `lines` begin; None in older checkpoints."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    """All settings by dotted name."""
+    circumstances: dict[str, Any] = field(default_factory=dict)
+    """What else the bits depend on, see `compatibility.compare_settings`."""
+    inexact: list[str] = field(default_factory=list)
+    """Why the run up to here is only equivalent to an undisturbed one."""
+
+    @classmethod
+    def from_json(cls, entries: Mapping[str, Any]) -> SavedState:
+        """Parse the content of state.json.
+
+        Raises:
+            CheckpointDamaged: an entry of the training state is missing; names it.
+        """
+        known = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
+        try:
+            known["progress"] = TrainProgress.from_json(entries["progress"])
+            known["best"] = BestTracker.from_json(entries["best"])
+            for name in ("meter", "optimizer", "schedule", "scaler", "parts"):
+                known[name] = entries[name]
+        except KeyError as error:
+            raise CheckpointDamaged(f"{STATE} has no entry {error}") from error
+        if "record" in known:
+            known["record"] = FileMark(**known["record"])
+        return cls(**known)
+
+    @classmethod
+    def read(cls, folder: Path) -> SavedState:
+        """Read the state.json of a checkpoint.
+
+        Raises:
+            CheckpointDamaged: an entry is missing.
+            OSError, ValueError: the file can't be read, or is no JSON.
+        """
+        return cls.from_json(json.loads((folder / STATE).read_bytes()))

@@ -1,0 +1,204 @@
+"""What guards a run: requests, emergency saves, and the end in whatever way."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+from types import FrameType
+
+from torch import Tensor
+
+from trainer.checkpoint import checkpointer
+from trainer.checkpoint.boundary import StepBoundary
+from trainer.checkpoint.checkpointer import Checkpointer
+from trainer.checkpoint.train_state import TrainState
+from trainer.data.loader import Loader
+from trainer.errors import SaveFailed, TrainerError
+from trainer.resilience.fault_injection import FaultInjector
+from trainer.run.context import Context
+from trainer.run.prepare import Intervals
+from trainer.storage.layout import EVENTS
+from trainer.storage.locks import RunLock
+from trainer.telemetry.metrics import Metrics
+from trainer.telemetry.status import Phase, Rescue, decide_rescue
+from trainer.telemetry.step_timing import StepTiming
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """Guards a run, from its warm-up on."""
+
+    context: Context
+    intervals: Intervals
+    lock: RunLock
+    faults: FaultInjector
+    state: TrainState
+    boundary: StepBoundary
+    checkpoint: Checkpointer
+    loader: Loader
+    metrics: Metrics
+    timing: StepTiming
+
+    @property
+    def current_step(self) -> int:
+        """The step in progress, or the last complete one. The warm-up counts as the next step."""
+        status = self.context.status
+        return self.state.progress.step + (status.in_step or status.phase is Phase.WARM_UP)
+
+    @property
+    def must_roll_back(self) -> bool:
+        """Whether the number of consecutive bad steps requires a roll-back."""
+        most = self.context.config.nonfinite.max_in_row
+        return 0 < most <= len(self.state.progress.consecutive_bad_steps)
+
+    def requests(self) -> tuple[bool, ...]:
+        """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`.
+
+        Raises StaleAttempt if a newer attempt has taken over the run.
+        """
+        world, checkpoint = self.context.world, self.checkpoint
+        if world.has_nodes or world.superseded:  # on one node no rank survives the launcher
+            self.lock.check_without_waiting()
+        saved = checkpoint.has_unreported_save and self.metrics.durable
+        recorded = world.is_main and self.metrics.must_trim
+        return (self.context.stop.requested, checkpoint.overdue, checkpoint.must_fail, saved,
+                recorded)
+
+    def acknowledge_save(self, requests: Collection[str]) -> None:
+        """React to rank 0's report on the last save and metrics.jsonl: drop durable lines, or raise
+        SaveFailed.
+        """
+        if "saved" in requests:
+            self.metrics.drop(self.checkpoint.saved_step)
+            self.checkpoint.confirm()
+        if "recorded" in requests:  # the report is from before this step
+            self.metrics.drop(self.state.progress.step - 1)
+        if "fail" in requests:
+            raise SaveFailed(self.checkpoint.failure or "rank 0 could not save")
+
+    def defer_worker_death_signals(self) -> None:
+        """Defer torch's SIGCHLD handler while an exception would leave state that cannot be saved:
+        in an update, between two steps, and after a validation. The next wait for data also
+        detects the dead worker, within 5 s. Call it after the loader has started.
+        """
+        raise_death = signal.getsignal(signal.SIGCHLD)
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            if callable(raise_death) and self._rescue(own_error=True) is not Rescue.LOST:
+                raise_death(number, frame)
+
+        if callable(raise_death) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGCHLD, handle)
+
+    def emergency_save(self, *, own: bool = False) -> bool:
+        """After a failure, break the connections to the other ranks, then save the last step
+        boundary if `decide_rescue` allows it.
+
+        Args:
+            own: this rank itself failed, by an exception; otherwise a peer died.
+
+        Returns:
+            Whether nothing is lost: the state is on disk.
+        """
+        world, log, step = self.context.world, self.context.log, self.state.progress.step
+        noticed_s = time.perf_counter()
+        world.abandon()
+        if not own:
+            log.event("lost-peer", failed_step=self.current_step)
+        rescue = self._rescue(own_error=own)
+        if rescue is Rescue.NOTHING_LOST:
+            return True
+        if rescue is Rescue.LOST or world.superseded:
+            return False
+        if self.must_roll_back and step >= self.intervals.total:
+            return False  # a restart at the last step could not warm up
+        if rescue is Rescue.RESTORE_BUFFERS_AND_SAVE:
+            if not self.checkpoint.overlap:
+                log.warning(f"step {step} isn't saved: this model's forward changes parameters, "
+                            "and a forward had started")
+                return False
+            if not self.boundary.close(world.launch.grace_s):
+                return False  # another thread saves, and ends the process
+            self.boundary.buffers.put_back()
+        return self._save_alone(noticed_s)
+
+    def emergency_save_from_watchdog(self, *, lost: bool = True) -> bool | None:
+        """Like `emergency_save`, from another thread while the main thread computes or is blocked.
+
+        Possible only inside a step before its update: only buffers have changed, and there are
+        copies of them. Afterwards the main thread cannot update. On a GPU the copy uses a separate
+        stream, since a running kernel may never end.
+
+        Args:
+            lost: a peer has died; otherwise the time limit of a stop has passed.
+
+        Returns:
+            Whether the state is on disk; None if a save is not possible.
+        """
+        noticed_s = time.perf_counter()
+        if (not self.checkpoint.overlap or self.boundary.buffers.was_reassigned
+                or not self.boundary.take()):
+            return None
+        if lost and self.context.world.size > 1:
+            self.context.log.event("lost-peer", failed_step=self.current_step)
+        with self.boundary.side_stream():
+            kept = {live.data_ptr(): copy for live, copy in self.boundary.buffers.pairs()}
+            return self._save_alone(noticed_s, kept)
+
+    def _save_alone(self, noticed_s: float, kept: Mapping[int, Tensor] | None = None) -> bool:
+        self.checkpoint.abandon()
+        log, step, began_s = self.context.log, self.state.progress.step, time.perf_counter()
+        try:
+            if why := checkpointer.reason_not_to_save(
+                self.context.path / EVENTS, self.checkpoint.store, self.state,
+                left_s=self.context.world.launch.grace_s - (began_s - noticed_s),
+                generation=self.checkpoint.generation, interval=self.intervals.checkpoint,
+            ):  # fmt: skip
+                log.warning(why)
+                log.event("save-left-out", at_step=step, why=why)
+                return False
+            try:
+                saved = self.checkpoint.save_alone(kept)
+            except OSError:  # try once more: the disk may have free space again
+                saved = self.checkpoint.save_alone(kept)
+        except (OSError, TrainerError, RuntimeError) as error:  # it must not hide the first error
+            log.warning(f"step {step} could not be saved: {error}")
+            return False
+        if saved is not None:
+            log.event("save", at_step=saved, kind="survivor",
+                      seconds=round(time.perf_counter() - began_s, 6))
+        return True
+
+    def _rescue(self, *, own_error: bool) -> Rescue:
+        ema = self.state.ema
+        return decide_rescue(self.context.status, own_error=own_error,
+                             exchanging_weights=ema is not None and ema.exchanging)
+
+    def close(self) -> None:
+        """End regularly: end the loader processes, complete the last save, and close the files.
+
+        Raises OSError if the state or a line of metrics.jsonl could not be written.
+        """
+        self.loader.close()
+        self.timing.close()
+        self.checkpoint.close()
+        self.metrics.close()
+
+    def abandon(self) -> None:
+        """Close the files after a failure, without raising another error. Loader processes end with
+        this process.
+        """
+        self.timing.close()
+        self.checkpoint.abandon()
+        with contextlib.suppress(OSError):  # the checkpoints hold the lines too
+            self.metrics.close()
+
+    def release(self) -> None:
+        """Give back what a process holds that continues after the run."""
+        self.loader.close()
+        self.lock.close()
+        self.checkpoint.store.close()
