@@ -289,8 +289,9 @@ def classification(
                  label_smoothing=label_smoothing if training else 0.0)
     found = logits.detach().argmax(1)
     table = None if training else confusion(found, labels, logits.shape[1])
-    accuracy = {"accuracy": ((found == labels).sum(), len(labels))}
-    return Outcome(*loss(logits, labels), accuracy, table)
+    accuracy = (found == labels).sum(), len(labels)
+    total, count = loss(logits, labels)
+    return Outcome(total, count, {"accuracy": accuracy}, table)
 
 
 def balanced(counts: Sequence[int]) -> tuple[float, ...]:
