@@ -21,11 +21,12 @@ from trainer.checkpoint.train_state import TrainState
 from trainer.config import compatibility
 from trainer.data import batch as batches
 from trainer.data.batch import to_device
-from trainer.data.loader import MicroBatchSource, SampledSource
+from trainer.data.loader import MicroBatchSource
 from trainer.data.map_dataset import KeyedSamples, shared_samples
 from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
 from trainer.data.stream_reader import StreamSpec
+from trainer.data.workers import DataReader
 from trainer.distributed import torch_private
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
@@ -86,8 +87,8 @@ def open_source(
         data, seed=config.seed, collate=collate, skip=config.data.on_error == "skip",
         rank=world.rank, advice=REMEDY,
     )  # fmt: skip
-    return SampledSource(samples, sampler=sampler, workers=workers,
-                         prefetch=config.data.prefetch, device=world.device)
+    return DataReader(samples, sampler=sampler, workers=workers,
+                      prefetch=config.data.prefetch, device=world.device)
 
 
 def reopen(run: Run, found: CheckpointRef) -> None:
