@@ -19,8 +19,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainer import torch_private
-
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -74,7 +72,7 @@ def keyed(*parts: int) -> dict[str, Any]:
                    *(torch.Generator(g.device).manual_seed(key) for g in _device_generators()))
 
 
-def _states(python: Any, numpy: Any, *generators: torch.Generator) -> dict[str, Any]:
+def _states(python: Any, numpy: Any, *generators: Any) -> dict[str, Any]:
     version, internal, gauss = python
     name, keys, position, has_gauss, cached = numpy
     cpu, *devices = (generator.get_state().numpy().tobytes().hex() for generator in generators)
@@ -119,11 +117,13 @@ def _bytes_tensor(text: str) -> torch.Tensor:
     return torch.frombuffer(bytearray.fromhex(text), dtype=torch.uint8)
 
 
-def _device_generators() -> tuple[torch.Generator, ...]:
+def _device_generators() -> tuple[Any, ...]:
     if torch.cuda.is_initialized():
         return (torch.cuda.default_generators[torch.cuda.current_device()],)
     if torch.backends.mps.is_available():
-        return (torch_private.mps_generator(),)
+        return (types.SimpleNamespace(  # torch.mps has functions in place of a public generator
+            device=torch.device("mps"), manual_seed=torch.mps.manual_seed,
+            get_state=torch.mps.get_rng_state, set_state=torch.mps.set_rng_state),)
     return ()
 
 

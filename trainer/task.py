@@ -16,7 +16,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, SupportsFloat, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -119,7 +119,7 @@ def _find_misuse(outcome: Outcome) -> str:
         if isinstance(value, Tensor):
             if value.numel() != 1 or value.is_complex():
                 return f"{what} is {tuple(value.shape)} {value.dtype}; use a scalar: the sum"
-        elif not isinstance(value, SupportsFloat):
+        elif not hasattr(value, "__float__"):
             return f"{what} is a {type(value).__name__}; use a number or a scalar tensor"
     if not isinstance(outcome.count, Tensor) and not 0 <= outcome.count < math.inf:
         return (f"Outcome.count is {outcome.count}; the denominator of the mean must be finite and "

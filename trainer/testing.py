@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import IterableDataset
 
-from trainer import rng, torch_private
+from trainer import rng
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.train_state import TrainState
 from trainer.config.schema import Optim
@@ -21,6 +21,7 @@ from trainer.data import batch as batches
 from trainer.data.map_dataset import KeyedSamples, MicroBatch, begin_epoch
 from trainer.data.sample_errors import summarize_exception
 from trainer.data.sampler import MicroBatchSpec
+from trainer.distributed import torch_private
 from trainer.distributed.ddp import Objective
 from trainer.distributed.sync_batchnorm import guard_plain
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed

@@ -33,7 +33,7 @@ from torch.distributed.elastic.rendezvous import dynamic_rendezvous as dynamic
 from launch.nodes.endpoint import STORE_ERRORS, STORE_TIMEOUT_S, Endpoint, GuardedBackend
 from launch.options import Options
 from launch.rendezvous import LauncherRendezvous, host_store
-from trainer import torch_private
+from trainer.distributed import torch_private
 from trainer.errors import EXIT_FAILURE, EXIT_STOPPED
 
 KEEP_ALIVE_S, KEEP_ALIVE_TIMES = 1, 5

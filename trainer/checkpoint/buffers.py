@@ -10,7 +10,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from trainer import torch_private
+from trainer.distributed import torch_private
 from trainer.errors import ConfigError
 
 

@@ -19,6 +19,7 @@ from trainer import rng
 from trainer.config import command_line
 from trainer.config.command_line import task_path
 from trainer.data.batch import to_device
+from trainer.distributed.torch_private import tree_leaves, tree_map
 from trainer.errors import ConfigError
 from trainer.run.saved_run import (
     ModelCall,
@@ -32,7 +33,6 @@ from trainer.storage import files as durable
 from trainer.storage import layout, tensorfile
 from trainer.storage.layout import MANIFEST
 from trainer.telemetry.events import Log
-from trainer.torch_private import tree_leaves, tree_map
 
 SAFETENSORS, PROGRAM, ABOUT = "model.safetensors", "model.pt2", "export.json"
 TOLERANCE = {"safetensors": 0.0, "program": 1e-4}

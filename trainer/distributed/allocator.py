@@ -16,15 +16,12 @@ _kept = False
 
 
 def keep_freed() -> bool:
-    """Keep freed memory in this process from now on (glibc only).
+    """Keep the memory that a step frees for the next step; False if the C library is not glibc, or
+    the user has set allocator options.
 
-    A step frees its activations and gradients, and the next step needs the same amount. By default
-    glibc returns more than 64 MiB of contiguous free memory to the system each time. The system
-    then provides it again as zeroed pages, with a page fault for each 4 KiB. Blocks of more than
-    32 MiB are still mapped and unmapped separately.
-
-    Returns:
-        False if nothing was changed: another C library, or the user has set allocator options.
+    By default glibc returns more than 64 MiB of contiguous free memory to the system, which then
+    provides it again as zeroed pages, with a page fault for each 4 KiB. Blocks of more than 32 MiB
+    are still mapped and unmapped separately.
     """
     global _kept
     users = any(name.startswith("MALLOC_") for name in os.environ) or (
@@ -34,10 +31,10 @@ def keep_freed() -> bool:
 
 
 def give_back() -> None:
-    """Undo `keep_freed`: return free memory to the system, now and in future.
+    """Undo `keep_freed`, if it did anything: return free memory to the system, now and in future.
 
-    Does nothing if `keep_freed` did nothing: after the first setting glibc no longer adapts its
-    thresholds, and with the initial ones each array of more than 128 KiB is mapped separately.
+    (After any setting glibc no longer adapts its thresholds, and with the initial ones each array
+    of more than 128 KiB is mapped separately.)
     """
     global _kept
     if _kept and _set(M_TRIM_THRESHOLD, 2 * LARGEST):
@@ -46,6 +43,5 @@ def give_back() -> None:
 
 
 def _set(parameter: int, value: int) -> bool:
-    """Set an allocator parameter. Returns False if the C library isn't glibc."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     return mallopt is not None and mallopt(parameter, value) == 1

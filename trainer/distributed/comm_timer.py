@@ -8,32 +8,27 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trainer import torch_private
+from trainer.distributed import torch_private
 
 
 class DeviceInterval:
-    """Two events on the CUDA stream, which measure an interval without a device sync.
-
-    On other devices the methods do nothing.
-    """
+    """Two events on the CUDA stream measure an interval without a device sync; on other devices the
+    methods do nothing."""
 
     def __init__(self, *, on_cuda: bool) -> None:
-        make = torch.cuda.Event
-        self._events = (make(enable_timing=True), make(enable_timing=True)) if on_cuda else None
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2 * on_cuda)]
 
     def first(self) -> None:
-        """Record the first event."""
-        if self._events is not None:
+        if self._events:
             self._events[0].record()
 
     def second(self) -> None:
-        """Record the second event."""
-        if self._events is not None:
+        if self._events:
             self._events[1].record()
 
     def between_s(self) -> float | None:
         """Return the seconds between the events. The device must have passed both."""
-        if self._events is None:
+        if not self._events:
             return None
         return self._events[0].elapsed_time(self._events[1]) / 1000
 
@@ -42,17 +37,12 @@ class CommunicationTimer:
     """Measure the time of a step that this rank waits in collectives, not hidden by computation.
 
     In the backward it is the time from when the gradients of this rank are ready until all are
-    reduced. The autograd engine runs a callback in between, before the callback of the reducer. On
-    a GPU the interval is measured on the device. The gathers of synchronised batch norms on a CPU
-    count as well.
-
-    Args:
-        clock: returns seconds.
+    reduced, on a GPU measured on the device: the autograd engine runs a callback in between, before
+    that of the reducer. The gathers of synchronised batch norms on a CPU count as well.
     """
 
-    def __init__(
-        self, *, on_cuda: bool = False, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
+    def __init__(self, *, on_cuda: bool = False,
+                 clock: Callable[[], float] = time.perf_counter) -> None:
         self._interval, self.clock = DeviceInterval(on_cuda=on_cuda), clock
         self.reset()
 
@@ -74,14 +64,12 @@ class CommunicationTimer:
         self._interval.first()
 
     def end_backward(self) -> None:
-        """End the backward."""
         self._interval.second()
         if self._computed_s is not None:
             self._backward_s = self.clock() - self._computed_s
 
     def take_wait_s(self) -> float:
-        """Return the seconds waited in a step, and reset. The device must have finished the step.
-        """
+        """Return the seconds waited in a step, and reset; the device must have finished it."""
         if self._computed_s is not None and (on_device_s := self._interval.between_s()) is not None:
             self._backward_s = on_device_s
         waited_s = self._collectives_s + self._backward_s

@@ -7,15 +7,18 @@ import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import chain
 from operator import add
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import torch_private
+from trainer.distributed import torch_private
 from trainer.distributed.peer_errors import lost_peer
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.errors import EMPTY_BATCH_NOTE, ConfigError, listed
@@ -26,14 +29,9 @@ if TYPE_CHECKING:
 
 
 def check_reduced(wrapped: nn.Module, spec: MicroBatchSpec, trained: Sequence[str]) -> None:
-    """Check, after a backward that all-reduces, that DDP has reduced every gradient.
-
-    Raises:
-        ConfigError: this rank's micro-batch does not use some parameter.
-    """
-    if not isinstance(wrapped, DistributedDataParallel):
-        return
-    if (unused := torch_private.unreduced(wrapped)) is not None:
+    """Refuse a backward after which DDP has not reduced every gradient."""
+    if isinstance(wrapped, DistributedDataParallel) and (
+            unused := torch_private.unreduced(wrapped)) is not None:
         names = [trained[i].removeprefix("module.model.") for i in unused] or ["some parameters"]
         raise ConfigError(
             f"--parallel.find-unused off: the loss of step {spec.step}, micro-batch {spec.number}, "
@@ -79,8 +77,7 @@ class StepSums:
 class MetricAccumulator:
     """Accumulates loss, counts and metrics of this rank's micro-batches in a step.
 
-    Args:
-        on_host: read each number at once. On a device this would wait for the device.
+    With `on_host` each number is read at once, for which a device would have to be waited for.
     """
 
     def __init__(self, *, on_host: bool) -> None:
@@ -99,11 +96,7 @@ class MetricAccumulator:
         self._requests: tuple[bool, ...] = _NO_REQUESTS
 
     def add(self, outcome: Outcome, samples: int, replaced: int) -> Tensor:
-        """Add a micro-batch; return its loss, a scalar with a graph.
-
-        Raises:
-            ConfigError: the task's loss violates the protocol.
-        """
+        """Add a micro-batch; return its loss, a scalar with a graph."""
         total, metrics = check_outcome(outcome)
         if not total.requires_grad:
             raise ConfigError("the task's loss has no graph: Outcome.total does not depend on any "
@@ -117,13 +110,10 @@ class MetricAccumulator:
             raise ConfigError(f"the task returned the metrics {list(self.names or ())} before and "
                               f"{list(names)} now; return the same for each micro-batch.")
         self.names = names
-        row: list[Any] = [total, outcome.count, samples, replaced]
-        for pair in metrics.values():
-            row += pair
+        numbers = [total, outcome.count, samples, replaced, *chain.from_iterable(metrics.values())]
+        row: list[Any] = [n.detach() if isinstance(n, Tensor) else float(n) for n in numbers]
         if self._on_host:
-            row = [n.item() if isinstance(n, Tensor) else float(n) for n in row]
-        else:
-            row = [n.detach() if isinstance(n, Tensor) else float(n) for n in row]
+            row = list(map(float, row))
         self._rows.append(row)
         self._totals.append(row[0])
         return total
@@ -155,12 +145,7 @@ class MetricAccumulator:
     def _add_up(self) -> list[Any]:
         rows, self._rows = self._rows, []
         assert rows, "no forward has run"
-        sums = rows[0]
-        if self._on_host:
-            for row in rows[1:]:
-                sums = list(map(add, sums, row))
-        elif len(rows) > 1:
-            sums = [_sum(column) for column in zip(*rows, strict=True)]
+        sums = rows[0] if len(rows) == 1 else [_sum(column) for column in zip(*rows, strict=True)]
         sums[4:4] = self._requests  # each counts as 0 or 1
         self._requests = _NO_REQUESTS
         return sums
@@ -180,15 +165,11 @@ class Objective(nn.Module):
             loss does not show; called after the last forward of a step.
     """
 
-    def __init__(
-        self, model: nn.Module, loss: Callable[[nn.Module, Any], Outcome], *, num_ranks: int,
-        nominal_count: float, device: torch.device,
-        nonfinite: Callable[[], Tensor | None] = lambda: None,
-    ) -> None:  # fmt: skip
+    def __init__(self, model: nn.Module, loss: Callable[[nn.Module, Any], Outcome], *,
+                 num_ranks: int, nominal_count: float, device: torch.device,
+                 nonfinite: Callable[[], Tensor | None] = lambda: None) -> None:
         super().__init__()
-        self.nominal_count = nominal_count
-        self.model = model
-        self.loss = loss
+        self.model, self.loss, self.nominal_count = model, loss, nominal_count
         self._factor = num_ranks / nominal_count  # DDP computes the mean over ranks
         self._device, self._on_host = device, device.type == "cpu"
         self.accumulator = MetricAccumulator(on_host=self._on_host)
@@ -196,18 +177,12 @@ class Objective(nn.Module):
         self.stats_carrier = (nn.Parameter(torch.zeros(CAPACITY, device=device)) if num_ranks > 1
                               else None)
 
-    def forward(
-        self, batch: Any, samples: int, requests: tuple[bool, ...] | None = None, replaced: int = 0
-    ) -> Tensor:
+    def forward(self, batch: Any, samples: int, requests: tuple[bool, ...] | None = None,
+                replaced: int = 0) -> Tensor:
         """Compute the scalar loss of a micro-batch.
 
-        Args:
-            requests: this rank's requests, given with its last micro-batch of a step, whose
-                backward reduces gradients and sums; None otherwise.
-            replaced: number of samples that replaced bad ones.
-
-        Raises:
-            ConfigError: the task's loss violates the protocol.
+        This rank's `requests` are given with its last micro-batch of a step, whose backward reduces
+        gradients and sums.
         """
         try:
             outcome = self.loss(self.model, batch)
@@ -225,9 +200,9 @@ class Objective(nn.Module):
         if requests is not None:
             self.accumulator.set_requests(requests, self._nonfinite())
             if self.stats_carrier is not None:
-                sums = list(self.accumulator.take())
-                sums += [0.0] * (CAPACITY - len(sums))
-                loss = loss + torch.dot(self.stats_carrier, _stack(sums, self._device))
+                sums = _stack(list(self.accumulator.take()), self._device)
+                padded = functional.pad(sums, (0, CAPACITY - len(sums)))
+                loss = loss + torch.dot(self.stats_carrier, padded)
         return loss
 
     __call__ = forward  # hooks and compilation are the model's
@@ -237,12 +212,9 @@ class Objective(nn.Module):
         self._next_is_nan = True
 
     def take_sums(self, num_ranks: int, scale: float = 1.0) -> Vector:
-        """Return the reduced sums of the step, and reset.
+        """Return the reduced sums of the step, on the device unless reading them is free; reset.
 
-        The sums are on the device, or on the host if that needs no transfer and no collective.
-
-        Args:
-            scale: factor of the loss in backward (fp16), which the reduced sums contain too.
+        `scale` is the factor of the loss in backward (fp16), which the reduced sums contain too.
         """
         if self.stats_carrier is None:
             return self._on_device(self.accumulator.take())
@@ -253,10 +225,7 @@ class Objective(nn.Module):
         return [_snap(n * factor) for n in reduced.tolist()] if self._on_host else reduced * factor
 
     def swap_sums(self, sums: Vector | None) -> Vector:
-        """Return the sums of the forwards since the last call, and replace them by `sums`.
-
-        Only without `stats_carrier`.
-        """
+        """See `MetricAccumulator.swap`; only without `stats_carrier`."""
         return self._on_device(self.accumulator.swap(sums))
 
     def _on_device(self, sums: Vector) -> Vector:
@@ -279,16 +248,13 @@ class Objective(nn.Module):
         loss, count, samples, replaced = values[:4]
         requests = frozenset(
             name for name, v in zip(REQUESTS, values[REQUESTED], strict=True) if v > 0)
-        at = len(_FIXED)
-        metrics = {name: (values[at + 2 * i], values[at + 2 * i + 1])
-                   for i, name in enumerate(self.accumulator.names or ())}
+        pairs = zip(values[len(_FIXED) :: 2], values[len(_FIXED) + 1 :: 2], strict=True)
+        metrics = dict(zip(self.accumulator.names or (), pairs, strict=True))
         return StepSums(loss, count, round(samples), round(replaced), requests, metrics), norm
 
 
-def wrap(
-    objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,
-    bucket_mb: float, find_unused: bool = False,
-) -> nn.Module:  # fmt: skip
+def wrap(objective: Objective, *, group: dist.ProcessGroup | None, device: torch.device,
+         bucket_mb: float, find_unused: bool = False) -> nn.Module:
     """Wrap the objective in DistributedDataParallel; return it unchanged without a group."""
     if group is None:
         return objective
@@ -296,32 +262,24 @@ def wrap(
     known = inspect.signature(DistributedDataParallel).parameters
     off = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
     return DistributedDataParallel(
-        objective,
-        process_group=group,
-        bucket_cap_mb=bucket_mb,  # type: ignore[arg-type]
+        objective, process_group=group, bucket_cap_mb=bucket_mb,  # type: ignore[arg-type]
         **{off: False},  # type: ignore[arg-type]
-        gradient_as_bucket_view=True,
-        find_unused_parameters=find_unused,
-        device_ids=[device.index] if device.type == "cuda" else None,
-    )
+        gradient_as_bucket_view=True, find_unused_parameters=find_unused,
+        device_ids=[device.index] if device.type == "cuda" else None)
 
 
 def _sum(column: Sequence[Any]) -> Any:
-    """Sum scalars, some of them on the host and some on the device."""
+    """Sum scalars of host and device."""
     on_device = [n.float() for n in column if isinstance(n, Tensor)]
-    on_host = sum(n for n in column if not isinstance(n, Tensor))
+    on_host = reduce(add, (n for n in column if not isinstance(n, Tensor)), 0.0)
     return torch.stack(on_device).sum() + on_host if on_device else on_host
 
 
 def _stack(numbers: Sequence[Any], device: torch.device) -> Tensor:
-    """Stack scalars of host and device to a float32 vector on the device."""
-    vector = torch.tensor([0.0 if isinstance(n, Tensor) else n for n in numbers])
-    vector = vector.to(device, non_blocking=True)
-    indices = [i for i, n in enumerate(numbers) if isinstance(n, Tensor)]
-    if indices:
-        values = torch.stack([numbers[i].to(device).float() for i in indices])
-        vector[torch.tensor(indices, device=device)] = values
-    return vector
+    """Stack scalars to a float32 vector on the device, without waiting for the device."""
+    return torch.stack([
+        n.to(device, torch.float32) if isinstance(n, Tensor)
+        else torch.full((), n, dtype=torch.float32, device=device) for n in numbers])
 
 
 def _snap(value: float) -> float:

@@ -19,10 +19,9 @@ _STDLIB = sysconfig.get_path("stdlib") + os.sep
 def lost_peer(error: BaseException) -> bool:
     """Whether an error is secondary: a collective broke or timed out because another rank ended.
 
-    Gloo and NCCL raise plain RuntimeErrors for it, which differ from others only in the message.
-    An error that another rank reports in `World.raise_on_all_ranks` begins with its number and is
-    not secondary. Nor is an error with such a message that user code raises, unless it handles a
-    secondary one.
+    Gloo and NCCL raise plain RuntimeErrors, which differ from others only in the message. An error
+    that another rank reports in `World.raise_on_all_ranks` begins with its number and is not
+    secondary. Nor is such an error that user code raises, unless it handles a secondary one.
     """
     words = ("connection closed by peer", "connection reset by peer", "broken pipe",
              "socket closed", "remote process exited", "ncclremoteerror", "timed out waiting",
@@ -39,10 +38,10 @@ def lost_peer(error: BaseException) -> bool:
 def _raised_by_others(error: BaseException) -> bool:
     """Whether a `raise` statement of user code raised it; a collective raises from C."""
     last = error.__traceback__
-    while last is not None and last.tb_next is not None:
-        last = last.tb_next
     if last is None:
         return False
+    while last.tb_next is not None:
+        last = last.tb_next
     code = last.tb_frame.f_code
     by_statement = dis.opname[code.co_code[last.tb_lasti]] == "RAISE_VARARGS"
     return by_statement and foreignness(code.co_filename) < 2

@@ -1,15 +1,14 @@
-"""Rank-invariant reduction: gradients have the same bits for any number of ranks.
-
-They are summed in one tree over the numbers of the micro-batches (docs/elastic.md).
-"""
+"""Rank-invariant reduction: gradients have the same bits for any number of ranks, since they are
+summed in one tree over the numbers of the micro-batches (docs/elastic.md)."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -17,16 +16,15 @@ from torch import Tensor, nn
 
 from trainer.distributed.ddp import REQUESTED
 from trainer.distributed.partition import block, micro_batches_per_rank
+from trainer.distributed.torch_private import BatchNorm
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
-from trainer.torch_private import BatchNorm
 
 if TYPE_CHECKING:
     from trainer.checkpoint.buffers import Buffers
     from trainer.data.map_dataset import MicroBatch
     from trainer.data.sampler import BatchPlan, MicroBatchSpec
     from trainer.distributed.ddp import Objective
-
 
 Span = tuple[int, int]
 """A node of the tree, as the range of its leaves: (first, end)."""
@@ -35,6 +33,8 @@ T = TypeVar("T")
 
 ALIGN = 16
 """Alignment in bytes of sections and slices in a flat buffer."""
+SMALL = 1 << 18
+"""Up to this many bytes, every rank receives all complete partial sums: one exchange, not two."""
 
 
 def are_siblings(left: Span, right: Span, leaves: int) -> bool:
@@ -45,11 +45,7 @@ def are_siblings(left: Span, right: Span, leaves: int) -> bool:
 
 
 class TreeSum(Generic[T]):
-    """Sums values of adjacent nodes in their order; joins the halves of a node immediately.
-
-    Args:
-        join: (left, right) → value of their parent node.
-    """
+    """Sums values of adjacent nodes in their order; joins the halves of a node immediately."""
 
     def __init__(self, leaves: int, join: Callable[[T, T], T]) -> None:
         self._leaves, self._join = leaves, join
@@ -58,12 +54,10 @@ class TreeSum(Generic[T]):
 
     def push(self, span: Span, value: T) -> None:
         """Add the next node to the right."""
+        while self.parts and are_siblings(self.parts[-1][0], span, self._leaves):
+            (first, _), left = self.parts.pop()
+            span, value = (first, span[1]), self._join(left, value)
         self.parts.append((span, value))
-        while len(self.parts) > 1 and are_siblings(self.parts[-2][0], self.parts[-1][0],
-                                                   self._leaves):
-            right, right_value = self.parts.pop()
-            left, left_value = self.parts.pop()
-            self.parts.append(((left[0], right[1]), self._join(left_value, right_value)))
 
 
 def subtrees(leaves: int, rank: int, num_ranks: int) -> tuple[Span, ...]:
@@ -93,25 +87,15 @@ class ReductionPlan:
 
     @classmethod
     def of(cls, leaves: int, num_ranks: int) -> ReductionPlan:
-        each = micro_batches_per_rank(leaves, num_ranks)
-        return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in range(num_ranks)),
-                   [rank * each + place for rank in range(num_ranks)
+        ranks, each = range(num_ranks), micro_batches_per_rank(leaves, num_ranks)
+        return cls(leaves, tuple(subtrees(leaves, rank, num_ranks) for rank in ranks),
+                   [rank * each + place for rank in ranks
                     for place in range(len(block(leaves, rank, num_ranks)))])
-
-    @property
-    def rounds(self) -> int:
-        return max(map(len, self.spans))
-
-
-SMALL = 1 << 18
-"""Up to this many bytes, every rank receives all complete partial sums: one exchange, not two."""
 
 
 class GradientLayout:
-    """Layout of gradients in a flat byte buffer.
-
-    Gradients of one dtype are adjacent. Each has the strides that autograd gives it.
-    """
+    """Layout of gradients in a flat byte buffer: those of one dtype are adjacent, and each has the
+    strides that autograd gives it."""
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
         self._parameters = parameters
@@ -128,7 +112,6 @@ class GradientLayout:
             self.size = -(-self.size // ALIGN) * ALIGN
 
     def buffer(self, span: Span) -> Tensor:
-        """Allocate memory for a slice."""
         return torch.empty(span[1] - span[0], dtype=torch.uint8, device=self._parameters[0].device)
 
     def views(self, flat: Tensor) -> list[Tensor]:
@@ -149,12 +132,19 @@ class GradientLayout:
                 for dtype, first, end in parts if first < end]
 
 
-class BatchNormStatistics:
-    """Running statistics of batch norms, combined in the order of micro-batches.
+class GradientBuffer(NamedTuple):
+    """Memory for gradients or a partial sum, with its views as gradients and as vectors."""
 
-    Each micro-batch starts with the statistics of the step boundary; the statistics after it are a
-    row. The rows are applied in the order of their numbers, in float64. Let r be the statistics so
-    far and b those of the boundary: row x of k calls gives (1 - momentum)^k · (r - b) + x.
+    flat: Tensor
+    gradients: list[Tensor]
+    vectors: list[Tensor]
+
+
+class BatchNormStatistics:
+    """Running statistics of batch norms, combined in the order of micro-batches, in float64.
+
+    Each micro-batch starts with the statistics b of the step boundary and ends with a row x. From
+    the statistics r so far, a row of k calls gives (1 - momentum)^k · (r - b) + x.
     """
 
     def __init__(self, model: nn.Module, kept: dict[Tensor, Tensor]) -> None:
@@ -165,10 +155,9 @@ class BatchNormStatistics:
         self.live = [b for b in (*found, *(m.num_batches_tracked for m in modules))
                      if b is not None]
         self._kept = [kept[b] for b in self.live]
-        self._sizes = [b.numel() for b in self.live]
-        self.width = sum(self._sizes)
-        device = self.live[0].device if self.live else None
+        self.width = sum(b.numel() for b in self.live)
         self._split = self.width - len(modules)
+        device = self.live[0].device if self.live else None
         self._memory = torch.empty(self.width, dtype=torch.float64, device=device)
         self._views = self.views(self._memory)
         self._owner = torch.tensor([i for i, m in enumerate(modules)
@@ -180,7 +169,7 @@ class BatchNormStatistics:
 
     def views(self, row: Tensor) -> list[Tensor]:
         """View a row as one tensor for each tensor of `live`."""
-        parts = row.split(self._sizes)
+        parts = row.split([b.numel() for b in self.live])
         return [part.view(b.shape) for part, b in zip(parts, self.live, strict=True)]
 
     def fold(self, rows: Tensor) -> None:
@@ -211,15 +200,11 @@ class RankInvariantReduction:
 
     Args:
         parameters: the trained ones.
-        buffers: those of the step boundary.
-        batch_plan: gives the number M of micro-batches of a step.
         optional: whether a parameter may have no gradient on any rank; it then keeps None.
     """
 
-    def __init__(
-        self, objective: Objective, parameters: Sequence[Tensor], buffers: Buffers, world: World,
-        batch_plan: BatchPlan, *, optional: bool,
-    ) -> None:
+    def __init__(self, objective: Objective, parameters: Sequence[Tensor], buffers: Buffers,
+                 world: World, batch_plan: BatchPlan, *, optional: bool) -> None:
         model = objective.model
         world.broadcast([*model.parameters(), *model.buffers()])
         self._objective, self._parameters, self._buffers = objective, parameters, buffers
@@ -229,12 +214,10 @@ class RankInvariantReduction:
         self.shared = frozenset(self.statistics.live)
         """Buffers that are equal on all ranks after the last micro-batch."""
         self._layout = GradientLayout(self._parameters)
-        self._make_plan = functools.cache(
-            functools.partial(ReductionPlan.of, num_ranks=world.size))
-        self._flats: list[tuple[Tensor, list[Tensor], list[Tensor]]] = []
-        """Partial sums: whole buffers, their views as gradients, and their views as vectors."""
-        self._open: int | None = None
-        """Index of the buffer to which backward adds."""
+        self._make_plan = functools.cache(partial(ReductionPlan.of, num_ranks=world.size))
+        self._allocated: list[GradientBuffer] = []
+        self._open: GradientBuffer | None = None
+        """The buffer to which backward adds."""
         self._pieces: dict[Any, Tensor] = {}
         self._used: set[int] = set()
         for i, parameter in enumerate(self._parameters if optional else ()):
@@ -258,9 +241,9 @@ class RankInvariantReduction:
     def _begin(self, step: int) -> None:
         self._plan = plan = self._make_plan(self._batch_plan.micro_batches(step))
         self._mine = block(plan.leaves, self._rank, self._size)
-        self._fold: TreeSum[int] = TreeSum(plan.leaves, self._join)
-        self._free, self._open = list(range(len(self._flats))), None
-        self._sent, self._round, self._works = list[int](), 0, list[Any]()
+        self._fold: TreeSum[GradientBuffer] = TreeSum(plan.leaves, self._join)
+        self._free, self._open = list(self._allocated), None
+        self._sent, self._round, self._works = list[GradientBuffer](), 0, list[Any]()
         num = sum(map(len, plan.spans))
         self._whole = self._size == num == 2 or num * self._layout.size <= SMALL
         self._slices = ([(0, self._layout.size)] * self._size if self._whole
@@ -269,23 +252,23 @@ class RankInvariantReduction:
     def _accumulate(self) -> None:
         """Let the next backward add to memory of -0.0: x + -0.0 has the bits of x."""
         self._open = self._free_buffer()
-        _, views, numbers = self._flats[self._open]
-        for part in numbers:
-            part.fill_(-0.0)
-        for parameter, view in zip(self._parameters, views, strict=True):
+        for vector in self._open.vectors:
+            vector.fill_(-0.0)
+        for parameter, view in zip(self._parameters, self._open.gradients, strict=True):
             parameter.grad = view
 
-    def _free_buffer(self) -> int:
-        """Index of a buffer that is not in use."""
+    def _free_buffer(self) -> GradientBuffer:
+        """A buffer that is not in use."""
         if self._free:
             return self._free.pop()
         whole = (0, self._layout.size)
         flat = self._layout.buffer(whole).zero_()
-        self._flats.append((flat, self._layout.views(flat), self._layout.numbers(flat, whole)))
-        return len(self._flats) - 1
+        self._allocated.append(GradientBuffer(
+            flat, self._layout.views(flat), self._layout.numbers(flat, whole)))
+        return self._allocated[-1]
 
-    def _join(self, left: int, right: int) -> int:
-        for a, b in zip(self._flats[left][2], self._flats[right][2], strict=True):
+    def _join(self, left: GradientBuffer, right: GradientBuffer) -> GradientBuffer:
+        for a, b in zip(left.vectors, right.vectors, strict=True):
             a.add_(b)
         self._free.append(right)
         return left
@@ -331,31 +314,27 @@ class RankInvariantReduction:
         self._records = [self.statistics.views(row[self._width :]) for row in rows]
         return rows
 
-    def _send(self, own: int | None) -> None:
-        """Collective. Begin the next round: exchange the next partial sums of all ranks; `own` is
-        the index of this rank's buffer, None if it has no further partial sum."""
-        number, outgoing, incoming = self._round, list[Any](), list[Any]()
+    def _send(self, own: GradientBuffer | None) -> None:
+        """Collective. Begin the next round: exchange the next partial sums of all ranks; this
+        rank's is `own`, None if it has no further one."""
+        outgoing: list[tuple[Tensor, int]] = []
         if own is not None:
-            flat = self._flats[own][0]
             self._sent.append(own)
-            outgoing = [(flat[first:end], rank) for rank, (first, end) in enumerate(self._slices)]
-        for rank, spans in enumerate(self._plan.spans):
-            if number < len(spans):
-                incoming.append((self._received(rank, number), rank))
-        self._exchange(outgoing, incoming)
+            outgoing = [(own.flat[a:b], rank) for rank, (a, b) in enumerate(self._slices)]
+        self._exchange(outgoing, [(self._received(rank, self._round), rank)
+                                  for rank, spans in enumerate(self._plan.spans)
+                                  if self._round < len(spans)])
         self._round += 1
 
-    def _exchange(
-        self, outgoing: Iterable[tuple[Tensor, int]], incoming: Iterable[tuple[Tensor, int]]
-    ) -> None:
+    def _exchange(self, outgoing: Iterable[tuple[Tensor, int]],
+                  incoming: Iterable[tuple[Tensor, int]]) -> None:
         calls = [dist.P2POp(operation, tensor, rank, self._group)
                  for operation, tensors in ((dist.irecv, incoming), (dist.isend, outgoing))
                  for tensor, rank in tensors if rank != self._rank and tensor.numel()]
         if calls:
             self._works += dist.batch_isend_irecv(calls)
 
-    def wait_for_peers(self) -> None:
-        """Wait until all pending sends and receives are complete."""
+    def _wait_for_peers(self) -> None:
         with waiting_for(WaitsFor.PEERS):
             for work in self._works:
                 work.wait()
@@ -364,7 +343,7 @@ class RankInvariantReduction:
     def _finish(self) -> None:
         """Collective. Set gradients, sums and statistics to those of all micro-batches."""
         assert self._rows is not None, "no micro-batch was taken"
-        plan = self._plan
+        plan, ranks = self._plan, range(self._size)
         rows = self._rows[: micro_batches_per_rank(plan.leaves, self._size)]
         if self._group is None:
             (_, total), = self._fold.parts
@@ -372,18 +351,16 @@ class RankInvariantReduction:
         else:
             all_rows = rows.new_empty(self._size, *rows.shape)
             all_rows[self._rank] = rows
-            while self._round < plan.rounds:
+            while self._round < max(map(len, plan.spans)):
                 self._send(None)
-            others = range(self._size)
-            self._exchange([(rows, rank) for rank in others], [(all_rows[r], r) for r in others])
-            self.wait_for_peers()
+            self._exchange([(rows, rank) for rank in ranks], [(all_rows[r], r) for r in ranks])
+            self._wait_for_peers()
             total = self._add_up()
             all_rows = all_rows.flatten(0, 1)
             numbered = all_rows[plan.order]
         used = numbered[:, self._sums : self._width].sum(0).tolist() if self._optional else None
-        views = self._flats[total][1]
-        for i, (parameter, gradient) in enumerate(zip(self._parameters, views, strict=True)):
-            parameter.grad = gradient if used is None or used[i] else None
+        for i, (parameter, view) in enumerate(zip(self._parameters, total.gradients, strict=True)):
+            parameter.grad = view if used is None or used[i] else None
         sums = numbered[:, : self._sums].sum(0)
         sums[REQUESTED] = all_rows[:, REQUESTED].sum(0)  # includes rows of empty micro-batches
         self.statistics.fold(numbered[:, self._width :])
@@ -391,12 +368,11 @@ class RankInvariantReduction:
             sums[0] += nonfinite  # detects micro-batches before the last one too
         self._objective.swap_sums(sums.tolist() if self._on_host else sums)
 
-    def _add_up(self) -> int:
+    def _add_up(self) -> GradientBuffer:
         """Collective. Sum this rank's slice, exchange the slices, return the sums' buffer."""
         result = self._sent[0] if self._sent else self._free_buffer()
-        flat = self._flats[result][0]
         first, end = own = self._slices[self._rank]
-        target = flat[first:end]
+        target = result.flat[first:end]
 
         def join(left: Tensor, right: Tensor) -> Tensor:
             out = right if right.data_ptr() == target.data_ptr() else left
@@ -409,14 +385,14 @@ class RankInvariantReduction:
         for rank, spans in enumerate(self._plan.spans):
             for number, span in enumerate(spans):
                 tree.push(span, self._received(rank, number) if rank != self._rank else
-                          self._flats[self._sent[number]][0][first:end])
+                          self._sent[number].flat[first:end])
         (_, total), = tree.parts
         if total.data_ptr() != target.data_ptr():
             target.copy_(total)
         if not self._whole:
             self._exchange([(target, rank) for rank in range(self._size)],
-                           [(flat[a:b], rank) for rank, (a, b) in enumerate(self._slices)])
-            self.wait_for_peers()
+                           [(result.flat[a:b], r) for r, (a, b) in enumerate(self._slices)])
+            self._wait_for_peers()
         return result
 
     def _received(self, rank: int, number: int) -> Tensor:

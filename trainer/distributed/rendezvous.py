@@ -30,10 +30,6 @@ def join_attempt(rank: int, size: int, timeout_s: float) -> tuple[str, Store]:
     """Collective. Return (nonce, store) of this attempt; no other attempt uses the store's keys.
 
     The launcher's variables decide who hosts the store: torchrun's agent or rank 0.
-
-    Raises:
-        TimeoutError: ranks are missing; the message names them.
-        RuntimeError: no store answers at MASTER_ADDR:MASTER_PORT.
     """
     try:
         # A world size below -1 means "unknown". With the real size, a rank 0 that hosts the store
@@ -51,17 +47,9 @@ def join_attempt(rank: int, size: int, timeout_s: float) -> tuple[str, Store]:
 def handshake(store: Store, *, rank: int, size: int, timeout_s: float) -> str:
     """Collective. Return the nonce of this attempt (32 hex digits), equal on all ranks.
 
-    Args:
-        store: may hold keys of older attempts.
-        timeout_s: how long to wait for the other ranks, in seconds.
-
-    Raises:
-        TimeoutError: ranks are missing; the message names them.
-        RuntimeError: the store's host does not answer.
+    A TimeoutError on every rank names the ranks that are missing.
     """
-    if rank == 0:
-        return _host(store, size, timeout_s)
-    return _join(store, rank, size, timeout_s)
+    return _join(store, rank, size, timeout_s) if rank else _host(store, size, timeout_s)
 
 
 def _host(store: Store, size: int, timeout_s: float) -> str:
@@ -111,9 +99,8 @@ def _join(store: Store, rank: int, size: int, timeout_s: float) -> str:
 def _poll(done: Callable[[], bool], timeout_s: float) -> bool:
     """Poll until `done` returns true; return whether it did in time.
 
-    Polls instead of blocking in the store: a Python signal handler runs only between two calls,
-    and a blocked client locks its one connection. The interval is 5 ms in the first 2 s (a
-    restart should not lose time here), then 50 ms.
+    Blocking in the store would delay Python's signal handlers and lock its one connection. The
+    interval is 5 ms in the first 2 s, so that a restart does not lose time here, then 50 ms.
     """
     start = time.monotonic()
     while not done():

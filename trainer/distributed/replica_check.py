@@ -17,19 +17,15 @@ _ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 def checksums(tensors: Iterable[Tensor]) -> Tensor:
-    """Checksum of each tensor: the sum of its bits as integers modulo 2^64; int64 of shape (n,).
-
-    A single flipped bit always changes it. The result is on the tensors' device.
-    """
+    """Checksum of each tensor: the sum of its bits as integers modulo 2^64, on its device. A single
+    flipped bit always changes it."""
     sums = [_integers(tensor.detach()).sum(dtype=torch.int64) for tensor in tensors]
     return torch.stack([s.to(sums[0].device) for s in sums])
 
 
 def _integers(tensor: Tensor) -> Tensor:
-    """View the bits as 8-byte integers if memory layout allows, otherwise as one per element.
-
-    A sum over 8-byte integers is several times as fast.
-    """
+    """View the bits as 8-byte integers, whose sum is several times as fast, if the memory layout
+    allows; otherwise as one integer per element."""
     if tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last):
         tensor = tensor.permute(0, 2, 3, 1)
     size = tensor.element_size()
@@ -52,13 +48,10 @@ class ReplicaMismatch:
 
 @dataclass
 class ReplicaCheck:
-    """Compares checksums over the ranks and remembers the last step at which they were equal.
-
-    Args:
-        tensors: returns all parameters and optimizer tensors by name.
-    """
+    """Compares checksums over the ranks and remembers the last step at which they were equal."""
 
     tensors: Callable[[], Mapping[str, Tensor]]
+    """Returns all parameters and optimizer tensors by name."""
     world: World
     step: int = 0
     """Last step at which all ranks were equal."""
@@ -80,8 +73,8 @@ class ReplicaCheck:
             if step > self._differed:
                 self.consecutive_mismatches = 0
             return None
-        self.consecutive_mismatches, self._differed = self.consecutive_mismatches + 1, max(
-            step, self._differed)
+        self.consecutive_mismatches += 1
+        self._differed = max(step, self._differed)
         rows = self.world.gather_json(own.tolist())
         names = [name for i, name in enumerate(tensors) if len({row[i] for row in rows}) > 1]
         common, votes = Counter(totals.tolist()).most_common(1)[0]
@@ -100,14 +93,11 @@ class ReplicaCheck:
         return self._evidence.get("step") == step
 
     def faulty_rank(self) -> int | None:
-        """Collective. Find which of two ranks was wrong, after the step has been recomputed.
+        """Collective. Which of two ranks was wrong, after the step was recomputed: the one whose
+        recorded elements are at the larger distance from the recomputed ones.
 
-        Compares the recorded elements in which the ranks differed with the recomputed values. The
-        rank at the larger distance was wrong: updates since then have changed the elements of both
-        ranks by the same amount, apart from the fault.
-
-        Returns:
-            None if both distances are equal.
+        Updates since then have changed the elements of both ranks by the same amount, apart from
+        the fault. None if both distances are equal.
         """
         tensors, distances = self.tensors(), torch.zeros(2, dtype=torch.float64)
         for name, (indices, values) in self._evidence["elements"].items():

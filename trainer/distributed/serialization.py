@@ -14,8 +14,7 @@ BUCKET_BYTES = 64 << 20
 
 def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[list[Tensor]]:
     """Split tensors, in order, into lists on one device of at most `limit` bytes or one tensor."""
-    bucket: list[Tensor] = []
-    size = 0
+    bucket, size = list[Tensor](), 0
     for tensor in tensors:
         if bucket and (size + tensor.nbytes > limit or tensor.device != bucket[0].device):
             yield bucket
@@ -29,19 +28,14 @@ def buckets(tensors: Sequence[Tensor], limit: int = BUCKET_BYTES) -> Iterator[li
 def pack(tensors: Sequence[Tensor]) -> Tensor:
     """Concatenate the bytes of tensors on one device, as uint8.
 
-    On CPU the bytes begin with a 16-byte hash of dtypes and shapes: a collective fills the given
-    buffer even from a message of another length. On a GPU the check would cost a synchronisation
-    each time, so there is no hash.
+    On CPU they begin with a 16-byte hash of dtypes and shapes, since a collective fills a buffer
+    even from a message of another length. On a GPU the check would cost a synchronisation.
     """
     return torch.cat([*_header(tensors), *map(_bytes, tensors)])
 
 
 def unpack(flat: Tensor, tensors: Sequence[Tensor]) -> None:
-    """Copy packed bytes into `tensors`, in place, for any strides.
-
-    Raises:
-        ValueError: dtypes or shapes differ from those of the packed tensors (CPU only).
-    """
+    """Copy packed bytes into `tensors`, in place, for any strides."""
     header = _header(tensors)
     parts = list(flat.split([part.numel() for part in header] + [t.nbytes for t in tensors]))
     for own in header:

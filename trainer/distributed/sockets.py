@@ -22,13 +22,11 @@ def connections() -> dict[int, tuple[int, int]]:
 
 
 def shut_down(inodes: Collection[int]) -> int:
-    """Shut down connections in both directions, so that their peers see the end at once.
+    """Shut down connections in both directions, so that their peers see the end at once; return the
+    number of those that were still open.
 
-    A shutdown acts on the connection itself: it works while another thread is in a call on it,
-    and while a forked child holds a copy of it. Closing the descriptor does neither.
-
-    Returns:
-        number of connections that were still open.
+    Unlike closing the descriptor, it works while another thread is in a call on the connection, and
+    while a forked child holds a copy of it.
     """
     count = 0
     for inode, _, connection in _open_connections():
@@ -40,19 +38,17 @@ def shut_down(inodes: Collection[int]) -> int:
 
 
 def duplicates(inodes: Collection[int]) -> list[int]:
-    """Duplicated file descriptors of connections. The caller closes them.
-
-    Not socket objects: these would switch the connections to blocking mode for their owners too.
-    """
+    """Duplicated file descriptors of connections, which the caller closes. (Socket objects would
+    switch the connections to blocking mode for their owners too.)"""
     return [os.dup(found.fileno()) for inode, _, found in _open_connections() if inode in inodes]
 
 
 def release_inherited(inodes: Collection[int]) -> None:
-    """Release inherited copies of connections in a forked child.
+    """Release inherited copies of connections in a forked child: a copy keeps a connection open
+    after the process that uses it has died, so its peer would continue to wait.
 
-    A copy keeps a connection open after the process that uses it has died, so its peer would
-    continue to wait. The descriptors are redirected to /dev/null instead of closed: their numbers
-    stay in use, so inherited code that closes them cannot close another file.
+    The descriptors are redirected to /dev/null: inherited code that closes their numbers must not
+    close another file.
     """
     with contextlib.suppress(OSError):  # the limit of open files
         null_fd = os.open(os.devnull, os.O_RDWR)
@@ -65,30 +61,22 @@ def release_inherited(inodes: Collection[int]) -> None:
 
 
 def use_interface(host: str, port: int, *, on_one_host: bool) -> str | None:
-    """Set the network interface of gloo and NCCL, unless the user has set one.
+    """Set the network interface of gloo and NCCL, unless the user has set one; return gloo's, None
+    if torch chooses it.
 
     On one host it is the loopback, otherwise the interface on the route to `host`. Between hosts
     gloo would otherwise announce the address of the host's name, which is often 127.0.0.1.
-
-    Returns:
-        name of gloo's interface; None if torch chooses it.
     """
-    name = _loopback() if on_one_host else interface_towards(host, port)
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    name = loopback if on_one_host else interface_towards(host, port)
     if name is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # =: this name, not a prefix
     return os.environ.get("GLOO_SOCKET_IFNAME")
 
 
-def _loopback() -> str | None:
-    return next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
-
-
 def interface_towards(host: str, port: int) -> str | None:
-    """Name of the interface on the route to `host`; None if unknown. Linux only.
-
-    Reads the kernel's route by connecting a UDP socket, which sends no packet.
-    """
+    """Name of the interface on the route to `host`; None if unknown. Linux only."""
     if sys.platform != "linux":
         return None
     try:
@@ -102,12 +90,10 @@ def interface_towards(host: str, port: int) -> str | None:
 
 
 def routes_to(host: str, port: int) -> list[tuple[str, str]]:
-    """(local address, remote address) of the route to each reachable address of `host`.
+    """(local address, remote address) of the route to each reachable address of `host`, equal if it
+    is this host. Raises OSError for an unknown name.
 
-    The two are equal if `host` is this host.
-
-    Raises:
-        OSError: the host name is unknown.
+    Reads the kernel's route by connecting a UDP socket, which sends no packet.
     """
     routes = []
     for family, kind, protocol, _, target in socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM):

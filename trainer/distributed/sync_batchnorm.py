@@ -1,8 +1,8 @@
 """Batch normalisation over the samples of all ranks, on any device, for empty batches too.
 
 `nn.SyncBatchNorm` refuses CPU tensors in training mode. `SyncBatchNorm` here computes the same,
-with one all-gather in the forward and one in the backward. Every rank combines the gathered rows in
-the same order, so statistics and buffers have the same bits on all ranks.
+with one all-gather in the forward and one in the backward, whose rows every rank combines in the
+same order: statistics and buffers have the same bits on all ranks.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch.autograd.function import once_differentiable
 from torch.nn.modules.lazy import LazyModuleMixin
 
 from trainer.distributed.comm_timer import CommunicationTimer
+from trainer.distributed.torch_private import BatchNorm
 from trainer.errors import ConfigError
-from trainer.torch_private import BatchNorm
 
 
 def convert(model: nn.Module, world_size: int, device_type: str,
@@ -29,10 +29,6 @@ def convert(model: nn.Module, world_size: int, device_type: str,
     The modules stay the same objects: parameters, buffers, hooks and names in the state dict do
     not change. With `world_size` 1 only `nn.SyncBatchNorm` modules on other devices than CUDA are
     converted, since they could not train there. Subclasses that override `forward` are skipped.
-
-    Args:
-        device_type: "cuda" uses torch's `nn.SyncBatchNorm`, any other type `SyncBatchNorm`.
-        process_group: the ranks that share statistics; None: all ranks.
 
     Returns:
         (model, number of converted modules).
@@ -53,22 +49,17 @@ def convert(model: nn.Module, world_size: int, device_type: str,
 
 @functools.cache
 def _exclude_from_compilation() -> None:
-    """Keep torch.compile out of `SyncBatchNorm.forward`.
+    """Keep torch.compile out of `SyncBatchNorm.forward`. Not a decorator: that imports for seconds.
 
-    It would break the graph at the collective and compile the parts around it, on each rank for its
-    own batch size: the bits of the buffers could differ. Not a decorator, since it imports
-    torch._dynamo (seconds), which only training needs.
+    It would compile the parts around the collective, on each rank for its own batch size: the bits
+    of the buffers could differ.
     """
     SyncBatchNorm.forward = torch.compiler.disable(  # type: ignore[method-assign]
         SyncBatchNorm.forward)
 
 
 def refuse(model: nn.Module) -> None:
-    """Refuse models that contain an `nn.SyncBatchNorm`.
-
-    Raises:
-        ConfigError: names the first one.
-    """
+    """Refuse models that contain an `nn.SyncBatchNorm`."""
     for name, module in model.named_modules():
         if isinstance(module, nn.SyncBatchNorm):
             raise ConfigError(
@@ -80,8 +71,7 @@ def refuse(model: nn.Module) -> None:
 def guard_plain(model: nn.Module) -> None:
     """Make plain batch norms ignore a batch of 0 samples. A second call changes nothing.
 
-    For an empty batch torch returns an empty output with a graph (zero gradients) and keeps the
-    running statistics, but counts the batch in `num_batches_tracked`. A hook subtracts it again.
+    Torch keeps the running statistics, but counts the batch in `num_batches_tracked`.
     """
     for module in model.modules():
         plain = isinstance(module, BatchNorm) and not isinstance(
@@ -112,11 +102,10 @@ class CudaSyncBatchNorm(nn.SyncBatchNorm):
 
 
 class SyncBatchNorm(BatchNorm):
-    """Batch norm with training statistics over the samples of all ranks.
+    """Batch norm with training statistics over the samples of all ranks, in fp32 or wider.
 
-    Parameters, buffers and arithmetic are those of `nn.BatchNorm*d`; statistics are in fp32 or
-    wider. A rank with 0 samples takes part and updates its buffers like the others. Without a
-    group of at least two ranks, and in eval mode, it is a plain batch norm without communication.
+    A rank with 0 samples takes part and updates its buffers like the others. Without a group of at
+    least two ranks, and in eval mode, it is a plain batch norm without communication.
     """
 
     process_group: dist.ProcessGroup | None = None
@@ -133,8 +122,7 @@ class SyncBatchNorm(BatchNorm):
     def forward(self, input: Tensor) -> Tensor:
         """Collective in training mode. Input (N, C, …); the output has its shape and type.
 
-        Raises:
-            ValueError: all ranks together hold one value per channel (raised on all ranks).
+        One value per channel on all ranks together is a ValueError on all of them, as in torch.
         """
         if not (self.training and dist.is_available() and dist.is_initialized()
                 and dist.get_world_size(self.process_group) > 1):

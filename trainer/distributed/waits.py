@@ -31,11 +31,8 @@ _markers: dict[int, list[tuple[WaitsFor, CodeType]]] = {}
 
 
 class waiting_for:
-    """Context manager: the calling thread waits inside. Costs less than a microsecond.
-
-    While a marked region runs user code (a hook, an autograd function), the thread does not count
-    as waiting: see `waits_for`.
-    """
+    """Context manager: the calling thread waits inside, unless it runs user code (a hook, an
+    autograd function) there: see `waits_for`. Costs less than a microsecond."""
 
     __slots__ = ("_stack", "_whom")
 
@@ -46,10 +43,8 @@ class waiting_for:
         self._stack = _markers.setdefault(threading.get_ident(), [])
         self._stack.append((self._whom, sys._getframe(1).f_code))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         self._stack.pop()
 
 
@@ -58,9 +53,8 @@ def waits_for(thread: int, frame: FrameType | None) -> WaitsFor:
 
     A marker counts unless user code runs below it: from the innermost frame outwards, a frame of
     the trainer, or of the code that marked the wait, comes before any frame of user code. Without
-    a marker a thread waits for its peers if it is inside one of torch's packages of collectives,
-    which user code may call, and for a person if a debugger has control (`bdb.Bdb`, from which
-    pdb and IPython's debugger derive).
+    a marker a thread waits for its peers inside torch's collectives, which user code may call, and
+    for a person if a debugger has control (`bdb.Bdb`, from which pdb and IPython's derive).
     """
     if frame is None:
         return WaitsFor.NOBODY

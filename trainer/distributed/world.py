@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trainer import errors, torch_private
-from trainer.distributed import allocator, serialization, sockets
+from trainer import errors
+from trainer.distributed import allocator, serialization, sockets, torch_private
 from trainer.distributed.device import choose_device, share_of_cores
 from trainer.distributed.rendezvous import join_attempt
 from trainer.distributed.waits import WaitsFor, waiting_for
@@ -52,11 +52,7 @@ class LaunchInfo:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] | None = None) -> LaunchInfo:
-        """Read torchrun's variables from `environ` (default: `os.environ`).
-
-        Raises:
-            ConfigError: a variable is missing or not a number.
-        """
+        """Read torchrun's variables from `environ` (default: `os.environ`)."""
         env = os.environ if environ is None else environ
         if "RANK" not in env and "WORLD_SIZE" not in env:
             return cls()
@@ -72,10 +68,8 @@ class LaunchInfo:
 
         size = number("WORLD_SIZE")
         return cls(
-            rank=number("RANK"),
-            size=size,
-            local_rank=number("LOCAL_RANK"),
-            local_size=number("LOCAL_WORLD_SIZE"),
+            rank=number("RANK"), size=size,
+            local_rank=number("LOCAL_RANK"), local_size=number("LOCAL_WORLD_SIZE"),
             master_address=env.get("MASTER_ADDR", ""),
             master_port=number("MASTER_PORT", "0" if size == 1 else ""),
             run_id=env.get("TORCHELASTIC_RUN_ID"),
@@ -95,34 +89,30 @@ class World:
     on the CPU (so that a sum of metrics cannot pair with a sum of gradients if ranks are not at the
     same place); and for JSON and barriers, with the long timeout. Nothing is pickled. A world of
     one rank has no groups, and its collectives return what they would return among several ranks.
-
-    Attributes:
-        nonce: 32 hex digits, new for each attempt, equal on all ranks.
-        store: key-value store of this attempt; None in a world of one. It has one locked
-            connection: a thread that may block in it uses `store.clone()`.
-        group: process group for gradients, torch's default one (gloo on CPU, nccl on CUDA); None in
-            a world of one.
-        threads: intra-op threads of this rank. They affect the bits, so a resumed run keeps them.
-        has_nodes: whether there are ranks on other nodes.
-        writes_run_dir: whether this rank writes a run folder (see `run_dir.enter`).
-        superseded: a newer attempt has started without this node; this one must not write any more.
-        interface: name of the network interface that connects the ranks; None if torch or the
-            user chooses it.
     """
 
     def __init__(self, launch: LaunchInfo, device: torch.device, threads: int) -> None:
         """Use `form` instead: it also connects the ranks."""
-        self.launch = launch
+        self.launch, self.device = launch, device
         self.rank, self.size = launch.rank, launch.size
         self.local_rank, self.local_size = launch.local_rank, launch.local_size
-        self.device = device
         self.threads = threads
+        """Intra-op threads of this rank. They affect the bits, so a resumed run keeps them."""
         self.nonce = uuid.uuid4().hex
+        """New for each attempt, equal on all ranks."""
         self.store: dist.Store | None = None
+        """Key-value store of this attempt; None in a world of one. It has one locked connection: a
+        thread that may block in it uses `store.clone()`."""
         self.group: dist.ProcessGroup | None = None
+        """For gradients, torch's default (gloo on CPU, nccl on CUDA); None in a world of one."""
         self.interface: str | None = None
+        """Network interface that connects the ranks; None if torch or the user chooses it."""
         self.has_nodes = launch.local_size < launch.size
-        self.writes_run_dir, self.superseded = launch.rank == 0, False
+        self.is_main = launch.rank == 0
+        self.writes_run_dir = self.is_main
+        """Whether this rank writes a run folder (see `run_dir.enter`)."""
+        self.superseded = False
+        """A newer attempt has started without this node; this one must not write any more."""
         self._metrics: dist.ProcessGroup | None = None
         self._control: dist.ProcessGroup | None = None
         self._inodes: frozenset[int] = frozenset()
@@ -144,10 +134,6 @@ class World:
             long_timeout_s: timeout of JSON collectives, `barrier` and `raise_on_all_ranks`, and of
                 all collectives inside `long_timeout()`.
             threads: default: the cores available to this process / ranks on this host.
-
-        Raises:
-            ConfigError: the launcher's variables or the device are invalid.
-            TimeoutError: ranks are missing; the message names them.
         """
         launch = launch or LaunchInfo.from_environment()
         chosen = choose_device(device, launch.size, launch.local_rank, launch.local_size)
@@ -188,9 +174,8 @@ class World:
 
     def use_threads(self, threads: int) -> None:
         """Set the number of intra-op threads."""
-        if threads != self.threads:
-            self.threads = threads
-            torch.set_num_threads(threads)
+        self.threads = threads
+        torch.set_num_threads(threads)
 
     def supersede(self) -> None:
         """Record that a newer attempt has started without this node."""
@@ -200,15 +185,8 @@ class World:
         """Set whether this rank writes a run folder, once its lock is taken or refused."""
         self.writes_run_dir = writes
 
-    @property
-    def is_main(self) -> bool:
-        return self.rank == 0
-
     def all_sum(self, tensor: Tensor) -> Tensor:
-        """Collective. Sum a tensor over all ranks, in place. Meant for metrics, not for gradients.
-
-        A tensor on a GPU is summed on the host, which waits for the device.
-        """
+        """Collective. Sum a tensor, such as a metric, over all ranks, in place and on the host."""
         with self._collective("all_sum"):
             if self.size > 1:
                 own = tensor.detach()
@@ -221,10 +199,7 @@ class World:
     def broadcast(self, tensors: Sequence[Tensor], source: int = 0) -> None:
         """Collective. Copy the tensors of rank `source` to all ranks, in place and bit for bit.
 
-        The tensors are all on the CPU or all on this rank's device.
-
-        Raises:
-            ValueError: shapes or dtypes differ from those of `source` (detected on CPU only).
+        A ValueError tells that shapes or dtypes differ from those of `source` (on CPU only).
         """
         with self._collective("broadcast"):
             if self.size == 1:
@@ -237,10 +212,7 @@ class World:
                     serialization.unpack(flat, bucket)
 
     def broadcast_json(self, value: Any, source: int = 0) -> Any:
-        """Collective. Return the JSON value of rank `source` on all ranks.
-
-        The value has passed through JSON on the source too: tuples become lists, keys strings.
-        """
+        """Collective. The JSON value of rank `source`; on the source, too, tuples become lists."""
         with self._collective("broadcast_json"):
             if self.size == 1:
                 return json.loads(json.dumps(value))
@@ -277,17 +249,13 @@ class World:
         A rank with an error raises it. The others raise an error with the message of the first
         failed rank: of the same class if that is one of `trainer.errors`, otherwise PeerFailed.
         """
-        report = None if error is None else (type(error).__name__, str(error))
-        reports: list[Any] = []
-        try:
-            reports = self.gather_json(report)
-        except RuntimeError as broken:
-            if error is None:
-                raise
-            error.add_note(f"(and this error could not be sent to the other ranks: {broken})")
         if error is not None:
+            try:
+                self.gather_json((type(error).__name__, str(error)))
+            except RuntimeError as broken:
+                error.add_note(f"(and this error could not be sent to the other ranks: {broken})")
             raise error
-        for rank, found in enumerate(reports):
+        for rank, found in enumerate(self.gather_json(None)):
             if found is not None:
                 name, message = found
                 kind = getattr(errors, name, None)
@@ -297,13 +265,13 @@ class World:
 
     def agree(self, make: Callable[[], T]) -> T:
         """Collective. Return the result of `make`; an error on one rank is raised on all."""
-        made, error = None, None
         try:
             made = make()
-        except Exception as problem:
-            error = problem
-        self.raise_on_all_ranks(error)
-        return cast(T, made)
+        except Exception as error:
+            self.raise_on_all_ranks(error)
+            raise
+        self.raise_on_all_ranks(None)
+        return made
 
     @contextlib.contextmanager
     def long_timeout(self) -> Iterator[None]:
@@ -316,13 +284,9 @@ class World:
             self._set_timeout(before)
 
     def close(self, timeout_s: float | None = None) -> bool:
-        """Collective. Wait for all ranks, then destroy the process groups.
+        """Collective. Wait for all ranks, then destroy the process groups; False if one is late.
 
-        Args:
-            timeout_s: default: `long_timeout_s`, since rank 0 may still be saving.
-
-        Returns:
-            whether all ranks called it in time.
+        The default of `timeout_s` is `long_timeout_s`, since rank 0 may still be saving.
         """
         if self._ended:
             return False
@@ -339,11 +303,10 @@ class World:
         return True
 
     def abandon(self) -> None:
-        """Close all connections of the groups at once: a peer is dead, or this rank leaves.
+        """Close all connections of the groups: a peer is dead, or this rank leaves. In any thread.
 
         Ranks that wait for this one notice within milliseconds, instead of after their timeout;
-        destroying the groups would leave the connections open. No collective may follow. May be
-        called in any thread.
+        destroying the groups would leave the connections open. No collective may follow.
         """
         if not self._ended:
             self._ended = "abandoned"
@@ -356,10 +319,8 @@ class World:
     def __enter__(self) -> World:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
         if error is None or isinstance(error, StopRequested):
             self.close()
         elif isinstance(error, TrainerError):

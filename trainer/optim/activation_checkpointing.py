@@ -15,17 +15,10 @@ from trainer.errors import ConfigError
 
 
 def recompute(model: nn.Module, every: int) -> list[str]:
-    """Checkpoint the activations of every n-th block (0: of none): only its input is kept.
+    """Checkpoint the activations of every n-th block (0: of none); return their names.
 
-    The bits do not change: generators are restored for the second forward, and it leaves buffers
-    such as a batch norm's statistics unchanged. Module names do not change (torch's
-    `checkpoint_wrapper` adds a prefix).
-
-    Returns:
-        names of the checkpointed blocks.
-
-    Raises:
-        ConfigError: the model has no blocks.
+    The bits do not change: the second forward restores generators and leaves buffers such as a
+    batch norm's statistics. Nor do module names (torch's `checkpoint_wrapper` adds a prefix).
     """
     if not every:
         return []
@@ -40,11 +33,8 @@ def recompute(model: nn.Module, every: int) -> list[str]:
 
 
 def blocks(model: nn.Module) -> dict[str, nn.Module]:
-    """Find the blocks of a model: name → block.
-
-    Blocks are the modules with submodules in an nn.Sequential or nn.ModuleList that holds several
-    of them. For nested containers (stages of blocks) the innermost count.
-    """
+    """Name → block: the modules with submodules in an nn.Sequential or nn.ModuleList that holds
+    several of them. Of nested containers (stages of blocks) the innermost count."""
     found: dict[str, nn.Module] = {}
 
     def search(module: nn.Module, path: str) -> None:
@@ -64,13 +54,9 @@ def blocks(model: nn.Module) -> dict[str, nn.Module]:
 def _forward(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not (module.training and torch.is_grad_enabled()):
         return forward(*args, **kwargs)
-    contexts = partial(_contexts, module)
-    return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
-
-
-def _contexts(module: nn.Module) -> tuple[Any, Any]:
-    """Contexts of the forward and of the recomputation in backward."""
-    return contextlib.nullcontext(), _buffers_preserved(module)
+    return checkpoint(  # the contexts of the forward and of the recomputation in backward
+        forward, *args, use_reentrant=False, **kwargs,
+        context_fn=lambda: (contextlib.nullcontext(), _buffers_preserved(module)))
 
 
 @contextlib.contextmanager

@@ -31,8 +31,7 @@ class Health:
         """Reason to skip the update; "" if it may be applied.
 
         Args:
-            loss: sum over the global batch.
-            count: sum over the global batch.
+            loss, count: sums over the global batch.
             norm: norm of the mean gradient, unscaled.
             scale: loss scale of fp16; None otherwise.
         """

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from trainer import torch_private
+from trainer.distributed import torch_private
 from trainer.distributed.world import World
 from trainer.storage.files import make_folder, remove_folder
 
@@ -25,9 +25,9 @@ def use(folder: Path, world: World) -> None:
 
     The ranks of a host share it. A TORCHINDUCTOR_CACHE_DIR set by the user takes precedence.
 
-    While a rank compiles, a file `NAME.compiling-RANK` exists next to the cache. If an earlier
-    attempt has left one, it was killed or failed during a compilation, and the cache may contain
-    files that can't be loaded. Then the cache is deleted.
+    While a rank compiles, a file `NAME.compiling-RANK` exists next to the cache. One that an
+    earlier attempt has left tells that it ended during a compilation: the cache may contain files
+    that can't be loaded, and is deleted.
     """
     default = torch_private.default_compile_cache()
     chosen = os.environ.get(VARIABLE, default) != default

@@ -1,7 +1,5 @@
-"""Exponential moving average (EMA) of the weights, used for validation and export.
-
-Buffers are not averaged: those of batch norms are averages already.
-"""
+"""Exponential moving average (EMA) of the weights, used for validation and export. Buffers are not
+averaged: those of batch norms are averages already."""
 
 from __future__ import annotations
 
@@ -17,12 +15,9 @@ from trainer.errors import CheckpointDamaged
 
 
 class Ema:
-    """Average of the trainable parameters, with the values of `AveragedModel`: the weights of the
-    first update, then decay · average + (1 - decay) · weights.
-
-    Unlike `AveragedModel`, it does not copy the module: synchronised batch norms hold a process
-    group, frozen parts need no copy, and compiled code stays in use.
-    """
+    """Average of the trainable parameters, with the values of `AveragedModel`, which would copy the
+    module: synchronised batch norms hold a process group, frozen parts need no copy, and compiled
+    code stays in use."""
 
     def __init__(self, model: nn.Module, decay: float) -> None:
         self._live = {n: p for n, p in model.named_parameters() if p.requires_grad}
@@ -47,10 +42,7 @@ class Ema:
 
     @contextlib.contextmanager
     def exchanged(self) -> Iterator[None]:
-        """Put the average into the model's parameters while the context is active.
-
-        The parameters keep their storage.
-        """
+        """Context in which the model's parameters hold the average, in their own storage."""
         self._exchange()
         try:
             yield
@@ -70,7 +62,7 @@ class Ema:
         return {n: t.detach() for n, t in average.items()}
 
     def averages(self) -> dict[str, Tensor]:
-        """The average by parameter name. Tied parameters appear under each name."""
+        """Like `tensors`, but tied parameters appear under each name."""
         average = self.tensors()
         return {n: average[first] for n, first in self._named.items()}
 
@@ -83,14 +75,7 @@ class Ema:
         return {"updates": self.updates}
 
     def load(self, tensors: Mapping[str, Tensor] | None, state: Mapping[str, Any]) -> None:
-        """Restore the average.
-
-        Args:
-            tensors: None if the checkpoint has no average; it then starts with the next update.
-
-        Raises:
-            CheckpointDamaged: a parameter is missing or has another shape.
-        """
+        """Restore the average; without `tensors` it starts with the next update."""
         if tensors is None:
             tensors, state = self._live, {"updates": 0}
         for name in self._average:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.module_tracker import ModuleTracker
 
-from trainer.torch_private import TorchDispatchMode, autograd_node, tree_leaves
+from trainer.distributed.torch_private import TorchDispatchMode, autograd_node, tree_leaves
 
 IGNORED_OPERATIONS = ("empty", "resize", "c10d")
 """Parts of names of operations that return uninitialised memory or values of other ranks."""
@@ -19,19 +19,16 @@ IGNORED_OPERATIONS = ("empty", "resize", "c10d")
 
 @dataclass(frozen=True)
 class Origin:
-    """The operation that created a NaN.
-
-    Attributes:
-        phase: "forward" or "backward".
-        module: name of the module; "" for the model itself, None outside of the model.
-        operation: such as aten.log.default.
-        node: autograd node in backward, such as LogBackward0; "" in forward.
-    """
+    """The operation that created a NaN."""
 
     phase: str
+    """"forward" or "backward"."""
     module: str | None
+    """Name of the module; "" for the model itself, None outside of the model."""
     operation: str
+    """Such as aten.log.default."""
     node: str = ""
+    """Autograd node in backward, such as LogBackward0."""
 
     def __str__(self) -> str:
         where = ("the loss, outside the model" if self.module is None
@@ -47,9 +44,7 @@ class _NanMode(TorchDispatchMode):
         super().__init__()
         self._on_nan = on_nan
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         clean = not _has_nan((args, kwargs))
         out = func(*args, **kwargs)
@@ -59,16 +54,13 @@ class _NanMode(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def nan_detector(
-    wrapped: nn.Module, model: nn.Module, report: Callable[[Origin], None]
-) -> Iterator[None]:
-    """Report the first operation that creates a NaN in the forward and backward inside.
+def nan_detector(wrapped: nn.Module, model: nn.Module, report: Callable[[Origin], None]
+                 ) -> Iterator[None]:
+    """Report the first operation that creates a NaN in the forward and backward of `wrapped`, which
+    contains `model`.
 
     `torch.autograd.detect_anomaly` checks the backward only, and raises on one rank while the
     others wait for it. Here the step continues, and all ranks skip its update.
-
-    Args:
-        wrapped: the called module, which contains `model`.
     """
     path = next(n for n, m in wrapped.named_modules() if m is model)
     root = f"{type(wrapped).__name__}.{path}" if path else type(wrapped).__name__

@@ -12,18 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from trainer.config.schema import Clip, Optim
+from trainer.distributed.torch_private import BatchNorm
 from trainer.errors import ConfigError, listed
 from trainer.task import load_object
-from trainer.torch_private import BatchNorm
 
 WITH_STATISTICS = (BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 NORMS = (*WITH_STATISTICS, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 Groups = list[dict[str, Any]]
 
 
-def parameter_groups(
-    model: nn.Module, weight_decay: float, rates: Sequence[str] = (), lr: float = 0.0
-) -> Groups:
+def parameter_groups(model: nn.Module, weight_decay: float, rates: Sequence[str] = (),
+                     lr: float = 0.0) -> Groups:
     """Split the trainable parameters into two groups for each learning rate, with and without
     weight decay.
 
@@ -32,9 +31,6 @@ def parameter_groups(
 
     Args:
         rates: PATTERN=FACTOR of `lr`; the first pattern that matches a name counts.
-
-    Raises:
-        ConfigError: a pattern matches no trainable parameter.
     """
     trainable = {n: p for n, p in model.named_parameters() if p.requires_grad}
     in_norms = {p for m in model.modules() if isinstance(m, NORMS) for p in m.parameters()}
@@ -55,11 +51,7 @@ def parameter_groups(
 
 
 def matching(names: Iterable[str], pattern: str, *, flag: str) -> list[str]:
-    """Names that match a file-name pattern (`*`, `?`, `[…]`).
-
-    Raises:
-        ConfigError: no name matches.
-    """
+    """Names that match a file-name pattern (`*`, `?`, `[…]`): at least one, or a ConfigError."""
     known = list(names)
     found = fnmatch.filter(known, pattern)
     if not found:
@@ -70,15 +62,9 @@ def matching(names: Iterable[str], pattern: str, *, flag: str) -> list[str]:
 
 
 def freeze(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Freeze parameters, and the statistics of batch norms whose parameters are all frozen.
+    """Freeze parameters; return their names. `!PATTERN` unfreezes; the last match counts.
 
-    Such batch norms stay in eval mode. `!PATTERN` unfreezes; the last matching pattern counts.
-
-    Returns:
-        names of the frozen parameters.
-
-    Raises:
-        ConfigError: a pattern matches nothing.
+    Batch norms whose parameters are all frozen stay in eval mode, so their statistics are too.
     """
     parameters = dict(model.named_parameters())
     for pattern in patterns:
@@ -102,20 +88,15 @@ def _is_frozen(patterns: Sequence[str], name: str) -> bool:
 
 
 def _stay_in_eval(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Replaces `train` of a frozen batch norm."""
     return module
 
 
-def make_optimizer(
-    config: Optim, model: nn.Module, groups: Callable[[nn.Module], Groups] | None = None
-) -> torch.optim.Optimizer:
+def make_optimizer(config: Optim, model: nn.Module,
+                   groups: Callable[[nn.Module], Groups] | None = None) -> torch.optim.Optimizer:
     """Build the configured optimizer for the model's trainable parameters.
 
     Args:
         groups: `parameter_groups` of the task; None if the task does not define it.
-
-    Raises:
-        ConfigError: there is no parameter to train, or the groups or the class cannot be used.
     """
     if groups is None:
         made = parameter_groups(model, config.weight_decay, config.rates, config.lr)
@@ -170,10 +151,8 @@ def untrained(optimizer: torch.optim.Optimizer, model: nn.Module) -> list[str]:
 
 
 def _is_whole(tensor: Tensor) -> bool:
-    """Whether a tensor's memory has no gaps, as that of a slice (`weight[:, :1]`).
-
-    A fused kernel on CPU walks the memory from end to end and would update the gaps too.
-    """
+    """Whether a tensor's memory has no gaps, as that of a slice (`weight[:, :1]`) has: a fused
+    kernel on CPU walks the memory from end to end and would update them too."""
     return tensor.stride() == torch.empty_like(tensor, device="meta").stride()
 
 
@@ -183,27 +162,20 @@ def _checked(made: Any, model: nn.Module) -> Groups:
     if not isinstance(made, list | tuple) or not all(
             isinstance(g, Mapping) and "params" in g for g in made):
         raise ConfigError(f"{what} must return a list of dicts, each with params.")
-    kept = []
-    for group in made:
-        params = group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        for parameter in (p[1] if isinstance(p, tuple) else p for p in params):
-            if isinstance(parameter, Tensor) and parameter not in own:
-                raise ConfigError(f"{what} has a tensor of shape {tuple(parameter.shape)} that is "
-                                  "not a parameter of the model, so no checkpoint would hold it.")
-        if params:
-            kept.append({**group, "params": params})
-    return kept
+    groups = [{**g, "params": [g["params"]] if isinstance(g["params"], Tensor)
+               else list(g["params"])} for g in made]
+    for entry in (p for g in groups for p in g["params"]):
+        parameter = entry[1] if isinstance(entry, tuple) else entry
+        if isinstance(parameter, Tensor) and parameter not in own:
+            raise ConfigError(f"{what} has a tensor of shape {tuple(parameter.shape)} that is "
+                              "not a parameter of the model, so no checkpoint would hold it.")
+    return [g for g in groups if g["params"]]
 
 
-def sparse_gradient_problem(
-    optimizer: torch.optim.Optimizer, clipping: Clip, sparse: Mapping[Tensor, str]
-) -> str:
-    """Explain why torch's optimizer or clipping cannot use sparse gradients; "" if it can.
-
-    Args:
-        sparse: parameters with a sparse gradient → their names.
-    """
+def sparse_gradient_problem(optimizer: torch.optim.Optimizer, clipping: Clip,
+                            sparse: Mapping[Tensor, str]) -> str:
+    """Why torch's optimizer or clipping cannot use gradients of the `sparse` parameters (→ their
+    names); "" if it can."""
     kinds = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam)
     plain = all(not g.get("fused") and not g.get("weight_decay") for g in optimizer.param_groups
                 if not sparse.keys().isdisjoint(g["params"]))
@@ -219,9 +191,8 @@ def sparse_gradient_problem(
 def clip(parameters: list[Tensor], config: Clip) -> Tensor:
     """Clip the gradients in place: by value if `config.value` is set, otherwise by global norm.
 
-    Returns:
-        global L2 norm before clipping, a scalar tensor. If it is not finite, gradients are not
-        clipped by norm; the caller must check it.
+    Returns the global L2 norm before clipping. If it is not finite, gradients are not clipped by
+    norm; the caller must check it.
     """
     gradients = [p.grad for p in parameters if p.grad is not None]
     values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
@@ -234,5 +205,6 @@ def clip(parameters: list[Tensor], config: Clip) -> Tensor:
         # A norm that is not finite counts as 0, which changes no gradient: otherwise one NaN would
         # spread to all gradients and hide its origin.
         finite = norm.nan_to_num(0.0, 0.0, 0.0)
-        torch.nn.utils.clip_grads_with_norm_(parameters, config.norm, finite)
+        # The factor of `clip_grads_with_norm_`, which groups tensors by device on each call.
+        torch._foreach_mul_(gradients, (config.norm / (finite + 1e-6)).clamp(max=1.0))
     return norm

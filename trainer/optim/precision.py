@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainer import torch_private
 from trainer.config.schema import Precision
+from trainer.distributed import torch_private
 from trainer.errors import ConfigError
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,14 +34,8 @@ class PrecisionPolicy:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Remove wrappers of torch.compile and DataParallel from a model and its submodules.
-
-    Otherwise their prefixes would appear in the names of a checkpoint. Compiled modules stay
-    compiled, under their own name.
-
-    Raises:
-        ConfigError: the model is or contains a DistributedDataParallel.
-    """
+    """Remove wrappers of torch.compile and DataParallel from a model and its submodules, whose
+    prefixes would appear in a checkpoint. Compiled modules stay compiled, under their own name."""
     modules = dict(model.named_modules(remove_duplicate=False))
     for path, module in modules.items():
         if isinstance(module, DistributedDataParallel):
@@ -59,24 +53,12 @@ def _unwrapped(module: nn.Module) -> nn.Module:
     return module if inner is module else _unwrapped(inner)
 
 
-def resolve(
-    config: Precision, model: nn.Module, device: torch.device, *, eager: bool = False
-) -> PrecisionPolicy:
-    """Resolve `auto`: bf16 and compilation on CUDA with bf16 units; fp32 and eager on CPU.
-
-    (Without bf16 units, autocast and compilation are slower on CPU.)
-
-    Args:
-        eager: disables compilation, even if the configuration asks for it.
-
-    Raises:
-        ConfigError: fp16 on mps.
-    """
-    if config.dtype == "auto":
-        bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = torch.bfloat16 if bf16 else torch.float32
-    else:
-        dtype = DTYPES[config.dtype]
+def resolve(config: Precision, model: nn.Module, device: torch.device, *, eager: bool = False
+            ) -> PrecisionPolicy:
+    """Resolve `auto`: bf16 and compilation on CUDA with bf16 units; fp32 and eager on CPU, where
+    autocast and compilation are slower. `eager` disables any compilation."""
+    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    dtype = DTYPES[config.dtype if config.dtype != "auto" else "bf16" if bf16 else "fp32"]
     if dtype is torch.float16 and device.type == "mps":
         raise ConfigError("--precision.dtype fp16: torch has no gradient scaler for mps; use bf16 "
                           "or fp32.")
@@ -88,13 +70,11 @@ def resolve(
                        else config.channels_last == "on"))
 
 
-def autocast(
-    choice: PrecisionPolicy, device: torch.device
-) -> Callable[[], contextlib.AbstractContextManager[None]]:
+def autocast(choice: PrecisionPolicy, device: torch.device
+             ) -> Callable[[], contextlib.AbstractContextManager[None]]:
     """Return a factory of contexts for the forward: autocast, or no operation in fp32."""
     if choice.dtype is torch.float32:
-        nothing = contextlib.nullcontext()
-        return lambda: nothing
+        return contextlib.nullcontext
     return partial(torch.autocast, device.type, dtype=choice.dtype)
 
 

@@ -36,16 +36,11 @@ COUNTERS = ("last_epoch", "_step_count", "T_cur", "T_i", "num_bad_epochs", "cool
 
 
 def factor(config: Schedule, update: int, *, epoch: int, total: int) -> float:
-    """Learning rate of an update as a fraction of the peak, for `cosine` and `constant`.
+    """Learning rate of an update (from 0) as a fraction of the peak, for `cosine` and `constant`.
 
     The warm-up rises linearly from 1 / steps (an update with rate 0 would have no effect) and
     reaches the peak at its last step. The cosine reaches `min_ratio` at the run's last update and
-    stays there.
-
-    Args:
-        update: number of the update, from 0.
-        epoch: optimizer steps in an epoch.
-        total: optimizer steps in the run.
+    stays there. `epoch` and `total` are the optimizer steps of an epoch and of the run.
     """
     warmup = min(config.warmup.steps(epoch=epoch, total=total), total)
     if update < warmup:
@@ -61,20 +56,15 @@ class Scheduler:
 
     A schedule given by a function covers all updates of the run. One of torch's classes starts
     with the last update of the warm-up, a `LinearLR` that ends at the class's initial rate.
-    SequentialLR with a milestone there gives the same rates, but does not support
-    ReduceLROnPlateau.
+    (SequentialLR gives the same rates, but does not support ReduceLROnPlateau.)
 
     Args:
         optimizer: its groups have the peak rate.
         lengths: may change before `load_state_dict`, which builds the schedule again.
-
-    Raises:
-        ConfigError: the class does not have an option, or refuses its value.
     """
 
-    def __init__(
-        self, config: Schedule, optimizer: torch.optim.Optimizer, lengths: ScheduleLengths
-    ) -> None:
+    def __init__(self, config: Schedule, optimizer: torch.optim.Optimizer,
+                 lengths: ScheduleLengths) -> None:
         self._config, self._optimizer, self._lengths = config, optimizer, lengths
         self._peaks = [{k: g[k] for k in MOVED if k in g} for g in optimizer.param_groups]
         self.metric, self._direction = "", "min"
@@ -130,12 +120,12 @@ class Scheduler:
     def _make(self, cls: type) -> Any:
         """Create one of torch's classes; the length of the run gives the options not set."""
         name, left = self._config.name, max(1, self._lengths.total - 1 - self._first)
+        end = self._config.min_ratio
         defaults: dict[str, dict[str, Any]] = {
             "cosine-annealing": {"T_max": left},
             "one-cycle": {"max_lr": [peak["lr"] for peak in self._peaks], "total_steps": left + 1},
             "warm-restarts": {"T_0": self._lengths.epoch},
-            "linear": {"start_factor": 1.0, "end_factor": self._config.min_ratio,
-                       "total_iters": left},
+            "linear": {"start_factor": 1.0, "end_factor": end, "total_iters": left},
         }
         try:
             given = {key: self._parsed(key, text) for key, text in self._config.arguments.items()
@@ -154,10 +144,10 @@ class Scheduler:
     def _parsed(self, key: str, text: str) -> Any:
         """Parse an option to the type that torch's class expects."""
         if key in LENGTHS:
-            lengths = [Duration.parse(part).steps(epoch=self._lengths.epoch,
-                                                  total=self._lengths.total)
-                       for part in text.split(",")]
-            return lengths if key == "milestones" else lengths[0]
+            epoch, total = self._lengths.epoch, self._lengths.total
+            steps = [Duration.parse(part).steps(epoch=epoch, total=total)
+                     for part in text.split(",")]
+            return steps if key == "milestones" else steps[0]
         if key in INTEGERS:
             return int(text)
         if text in ("true", "false"):
@@ -187,39 +177,28 @@ class Scheduler:
             group["lr"] = peak["lr"] * value
 
     def _is_at_its_end(self) -> bool:
-        """Whether the rate stays constant from here on. So it does not rise again in a longer run.
-        """
+        """Whether the rate stays constant from here on, so as not to rise again in a longer run."""
         if self._config.name == "one-cycle":
             return self._main.last_epoch >= self._main.total_steps - 1
         return self._config.name == "cosine-annealing" and self.updates >= self._lengths.total
 
     def check_metric(self, figures: Sequence[str]) -> None:
-        """Check the metric of `plateau` against the metrics of the validation.
-
-        Raises:
-            ConfigError: the validation does not compute it.
-        """
+        """Refuse a metric of `plateau` that the validation does not compute."""
         if self.metric and self.metric not in figures:
             raise ConfigError(f"--schedule.options metric={self.metric}: the validation does not "
                               f"compute this metric; it computes {', '.join(figures)}.")
 
     def validated(self, line: Mapping[str, Any]) -> None:
-        """Step `plateau` after a validation, from the end of the warm-up on.
-
-        Args:
-            line: the validation's line of metrics.jsonl.
-        """
+        """Step `plateau` after a validation (`line` of metrics.jsonl), once the warm-up is over."""
         if self.metric and self.updates >= self._first:
             value = line[self.metric]
             self._main.step(math.nan if value is None else value)
 
     def state_dict(self) -> dict[str, Any]:
         """State without the rates, which are part of the optimizer's state."""
-        counters: dict[str, Any]
-        if self._main is None:
-            counters = {"last_epoch": self.updates, "_step_count": self.updates + 1}
-        else:
-            counters = {k: v for k, v in self._main.state_dict().items() if k in COUNTERS}
+        counters: dict[str, Any] = (
+            {"last_epoch": self.updates, "_step_count": self.updates + 1} if self._main is None
+            else {k: v for k, v in self._main.state_dict().items() if k in COUNTERS})
         if self.metric:
             counters["best"] = float(self._main.best).hex()  # infinite before the first validation
         if self._warmup is not None:
@@ -228,21 +207,13 @@ class Scheduler:
         return {"updates": self.updates, "of": self._description(), "counters": counters}
 
     def _description(self) -> list[Any]:
-        config = self._config
-        return [config.name, str(config.warmup), config.min_ratio, *config.options,
-                self._lengths.epoch, self._lengths.total]
+        config, lengths = self._config, self._lengths
+        return [config.name, str(config.warmup), config.min_ratio, *config.options, lengths.epoch,
+                lengths.total]
 
-    def load_state_dict(
-        self, state: dict[str, Any], groups: Sequence[Mapping[str, Any]]
-    ) -> None:
-        """Restore the state and set the rates.
-
-        If the configuration is unchanged, the rates are the saved ones; otherwise they follow from
-        the new configuration.
-
-        Args:
-            groups: saved parameter group for each group of the optimizer.
-        """
+    def load_state_dict(self, state: dict[str, Any], groups: Sequence[Mapping[str, Any]]) -> None:
+        """Restore the state and set the rates: those of the saved parameter groups if the
+        configuration is unchanged, otherwise those that follow from the new one."""
         self._build()
         live = self._optimizer.param_groups
         same = state["of"] == self._description() and all(

@@ -39,7 +39,7 @@ def own_threads() -> str:
 
 def worker_stacks() -> tuple[str, list[str]]:
     """(stacks of this process's loader workers, reasons why they block it)."""
-    from trainer.torch_private import loader_fetch_file  # imports torch
+    from trainer.distributed.torch_private import loader_fetch_file  # imports torch
 
     dumps, reasons = [], []
     for pid in processes.children(os.getpid()):

@@ -16,14 +16,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainer import rng, torch_private
+from trainer import rng
 from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Config
 from trainer.data.map_dataset import KeyedSamples, in_memory
 from trainer.data.sampler import BatchPlan
 from trainer.data.stream_reader import first_samples, known_length
-from trainer.distributed import sync_batchnorm
+from trainer.distributed import sync_batchnorm, torch_private
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from trainer.data.sampler import MicroBatchSampler, MicroBatchSpec
 from trainer.data.stream import StreamReader
 from trainer.data.stream_reader import StreamSpec
 from trainer.data.workers import DataReader
+from trainer.distributed import torch_private
 from trainer.distributed.device import device_mb, share_of_cores
 from trainer.distributed.world import World
 from trainer.run import startup_summary
@@ -37,7 +39,6 @@ from trainer.storage import layout
 from trainer.storage.files import display_path
 from trainer.storage.jsonl import last_records, sample_records
 from trainer.storage.layout import TIMING
-from trainer.telemetry import tensorboard
 from trainer.telemetry.console import Console
 from trainer.telemetry.events import Log
 from trainer.telemetry.hints import HintFacts, Hints, check_batchnorm, check_sizes
@@ -251,6 +252,29 @@ def _widths(model: nn.Module) -> Iterator[tuple[str, int]]:
                 yield name, width
 
 
+def trace_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
+    """Trace a model (a GraphDef) with the inputs that the task's loss passes to it for this batch.
+
+    Raises:
+        RuntimeError: the model can't be traced, or the loss doesn't call it as a module.
+    """
+    seen: list[tuple[Any, ...]] = []
+    hook = model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
+    training = model.training
+    model.eval()
+    try:
+        with (rng.preserved(), torch.no_grad(), torch_private.uncompiled(model),
+              warnings.catch_warnings(action="ignore")):
+            loss(model, batch)
+            hook.remove()
+            if not seen:
+                raise RuntimeError("the task's loss doesn't call model(…) with positional inputs")
+            return torch_private.tensorboard_graph(model, seen[0])
+    finally:
+        hook.remove()
+        model.train(training)
+
+
 def _show_graph(board: TensorBoard, context: Context, setup: Setup) -> None:
     """Show the graph of the model in TensorBoard. A failure is only a warning."""
     try:
@@ -261,8 +285,8 @@ def _show_graph(board: TensorBoard, context: Context, setup: Setup) -> None:
         samples = KeyedSamples(data, seed=context.config.seed, collate=collate, augment=False)
         with rng.preserved():
             batch = samples[MicroBatchSpec(0, 0, 0, True, (0, min(1, len(data) - 1)))].batch
-        board.graph(tensorboard.trace_graph(setup.model, setup.task.loss,
-                                            to_device(batch, context.world.device)))
+        board.graph(trace_graph(setup.model, setup.task.loss,
+                                to_device(batch, context.world.device)))
     except Exception as error:
         context.log.warning(f"no graph of the model: {type(error).__name__}: {error}")
 

@@ -7,7 +7,6 @@ import os
 import platform
 import time
 import traceback
-import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,39 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from tensorboard.compat.proto.event_pb2 import Event, SessionLog
 from tensorboard.compat.proto.summary_pb2 import Summary
-from torch import nn
 
-from trainer import rng, torch_private
 from trainer.storage.jsonl import AppendFile
 from trainer.telemetry import drawing
 from trainer.telemetry.events import Log, writable
-
-
-def trace_graph(model: nn.Module, loss: Callable[[nn.Module, Any], Any], batch: Any) -> Any:
-    """Trace a model (a GraphDef) with the inputs that the task's loss passes to it for this batch.
-
-    Raises:
-        RuntimeError: the model can't be traced, or the loss doesn't call it as a module.
-    """
-    seen: list[tuple[Any, ...]] = []
-    hook = model.register_forward_pre_hook(lambda _, inputs: seen.append(inputs))
-    training = model.training
-    model.eval()
-    try:
-        with (rng.preserved(), torch.no_grad(), torch_private.uncompiled(model),
-              warnings.catch_warnings(action="ignore")):
-            loss(model, batch)
-            hook.remove()
-            if not seen:
-                raise RuntimeError("the task's loss doesn't call model(…) with positional inputs")
-            return torch_private.tensorboard_graph(model, seen[0])
-    finally:
-        hook.remove()
-        model.train(training)
-
 
 LAYOUT = {
     "the run": {

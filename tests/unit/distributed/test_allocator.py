@@ -10,6 +10,8 @@ import sys
 
 import pytest
 
+from trainer.distributed import allocator
+
 GLIBC = platform.libc_ver()[0] == "glibc"
 
 PLAIN = {name: value for name, value in os.environ.items()
@@ -54,28 +56,10 @@ def test_a_step_reuses_the_memory_freed_by_the_previous_one():
     assert given_back_mb > 200
 
 
-ARRAYS = """
-import resource
-import numpy as np
-from trainer.distributed import allocator
+def test_give_back_changes_nothing_if_nothing_was_kept(monkeypatch):
+    monkeypatch.setattr(allocator, "_set", lambda *_: pytest.fail("an allocator parameter is set"))
 
-allocator.give_back()  # as after a training on a GPU
-def faults():
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    for _ in range(100):
-        np.ones(1 << 17)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
-
-print(min(faults() for _ in range(3)))
-"""
-
-
-@pytest.mark.skipif(not GLIBC, reason="another C library's allocator")
-def test_give_back_changes_nothing_if_nothing_was_kept():
-    done = subprocess.run([sys.executable, "-c", ARRAYS], capture_output=True, text=True,
-                          check=True, env=PLAIN)
-
-    assert int(done.stdout) < 1000  # of 25,700 pages
+    allocator.give_back()  # as after a training on a GPU
 
 
 def test_settings_of_the_user_are_respected():

@@ -29,77 +29,48 @@ def test_torchruns_variables_are_read() -> None:
         run_id="none", restart_count=1, max_restarts=3)
 
 
-def test_only_our_own_launcher_knows_the_exit_codes() -> None:
-    assert LaunchInfo.from_environment(TORCHRUN | {"TRAINER_LAUNCH": "1"}).knows_exit_codes
-    assert not LaunchInfo.from_environment(TORCHRUN).knows_exit_codes
+def test_our_own_launcher_tells_who_it_is_and_knows_the_exit_codes() -> None:
+    plain = LaunchInfo.from_environment(TORCHRUN)
+    ours = LaunchInfo.from_environment(
+        TORCHRUN | {"TRAINER_LAUNCH": "1", "TRAINER_LAUNCH_ID": "5c"})
+    assert (plain.knows_exit_codes, plain.launch_id) == (False, None)
+    assert (ours.knows_exit_codes, ours.launch_id) == (True, "5c")
 
 
-def test_only_our_own_launcher_tells_who_it_is() -> None:
-    assert LaunchInfo.from_environment(TORCHRUN | {"TRAINER_LAUNCH_ID": "5c"}).launch_id == "5c"
-    assert LaunchInfo.from_environment(TORCHRUN).launch_id is None
-
-
-@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE",
-                                  "MASTER_PORT"])
-def test_a_missing_variable_is_named(name: str) -> None:
-    variables = {key: value for key, value in TORCHRUN.items() if key != name}
-    with pytest.raises(ConfigError, match=f"{name} is not set.*torchrun"):
-        LaunchInfo.from_environment(variables)
-
-
-@pytest.mark.parametrize(("name", "value"), [
-    ("RANK", "-1"), ("RANK", "two"), ("TORCHELASTIC_RESTART_COUNT", "1.5"),
+@pytest.mark.parametrize(("name", "value", "message"), [
+    *((name, "", f"{name} is not set.*torchrun")
+      for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")),
+    ("RANK", "-1", "RANK is '-1'"), ("RANK", "two", "RANK is 'two'"),
+    ("TORCHELASTIC_RESTART_COUNT", "1.5", "TORCHELASTIC_RESTART_COUNT is '1.5'"),
 ])
-def test_a_garbled_variable_is_named_with_its_value(name: str, value: str) -> None:
-    with pytest.raises(ConfigError, match=f"{name} is '{value}'"):
+def test_a_missing_or_garbled_variable_is_named(name: str, value: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         LaunchInfo.from_environment(TORCHRUN | {name: value})
 
 
-def test_cpu_is_taken_where_there_is_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    _machine(monkeypatch, cuda=0, mps=False)
-    assert _choose("auto", 2) == torch.device("cpu")
-
-
-def test_a_rank_takes_the_cuda_device_of_its_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    _machine(monkeypatch, cuda=2, mps=False)
-    assert _choose("auto", 2) == torch.device("cuda", 1)
-    assert _choose("cpu", 2) == torch.device("cpu")
-
-
-def test_mps_is_taken_by_a_single_process_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    _machine(monkeypatch, cuda=0, mps=True)
-    assert _choose("auto", 1) == torch.device("mps")
-    assert _choose("auto", 2) == torch.device("cpu")
-    with pytest.raises(ConfigError, match=r"--device mps with 2 ranks.*reduce.*--device cpu"):
-        _choose("mps", 2)
-
-
-def test_fewer_cuda_devices_than_ranks_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _machine(monkeypatch, cuda=1, mps=False)
-    with pytest.raises(ConfigError, match=r"2 ranks on this host but 1 CUDA device; .*"
-                                          r"--nproc_per_node=1, or --device cpu"):
-        _choose("auto", 2)
-
-
-def test_cuda_that_is_not_there_is_refused_with_the_remedy(
+@pytest.mark.parametrize(("machine", "wanted", "ranks", "expected"), [
+    ((0, False), "auto", 2, "cpu"), ((2, False), "auto", 2, "cuda:1"),
+    ((2, False), "cpu", 2, "cpu"), ((0, True), "auto", 1, "mps"), ((0, True), "auto", 2, "cpu"),
+    ((0, True), "mps", 2, r"--device mps with 2 ranks.*reduce.*--device cpu"),
+    ((1, False), "auto", 2, r"2 ranks on this host but 1 CUDA device; .*"
+                            r"--nproc_per_node=1, or --device cpu"),
+    ((0, False), "cuda", 1, r"--device cuda: .*no CUDA device.*use --device cpu"),
+    ((0, False), "tpu", 1, r"--device tpu: .*auto, cpu, cuda or mps"),
+])
+def test_a_rank_takes_its_device_or_says_what_to_do(
+        machine: tuple[int, bool], wanted: str, ranks: int, expected: str,
         monkeypatch: pytest.MonkeyPatch) -> None:
-    _machine(monkeypatch, cuda=0, mps=False)
-    with pytest.raises(ConfigError, match=r"--device cuda: .*no CUDA device.*use --device cpu"):
-        _choose("cuda", 1)
-    with pytest.raises(ConfigError, match=r"--device tpu: .*auto, cpu, cuda or mps"):
-        _choose("tpu", 1)
+    cuda, mps = machine
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)
+    if "--" in expected:
+        with pytest.raises(ConfigError, match=expected):
+            choose_device(wanted, ranks, ranks - 1, ranks)
+    else:
+        assert choose_device(wanted, ranks, ranks - 1, ranks) == torch.device(expected)
 
 
 def test_the_cores_are_shared_by_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     assert [share_of_cores(ranks) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
-
-
-def _choose(wanted: str, ranks: int) -> torch.device:
-    return choose_device(wanted, ranks, ranks - 1, ranks)
-
-
-def _machine(monkeypatch: pytest.MonkeyPatch, *, cuda: int, mps: bool) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda > 0)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: cuda)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: mps)

@@ -19,18 +19,13 @@ def test_every_dtype_and_shape_keeps_its_bits() -> None:
         assert _bits(source) == _bits(target)
 
 
-def test_strides_of_sender_and_receiver_may_differ() -> None:
+def test_a_parameter_of_other_strides_is_written_in_place_without_a_graph() -> None:
     source = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
     wide = torch.zeros(2, 3, 4, 10)
-    serialization.unpack(serialization.pack([source]), [wide[..., ::2]])
+    parameter = torch.nn.Parameter(wide[..., ::2])
+    serialization.unpack(serialization.pack([source]), [parameter])
     assert torch.equal(wide[..., ::2], source)
     assert not wide[..., 1::2].any()
-
-
-def test_parameters_are_written_in_place_without_a_graph() -> None:
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    serialization.unpack(serialization.pack([torch.ones(3)]), [parameter])
-    assert parameter.tolist() == [1.0, 1.0, 1.0]
     assert parameter.grad_fn is None
 
 

@@ -65,7 +65,6 @@ def test_an_optimizer_has_the_bits_of_torchs(config, plain):
         assert torch.equal(ours.state_dict()[name], value), name
 
 
-
 @pytest.mark.parametrize("name", ["adamw", "sgd"])
 def test_a_slice_is_trained_like_a_copy_and_its_base_does_not_change(name):
     config, colours, unused = Optim(name=name, lr=0.01), torch.randn(4, 3, 3, 3), []
@@ -137,11 +136,8 @@ def test_a_partly_frozen_batch_norm_still_updates_its_statistics():
     optimizers.freeze(model, ["[01].*"])
     model.train()
     assert [m.training for m in model] == [False, False, True]
-
-
-def test_a_pattern_that_freezes_nothing_is_refused():
     with pytest.raises(ConfigError, match=r"--freeze layer4\.\*: matches no trainable"):
-        optimizers.freeze(net(), ["layer4.*"])
+        optimizers.freeze(model, ["layer4.*"])
 
 
 class Wrapped:
@@ -243,24 +239,16 @@ def test_invalid_groups_are_refused(groups, message):
     assert message in str(error.value)
 
 
-def test_a_misspelt_key_of_a_group_is_refused_and_a_custom_key_is_not():
+def test_a_misspelt_key_of_a_group_is_refused_and_a_custom_key_or_an_empty_group_is_not():
     def groups(model: nn.Module, **keys: Any) -> list[dict[str, Any]]:
-        return [{"params": list(model.parameters()), **keys}]
+        return [{"params": []}, {"params": model[2].weight, **keys}]
 
     with pytest.raises(ConfigError, match="'weigth_decay', which AdamW does not use; did you mean "
                                           "'weight_decay'"):
         optimizers.make_optimizer(Optim(), net(), partial(groups, weigth_decay=0.0))
     kept = optimizers.make_optimizer(Optim(), net(), partial(groups, name="all", lr_scale=0.1))
-    assert (kept.param_groups[0]["name"], kept.param_groups[0]["lr_scale"]) == ("all", 0.1)
-
-
-def test_an_empty_group_is_dropped_and_a_single_tensor_accepted():
-    model = net()
-
-    found = optimizers.make_optimizer(Optim(), model,
-                                      lambda m: [{"params": []}, {"params": m[2].weight}])
-
-    assert [group["params"] for group in found.param_groups] == [[model[2].weight]]
+    group, = kept.param_groups
+    assert (group["name"], group["lr_scale"], len(group["params"])) == ("all", 0.1, 1)
 
 
 def with_gradients(factor: float, *, bad: float | None = None) -> list[nn.Parameter]:

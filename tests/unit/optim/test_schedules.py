@@ -1,101 +1,260 @@
-"""Learning rate over the updates: start, end, units."""
+"""Each schedule compared with plain torch, also with a stop at every step; the warm-up."""
 
 from __future__ import annotations
 
-import math
+import json
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from torch.optim import lr_scheduler
 
 from trainer.checkpoint.progress import ScheduleLengths
 from trainer.config.fields import Duration
 from trainer.config.schema import Schedule
+from trainer.errors import ConfigError
 from trainer.optim import schedules
 
-
-def rates(total: int, *, epoch: int = 10, more: int = 0, **fields: object) -> list[float]:
-    config = Schedule(**fields)
-    return [schedules.factor(config, update, epoch=epoch, total=total)
-            for update in range(total + more)]
+TOTAL, EPOCH, PEAKS = 40, 8, (1.0, 0.25)
+Rates = list[list[float]]
 
 
-lengths = st.one_of(
-    st.integers(0, 300).map(lambda n: Duration(n)),
-    st.floats(0, 30).map(lambda n: Duration(n, "epochs")),
-    st.floats(0, 100).map(lambda n: Duration(n, "percent")),
-)
+def optimizer_of(name: str = "sgd") -> torch.optim.Optimizer:
+    groups = [{"params": [torch.nn.Parameter(torch.ones(1))], "lr": peak} for peak in PEAKS]
+    if name == "adamw":
+        return torch.optim.AdamW(groups, lr=1.0, betas=(0.8, 0.99))
+    return torch.optim.SGD(groups, lr=1.0, momentum=0.7)
 
 
-def test_the_warm_up_rises_in_equal_steps_from_above_zero_to_the_peak():
-    found = rates(20, warmup=Duration(5))
-
-    assert found[:5] == pytest.approx([0.2, 0.4, 0.6, 0.8, 1.0])
-    assert max(found) == found[4] == 1.0
+def figure(update: int) -> float:
+    """Metric for plateau: a loss that falls, then stays constant."""
+    return max(1.0, 2.0 - update / 10)
 
 
-def test_the_cosine_falls_from_the_peak_to_its_minimum_at_the_last_update():
-    found = rates(20, warmup=Duration(5), min_ratio=0.1)
-
-    assert found[4:] == sorted(found[4:], reverse=True)
-    assert found[-1] == pytest.approx(0.1, abs=1e-12)
-    assert found[-2] > 0.1
-    middle = 0.1 + 0.9 * (1 + math.cos(math.pi / 3)) / 2
-    assert found[9] == pytest.approx(middle)
+def seen(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [v for g in optimizer.param_groups
+            for v in (g["lr"], *g.get("betas", ()), g.get("momentum", 0.0))]
 
 
+def ours(config: Schedule, *, optim: str = "sgd", stop: bool = False, steps: int = TOTAL,
+         after: Schedule | None = None, at: int = 0) -> Rates:  # fmt: skip
+    """Rates of each update.
 
-def test_without_a_warm_up_the_first_update_is_on_the_curve():
-    found = rates(10, warmup=Duration(0))
+    Args:
+        stop: save, and continue with new objects, at every step.
+        after: the configuration from update `at` on.
+    """
+    optimizer, horizon = optimizer_of(optim), ScheduleLengths(epoch=EPOCH, total=TOTAL)
+    schedule, rates = schedules.Scheduler(config, optimizer, horizon), []
+    for update in range(steps):
+        rates.append(seen(optimizer))
+        optimizer.step()
+        schedule.step()
+        if update % 2:
+            schedule.validated({"val_loss": figure(update), "val_accuracy": -figure(update)})
+        if stop or (after and update + 1 == at):
+            saved = json.loads(json.dumps([schedule.state_dict(), [
+                {k: v for k, v in g.items() if k != "params"} for g in optimizer.param_groups]]))
+            # The run may have become longer: its lengths are restored first.
+            optimizer, horizon = optimizer_of(optim), ScheduleLengths(epoch=EPOCH, total=2 * TOTAL)
+            schedule = schedules.Scheduler(after or config, optimizer, horizon)
+            horizon.load_state_dict({"epoch": EPOCH, "total": TOTAL})
+            schedule.load_state_dict(*saved)
+    return rates
 
-    assert 0.9 < found[0] < 1.0
-    assert rates(10, warmup=Duration(0), name="constant")[0] == 1.0
+
+def torchs(make: Callable[[torch.optim.Optimizer], Any], *, optim: str = "sgd",
+           warmup: int = 1, steps: int = TOTAL) -> Rates:  # fmt: skip
+    """The same with torch alone; a warm-up uses SequentialLR."""
+    optimizer, rates = optimizer_of(optim), []
+    schedule = make(optimizer)
+    if warmup > 1:
+        rise = lr_scheduler.LinearLR(optimizer, 1 / warmup, 1.0, warmup - 1)
+        schedule = lr_scheduler.SequentialLR(optimizer, [rise, schedule], [warmup - 1])
+    for _ in range(steps):
+        rates.append(seen(optimizer))
+        optimizer.step()
+        schedule.step()
+    return rates
+
+
+CASES = {
+    "cosine-annealing": ((), lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL - 1)),
+    "cosine-annealing ": (("T_max=1ep", "eta_min=0.1"),
+                          lambda o: lr_scheduler.CosineAnnealingLR(o, EPOCH, 0.1)),
+    "warm-restarts": ((), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, EPOCH)),
+    "warm-restarts ": (("T_0=5", "T_mult=2", "eta_min=0.01"),
+                       lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 5, 2, 0.01)),
+    "linear": ((), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.1, TOTAL - 1)),
+    "linear ": (("start_factor=0.5", "end_factor=0", "total_iters=50%"),
+                lambda o: lr_scheduler.LinearLR(o, 0.5, 0.0, 20)),
+    "multi-step": (("milestones=2ep,30", "gamma=0.5"),
+                   lambda o: lr_scheduler.MultiStepLR(o, [16, 30], 0.5)),
+    "one-cycle": ((), lambda o: lr_scheduler.OneCycleLR(o, list(PEAKS), TOTAL)),
+    "one-cycle ": (("max_lr=2", "pct_start=0.4", "div_factor=10", "final_div_factor=100",
+                    "anneal_strategy=linear", "three_phase=true", "base_momentum=0.8",
+                    "max_momentum=0.9"),
+                   lambda o: lr_scheduler.OneCycleLR(
+                       o, 2.0, TOTAL, pct_start=0.4, div_factor=10, final_div_factor=100,
+                       anneal_strategy="linear", three_phase=True, base_momentum=0.8,
+                       max_momentum=0.9)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+@pytest.mark.parametrize("case", CASES)
+def test_without_a_warm_up_a_schedule_has_the_bits_of_torchs(case, optim):
+    options, make = CASES[case]
+    config = Schedule(name=case.strip(), warmup=Duration(0), options=options)
+
+    assert ours(config, optim=optim) == torchs(make, optim=optim)
 
 
 @pytest.mark.parametrize(("warmup", "updates"), [
-    (Duration(7), 7), (Duration(0.5, "epochs"), 5), (Duration(2, "epochs"), 20),
-    (Duration(5, "percent"), 2), (Duration(0.1, "percent"), 1),
+    (Duration(0), 0), (Duration(7), 7), (Duration(0.5, "epochs"), 4), (Duration(2, "epochs"), 16),
+    (Duration(5, "percent"), 2), (Duration(0.1, "percent"), 1), (Duration(100), TOTAL),
 ])
-def test_the_warm_up_is_given_in_steps_epochs_or_percent(warmup, updates):
-    found = rates(40, warmup=warmup)
+@pytest.mark.parametrize(("name", "end"), [("cosine", 0.1), ("constant", 1.0)])
+def test_the_warm_up_rises_in_equal_steps_to_the_peak(name, end, warmup, updates):
+    config = Schedule(name=name, warmup=warmup, min_ratio=0.1)
 
-    assert found[:updates] == pytest.approx([(n + 1) / updates for n in range(updates)])
-    assert found[updates] < 1
+    rates = [lr for lr, *_ in ours(config)]
 
-
-def test_a_warm_up_longer_than_the_run_reaches_the_peak_with_the_last_update():
-    assert rates(4, warmup=Duration(100)) == [0.25, 0.5, 0.75, 1.0]
-
-
-@settings(deadline=None)
-@given(st.integers(1, 300), st.integers(1, 50), lengths, st.floats(0, 1),
-       st.sampled_from(["cosine", "constant"]))
-def test_all_rates_are_between_zero_and_the_peak(
-    total, epoch, warmup, least, name
-):
-    least = least if name == "cosine" else Schedule().min_ratio  # others ignore it
-    found = rates(total, epoch=epoch, more=3, warmup=warmup, min_ratio=least, name=name)
-
-    assert found[0] > 0 or (total == 1 and least == 0)
-    assert all(0 <= rate <= 1 for rate in found)
-    top = found.index(max(found))
-    assert found[: top + 1] == sorted(found[: top + 1])
-    assert found[top:] == sorted(found[top:], reverse=True)
+    assert rates[:updates] == pytest.approx([(n + 1) / updates for n in range(updates)])
+    assert rates[updates:] == sorted(rates[updates:], reverse=True)
+    assert 0 < min(rates) <= max(rates) <= 1
+    assert rates[-1] == pytest.approx(1.0 if updates == TOTAL else end)
 
 
-def test_the_scheduler_sets_the_rate_of_each_update_and_group():
-    first, second = (torch.nn.Parameter(torch.ones(1)) for _ in range(2))
-    optimizer = torch.optim.SGD([{"params": [first], "lr": 2.0}, {"params": [second], "lr": 0.5}])
-    config = Schedule(warmup=Duration(3))
-    schedule = schedules.Scheduler(config, optimizer, ScheduleLengths(epoch=5, total=10))
+@pytest.mark.parametrize(("name", "options", "make"), [
+    ("cosine", (), lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL - 5)),
+    ("cosine-annealing", (), lambda o: lr_scheduler.CosineAnnealingLR(o, TOTAL - 5)),
+    ("constant", (), lambda o: lr_scheduler.ConstantLR(o, 1.0)),
+    ("linear", (), lambda o: lr_scheduler.LinearLR(o, 1.0, 0.0, TOTAL - 5)),
+    ("warm-restarts", ("T_0=6",), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 6)),
+    ("multi-step", ("milestones=16,30",), lambda o: lr_scheduler.MultiStepLR(o, [12, 26])),
+    ("one-cycle", (), lambda o: lr_scheduler.OneCycleLR(o, list(PEAKS), TOTAL - 4)),
+])  # fmt: skip
+def test_with_a_warm_up_a_schedule_equals_torchs_sequential(name, options, make):
+    least = {"min_ratio": 0.0} if name in ("cosine", "linear") else {}
+    config = Schedule(name=name, warmup=Duration(5), options=options, **least)
 
-    seen = []
-    for _ in range(10):
-        seen.append([group["lr"] for group in optimizer.param_groups])
-        optimizer.step()
-        schedule.step()
+    found, expected = ours(config), torchs(make, warmup=5)
 
-    expected = [schedules.factor(config, n, epoch=5, total=10) for n in range(10)]
-    assert [one for one, _ in seen] == pytest.approx([2.0 * rate for rate in expected])
-    assert [other for _, other in seen] == pytest.approx([0.5 * rate for rate in expected])
+    assert [lr for lr, *_ in found] == pytest.approx([lr for lr, *_ in expected], abs=1e-12)
+
+
+@pytest.mark.parametrize(("options", "more"), [
+    (("patience=2", "factor=0.5"), {"patience": 2, "factor": 0.5}),
+    (("patience=1", "cooldown=2", "threshold=0.01", "threshold_mode=abs", "min_lr=0.01",
+      "metric=val_accuracy:max"),
+     {"patience": 1, "cooldown": 2, "threshold": 0.01, "threshold_mode": "abs", "min_lr": 0.01,
+      "mode": "max"}),
+])  # fmt: skip
+@pytest.mark.parametrize("warmup", [0, 6])
+def test_a_plateau_equals_torchs_with_and_without_a_warm_up(options, more, warmup):
+    config = Schedule(name="plateau", warmup=Duration(warmup), options=options)
+    optimizer, expected = optimizer_of(), []
+    plateau = lr_scheduler.ReduceLROnPlateau(optimizer, **{"mode": "min", **more})
+    for update in range(TOTAL):
+        rates = seen(optimizer)
+        rise = min(1.0, (update + 1) / warmup) if warmup else 1.0
+        expected.append([v * rise if i % 2 == 0 else v for i, v in enumerate(rates)])
+        if update % 2 and update + 1 >= warmup - 1:
+            sign = -1 if more.get("mode") == "max" else 1
+            plateau.step(sign * figure(update))
+
+    found = ours(config)
+
+    assert [lr for lr, *_ in found] == pytest.approx([lr for lr, *_ in expected], abs=1e-12)
+    assert found[-1][0] < 0.3 * max(lr for lr, *_ in found)
+
+
+def halving(update: int) -> float:
+    return 0.5 ** (update // 10)
+
+
+ALL = [(case, options) for case, (options, _) in CASES.items()] + [
+    ("cosine", ()), ("constant", ()), ("plateau", ("patience=1", "factor=0.3")),
+    (f"{__name__}:halving", ()),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+@pytest.mark.parametrize(("case", "options"), ALL)
+@pytest.mark.parametrize("optim", ["sgd", "adamw"])
+def test_a_stop_at_every_step_changes_no_rate(case, options, optim, warmup):
+    config = Schedule(name=case.strip(), warmup=Duration(warmup), options=options)
+
+    straight = ours(config, optim=optim, steps=TOTAL + 5)
+
+    assert ours(config, optim=optim, steps=TOTAL + 5, stop=True) == straight
+
+
+@pytest.mark.parametrize("name", ["cosine", "cosine-annealing", "one-cycle", "linear"])
+def test_a_longer_run_continues_at_the_last_rate(name):
+    rates = ours(Schedule(name=name, warmup=Duration(3)), steps=TOTAL + 10)
+
+    assert rates[TOTAL - 1:] == [rates[TOTAL - 1]] * 11
+    assert rates[TOTAL - 1][0] < rates[TOTAL - 2][0]
+
+
+@pytest.mark.parametrize("name", ["linear", "cosine"])
+def test_a_changed_schedule_takes_effect_from_there(name):
+    before, after = Schedule(), Schedule(name=name, warmup=Duration(0), min_ratio=0.5)
+
+    changed = ours(before, after=after, at=20)
+
+    assert changed[:20] == ours(before)[:20]
+    assert changed[20:] == ours(after)[20:]
+
+
+def test_a_plateau_with_a_changed_factor_keeps_its_state_and_rate():
+    before = Schedule(name="plateau", warmup=Duration(0), options=("patience=1", "factor=0.5"))
+    after = Schedule(name="plateau", warmup=Duration(0), options=("patience=1", "factor=0.1"))
+    straight = [lr for lr, *_ in ours(before)]
+    at = straight.index(0.25) + 1
+
+    changed = [lr for lr, *_ in ours(before, after=after, at=at)]
+
+    assert changed[: at + 1] == straight[: at + 1]
+    assert changed[straight.index(0.125)] == pytest.approx(0.025)
+
+
+def test_a_function_maps_the_number_of_the_update_to_a_factor_of_the_peak():
+    config = Schedule(name=f"{__name__}:halving", warmup=Duration(4))
+
+    rates = [lr for lr, *_ in ours(config)]
+
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0]
+    assert rates[4:] == [halving(n) for n in range(4, TOTAL)]
+
+
+def undefined(update: int) -> float:
+    return float("nan")
+
+
+def negative(update: int) -> float:
+    return -1.0
+
+
+@pytest.mark.parametrize(("name", "options", "message"), [
+    ("warm-restarts", ("T_mul=3",), "unexpected keyword argument 'T_mul'"),
+    ("warm-restarts", ("T_0=three",), "is not a length"),
+    ("warm-restarts", ("T_mult=1.5",), "'1.5'"),
+    ("one-cycle", ("pct_start=3",), "pct_start"),
+    ("multi-step", (), "milestones=30ep,60ep"),
+    ("plateau", ("metric=loss",), "val_loss:min"),
+    ("plateau", ("mode=max",), "multiple values for argument 'mode'"),
+    ("math:nothing", (), "has no 'nothing'"),
+    ("math:pi", (), "it raised TypeError"),
+    (f"{__name__}:undefined", (), "it returned nan"),
+    (f"{__name__}:negative", (), "it returned -1.0; it must return a factor of --optim.lr, 0 or "
+                                 "more"),
+])  # fmt: skip
+def test_invalid_options_are_refused(name, options, message):
+    with pytest.raises(ConfigError, match="--schedule") as error:
+        ours(Schedule(name=name, options=options, warmup=Duration(0)))
+
+    assert message in str(error.value)

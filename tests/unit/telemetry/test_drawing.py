@@ -1,4 +1,4 @@
-"""Captioned images, confusion matrices, and the model's graph."""
+"""Captioned images and confusion matrices."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from trainer.tasks.images import Images
-from trainer.tasks.spiral import Spiral
-from trainer.telemetry import drawing, tensorboard
+from trainer.telemetry import drawing
 
 
 def greener(picture: np.ndarray) -> int:
@@ -48,22 +47,3 @@ def test_the_pictures_of_the_image_task_show_its_validation_images():
 
     assert picture.dtype == np.uint8
     assert picture.shape[2] == 3
-
-
-def test_a_graph_is_drawn_of_a_compiled_model_too_and_leaves_it_as_it_is():
-    task = Spiral(points=9)
-    model = task.model().train()
-    before = torch.get_rng_state()
-
-    def compiled(*inputs: torch.Tensor) -> None:
-        raise AssertionError("called")
-
-    model._compiled_call_impl = compiled
-
-    definition = tensorboard.trace_graph(model, task.loss,
-                                         [t[:2] for t in task.dataset("train").tensors])
-
-    assert sum("Linear" in node.name for node in definition.node) >= 3
-    assert model.training
-    assert model._compiled_call_impl is compiled
-    assert torch.equal(torch.get_rng_state(), before)

@@ -1,6 +1,6 @@
 """Every private name of torch that the trainer uses, with its purpose and why no public one serves.
 
-tests/unit/test_torch_private.py has a test for each entry, which fails if a new version moves it.
+tests/unit/distributed/test_torch_private.py has a test for each entry.
 """
 
 from __future__ import annotations
@@ -63,11 +63,6 @@ def autograd_node() -> str:
     """Name of the autograd node that runs in this thread, such as LogBackward0; "" for none."""
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name()
-
-
-def mps_generator() -> torch.Generator:
-    """The default generator of an Apple GPU. `torch.mps` publishes only its state."""
-    return torch.mps._get_default_mps_generator()
 
 
 def compilation_callbacks() -> Any:
