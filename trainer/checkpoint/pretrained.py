@@ -19,17 +19,14 @@ SHOWN = 8
 def load_initial_weights(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
     """Copy a file's weights into the model's parameters and buffers.
 
-    A head of another size keeps the model's initial values. A tensor counts as part of a head if
-    only its first dimension, the number of outputs, differs.
+    Head tensors of another size keep the model's initial values: those of which only the first
+    dimension, the number of outputs, differs.
 
     Args:
         strict: refuse missing names, unknown names and other shapes.
 
     Returns:
         One line for each tensor or group of tensors that was not loaded.
-
-    Raises:
-        ConfigError: the file can't be read, or doesn't fit the model.
     """
     flag = f"--init {path}"
     saved, live = read_weights(path), model.state_dict()
@@ -65,9 +62,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Args:
         path: a safetensors file, a torch checkpoint (read with `weights_only`, so it runs no
             code), or a folder with a model.safetensors.
-
-    Raises:
-        ConfigError: the file can't be read.
     """
     flag = f"--init {path}"
     if path.is_dir():

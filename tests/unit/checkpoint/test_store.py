@@ -358,7 +358,7 @@ def test_a_checkpoint_replaced_while_it_is_read_is_read_again(
         save(store, step, generation=1)
         raise CheckpointDamaged(f"{path.name}: model.safetensors is missing")
 
-    monkeypatch.setattr("trainer.checkpoint.store.verify", replaced_meanwhile)
+    monkeypatch.setattr("trainer.checkpoint.manifest.verify", replaced_meanwhile)
     found, skipped = store.newest_valid()
 
     assert (found, skipped) == (store.verify(1), [])
