@@ -270,6 +270,7 @@ class Checkpointer:
             raise OSError(self.failed) from job.error
         if warned is None:  # once, until a save succeeds again
             self._log.warning(f"{self.failed}. The run continues and tries again at the next save.")
+        job.error = None  # a cycle with its traceback, which would keep the job for a long time
 
     def save_alone(self, kept: Mapping[int, Tensor] | None = None) -> int | None:
         """Save this step boundary after the death of another rank. Every survivor tries; one of
