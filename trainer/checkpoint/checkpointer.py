@@ -172,11 +172,8 @@ class Checkpointer:
         return self.failed if job is None or job.error is None else job.failure_message
 
     def save(self, kind: str) -> None:
-        """Collective. Save the state of this step boundary; repeated calls save it once.
-
-        Raises:
-            OSError: the previous save failed, with --checkpoint.on-error stop.
-        """
+        """Collective. Save the state of this step boundary; repeated calls save it once. Raises
+        OSError if the previous save failed, with --checkpoint.on-error stop."""
         self._last_s, progress = time.monotonic(), self._state.progress
         self._marks.mark(Phase.SAVE, progress.step)
         boundary = (progress.step, progress.validated)
@@ -192,8 +189,7 @@ class Checkpointer:
         """Copy the state and start writing it, after best weights whose save has failed."""
         best, keeps = kind == "best", self._world.writes_run_dir
         if keeps and self._unconfirmed_best is not None and not best:
-            # Their copy in memory would be overwritten by the next one.
-            self._submit(self._unconfirmed_best)
+            self._submit(self._unconfirmed_best)  # its copy is overwritten by the next one
             self.finish_pending()
             if self._unconfirmed_best is not None:
                 return
@@ -210,11 +206,8 @@ class Checkpointer:
                 self._submit(job)
 
     def settle(self) -> None:
-        """Collective. Wait until the last save is durable; if it failed, save once more.
-
-        Raises:
-            OSError, RuntimeError: it failed again; on all ranks.
-        """
+        """Collective. Wait until the last save is durable; if it failed, save once more. Raises
+        OSError or RuntimeError on all ranks if it failed again."""
         error: Exception | None = None
         for again in (False, True):
             try:
@@ -240,11 +233,8 @@ class Checkpointer:
                 self._job.copied.wait()
 
     def finish_pending(self, *, must: bool = False) -> None:
-        """Wait for the save in progress, if any, and report its failure.
-
-        Raises:
-            OSError: it failed, with `must` or --checkpoint.on-error stop.
-        """
+        """Wait for the save in progress, if any, and report its failure: by an OSError with `must`
+        or --checkpoint.on-error stop."""
         if self._writing is None or self._job is None:
             if must and self.failed is not None:
                 raise OSError(self.failed)
@@ -277,14 +267,10 @@ class Checkpointer:
         them writes, and the others find its checkpoint.
 
         Args:
-            kept: address → tensor to save in place of the live one, in a thread other than the main
-                thread.
+            kept: address → tensor to save in place of the live one, if this is not the main thread.
 
         Returns:
             The step saved; None if a checkpoint of this step exists already.
-
-        Raises:
-            OSError, CheckpointBusy, StaleAttempt: the save failed.
         """
         self.abandon()
         with contextlib.suppress(OSError):
@@ -408,11 +394,7 @@ class Checkpointer:
         return restore_model(step, self.store, self._state, self._world)
 
     def close(self) -> None:
-        """Wait for the last save and stop the writer.
-
-        Raises:
-            OSError: the last save failed.
-        """
+        """Wait for the last save and stop the writer. Raises OSError if the save failed."""
         self.finish_pending(must=True)
         self._writer.shutdown()
         self.store.close()

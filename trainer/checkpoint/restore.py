@@ -26,7 +26,7 @@ from trainer.telemetry.events import Log
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """The checkpoint to resume from; equal on all ranks except for `tensors`."""
+    """The checkpoint to resume from."""
 
     step: int
     generation: int
@@ -38,7 +38,7 @@ class CheckpointRef:
     path: Path | None = None
     """Its folder, if it belongs to another run (`--resume PATH`)."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    """On the holder, the content of the tensor files, until it is restored."""
+    """Only on the holder: the content of the tensor files, until it is restored."""
 
 
 def find_checkpoint(
@@ -172,14 +172,9 @@ def _look_at_source(path: Path) -> dict[str, Any]:
 def restore_state(
     found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log
 ) -> None:
-    """Collective. Load a checkpoint into the live tensors of all ranks.
-
-    Each rank reads it if all find the same valid one on their disks. Otherwise the holder
-    broadcasts it, which takes longer.
-
-    Raises:
-        CheckpointDamaged: it doesn't fit this run; names the entry. On all ranks.
-    """
+    """Collective. Load a checkpoint into the live tensors of all ranks; CheckpointDamaged on all
+    ranks if it doesn't fit. Each rank reads it if all have the same valid one on their disks;
+    otherwise the holder broadcasts it, which takes longer."""
     holds = found.holder == world.rank
     tensors = dict(found.tensors)
     found.tensors.clear()
@@ -211,12 +206,8 @@ def restore_state(
 
 
 def abandon_newer(found: CheckpointRef, store: Store, world: World, log: Log) -> int:
-    """Collective. Abandon checkpoints newer than the restored one. Returns the generation to use.
-
-    Newer checkpoints are damaged ones. If there are any, the run continues in a new generation, so
-    that no later start resumes from them. Their generation may be later than that of the restored
-    checkpoint; the new one is later than both.
-    """
+    """Collective. Abandon newer checkpoints than the restored one, which are damaged. If there are
+    any, the run continues in a generation later than all of them. Returns the generation."""
     latest = max(world.gather_json(store.generation if world.writes_run_dir else 0))
     following = 1 + max(latest, found.generation)
     mine: list[int] = []
@@ -255,7 +246,7 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
 def _send(
     tensors: dict[str, dict[str, Tensor]] | None, holder: int, world: World
 ) -> dict[str, dict[str, Tensor]]:
-    """Collective. Broadcast the holder's tensors; returns them on all ranks."""
+    """Collective. Broadcast the holder's tensors."""
     described = {name: tensorfile.describe_tensors(t) for name, t in (tensors or {}).items()}
     described = world.broadcast_json(described, holder)
     if tensors is None:

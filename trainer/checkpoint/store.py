@@ -43,11 +43,10 @@ class Store:
     Args:
         folder: created with the first checkpoint.
         run: checkpoints of other runs are never loaded, pruned or set aside; None: all are its own.
-        keep: number of newest checkpoints that `prune` keeps.
-        keep_every: `prune` also keeps checkpoints whose step is a multiple of this.
+        keep, keep_every: `prune` keeps this many newest checkpoints, and multiples of this step.
         guard: context of every visible change of the folder; raises if it is not allowed.
-        mark: called with a progress mark and its step: `SAVE_BEGIN`, `SAVE_MID` (after the first
-            buffer) and `SAVE_END` (the new checkpoint is visible, but not verified yet).
+        mark: called with a step at `SAVE_BEGIN`, `SAVE_MID` (after the first buffer) and `SAVE_END`
+            (the new checkpoint is visible, but not verified yet).
     """
 
     def __init__(
@@ -81,8 +80,7 @@ class Store:
         """
         stage = StagedCheckpoint(
             self._temp_path(step_name(step), f"tmp-{os.getpid()}"), step=step,
-            generation=generation,
-            midway=lambda: self._mark(Phase.SAVE_MID, step),
+            generation=generation, midway=lambda: self._mark(Phase.SAVE_MID, step),
             publish=lambda: self._publish(step, stage.path),
         )  # fmt: skip
         try:
@@ -104,16 +102,13 @@ class Store:
             raise OSError(error.errno, why, str(self.folder)) from error
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints by (generation, step), then those with a damaged manifest."""
+        """All checkpoints by (generation, step); those with a damaged manifest come last."""
         shown = {info.step: info for info in self._candidates()}  # step-N.old comes before step-N
         return sorted(shown.values(), key=_age)
 
     def find(self, step: int) -> CheckpointInfo:
-        """The checkpoint of a step; reads its manifest and compares only the files' sizes.
-
-        Raises:
-            CheckpointDamaged: it differs, or doesn't exist.
-        """
+        """The checkpoint of a step; raises CheckpointDamaged if it is missing, or if a file's size
+        differs from the manifest."""
         for info in self.checkpoints():
             if info.step == step:
                 sizes = (manifest.size_difference(info.path / name, entry)
@@ -156,14 +151,11 @@ class Store:
         return None, skipped
 
     def prune(self, protect: Collection[int] = ()) -> list[int]:
-        """Delete old checkpoints and left-over folders. Returns the deleted steps.
-
-        Keeps the `keep` newest checkpoints, the steps in `protect` (the best one), multiples of
-        `keep_every`, and checkpoints without a readable manifest.
+        """Delete old checkpoints and left-over folders, but not the steps in `protect` or those
+        without a readable manifest. Returns the deleted steps.
 
         Raises:
             CheckpointDamaged: the newest checkpoint is damaged; nothing was deleted.
-            StaleAttempt: raised by the guard.
         """
         own = [info for info in self.checkpoints() if info.why is None and self._is_mine(info)]
         if own and own[-1].manifest["checksum"] not in self._verified:
@@ -289,7 +281,7 @@ class Store:
         return found
 
     def _names(self) -> list[tuple[str, int, str]]:
-        """The store's folders as (name, step, suffix); longer names first."""
+        """Folders as (name, step, suffix); longer names first."""
         found = []
         for name in sorted(os.listdir(self.folder), reverse=True) if self.folder.is_dir() else ():
             match = _NAME.fullmatch(name)

@@ -109,11 +109,8 @@ class TrainState:
         rng.seed_all(self.seed, rng.STEP, self.progress.step, rank)
 
     def load(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
-        """Restore everything, into the live tensors.
-
-        Raises:
-            CheckpointDamaged: a tensor is missing, unknown or has another shape; names it.
-        """
+        """Restore everything, into the live tensors. Raises CheckpointDamaged if a tensor is
+        missing, unknown or has another shape."""
         self.load_model(tensors[MODEL])
         if self.ema is not None:
             self.ema.load(tensors.get(EMA), saved.ema)

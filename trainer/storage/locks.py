@@ -26,9 +26,8 @@ _POLL_S = 0.01
 class ByteLocks:
     """POSIX record locks (`fcntl.lockf`) between processes and threads, one per byte of a file.
 
-    The kernel releases them when their process dies; forked loader workers don't inherit them. A
-    process loses all its locks on a file when it closes *any* descriptor of it, so it must have
-    only one instance per file.
+    The kernel releases them when their process dies; forks don't inherit them. A process loses all
+    its locks on a file when it closes *any* descriptor of it: it must have one instance per file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -159,11 +158,8 @@ class RunLock:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Context of a change of the folder: no other attempt can take the lock until exit.
-
-        Raises:
-            StaleAttempt: another attempt owns the folder, or the lock file was removed.
-        """
+        """Context of a change of the folder: no other attempt can take the lock until exit. Raises
+        StaleAttempt if one owns the folder, or if the lock file was removed."""
         with self._brief_lock():
             self.check_without_waiting()
             yield
@@ -237,18 +233,19 @@ def _byte(nonce: str) -> int:
 
 def _takeover_reason(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
     """Why `me` may take the lock over from a living owner, or None if it may not."""
-    who = f"process {owner.get('pid')} of attempt {owner['nonce']}, which is still alive"
+    pid, start = owner.get("launcher_pid"), owner.get("launcher_start")
     if owner.get("launch_id") is not None and owner["launch_id"] == me["launch_id"]:
-        return f"the run folder was taken over from {who}: an earlier attempt of this launch"
-    if owner.get("place") != me["place"] or owner.get("launcher_pid") is None:
+        why = "an earlier attempt of this launch"
+    elif owner.get("place") != me["place"] or pid is None:
         return None
-    launcher = (owner["launcher_pid"], owner.get("launcher_start"))
-    if launcher == (me["launcher_pid"], me["launcher_start"]):
-        return f"the run folder was taken over from {who}: an earlier attempt of this launcher"
-    start = _start_time(owner["launcher_pid"])
-    if start is None or start != owner.get("launcher_start"):
-        return f"the run folder was taken over from {who}: an orphan whose launcher is gone"
-    return None
+    elif (pid, start) == (me["launcher_pid"], me["launcher_start"]):
+        why = "an earlier attempt of this launcher"
+    elif _start_time(pid) != start or start is None:
+        why = "an orphan whose launcher is gone"
+    else:
+        return None
+    return (f"the run folder was taken over from process {owner.get('pid')} of attempt "
+            f"{owner['nonce']}, which is still alive: {why}")
 
 
 def _place() -> str:
@@ -264,15 +261,6 @@ def _start_time(pid: int) -> str | None:
     """Start time of a process, to recognize a reused pid; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        if os.path.exists("/proc/self/stat"):
-            return None
-    else:
-        return None if fields[0] in "ZX" else fields[19]
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return "unknown"
+    except (FileNotFoundError, ProcessLookupError):  # without /proc, no process counts as dead
+        return None if os.path.exists("/proc/self/stat") else "unknown"
+    return None if fields[0] in "ZX" else fields[19]

@@ -110,7 +110,7 @@ class ResumedRecord:
     """How metrics.jsonl continues from a checkpoint."""
 
     begin: FileMark
-    """The file is kept up to here; at its beginning if the file does not fit the checkpoint."""
+    """The file is kept up to here."""
     kept: Sequence[dict[str, Any]]
     """The lines of the run that follow, in order, each once."""
     unshown: Sequence[dict[str, Any]]
@@ -170,7 +170,7 @@ class Metrics:
             self._show(line, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries of state.json: the pending lines, and where they begin in the file."""
+        """Entries of state.json: the pending lines, and where they begin in the file."""
         return {"lines": [line for line, _ in self._pending],
                 "record": dataclasses.asdict(self._begin)}
 
@@ -181,11 +181,7 @@ class Metrics:
         return self._file is None or self._file.flush()
 
     def sync(self) -> None:
-        """Write all lines and fsync the file.
-
-        Raises:
-            OSError: some lines cannot be written.
-        """
+        """Write all lines and fsync the file. Raises OSError if some can't be written."""
         self._write()
         if self._file is not None:
             self._repair()
@@ -235,7 +231,6 @@ class Metrics:
                 sink.picture(image, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        """Show the final metrics of the run with its settings."""
         for sink in self._sinks:
             sink.finish(settings, figures, step)
 
@@ -300,10 +295,7 @@ def resumed_lines(
     step: int, validated: int,
 ) -> ResumedRecord:  # fmt: skip
     """Merge the lines `on_disk` after `begin` with those that the checkpoint of `step` has saved.
-
-    Args:
-        validated: the last step whose validation is done. Later validations are repeated.
-    """
+    Validations after the step `validated` are repeated."""
     written = {line_key(line): line for line in on_disk
                if line["step"] <= (validated if line_key(line)[1] else step)}
     merged = {**written, **{line_key(line): line for line in saved}}
