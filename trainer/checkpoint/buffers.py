@@ -134,8 +134,9 @@ class Buffers:
         """(name, original, current tensor) of each watched buffer."""
         for name, owner, key, original in self._watched:
             tensor = owner.get(key)
-            usable = isinstance(tensor, Tensor) and tensor.is_floating_point()
-            yield name, original, tensor if usable else original
+            if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+                tensor = original
+            yield name, original, tensor
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """(buffer, copy) of each buffer."""

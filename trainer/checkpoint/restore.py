@@ -145,7 +145,7 @@ def _is_valid(check: Callable[[int], object], step: int) -> bool:
 def find_checkpoint_at(path: Path, world: World) -> CheckpointRef:
     """Collective. The checkpoint at a path given by the user: the folder of a checkpoint, or of a
     run (its newest valid one). Raises ConfigError if there is none or it is damaged."""
-    report = world.broadcast_json(_look_at_source(path) if world.is_main else None)
+    report = world.broadcast_json(_locate(path) if world.is_main else None)
     try:
         if "why" in report:
             raise CheckpointDamaged(report["why"])
@@ -157,7 +157,7 @@ def find_checkpoint_at(path: Path, world: World) -> CheckpointRef:
     return dataclasses.replace(found, skipped=tuple(report["skipped"]), path=place)
 
 
-def _look_at_source(path: Path) -> dict[str, Any]:
+def _locate(path: Path) -> dict[str, Any]:
     """Path and step of the checkpoint at a user's path, or why there is none."""
     if not path.is_dir():
         return {"why": "there is no such folder"}

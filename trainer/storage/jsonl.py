@@ -69,6 +69,8 @@ class AppendFile:
         self._lock = threading.Lock()  # the writer thread appends events too
         self._descriptor = _open(path)
         self._size = os.fstat(self._descriptor).st_size
+        if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
+            self.append(b"\n")  # a crash of the machine has cut the last record
 
     @property
     def damage(self) -> str:

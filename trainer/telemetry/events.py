@@ -92,8 +92,6 @@ class Log:
         """Append events to `path` from now on, after the events recorded before this call."""
         self.attempt, self.nonce = attempt, nonce
         self._events, self.folder = AppendFile(path), path.parent
-        if _is_torn(path):
-            self._events.append(b"\n")
         for line in self._early:
             self._write_event({**line, "attempt": attempt, "nonce": nonce})
         self._early.clear()
@@ -165,15 +163,6 @@ def _launch_phases() -> dict[str, float]:
         return {str(phase): float(at) for phase, at in phases.items()}
     except (ValueError, TypeError, AttributeError):
         return {}
-
-
-def _is_torn(path: Path) -> bool:
-    """Whether a file ends with an incomplete line, after a crash of the machine."""
-    with path.open("rb") as file:
-        if not file.seek(0, os.SEEK_END):
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
 
 
 def read_events(*paths: Path) -> list[dict[str, Any]]:

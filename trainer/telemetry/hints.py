@@ -210,8 +210,7 @@ class Hints:
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         if not timing:
             return  # a step of an earlier attempt, which is in `lines`
-        if not line["step"] % self._stride:
-            self._note(line)
+        self._note(line)
         if not line["step"] % self._every:
             self._guarded(self._check, line["step"])
 
@@ -254,7 +253,7 @@ class Hints:
 
     def _check(self, step: int) -> None:
         facts, points = self._facts, self._points
-        losses, norms, rates = ([point[i] for point in points] for i in (1, 2, 3))
+        losses, norms = [p[1] for p in points], [p[2] for p in points]
         self._check_first(None)
         if step >= max(200, facts.total // 10):
             self.emit("flat-loss", check_flat_loss(losses, self._first))
@@ -262,7 +261,7 @@ class Hints:
             self.emit("clipped-steps", check_clipped(norms[len(norms) // 2 :], facts.clip_norm))
             self.emit("rising-norm", check_rising_norm(norms, losses))
         if step >= facts.total // 2:
-            self.emit("constant-rate", check_constant_rate(rates))
+            self.emit("constant-rate", check_constant_rate([p[3] for p in points]))
         if not self._is_done("idle-memory") and (memory := facts.memory()) is not None:
             self.emit("idle-memory", check_idle_memory(*memory, facts.micro_size, facts.per_rank))
         if not self._is_done("dead-gradient"):

@@ -97,7 +97,7 @@ class Status:
 
     @property
     def has_nothing_at_stake(self) -> bool:
-        """Whether a stop now loses nothing: no step of this attempt has begun."""
+        """Whether no step of this attempt has begun, so that a stop loses nothing."""
         return self.phase in PREPARING
 
     @property

@@ -79,10 +79,7 @@ class StepTiming:
 
     def open(self, path: Path) -> None:
         """Write lines from now on; on rank 0."""
-        torn = path.exists() and path.stat().st_size > 0
         self._file = AppendFile(path)
-        if torn:  # it may end within a line, and readers skip empty lines
-            self._file.append(b"\n")
         self._began_s, self._last = self._clock(), self._now()
         self._next_s = self._began_s + EVERY_S
 
