@@ -126,8 +126,7 @@ def test_a_loaded_checkpoint_is_not_reported_as_a_new_save(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_save_starts_no_further_threads(tmp_path: Path, dtype: torch.dtype
-                                                         ) -> None:
+def test_a_save_starts_no_further_threads(tmp_path: Path, dtype: torch.dtype) -> None:
     subject = make_subject(10)
     subject.model.to(dtype).register_parameter("filters", nn.Parameter(
         torch.ones(256, 256, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)))

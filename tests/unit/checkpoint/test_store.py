@@ -279,29 +279,19 @@ def test_a_rollback_sets_aside_newer_steps_of_older_generations(tmp_path: Path) 
     assert names(store) == ["step-00000010", "step-00000025", "step-00000050"]
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_pruning_keeps_the_newest_and_the_best_after_every_save_also_over_a_resume(
-    tmp_path: Path, keep: int
+@pytest.mark.parametrize(("keep", "keep_every"), [(1, None), (2, None), (2, 8)])
+def test_pruning_keeps_the_newest_the_best_and_every_nth_also_over_a_resume(
+    tmp_path: Path, keep: int, keep_every: int | None
 ) -> None:
-    store = Store(tmp_path, keep=keep)
     saved: list[int] = []
     for step in range(2, 61, 2):
-        if step == 40:
-            store = Store(tmp_path, keep=keep)
+        if step in (2, 40):
+            store = Store(tmp_path, keep=keep, keep_every=keep_every)
         save(store, step)
         saved.append(step)
         store.prune(protect={10})
-        assert set(steps(store)) == {10} & set(saved) | set(saved[-keep:])
-
-
-def test_keep_every_keeps_checkpoints_for_good(tmp_path: Path) -> None:
-    store = Store(tmp_path, keep=2, keep_every=4)
-
-    for step in range(1, 12):
-        save(store, step)
-        store.prune()
-
-    assert steps(store) == [4, 8, 10, 11]
+        for_good = {10, *(range(keep_every, 61, keep_every) if keep_every else ())}
+        assert set(steps(store)) == for_good & set(saved) | set(saved[-keep:])
 
 
 def test_nothing_is_pruned_while_the_newest_is_damaged(store: Store) -> None:
