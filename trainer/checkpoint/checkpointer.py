@@ -76,8 +76,7 @@ def reason_not_to_save(
                 and info.generation == generation and info.step <= step), default=None)
     if kept is None or kept <= step - interval:
         return None
-    size = sum(tensorfile.data_size(t) for t in state.tensors().values())
-    needed_s = seconds_needed(events, size)
+    needed_s = seconds_needed(events, sum(map(tensorfile.data_size, state.tensors().values())))
     if needed_s is None or needed_s <= left_s:
         return None
     return (f"step {step} is not saved: by the speed of the last save this would take "
@@ -293,9 +292,8 @@ class Checkpointer:
         return step
 
     def _write_alone(self, job: SaveJob) -> None:
-        with self.store.stage(
-            job.step, generation=self.generation, wait_s=SURVIVORS_WAIT * self._world.launch.grace_s
-        ) as stage:
+        wait_s = SURVIVORS_WAIT * self._world.launch.grace_s
+        with self.store.stage(job.step, generation=self.generation, wait_s=wait_s) as stage:
             if not self.store.holds(job.step, self.generation):
                 self._write_files(stage, job)
 
@@ -316,10 +314,9 @@ class Checkpointer:
         began = time.perf_counter()
         try:
             self._finish_snapshot(job)
-            total = sum(tensorfile.data_size(t) for t in job.tensors.values())
-            with self.store.stage(
-                job.step, generation=self.generation, expected_bytes=total
-            ) as stage:
+            total = sum(map(tensorfile.data_size, job.tensors.values()))
+            with self.store.stage(job.step, generation=self.generation,
+                                  expected_bytes=total) as stage:
                 with contextlib.suppress(OSError):  # the checkpoint contains them too
                     self._record.metrics.sync()
                 self._write_files(stage, job)
@@ -343,8 +340,7 @@ class Checkpointer:
         step, self._unverified_best = self._unverified_best, 0
         if step not in job.protect or self._world.has_nodes:
             return
-        before = self.store.hide_damaged(step)
-        if before is not None:
+        if (before := self.store.hide_damaged(step)) is not None:
             job.error = SaveFailed(
                 f"the best weights, of step {step}, are damaged. The next start continues from "
                 f"step {before} and computes them again")

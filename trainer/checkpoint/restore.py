@@ -85,8 +85,7 @@ def find_checkpoint(
             found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
                 best = found.state.best.step
-                if best in (0, found.step) or any(
-                        world.gather_json(_is_valid(store.find, best))):
+                if best in (0, found.step) or any(world.gather_json(_is_valid(store.find, best))):
                     return found
                 without_best = found
             elif found.step < best:

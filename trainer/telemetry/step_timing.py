@@ -57,12 +57,10 @@ class StepTiming:
 
     def __init__(
         self, *, rank: int = 0, size: int = 1, attempt: int = 0, workers: int = 0, cores: int = 1,
-        warn: Callable[[str], None] = lambda text: None, memory: Callable[[], float] | None = None,
-        clocks: Clocks = Clocks(),
+        warn: Callable[[str], None], memory: Callable[[], float], clocks: Clocks = Clocks(),
     ) -> None:  # fmt: skip
         self._rank, self._size, self._attempt, self._warn = rank, size, attempt, warn
-        self._workers, self._cores = workers, cores
-        self._memory = memory or resident_mb
+        self._workers, self._cores, self._memory = workers, cores, memory
         self._clock, self._now = clocks.monotonic, clocks.wall
         self._sums = dict.fromkeys((*PARTS, "held"), 0.0)
         self._count = self._samples = self._step = 0
@@ -83,9 +81,8 @@ class StepTiming:
         self._began_s, self._last = self._clock(), self._now()
         self._next_s = self._began_s + EVERY_S
 
-    def add(
-        self, step: int, times: Mapping[str, float], *, samples: int, save_stall_s: float
-    ) -> None:
+    def add(self, step: int, times: Mapping[str, float], *, samples: int,
+            save_stall_s: float) -> None:
         """Add the times of a step, and the seconds of saves that blocked this rank so far."""
         sums = self._sums
         for part, seconds in times.items():
@@ -161,7 +158,6 @@ class StepTiming:
                                  for end, before in zip(ends, self._base, strict=True)]
         line["memory_mb"] = [None if end is None else end[-1] for end in ends]
         self._file.append((json.dumps(line) + "\n").encode())
-        self._file.flush()  # also earlier lines that a full disk has rejected
         self._last, now_s = own[3], self._clock()
         self._next_s = now_s + min(LONGEST_S, max(EVERY_S, GROWTH * (now_s - self._began_s)))
         self._lines += 1
