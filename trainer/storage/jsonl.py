@@ -18,7 +18,7 @@ from typing import Any
 
 import xxhash
 
-from trainer.storage.files import replace_bytes
+from trainer.storage.files import CHUNK, replace_bytes, write_file
 
 TAIL_BYTES = 1 << 16
 """Most bytes that the checksum of a position covers; bytes of one read from the end."""
@@ -109,14 +109,10 @@ class AppendFile:
         """Copy the open file to its path, never over another file if it `is_removed`."""
         aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         aside.unlink(missing_ok=True)
+        size = os.fstat(self._descriptor).st_size
         try:
-            copy, offset = _open(aside), 0
-            try:
-                while part := os.pread(self._descriptor, 1 << 20, offset):
-                    offset += os.write(copy, part)
-                os.fsync(copy)
-            finally:
-                os.close(copy)
+            write_file(aside, (memoryview(os.pread(self._descriptor, CHUNK, offset))
+                               for offset in range(0, size, CHUNK)))
             if is_removed:
                 with contextlib.suppress(FileExistsError):  # another process was faster
                     os.link(aside, self._path)
