@@ -9,10 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
 from trainer.checkpoint.progress import BestTracker, LossMeter, ScheduleLengths, TrainProgress
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
+from trainer.config import schema
 from trainer.config.schema import Optim, Schedule
 from trainer.distributed.world import LaunchInfo, World
 from trainer.optim import optimizers, schedules
@@ -72,5 +73,5 @@ def make_checkpointer(subject: Subject, folder: Path) -> Checkpointer:
     return Checkpointer(
         store=store, state=subject.state, world=world, log=Log(),
         record=RunRecord(run_id="benchmark", attempt={}),
-        policy=SavePolicy(on_error="stop"),
+        config=schema.Checkpoint(on_error="stop"),
     )  # fmt: skip

@@ -16,9 +16,9 @@ from trainer.telemetry.status import Status
 class StepBoundary:
     """Copies of the buffers at the last step boundary, and the lock of its state.
 
-    The lock is free from the beginning of a step to its update. Within that time parameters,
-    optimizer, progress and the copies of the buffers are those of the boundary, and another thread
-    that takes the lock may save them; the main thread then can't update any more.
+    The lock is free from the beginning of a step to its update. In that time parameters, optimizer,
+    progress and the copies of the buffers are those of the boundary; another thread that takes the
+    lock may save them, and the main thread can't update any more.
     """
 
     def __init__(self, model: nn.Module, status: Status) -> None:
@@ -39,11 +39,8 @@ class StepBoundary:
             self._lock.release()
 
     def close(self, timeout_s: float = -1) -> bool:
-        """Take the lock in the main thread, for the update or for a save.
-
-        Returns:
-            False if the time has passed: another thread saves, and ends the process.
-        """
+        """Take the lock in the main thread, for the update or for a save. Returns False if the time
+        has passed: another thread saves, and ends the process."""
         self._holds_lock = self._holds_lock or self._lock.acquire(timeout=timeout_s)
         return self._holds_lock
 
@@ -52,10 +49,8 @@ class StepBoundary:
         return self._lock.acquire(blocking=False)
 
     def side_stream(self) -> contextlib.AbstractContextManager[Any]:
-        """Context in which another thread that has taken the lock reads the state.
-
-        On a GPU this is a side stream that waits only for the work before the boundary.
-        """
+        """Context in which another thread reads the state: on a GPU, a side stream that waits only
+        for the work before the boundary."""
         if self._event is None:
             return contextlib.nullcontext()
         stream = torch.cuda.Stream(self._device)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Iterator
-from operator import is_
 from typing import Any, TypeGuard
 
 import torch
@@ -17,15 +16,13 @@ from trainer.errors import ConfigError
 class Buffers:
     """Copies of the model's buffers (BatchNorm statistics), updated at each step boundary.
 
-    If the forward assigns new tensors to buffers (`self.mean = …`), their values are copied back to
-    the original storage, to which all other parts of a run refer.
+    Tensors that the forward assigns to buffers (`self.mean = …`) are copied back to the original
+    storage, to which all other parts of a run refer.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._slots: list[tuple[dict[str, Any], str]] = []
-        """Dict and key of each buffer in its module."""
-        self._originals: list[Tensor | None] = []
-        """Tensor of each buffer with the original storage."""
+        self._slots: list[tuple[dict[str, Any], str]] = []  # dict and key of each buffer
+        self._originals: list[Tensor | None] = []  # its tensor with the original storage
         self._names: list[str] = []
         self._persistent: list[bool] = []
         for path, module in model.named_modules():
@@ -35,8 +32,6 @@ class Buffers:
                 self._names.append(f"{path}.{name}" if path else name)
                 self._persistent.append(persistent)
         self._watched: list[tuple[str, dict[str, Any], str, Tensor]] = []
-        self._vectors: list[Tensor] = []
-        """The watched buffers if all have one dimension: `torch.cat` then needs no flattening."""
         self._was_reassigned = False
         self._live: list[Tensor] = []
         self._kept: list[Tensor] = []
@@ -50,14 +45,13 @@ class Buffers:
 
     @property
     def was_reassigned(self) -> bool:
-        """Whether the forward assigns new tensors to buffers: within a step the originals may be
-        out of date."""
+        """Whether the forward assigns new tensors to buffers: within a step the originals are old.
+        """
         return self._was_reassigned or any(
             owner.get(name) is not original
             for (owner, name), original in zip(self._slots, self._originals, strict=True))
 
     def keep(self) -> None:
-        """Copy the current buffers."""
         if self._live:
             torch._foreach_copy_(self._kept, self._live)
 
@@ -77,13 +71,11 @@ class Buffers:
             ConfigError: a persistent buffer has changed its shape, dtype or device, so a restarted
                 model could not load it.
         """
-        current = [owner.get(name) for owner, name in self._slots]
-        if all(map(is_, current, self._originals)):
-            return
-        for index, (original, found) in enumerate(zip(self._originals, current, strict=True)):
+        for index, ((owner, name), original) in enumerate(
+                zip(self._slots, self._originals, strict=True)):
+            found = owner.get(name)
             if found is original:
                 continue
-            owner, name = self._slots[index]
             self._was_reassigned = True
             if original is not None and _fits(found, original):
                 original.detach().copy_(found.detach())
@@ -100,11 +92,8 @@ class Buffers:
 
     @contextlib.contextmanager
     def preserved(self, moved: set[str]) -> Iterator[None]:
-        """Restore buffers that change inside the context.
-
-        Args:
-            moved: receives the names of changed persistent buffers.
-        """
+        """Restore buffers that change inside the context; `moved` receives the names of those that
+        are persistent."""
         before = self._versions()
         try:
             yield
@@ -124,39 +113,30 @@ class Buffers:
         kept = {id(b): k for b, k in self.pairs()}
         self._watched = [
             (name, *slot, original)
-            for name, slot, original in zip(
-                self._names, self._slots, self._originals, strict=True)
+            for name, slot, original in zip(self._names, self._slots, self._originals, strict=True)
             if original is not None and original in moved and original.is_floating_point()
             and bool(torch.isfinite(kept[id(original)]).all())
         ]  # fmt: skip
-        originals = [original for *_, original in self._watched]
-        self._vectors = originals if all(b.dim() == 1 for b in originals) else []
 
     def nonfinite(self, among: Container[Tensor] | None = None) -> Tensor | None:
-        """NaN if a watched buffer (in `among`) is not finite, otherwise 0, on the buffers' device.
-
-        Returns:
-            None if no buffer is watched.
-        """
-        current = [owner.get(key) for _, owner, key, _ in self._watched]
-        if among is None and self._vectors and all(map(is_, current, self._vectors)):
-            found = self._vectors
-        else:
-            found = [t.detach().flatten()
-                     for t, (*_, original) in zip(self._current(), self._watched, strict=True)
-                     if among is None or original in among]
+        """NaN if a watched buffer (in `among`) is not finite, otherwise 0, on the buffers' device;
+        None if no buffer is watched."""
+        found = [tensor.detach().flatten() for _, original, tensor in self._current()
+                 if among is None or original in among]
         return (torch.cat(found) * 0).sum() if found else None
 
     def nonfinite_names(self) -> list[str]:
         """Names of the watched buffers that are not finite."""
-        return [name for (name, *_), tensor in zip(self._watched, self._current(), strict=True)
+        return [name for name, _, tensor in self._current()
                 if not bool(torch.isfinite(tensor).all())]
 
-    def _current(self) -> list[Tensor]:
-        """Current tensors of the watched buffers; the original if another value is assigned."""
-        found = [(owner.get(key), original) for _, owner, key, original in self._watched]
-        return [t if isinstance(t, Tensor) and t.is_floating_point() else original
-                for t, original in found]
+    def _current(self) -> Iterator[tuple[str, Tensor, Tensor]]:
+        """(name, original, current tensor) of each watched buffer."""
+        for name, owner, key, original in self._watched:
+            tensor = owner.get(key)
+            if not (isinstance(tensor, Tensor) and tensor.is_floating_point()):
+                tensor = original
+            yield name, original, tensor
 
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """(buffer, copy) of each buffer."""

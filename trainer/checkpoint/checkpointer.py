@@ -6,7 +6,7 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,15 +15,11 @@ from typing import Any
 from torch import Tensor
 
 from trainer.checkpoint.manifest import StagedCheckpoint
-from trainer.checkpoint.restore import (
-    CheckpointRef,
-    abandon_newer,
-    restore_model,
-    restore_state,
-)
+from trainer.checkpoint.restore import CheckpointRef, abandon_newer, restore_model, restore_state
 from trainer.checkpoint.snapshot import Snapshot
 from trainer.checkpoint.store import Store
 from trainer.checkpoint.train_state import TrainState
+from trainer.config import schema
 from trainer.distributed.waits import WaitsFor, waiting_for
 from trainer.distributed.world import World
 from trainer.errors import CheckpointBusy, CheckpointDamaged, NonFinite, SaveFailed, TrainerError
@@ -36,29 +32,19 @@ from trainer.telemetry.status import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class SavePolicy:
-    """When saves are due by the clock, and what a failed save leads to."""
-
-    on_error: str
-    """--checkpoint.on-error: "continue" or "stop"."""
-    every_s: float = 0.0
-    """--checkpoint.every-s: seconds between saves by the clock; 0 is off."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """What each checkpoint records about the run besides its training state."""
 
     run_id: str
     attempt: Mapping[str, Any]
-    """Further entries of state.json about this attempt (settings, circumstances)."""
+    """Further entries of state.json (settings, circumstances)."""
     metrics: Metrics = field(default_factory=Metrics)
-    """Each save contains its pending lines, and makes the written ones durable before."""
+    """Each save contains its pending lines and first makes the written ones durable."""
 
 
 @dataclass
 class SaveJob:
-    """A checkpoint to be written by the writer thread, and its progress."""
+    """A checkpoint for the writer thread, and how far it is."""
 
     step: int
     kind: str
@@ -73,7 +59,6 @@ class SaveJob:
 
     @property
     def failure_message(self) -> str:
-        """The message for users about a failed save."""
         kind = "" if isinstance(self.error, OSError | TrainerError) else type(self.error).__name__
         why = ": ".join(filter(None, (kind, str(self.error))))
         return f"step {self.step} was not saved: {why}"
@@ -83,18 +68,15 @@ def reason_not_to_save(
     events: Path, store: Store, state: TrainState, *, generation: int, interval: int,
     left_s: float,
 ) -> str | None:  # fmt: skip
-    """Why an emergency save of this step boundary should not be started; None to start it.
-
-    By the speed of the last save in `events` it would be killed before it completes, in `left_s`
-    seconds, *and* a complete checkpoint from within the last interval (0: none) exists.
-    """
+    """Why an emergency save should not be started, or None: by the speed of the last save in
+    `events` it would take longer than `left_s`, *and* a complete checkpoint is at most `interval`
+    steps old."""
     step = state.progress.step
     kept = max((info.step for info in store.checkpoints() if info.why is None
                 and info.generation == generation and info.step <= step), default=None)
     if kept is None or kept <= step - interval:
         return None
-    needed_s = seconds_needed(events,
-                              sum(tensorfile.data_size(t) for t in state.tensors().values()))
+    needed_s = seconds_needed(events, sum(map(tensorfile.data_size, state.tensors().values())))
     if needed_s is None or needed_s <= left_s:
         return None
     return (f"step {step} is not saved: by the speed of the last save this would take "
@@ -113,38 +95,27 @@ SURVIVORS_WAIT = 2 / 3
 
 
 class Checkpointer:
-    """Saves the training state at step boundaries.
-
-    The state is copied in memory, then written by a thread of each rank that writes a run folder
-    (rank 0, and the first rank of each node with its own disk).
-
-    Args:
-        record: what checkpoints contain besides the training state.
-        policy: saves by the clock, and what a failed save leads to.
-        marks: progress marks of this rank; set when a save begins and when the writer is idle.
-        clock: monotonic seconds.
-    """
+    """Saves the training state at step boundaries: copies it in memory, then writes it in a thread
+    of each rank that writes a run folder (rank 0, and the first rank of each node with its own
+    disk)."""
 
     def __init__(
         self, *, store: Store, state: TrainState, world: World, log: Log, record: RunRecord,
-        policy: SavePolicy, marks: ProgressMarks | None = None,
-        clock: Callable[[], float] = time.monotonic,
+        config: schema.Checkpoint, marks: ProgressMarks | None = None,
     ) -> None:  # fmt: skip
         self.store = store
         self.generation = 0
         self.waits = 0
-        """Number of saves that had to wait for the previous one."""
+        """Saves that had to wait for the previous one."""
         self.save_stall_s = 0.0
         """Seconds for which `save` has blocked the training so far."""
         self.overlap = False
-        """Whether only updates change parameters, so that they may be copied during the next
-        forward and backward."""
+        """Whether parameters may be copied during the next forward and backward."""
         self.failed: str | None = None
         """Why the last save failed; None once a save has succeeded again."""
         self._state, self._world, self._log = state, world, log
-        self._record, self._policy = record, policy
-        self._clock = clock
-        self._last_s = clock()
+        self._record, self._config, self._marks = record, config, marks or ProgressMarks()
+        self._last_s = time.monotonic()
         self._snapshot = Snapshot()
         # One thread for all saves: waking it costs the training 10 µs, starting one 100-200 µs.
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
@@ -155,10 +126,9 @@ class Checkpointer:
         self._last_good_step = -1  # of the newest save without a bad step directly before it
         self._unverified_best = 0  # step of the best weights that an earlier attempt has saved
         # The best weights until they are known to be on disk: a later state may only be saved after
-        # them. If rank 0 dies while it saves them, rank 1 does it, from a copy of its own. Without
-        # a copy the other ranks save nothing, and the next start computes the steps again.
+        # them. If rank 0 dies while it saves them, rank 1 does it, from its own copy. The other
+        # ranks have none and save nothing; the next start computes the steps again.
         self._unconfirmed_best: SaveJob | None = None
-        self._marks = marks or ProgressMarks()
 
     def allow_overlap(self) -> None:
         """Copy parameters during the next forward and backward, since only updates change them."""
@@ -167,12 +137,12 @@ class Checkpointer:
     @property
     def overdue(self) -> bool:
         """Whether a save by the clock is due; decided by rank 0's clock."""
-        every_s = self._policy.every_s
-        return bool(every_s) and self._world.is_main and self._clock() - self._last_s >= every_s
+        every_s, past_s = self._config.every_s, time.monotonic() - self._last_s
+        return bool(every_s) and self._world.is_main and past_s >= every_s
 
     @property
     def has_unreported_save(self) -> bool:
-        """Whether the last save is complete on disk and the other ranks don't know this yet."""
+        """Whether the last save is complete, and the other ranks don't know this yet."""
         if self._saved is self._confirmed or self.saved_step < 0 or not self._world.is_main:
             return False
         job = self._job
@@ -192,7 +162,7 @@ class Checkpointer:
     @property
     def must_fail(self) -> bool:
         """Whether a save has failed on this rank and --checkpoint.on-error is stop."""
-        return self._policy.on_error == "stop" and self.failure is not None
+        return self._config.on_error == "stop" and self.failure is not None
 
     @property
     def failure(self) -> str | None:
@@ -201,33 +171,24 @@ class Checkpointer:
         return self.failed if job is None or job.error is None else job.failure_message
 
     def save(self, kind: str) -> None:
-        """Collective. Save the state of this step boundary; repeated calls save it once.
-
-        Raises:
-            OSError: the previous save failed, with --checkpoint.on-error stop.
-        """
-        self._last_s = self._clock()
-        self._marks.mark(Phase.SAVE, self._state.progress.step)
-        self._save(kind)
-        self.save_stall_s += self._clock() - self._last_s
-
-    def _save(self, kind: str) -> None:
-        progress = self._state.progress
+        """Collective. Save the state of this step boundary; repeated calls save it once. Raises
+        OSError if the previous save failed, with --checkpoint.on-error stop."""
+        self._last_s, progress = time.monotonic(), self._state.progress
+        self._marks.mark(Phase.SAVE, progress.step)
         boundary = (progress.step, progress.validated)
         # A stop or a survivor may have saved this step before its validation was complete.
-        if boundary == self._saved:
-            return
-        self.finish_pending()
-        self._saved, self._kind = boundary, kind
-        self._state.share()
-        self._begin(kind)
+        if boundary != self._saved:
+            self.finish_pending()
+            self._saved, self._kind = boundary, kind
+            self._state.share()
+            self._begin(kind)
+        self.save_stall_s += time.monotonic() - self._last_s
 
     def _begin(self, kind: str) -> None:
-        """Copy the state and start writing it; first write best weights whose save has failed."""
+        """Copy the state and start writing it, after best weights whose save has failed."""
         best, keeps = kind == "best", self._world.writes_run_dir
         if keeps and self._unconfirmed_best is not None and not best:
-            # Their copy in memory would be overwritten by the next one.
-            self._submit(self._unconfirmed_best)
+            self._submit(self._unconfirmed_best)  # its copy is overwritten by the next one
             self.finish_pending()
             if self._unconfirmed_best is not None:
                 return
@@ -244,13 +205,8 @@ class Checkpointer:
                 self._submit(job)
 
     def settle(self) -> None:
-        """Collective. Wait until the last save is durable.
-
-        A failed save is tried once more, since the state has not changed.
-
-        Raises:
-            OSError, RuntimeError: it failed; on all ranks.
-        """
+        """Collective. Wait until the last save is durable; if it failed, save once more. Raises
+        OSError or RuntimeError on all ranks if it failed again."""
         error: Exception | None = None
         for again in (False, True):
             try:
@@ -270,17 +226,14 @@ class Checkpointer:
         self._unconfirmed_best, self._confirmed = None, self._saved
 
     def finish_copy(self) -> None:
-        """Wait until the last save's copy in memory is complete; call it before an update."""
+        """Wait until the copy of the last save is complete; call it before an update."""
         if self._job is not None and not self._job.copied.is_set():
             with waiting_for(WaitsFor.WRITER):
                 self._job.copied.wait()
 
     def finish_pending(self, *, must: bool = False) -> None:
-        """Wait for the save in progress, if any, and report its failure.
-
-        Raises:
-            OSError: it failed, with `must` or --checkpoint.on-error stop.
-        """
+        """Wait for the save in progress, if any, and report its failure: by an OSError with `must`
+        or --checkpoint.on-error stop."""
         if self._writing is None or self._job is None:
             if must and self.failed is not None:
                 raise OSError(self.failed)
@@ -302,29 +255,25 @@ class Checkpointer:
             raise job.error
         warned, self.failed = self.failed, job.failure_message
         self._log.event("save-failed", at_step=job.step, why=str(job.error))
-        if must or self._policy.on_error == "stop":
+        if must or self._config.on_error == "stop":
             raise OSError(self.failed) from job.error
         if warned is None:  # once, until a save succeeds again
             self._log.warning(f"{self.failed}. The run continues and tries again at the next save.")
+        job.error = None  # a cycle with its traceback, which would keep the job for a long time
 
     def save_alone(self, kept: Mapping[int, Tensor] | None = None) -> int | None:
-        """Save the state of this step boundary after the death of another rank.
-
-        Every survivor tries. One of them writes; the others find its complete checkpoint.
+        """Save this step boundary after the death of another rank. Every survivor tries; one of
+        them writes, and the others find its checkpoint.
 
         Args:
-            kept: address → tensor to save in place of the live tensor there, for a thread other
-                than the main thread.
+            kept: address → tensor to save in place of the live one, if this is not the main thread.
 
         Returns:
             The step saved; None if a checkpoint of this step exists already.
-
-        Raises:
-            OSError, CheckpointBusy, StaleAttempt: the save failed.
         """
         self.abandon()
         with contextlib.suppress(OSError):
-            self._record.metrics.sync()  # nothing else does this in the folder of another node
+            self._record.metrics.sync()  # for the folder of another node
         best = self._unconfirmed_best
         if best is not None and not self.store.holds(best.step, self.generation):
             if not best.tensors:
@@ -343,19 +292,15 @@ class Checkpointer:
         return step
 
     def _write_alone(self, job: SaveJob) -> None:
-        with self.store.stage(
-            job.step, generation=self.generation, wait_s=SURVIVORS_WAIT * self._world.launch.grace_s
-        ) as stage:
+        wait_s = SURVIVORS_WAIT * self._world.launch.grace_s
+        with self.store.stage(job.step, generation=self.generation, wait_s=wait_s) as stage:
             if not self.store.holds(job.step, self.generation):
                 self._write_files(stage, job)
 
     def _make_job(self, kind: str, tensors: dict[str, dict[str, Tensor]]) -> SaveJob:
-        """The content of a checkpoint of this step boundary."""
         step = self._state.progress.step
-        facts = {
-            **self._state.facts(), **self._record.attempt,
-            **self._record.metrics.state_dict(), "step": step, "generation": self.generation,
-        }
+        facts = {**self._state.facts(), **self._record.attempt,
+                 **self._record.metrics.state_dict(), "step": step, "generation": self.generation}
         if not self._state.progress.consecutive_bad_steps:
             self._last_good_step = step
         return SaveJob(step, kind, tensors, facts, {self._state.best.step, self._last_good_step})
@@ -369,10 +314,9 @@ class Checkpointer:
         began = time.perf_counter()
         try:
             self._finish_snapshot(job)
-            total = sum(tensorfile.data_size(t) for t in job.tensors.values())
-            with self.store.stage(
-                job.step, generation=self.generation, expected_bytes=total
-            ) as stage:
+            total = sum(map(tensorfile.data_size, job.tensors.values()))
+            with self.store.stage(job.step, generation=self.generation,
+                                  expected_bytes=total) as stage:
                 with contextlib.suppress(OSError):  # the checkpoint contains them too
                     self._record.metrics.sync()
                 self._write_files(stage, job)
@@ -390,16 +334,13 @@ class Checkpointer:
                         seconds=round(time.perf_counter() - began, 6))
 
     def _verify_restored_best(self, job: SaveJob) -> None:
-        """Verify the best weights of an earlier attempt, before what came before them is pruned.
-
-        Reading them at the start would delay the first step. If they are damaged, this attempt
-        ends, and the next start resumes from before them and computes them again.
-        """
+        """Verify the best weights of an earlier attempt before older checkpoints are pruned; at the
+        start this would delay the first step. If they are damaged, this attempt ends, and the next
+        one resumes from before them."""
         step, self._unverified_best = self._unverified_best, 0
         if step not in job.protect or self._world.has_nodes:
             return
-        before = self.store.hide_damaged(step)
-        if before is not None:
+        if (before := self.store.hide_damaged(step)) is not None:
             job.error = SaveFailed(
                 f"the best weights, of step {step}, are damaged. The next start continues from "
                 f"step {before} and computes them again")
@@ -435,7 +376,7 @@ class Checkpointer:
         self._unverified_best = 0 if found.path else self._state.best.step
 
     def go_back(self, found: CheckpointRef) -> None:
-        """Collective. Roll back to an older checkpoint; the run continues in a new generation."""
+        """Collective. Roll back to an older checkpoint, in a new generation."""
         restore_state(found, self.store, self._state, self._world, self._log)
         self.generation = max(found.generation, self.generation) + 1
         if self._world.writes_run_dir:
@@ -444,22 +385,18 @@ class Checkpointer:
         self._saved = (-1, -1)
 
     def load_model(self, step: int) -> bool:
-        """Collective. As `restore_model`."""
+        """Collective. See `restore_model`."""
         self.finish_pending()
         return restore_model(step, self.store, self._state, self._world)
 
     def close(self) -> None:
-        """Wait for the last save and stop the writer.
-
-        Raises:
-            OSError: the last save failed.
-        """
+        """Wait for the last save and stop the writer. Raises OSError if the save failed."""
         self.finish_pending(must=True)
         self._writer.shutdown()
         self.store.close()
 
     def abandon(self) -> None:
-        """Wait for the save in progress after a failure, without reporting its result."""
+        """Wait for the save in progress, without reporting its result."""
         if self._writing is not None:
             with waiting_for(WaitsFor.WRITER):
                 self._writing.result()

@@ -18,13 +18,12 @@ from trainer.storage.layout import MANIFEST
 
 Buffer = Any
 """An object with a contiguous buffer: bytes, a memoryview, an array."""
-
 Reader = Callable[[Path, Callable[[Any], object]], Any]
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """A checkpoint as described by its manifest; its data has not been read."""
+    """A checkpoint as its manifest describes it; its data has not been read."""
 
     path: Path
     step: int
@@ -32,7 +31,7 @@ class CheckpointInfo:
     run: str | None = None
     kind: str | None = None
     manifest: Mapping[str, Any]
-    """The whole manifest; empty, and the values above None, if it is damaged."""
+    """Empty, and the values above None, if it is damaged."""
     why: str | None = None
     """What is wrong with the manifest, or None."""
 
@@ -41,7 +40,6 @@ class StagedCheckpoint:
     """A checkpoint that is being written to a temporary folder.
 
     Args:
-        generation: generation of the run's history; every rollback increments it.
         midway: called once, after the first buffer has been written.
         publish: called when all files are durable; renames the folder to its final name.
     """
@@ -50,19 +48,13 @@ class StagedCheckpoint:
         self, path: Path, *, step: int, generation: int, midway: Callable[[], None],
         publish: Callable[[], CheckpointInfo],
     ) -> None:
-        self.path = path
-        self.step = step
-        self.generation = generation
+        self.path, self.step, self.generation = path, step, generation
         self.bytes_tried = 0
         self._midway, self._publish = midway, publish
         self._files: dict[str, dict[str, Any]] = {}
 
     def write(self, name: str, content: Buffer | Iterable[Buffer]) -> None:
-        """Write and hash one file, of one buffer or several in order; it is durable on return.
-
-        Raises:
-            OSError: the disk is full or fails.
-        """
+        """Write and hash a file of one or several buffers; it is durable on return."""
         before, hasher = self.bytes_tried, xxhash.xxh3_128()
         write_file(self.path / name, self._counted(content), hasher.update)
         size = self.bytes_tried - before
@@ -71,15 +63,13 @@ class StagedCheckpoint:
     def commit(self, *, kind: str, run: str = "") -> CheckpointInfo:
         """Publish the checkpoint atomically, then read it back from disk and verify it.
 
-        An older checkpoint of the same step stays readable until the new one has been verified.
-
         Args:
             kind: reason of the save: "periodic", "best", "stop" or "survivor".
 
         Raises:
-            CheckpointDamaged: it doesn't read back as written; the older one was put back.
+            CheckpointDamaged: it doesn't read back as written; an older one of this step was put
+                back.
             StaleAttempt: raised by the store's guard; nothing was published.
-            OSError: the disk is full or fails.
         """
         manifest = encode_manifest({
             "run": run, "generation": self.generation, "step": self.step, "kind": kind,
@@ -128,23 +118,17 @@ def read_manifest(path: Path, step: int) -> CheckpointInfo:
 
 
 def verify(path: Path, step: int) -> CheckpointInfo:
-    """Read all files of a checkpoint and compare sizes and hashes with the manifest.
-
-    Raises:
-        CheckpointDamaged: names the folder, the file and the difference.
-    """
+    """Compare sizes and hashes of all files of a checkpoint with the manifest. Raises
+    CheckpointDamaged, with the folder, the file and the difference."""
     return read_verified(path, step, read_chunks)[0]
 
 
 def read_verified(path: Path, step: int, read: Reader) -> tuple[CheckpointInfo, dict[str, Any]]:
-    """As `verify`, and return the content of each file as well; each file is read once.
+    """As `verify`; also returns the content of each file, which is read once.
 
     Args:
         read: reads a file, passes all its bytes in order to its second argument, and returns the
             content.
-
-    Raises:
-        CheckpointDamaged: see `verify`.
     """
     info, contents = read_manifest(path, step), dict[str, Any]()
     why = info.why
@@ -166,7 +150,7 @@ def read_verified(path: Path, step: int, read: Reader) -> tuple[CheckpointInfo, 
 
 
 def size_difference(path: Path, entry: Mapping[str, Any]) -> str | None:
-    """How a file differs from its entry in the manifest, without reading it; None if it doesn't."""
+    """How a file differs from its entry in the manifest, without reading it, or None."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -185,7 +169,7 @@ def _tail(body: bytes) -> bytes:
 
 
 def _parse(raw: bytes) -> dict[str, Any]:
-    """Decode a manifest. Raises ValueError with the reason if it is damaged."""
+    """Decode a manifest. Raises ValueError if it is damaged."""
     body = raw[: -len(_tail(b""))]
     if not raw:
         raise ValueError(f"{MANIFEST} is empty")

@@ -8,28 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, listed
 from trainer.storage import layout, tensorfile
 
 NESTED = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")
-SHOWN = 8
 
 
 def load_initial_weights(model: nn.Module, path: Path, *, strict: bool) -> list[str]:
     """Copy a file's weights into the model's parameters and buffers.
 
-    A head of another size keeps the model's initial values. A tensor counts as part of a head if
-    only its first dimension, the number of outputs, differs.
+    Head tensors of another size keep the model's initial values: those of which only the first
+    dimension, the number of outputs, differs.
 
     Args:
         strict: refuse missing names, unknown names and other shapes.
 
     Returns:
         One line for each tensor or group of tensors that was not loaded.
-
-    Raises:
-        ConfigError: the file can't be read, or doesn't fit the model.
     """
     flag = f"--init {path}"
     saved, live = read_weights(path), model.state_dict()
@@ -39,18 +35,18 @@ def load_initial_weights(model: nn.Module, path: Path, *, strict: bool) -> list[
             and saved[n].shape[1:] == live[n].shape[1:]]
     taken = {n: saved[n] for n in common if n not in resized}
     if not taken:
-        raise ConfigError(f"{flag}: no tensor fits the model; the file has {_first_names(saved)}, "
-                          f"the model has {_first_names(live)}.")
+        raise ConfigError(f"{flag}: no tensor fits the model; the file has {listed(saved)}, "
+                          f"the model has {listed(live)}.")
     problems = []
     if other := [n for n in resized if n not in head]:
-        problems.append("different shapes: " + _first_names(
+        problems.append("different shapes: " + listed(
             f"{n} {tuple(saved[n].shape)}, in the model {tuple(live[n].shape)}" for n in other))
     # torch itself decides which buffers may be missing from an older file.
     if missing := [n for n in model.load_state_dict(taken, strict=False).missing_keys
                    if n not in resized]:
-        problems.append(f"missing from the file: {_first_names(missing)}")
+        problems.append(f"missing from the file: {listed(missing)}")
     if unknown := [n for n in saved if n not in live]:
-        problems.append(f"unknown to the model: {_first_names(unknown)}")
+        problems.append(f"unknown to the model: {listed(unknown)}")
     if strict and problems:
         raise ConfigError(f"{flag}: the file doesn't fit the model: {'; '.join(problems)}. Use "
                           "--init-strict off to load only what fits.")
@@ -65,9 +61,6 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     Args:
         path: a safetensors file, a torch checkpoint (read with `weights_only`, so it runs no
             code), or a folder with a model.safetensors.
-
-    Raises:
-        ConfigError: the file can't be read.
     """
     flag = f"--init {path}"
     if path.is_dir():
@@ -101,8 +94,3 @@ def _without_prefixes(name: str) -> str:
     while prefix := next((p for p in PREFIXES if name.startswith(p)), ""):
         name = name.removeprefix(prefix)
     return name.replace("._orig_mod.", ".")
-
-
-def _first_names(names: Any) -> str:
-    names = list(names)
-    return ", ".join(names[:SHOWN]) + (f", … ({len(names)})" if len(names) > SHOWN else "")

@@ -37,21 +37,18 @@ class TrainProgress:
                    bad=state["bad"], excluded_steps=state["left_out"], replaced=state["replaced"])
 
     def restore(self, saved: TrainProgress) -> None:
-        """Take over a saved progress."""
         vars(self).update(copy.deepcopy(vars(saved)))
 
     @property
     def updates(self) -> int:
-        """Number of optimizer updates."""
         return self.step - self.skipped
 
     def complete(self, step: int, *, replaced: int = 0) -> None:
-        """Move to the boundary after a global batch, of which `replaced` samples were others."""
+        """Move to the boundary after a global batch."""
         self.replaced += replaced
         self.step = step
 
     def complete_validation(self) -> None:
-        """Record that the validation of this step is complete."""
         self.validated = self.step
 
     def exclude(self, steps: Iterable[int], *, bad: Iterable[int] = ()) -> None:
@@ -67,7 +64,7 @@ class TrainProgress:
 
     @property
     def consecutive_bad_steps(self) -> list[int]:
-        """The consecutive bad steps that end at this step; excluded batches don't count."""
+        """The consecutive bad steps up to this one; excluded batches don't count."""
         row, step = [], self.step
         while step in self.bad or step in self.excluded_steps:
             if step not in self.excluded_steps:
@@ -108,7 +105,7 @@ class BestTracker:
         return 0 < patience <= self.waited
 
     def wait(self, value: float, min_delta: float) -> None:
-        """Count a validation for early stopping: better than `mark` by `min_delta`, or not."""
+        """Count a validation for early stopping."""
         gain = math.inf if self.mark is None else value - self.mark
         if self.mark is not None and self.direction == "min":
             gain = -gain
@@ -118,7 +115,6 @@ class BestTracker:
             self.waited += 1
 
     def take(self, value: float, step: int) -> None:
-        """Record a new best value."""
         self.value, self.step = value, step
 
     def state_dict(self) -> dict[str, Any]:
@@ -134,7 +130,6 @@ class BestTracker:
                    step=state["step"], mark=mark, waited=state["waited"])
 
     def restore(self, saved: BestTracker) -> None:
-        """Take over a saved best validation."""
         vars(self).update(vars(saved))
 
 
@@ -146,12 +141,11 @@ class LossMeter:
     count: float = 0.0
 
     def add(self, total: float, count: float) -> None:
-        """Add a step's loss sum and sample count."""
         self.total += total
         self.count += count
 
     def take_mean(self) -> float | None:
-        """Return the mean since the last call, or None without samples; then reset."""
+        """The mean since the last call; None without samples."""
         mean = self.total / self.count if self.count else None
         self.total = self.count = 0.0
         return mean
@@ -166,11 +160,8 @@ class LossMeter:
 
 @dataclass
 class ScheduleLengths:
-    """The lengths in steps that the learning rate schedule is based on: an epoch and the run.
-
-    A run that is extended later keeps them and stays at the schedule's last rate, so that the
-    steps already made are those of the longer run too.
-    """
+    """Steps of an epoch and of the run, on which the learning rate schedule is based. A run that is
+    extended keeps them and stays at the last rate, so that the steps so far remain its own."""
 
     epoch: int
     total: int

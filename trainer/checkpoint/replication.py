@@ -35,13 +35,11 @@ def copy_missing_checkpoints(
 def resume_record(
     found: CheckpointRef | None, path: Path, world: World
 ) -> tuple[ResumedRecord, FileMark]:
-    """Collective. How metrics.jsonl continues from a checkpoint, and where it ends then.
+    """Collective. How metrics.jsonl continues from a checkpoint (equal on all ranks that write a
+    run folder), and where it ends then.
 
-    The checkpoint knows where in the file its lines belong. If a file does not fit it, or the
-    checkpoint is from an older version, all lines of the file are merged with it.
-
-    Returns:
-        (record, end). record: equal on all ranks that write a run folder. end: equal on all ranks.
+    The checkpoint knows where in the file its lines belong. If it is from an older version or a
+    file does not fit it, all lines of the file are merged with it.
     """
     holder, step, validated = 0, 0, 0
     saved: list[dict[str, Any]] = []
@@ -66,14 +64,8 @@ def resume_record(
 
 
 def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: Log) -> None:
-    """Collective. Copy a checkpoint, file by file, to the folders that don't have the same one.
-
-    A folder may have another checkpoint of this step: a node that was absent during a rollback
-    still has what the rollback abandoned.
-
-    Args:
-        first: the rank whose checkpoint is preferred as the source.
-    """
+    """Collective. Copy a checkpoint, preferably from rank `first`, to the folders without the same
+    one. A node that was absent during a rollback has an abandoned one of this step."""
     looks = world.writes_run_dir or world.rank == first
     if len({*world.gather_json(_checksum(step, store) if looks else None)} - {None}) == 1:
         return
@@ -102,14 +94,14 @@ def _copy(step: int, first: int, store: Store, run_id: str, world: World, log: L
             log.event("copied", at_step=step, holder=holder)
         except Exception as problem:
             error = problem
-            _exhaust(received)
-    else:
-        _exhaust(received)
+    for chunks in received.values():  # take part in all broadcasts
+        for _ in chunks:
+            pass
     world.raise_on_all_ranks(error)
 
 
 def _send(path: Path | None, size: int, world: World, holder: int) -> Iterator[memoryview]:
-    """Collective. Broadcast the holder's file in chunks; a generator of its bytes on all ranks."""
+    """Collective. Broadcast the holder's file; yields its bytes on all ranks."""
     file = path.open("rb") if path is not None else None
     for start in range(0, size, CHUNK_BYTES):
         chunk: Tensor = torch.empty(min(CHUNK_BYTES, size - start), dtype=torch.uint8)
@@ -121,14 +113,8 @@ def _send(path: Path | None, size: int, world: World, holder: int) -> Iterator[m
         file.close()
 
 
-def _exhaust(received: dict[str, Iterator[memoryview]]) -> None:
-    for chunks in received.values():
-        for _ in chunks:
-            pass
-
-
 def _checksum(step: int, store: Store, *, verify: bool = False) -> str:
-    """Checksum of the manifest of this step's checkpoint; "" if it is missing or damaged."""
+    """Checksum of this step's manifest; "" if the checkpoint is missing or damaged."""
     try:
         info = store.verify(step) if verify else store.find(step)
     except CheckpointDamaged:

@@ -23,12 +23,10 @@ from trainer.storage import layout, tensorfile
 from trainer.storage.layout import EMA, MODEL, STATE, step_name
 from trainer.telemetry.events import Log
 
-TENSORS = ".safetensors"
-
 
 @dataclass(frozen=True)
 class CheckpointRef:
-    """The checkpoint to resume from; equal on all ranks except for `tensors`."""
+    """The checkpoint to resume from."""
 
     step: int
     generation: int
@@ -40,7 +38,7 @@ class CheckpointRef:
     path: Path | None = None
     """Its folder, if it belongs to another run (`--resume PATH`)."""
     tensors: dict[str, dict[str, Tensor]] = field(default_factory=dict, repr=False, compare=False)
-    """On the holder, the content of the tensor files, until it is restored."""
+    """Only on the holder: the content of the tensor files, until it is restored."""
 
 
 def find_checkpoint(
@@ -48,15 +46,15 @@ def find_checkpoint(
 ) -> CheckpointRef | None:
     """Collective. The newest valid checkpoint that any rank can read; None without checkpoints.
 
-    The holder reads and verifies it. The best weights are in a separate checkpoint. If that is gone
-    or has files of another size, the newest one from before it is selected, if there is one:
-    resuming from there computes the best weights again.
+    The holder reads and verifies it. If the checkpoint of the best weights is gone or has files of
+    another size, the newest one from before it is selected, if any: resuming there computes them
+    again.
 
     Args:
         newest: step of the newest checkpoint to consider; None: all.
 
     Raises:
-        ConfigError: there are checkpoints, and none of them is valid; nothing was changed.
+        ConfigError: none of the checkpoints is valid.
     """
     skipped: list[str] = []
     without_best, best = None, 0
@@ -73,11 +71,9 @@ def find_checkpoint(
             if without_best is not None:
                 return without_best
             if skipped and newest is None:
-                raise ConfigError(
-                    "no valid checkpoint is left; nothing was changed. "
-                    + " · ".join(skipped)
-                    + " · Restore one from a backup, or start again in another --run-dir."
-                )
+                raise ConfigError(" · ".join([
+                    f"no valid checkpoint is left; nothing was changed. {skipped[0]}", *skipped[1:],
+                    "Restore one from a backup, or start again in another --run-dir."]))
             return None
         latest = max(every)
         holder = next(r for r, view in enumerate(seen) if list(latest) in view["good"])
@@ -89,7 +85,7 @@ def find_checkpoint(
             found = dataclasses.replace(found, generation=latest[0], skipped=tuple(skipped))
             if without_best is None:
                 best = found.state.best.step
-                if best in (0, found.step) or any(world.gather_json(_seems_whole(store, best))):
+                if best in (0, found.step) or any(world.gather_json(_is_valid(store.find, best))):
                     return found
                 without_best = found
             elif found.step < best:
@@ -101,11 +97,8 @@ def find_checkpoint(
 
 
 def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRef:
-    """Collective. Read a checkpoint on the rank that has it, and verify it at the same time.
-
-    Raises:
-        CheckpointDamaged: it is damaged. On all ranks.
-    """
+    """Collective. Read and verify a checkpoint on the rank that has it. Raises CheckpointDamaged on
+    all ranks."""
     report: dict[str, Any] = {}
     tensors: dict[str, dict[str, Tensor]] = {}
     if holder == world.rank:
@@ -113,7 +106,7 @@ def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRe
             contents = store.read(step, _read_file)
             report["state"] = json.loads(contents.pop(STATE))
             SavedState.from_json(report["state"])
-            tensors = {name: c for name, c in contents.items() if name.endswith(TENSORS)}
+            tensors = {name: c for name, c in contents.items() if isinstance(c, dict)}
         except (CheckpointDamaged, KeyError, ValueError, OSError) as error:
             report = {"why": str(error)}
     report = world.broadcast_json(report, holder)
@@ -124,40 +117,34 @@ def _read_by(holder: int, step: int, store: Store, world: World) -> CheckpointRe
 
 def _read_file(path: Path, on_chunk: Callable[[Any], object]) -> Any:
     """Read a file of a checkpoint for `read_verified`."""
-    if path.suffix == TENSORS:
+    if path.suffix == ".safetensors":
         return tensorfile.read_tensors(path, on_chunk)
     data = path.read_bytes()
     on_chunk(data)
     return data
 
 
-def _seems_whole(store: Store, step: int) -> bool:
+def find_holder(step: int, store: Store, world: World) -> int | None:
+    """Collective. A rank whose disk has a valid checkpoint of this step, if possible rank 0."""
+    valid = world.broadcast_json(world.is_main and _is_valid(store.verify, step))
+    if valid:
+        return 0
+    every = world.gather_json(not world.is_main and _is_valid(store.verify, step))
+    return every.index(True) if any(every) else None
+
+
+def _is_valid(check: Callable[[int], object], step: int) -> bool:
     try:
-        store.find(step)
-    except CheckpointDamaged:
+        check(step)
+    except (CheckpointDamaged, OSError):
         return False
     return True
 
 
-def find_holder(step: int, store: Store, world: World) -> int | None:
-    """Collective. A rank whose disk has a valid checkpoint of this step, if possible rank 0."""
-    valid = world.broadcast_json(world.is_main and _is_valid(store, step))
-    if valid:
-        return 0
-    every = world.gather_json(not world.is_main and _is_valid(store, step))
-    return every.index(True) if any(every) else None
-
-
 def find_checkpoint_at(path: Path, world: World) -> CheckpointRef:
-    """Collective. The checkpoint at a path given by the user.
-
-    Args:
-        path: the folder of a checkpoint, or of a run (its newest valid checkpoint is taken).
-
-    Raises:
-        ConfigError: there is no checkpoint, or it is damaged.
-    """
-    report = world.broadcast_json(_look_at_source(path) if world.is_main else None)
+    """Collective. The checkpoint at a path given by the user: the folder of a checkpoint, or of a
+    run (its newest valid one). Raises ConfigError if there is none or it is damaged."""
+    report = world.broadcast_json(_locate(path) if world.is_main else None)
     try:
         if "why" in report:
             raise CheckpointDamaged(report["why"])
@@ -169,16 +156,8 @@ def find_checkpoint_at(path: Path, world: World) -> CheckpointRef:
     return dataclasses.replace(found, skipped=tuple(report["skipped"]), path=place)
 
 
-def _is_valid(store: Store, step: int) -> bool:
-    try:
-        store.verify(step)
-    except (CheckpointDamaged, OSError):
-        return False
-    return True
-
-
-def _look_at_source(path: Path) -> dict[str, Any]:
-    """Path and step of the checkpoint at a path given by the user, or why there is none."""
+def _locate(path: Path) -> dict[str, Any]:
+    """Path and step of the checkpoint at a user's path, or why there is none."""
     if not path.is_dir():
         return {"why": "there is no such folder"}
     if match := re.fullmatch(layout.STEP_NAME, path.name):
@@ -192,14 +171,9 @@ def _look_at_source(path: Path) -> dict[str, Any]:
 def restore_state(
     found: CheckpointRef, store: Store, state: TrainState, world: World, log: Log
 ) -> None:
-    """Collective. Load a checkpoint into the live tensors of all ranks.
-
-    If every rank finds the same valid checkpoint on its disk, each rank reads it. Otherwise the
-    holder broadcasts it, which takes longer.
-
-    Raises:
-        CheckpointDamaged: it doesn't fit this run; names the entry. On all ranks.
-    """
+    """Collective. Load a checkpoint into the live tensors of all ranks; CheckpointDamaged on all
+    ranks if it doesn't fit. Each rank reads it if all have the same valid one on their disks;
+    otherwise the holder broadcasts it, which takes longer."""
     holds = found.holder == world.rank
     tensors = dict(found.tensors)
     found.tensors.clear()
@@ -231,12 +205,8 @@ def restore_state(
 
 
 def abandon_newer(found: CheckpointRef, store: Store, world: World, log: Log) -> int:
-    """Collective. Abandon checkpoints newer than the restored one. Returns the generation to use.
-
-    Newer checkpoints are damaged ones. If there are any, the run continues in a new generation, so
-    that no later start resumes from them. Their generation may be later than that of the restored
-    checkpoint; the new one is later than both.
-    """
+    """Collective. Abandon newer checkpoints than the restored one, which are damaged. If there are
+    any, the run continues in a generation later than all of them. Returns the generation."""
     latest = max(world.gather_json(store.generation if world.writes_run_dir else 0))
     following = 1 + max(latest, found.generation)
     mine: list[int] = []
@@ -249,11 +219,8 @@ def abandon_newer(found: CheckpointRef, store: Store, world: World, log: Log) ->
 
 
 def restore_model(step: int, store: Store, state: TrainState, world: World) -> bool:
-    """Collective. Load only the weights of a checkpoint, into the model of all ranks.
-
-    Returns:
-        False if there is no valid checkpoint of this step.
-    """
+    """Collective. Load only the weights of a checkpoint. Returns False if there is no valid
+    checkpoint of this step."""
     holder = find_holder(step, store, world)
     if holder is None:
         return False
@@ -278,7 +245,7 @@ def restore_model(step: int, store: Store, state: TrainState, world: World) -> b
 def _send(
     tensors: dict[str, dict[str, Tensor]] | None, holder: int, world: World
 ) -> dict[str, dict[str, Tensor]]:
-    """Collective. Broadcast the holder's tensors; returns them on all ranks."""
+    """Collective. Broadcast the holder's tensors."""
     described = {name: tensorfile.describe_tensors(t) for name, t in (tensors or {}).items()}
     described = world.broadcast_json(described, holder)
     if tensors is None:

@@ -16,11 +16,8 @@ from trainer.storage.layout import STATE
 
 @dataclass(frozen=True, kw_only=True)
 class SavedState:
-    """Everything that a checkpoint holds besides tensors.
-
-    The entries of the training state are always there. Those about the attempt that wrote the
-    checkpoint are empty if an older version of the trainer has not written them.
-    """
+    """Everything that a checkpoint holds besides tensors. Entries with a default are empty if an
+    older version of the trainer has not written them."""
 
     progress: TrainProgress
     best: BestTracker
@@ -29,15 +26,13 @@ class SavedState:
     schedule: dict[str, Any]
     scaler: dict[str, Any]
     parts: dict[str, Any]
-    """States of further parts of the run, such as a stream."""
     ema: dict[str, Any] = field(default_factory=dict)
-    """State of the averaged weights; empty without averaging."""
     rng: list[str] = field(default_factory=list)
     """Digest of each rank's random generators."""
     lines: list[dict[str, Any]] = field(default_factory=list)
     """The last metric lines, which metrics.jsonl may not have."""
     record: FileMark | None = None
-    """Position in metrics.jsonl at which `lines` begin; None in older checkpoints."""
+    """Position in metrics.jsonl at which `lines` begin."""
     settings: dict[str, Any] = field(default_factory=dict)
     """All settings by dotted name."""
     circumstances: dict[str, Any] = field(default_factory=dict)
@@ -47,11 +42,7 @@ class SavedState:
 
     @classmethod
     def from_json(cls, entries: Mapping[str, Any]) -> SavedState:
-        """Parse the content of state.json.
-
-        Raises:
-            CheckpointDamaged: an entry of the training state is missing; names it.
-        """
+        """Parse state.json. Raises CheckpointDamaged if a necessary entry is missing."""
         known = {name: entries[name] for name in cls.__dataclass_fields__ if name in entries}
         try:
             known["progress"] = TrainProgress.from_json(entries["progress"])
@@ -66,10 +57,5 @@ class SavedState:
 
     @classmethod
     def read(cls, folder: Path) -> SavedState:
-        """Read the state.json of a checkpoint.
-
-        Raises:
-            CheckpointDamaged: an entry is missing.
-            OSError, ValueError: the file can't be read, or is no JSON.
-        """
+        """As `from_json`. Raises OSError or ValueError too if the file can't be read or parsed."""
         return cls.from_json(json.loads((folder / STATE).read_bytes()))

@@ -27,10 +27,9 @@ class Snapshot:
 
         Args:
             live: file name → tensor name → tensor.
-            later: addresses (`data_ptr`) of tensors that don't change until `finish`. Large ones
-                on the CPU are copied by `finish`.
-            pin: pin new buffers for GPU tensors. Allocating pinned memory may wait for all work
-                queued on the GPU.
+            later: addresses (`data_ptr`) of tensors that don't change until `finish`, which copies
+                the large ones on the CPU.
+            pin: pin new buffers for GPU tensors. This may wait for all work queued on the GPU.
         """
         assert not self._deferred, "finish() must be called before the next take()"
         sources: list[Tensor] = []
@@ -56,11 +55,8 @@ class Snapshot:
         return {file: {n: kept[n] for n in live[file]} for file, kept in self._buffers.items()}
 
     def finish(self) -> bool:
-        """Copy the tensors that `take` has left. Uses this thread only: torch's threads compute.
-
-        Returns:
-            Whether these tensors are unchanged since `take`, by torch's version counters.
-        """
+        """Copy the tensors that `take` has left, in this thread only: torch's threads compute.
+        Returns whether they are unchanged since `take`, by torch's version counters."""
         deferred, self._deferred = self._deferred, []
         for source, target, _ in deferred:
             ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)

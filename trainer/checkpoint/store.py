@@ -24,15 +24,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from trainer.checkpoint.manifest import (
-    CheckpointInfo,
-    Reader,
-    StagedCheckpoint,
-    read_manifest,
-    read_verified,
-    size_difference,
-    verify,
-)
+from trainer.checkpoint import manifest
+from trainer.checkpoint.manifest import CheckpointInfo, Reader, StagedCheckpoint
 from trainer.errors import CheckpointBusy, CheckpointDamaged
 from trainer.storage.files import free_bytes, fsync_folder, make_folder, remove_folder
 from trainer.storage.layout import STEP_NAME, step_name
@@ -50,12 +43,10 @@ class Store:
     Args:
         folder: created with the first checkpoint.
         run: checkpoints of other runs are never loaded, pruned or set aside; None: all are its own.
-        keep: number of newest checkpoints that `prune` keeps.
-        keep_every: `prune` also keeps checkpoints whose step is a multiple of this.
-        guard: context manager entered around every visible change of the folder; raises if the
-            change is not allowed (`RunLock.committing`).
-        mark: called with a progress mark and its step: `SAVE_BEGIN`, `SAVE_MID` (after the first
-            buffer) and `SAVE_END` (the new checkpoint is visible, but not verified yet).
+        keep, keep_every: `prune` keeps this many newest checkpoints, and multiples of this step.
+        guard: context of every visible change of the folder; raises if it is not allowed.
+        mark: called with a step at `SAVE_BEGIN`, `SAVE_MID` (after the first buffer) and `SAVE_END`
+            (the new checkpoint is visible, but not verified yet).
     """
 
     def __init__(
@@ -77,21 +68,19 @@ class Store:
     ) -> Iterator[StagedCheckpoint]:
         """Context in which the checkpoint of a step is written; without a `commit` it is deleted.
 
-        A step has only one writer at a time. A second one gets its turn when the first is done *or
+        A step has one writer at a time. The next one gets its turn when the first is done *or
         dead*, so it should call `verify` first: the checkpoint may be complete already.
 
         Args:
-            expected_bytes: size of the whole checkpoint, if known; for the error message.
+            expected_bytes: size of the checkpoint, if known; for the message about a full disk.
             wait_s: seconds to wait for another writer of this step.
 
         Raises:
             CheckpointBusy: another process or thread is still writing this step.
-            OSError: the disk is full; names the folder, the bytes needed and the bytes free.
         """
         stage = StagedCheckpoint(
             self._temp_path(step_name(step), f"tmp-{os.getpid()}"), step=step,
-            generation=generation,
-            midway=lambda: self._mark(Phase.SAVE_MID, step),
+            generation=generation, midway=lambda: self._mark(Phase.SAVE_MID, step),
             publish=lambda: self._publish(step, stage.path),
         )  # fmt: skip
         try:
@@ -107,28 +96,22 @@ class Store:
             if error.errno not in DISK_FULL:
                 raise
             needed = max(expected_bytes, stage.bytes_tried)
-            raise OSError(
-                error.errno,
-                f"{error.strerror}: the checkpoint of step {step} needs "
-                f"{'' if expected_bytes else 'at least '}{needed:,} bytes and "
-                f"{free_bytes(self.folder):,} are free; older checkpoints are complete",
-                str(self.folder),
-            ) from error
+            why = (f"{error.strerror}: the checkpoint of step {step} needs "
+                   f"{'' if expected_bytes else 'at least '}{needed:,} bytes and "
+                   f"{free_bytes(self.folder):,} are free; older checkpoints are complete")
+            raise OSError(error.errno, why, str(self.folder)) from error
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """All checkpoints by (generation, step), then those with a damaged manifest."""
+        """All checkpoints by (generation, step); those with a damaged manifest come last."""
         shown = {info.step: info for info in self._candidates()}  # step-N.old comes before step-N
         return sorted(shown.values(), key=_age)
 
     def find(self, step: int) -> CheckpointInfo:
-        """The checkpoint of a step; reads its manifest and compares only the files' sizes.
-
-        Raises:
-            CheckpointDamaged: it differs, or doesn't exist.
-        """
+        """The checkpoint of a step; raises CheckpointDamaged if it is missing, or if a file's size
+        differs from the manifest."""
         for info in self.checkpoints():
             if info.step == step:
-                sizes = (size_difference(info.path / name, entry)
+                sizes = (manifest.size_difference(info.path / name, entry)
                          for name, entry in info.manifest.get("files", {}).items())
                 if why := info.why or next(filter(None, sizes), None):
                     raise CheckpointDamaged(f"{info.path.name}: {why}")
@@ -136,12 +119,12 @@ class Store:
         raise CheckpointDamaged(f"{step_name(step)}: there is no such checkpoint in {self.folder}")
 
     def verify(self, step: int) -> CheckpointInfo:
-        """As `find`, and compare all files with the manifest's hashes."""
+        """As `find`; also compares all files with the manifest's hashes."""
         return self._verify(self.find(step).path, step)
 
     def read(self, step: int, read: Reader) -> dict[str, Any]:
         """As `verify`; returns the contents of the files by name (see `read_verified`)."""
-        info, contents = read_verified(self.find(step).path, step, read)
+        info, contents = manifest.read_verified(self.find(step).path, step, read)
         self._verified.add(info.manifest["checksum"])
         return contents
 
@@ -168,46 +151,32 @@ class Store:
         return None, skipped
 
     def prune(self, protect: Collection[int] = ()) -> list[int]:
-        """Delete old checkpoints and left-over folders. Returns the deleted steps.
-
-        Keeps the `keep` newest checkpoints, the steps in `protect` (the best one), multiples of
-        `keep_every`, and checkpoints without a readable manifest.
+        """Delete old checkpoints and left-over folders, but not the steps in `protect` or those
+        without a readable manifest. Returns the deleted steps.
 
         Raises:
             CheckpointDamaged: the newest checkpoint is damaged; nothing was deleted.
-            StaleAttempt: raised by the guard.
         """
         own = [info for info in self.checkpoints() if info.why is None and self._is_mine(info)]
         if own and own[-1].manifest["checksum"] not in self._verified:
             self._verify(own[-1].path, own[-1].step)
-        to_prune = [
-            info for info in own[:-self._keep]
-            if info.step not in protect
-            and not (self._keep_every and info.step % self._keep_every == 0)
-        ]  # fmt: skip
+        to_prune = [info for info in own[:-self._keep] if info.step not in protect
+                    and not (self._keep_every and info.step % self._keep_every == 0)]
         self._hide(*[info.path for info in to_prune])
         self._sweep()
         return [info.step for info in to_prune]
 
     def set_aside(self, *, after_step: int, generation: int) -> list[int]:
-        """Abandon checkpoints of older generations after a step, for a rollback to it.
-
-        They are no longer listed, and the next `prune` deletes them. Returns their steps.
-        """
-        abandoned = [
-            info for info in self._candidates()
-            if info.step > after_step
-            and (info.generation is None or (self._is_mine(info) and info.generation < generation))
-        ]  # fmt: skip
+        """For a rollback to a step, hide the later checkpoints of older generations until the next
+        `prune` deletes them. Returns their steps."""
+        abandoned = [info for info in self._candidates() if info.step > after_step and (
+            info.generation is None or (self._is_mine(info) and info.generation < generation))]
         self._hide(*[info.path for info in abandoned])
         return sorted({info.step for info in abandoned})
 
     def hide_damaged(self, step: int) -> int | None:
-        """Verify a checkpoint; hide it if it is damaged and there is one from before it.
-
-        Returns:
-            The newest step before it if it was hidden, else None.
-        """
+        """Hide a checkpoint if it is damaged and there is an older one. Returns the newest step
+        before it if it was hidden, else None."""
         path, _ = self._paths(step)
         if not path.is_dir() or self._is_valid(path, step):
             return None
@@ -220,12 +189,12 @@ class Store:
 
     @property
     def generation(self) -> int:
-        """Latest generation of this run's checkpoints, including damaged ones; 0 without any."""
+        """Latest generation of this run's checkpoints; 0 without any."""
         return max((i.generation or 0 for i in self.checkpoints() if self._is_mine(i)), default=0)
 
     def clean(self) -> list[str]:
-        """At the start of an attempt: delete what dead ones left behind, and complete the save that
-        was interrupted while it replaced a checkpoint. Returns the deleted names."""
+        """At the start: delete what dead attempts left behind, and complete an interrupted
+        replacement of a checkpoint. Returns the deleted names."""
         return self._sweep(at_start=True)
 
     def close(self) -> None:
@@ -305,14 +274,14 @@ class Store:
         """All folders that may be checkpoints; step-N.old before step-N."""
         for _ in range(10):  # until no writer renamed anything meanwhile
             names = self._names()
-            found = [read_manifest(self.folder / n, step) for n, step, how in names if how
-                     in ("", "old")]
+            found = [manifest.read_manifest(self.folder / name, step)
+                     for name, step, suffix in names if suffix in ("", "old")]
             if names == self._names():
                 break
         return found
 
     def _names(self) -> list[tuple[str, int, str]]:
-        """The store's folders as (name, step, suffix); longer names first."""
+        """Folders as (name, step, suffix); longer names first."""
         found = []
         for name in sorted(os.listdir(self.folder), reverse=True) if self.folder.is_dir() else ():
             match = _NAME.fullmatch(name)
@@ -325,7 +294,7 @@ class Store:
         return self._run is None or info.run == self._run
 
     def _verify(self, path: Path, step: int) -> CheckpointInfo:
-        info = verify(path, step)
+        info = manifest.verify(path, step)
         self._verified.add(info.manifest["checksum"])
         return info
 
@@ -351,10 +320,9 @@ class Store:
             fsync_folder(self.folder)
         return hidden
 
-    def _discard(self, *paths: Path) -> None:
-        for path in self._hide(*paths):
-            remove_folder(path)
-
+    def _discard(self, path: Path) -> None:
+        for hidden in self._hide(path):
+            remove_folder(hidden)
 
 
 def _age(info: CheckpointInfo) -> tuple[float, int, bool]:

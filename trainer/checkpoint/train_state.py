@@ -6,7 +6,7 @@ So it does not depend on wrappers of the model (DDP, compile) or on the order of
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,37 +27,12 @@ CONFIGURED = frozenset((
 """Parameter group values set by the configuration; they may change when it changes."""
 
 
-class Stateful(Protocol):
-    """A resumable part of the run whose state is a JSON value."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state to save."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a saved state."""
-        ...
-
-
-@runtime_checkable
-class Shared(Protocol):
-    """A resumable part whose state is distributed over the ranks."""
-
-    def share(self) -> None:
-        """Collective. Exchange the state between the ranks before a save."""
-        ...
-
-
 @dataclass
 class TrainState:
-    """Everything that a resumed run needs.
-
-    Args:
-        model: the plain model, without DDP or compile wrappers.
-        parts: further resumable parts by name.
-    """
+    """Everything that a resumed run needs."""
 
     model: nn.Module
+    """Without DDP or compile wrappers."""
     optimizer: torch.optim.Optimizer
     schedule: Any
     scaler: torch.amp.GradScaler
@@ -66,24 +41,22 @@ class TrainState:
     meter: LossMeter
     seed: int
     num_ranks: int
-    parts: dict[str, Stateful] = field(default_factory=dict)
+    parts: dict[str, Any] = field(default_factory=dict)
+    """Further parts by name, with `state_dict` and `load_state_dict` (JSON values); with `share`
+    (collective) if the state is distributed over the ranks."""
     ema: Ema | None = None
 
     def __post_init__(self) -> None:
         self._structure = self._current_structure()
 
     def _current_structure(self) -> dict[str, bool]:
-        """Name of each tensor of the model → whether it is trained."""
+        """Name of each of the model's tensors → whether it is trained."""
         trained = {p.data_ptr() for p in self.model.parameters() if p.requires_grad}
         return {name: tensor.data_ptr() in trained for name, tensor in _model_tensors(self.model)}
 
     def tensors(self) -> dict[str, dict[str, Tensor]]:
         """The live tensors of the model, the optimizer ("PARAMETER|KEY") and the averaged weights,
-        by file and name. Copy them before the next step.
-
-        Raises:
-            ConfigError: see `check_structure`.
-        """
+        by file and name. Raises ConfigError as `check_structure`."""
         self.check_structure()
         model, optimizer = dict(_model_tensors(self.model)), self._optimizer_tensors()
         if self.ema is None:
@@ -91,19 +64,15 @@ class TrainState:
         return {MODEL: model | self.ema.weights(), OPTIMIZER: optimizer, EMA: self.ema.tensors()}
 
     def check_structure(self) -> None:
-        """Check that the forward has not changed the model's structure.
-
-        Raises:
-            ConfigError: parameters or buffers were added, removed or unfrozen.
-        """
+        """Raises ConfigError if the forward added, removed or unfroze parameters or buffers."""
         now = self._current_structure()
         names = now.keys() ^ self._structure.keys() | {
             n for n in now if now[n] > self._structure.get(n, True)}
         if names:
             raise ConfigError(
                 f"--task: the model's forward has added, removed or unfrozen "
-                f"{listed(sorted(names))}; the optimizer and the "
-                "checkpoints need the model as model() returns it: do it there.")
+                f"{listed(sorted(names))}; the optimizer and the checkpoints need the model as "
+                "model() returns it: do it there.")
 
     def export_weights(self) -> dict[str, Tensor]:
         """The weights for validation and export: the moving average if there is one."""
@@ -111,7 +80,7 @@ class TrainState:
         return model if self.ema is None else model | self.ema.averages()
 
     def facts(self) -> dict[str, Any]:
-        """All state except tensors and `rng_digests`, as JSON values."""
+        """All state except tensors and generators, as JSON values."""
         return {
             "progress": self.progress.state_dict(),
             "best": self.best.state_dict(),
@@ -124,14 +93,14 @@ class TrainState:
         }
 
     def share(self) -> None:
-        """Collective. Exchange distributed state between the ranks before a save; without it
-        `facts` is consistent too, but may contain an older state of some parts."""
+        """Collective. Exchange distributed state before a save; without it `facts` may contain an
+        older, consistent state of some parts."""
         for part in self.parts.values():
-            if isinstance(part, Shared):
+            if hasattr(part, "share"):
                 part.share()
 
     def rng_digests(self, step: int) -> list[str]:
-        """Digests of all ranks' generators at a step boundary, functions of (seed, step, rank)."""
+        """Digests of all ranks' generators at a step boundary."""
         return [rng.digest(rng.keyed(self.seed, rng.STEP, step, rank))
                 for rank in range(self.num_ranks)]
 
@@ -140,11 +109,8 @@ class TrainState:
         rng.seed_all(self.seed, rng.STEP, self.progress.step, rank)
 
     def load(self, tensors: dict[str, dict[str, Tensor]], saved: SavedState) -> None:
-        """Restore everything, into the live tensors.
-
-        Raises:
-            CheckpointDamaged: a tensor is missing, unknown or has another shape; names it.
-        """
+        """Restore everything, into the live tensors. Raises CheckpointDamaged if a tensor is
+        missing, unknown or has another shape."""
         self.load_model(tensors[MODEL])
         if self.ema is not None:
             self.ema.load(tensors.get(EMA), saved.ema)
@@ -162,11 +128,7 @@ class TrainState:
         self.schedule.load_state_dict(saved.schedule, groups)
 
     def load_model(self, tensors: dict[str, Tensor]) -> None:
-        """Restore only the model's parameters and buffers.
-
-        Raises:
-            CheckpointDamaged: see `load`.
-        """
+        """Restore only parameters and buffers. Raises CheckpointDamaged as `load`."""
         _copy_into(dict(_model_tensors(self.model)), tensors, "model")
 
     def nonfinite_parameters(self, tensors: dict[str, Tensor]) -> list[str]:
@@ -181,35 +143,24 @@ class TrainState:
         return parameters | {t.data_ptr() for t in others}
 
     def names(self) -> dict[Tensor, str]:
-        """Parameter → name."""
         return {p: n for n, p in self.model.named_parameters()}
 
     def _optimizer_tensors(self) -> dict[str, Tensor]:
         names = self.names()
-        return {
-            f"{names[parameter]}|{key}": value
-            for parameter, entries in self.optimizer.state.items()
-            for key, value in entries.items()
-            if isinstance(value, Tensor)
-        }
+        return {f"{names[parameter]}|{key}": value
+                for parameter, entries in self.optimizer.state.items()
+                for key, value in entries.items() if isinstance(value, Tensor)}
 
     def _optimizer_facts(self) -> dict[str, Any]:
         names = self.names()
-        return {
-            "groups": [
-                {
-                    "names": [names[p] for p in group["params"]],
-                    **{k: v for k, v in group.items()
-                       if k not in ("params", "param_names") and fits_json(v)},
-                }
-                for group in self.optimizer.param_groups
-            ],
-            "values": {
-                names[parameter]: {k: _to_json(v) for k, v in entries.items()
-                                   if not isinstance(v, Tensor)}
-                for parameter, entries in self.optimizer.state.items()
-            },
-        }
+        groups = [{"names": [names[p] for p in group["params"]],
+                   **{k: v for k, v in group.items()
+                      if k not in ("params", "param_names") and fits_json(v)}}
+                  for group in self.optimizer.param_groups]
+        values = {names[parameter]: {k: _to_json(v) for k, v in entries.items()
+                                     if not isinstance(v, Tensor)}
+                  for parameter, entries in self.optimizer.state.items()}
+        return {"groups": groups, "values": values}
 
     def _load_optimizer(
         self, tensors: dict[str, Tensor], facts: dict[str, Any]
@@ -237,9 +188,7 @@ class TrainState:
             owner = parameters[name]
             self.optimizer.state[owner] = {
                 key: _placed(value, owner) if isinstance(value, Tensor) else value
-                for key, value in entries.items()
-            }
-
+                for key, value in entries.items()}
         of = {name: group for group in facts["groups"] for name in group["names"]}
         groups = [of[names[group["params"][0]]] for group in self.optimizer.param_groups]
         for group, saved_group in zip(self.optimizer.param_groups, groups, strict=True):
@@ -251,14 +200,8 @@ class TrainState:
 
 
 def _placed(value: Tensor, parameter: Tensor) -> Tensor:
-    """An entry of optimizer state, on the device that the optimizer needs.
-
-    Scalars are not changed; moments get the parameter's memory layout and device. The dtype
-    remains the saved one.
-    """
-    if value.dim() == 0:
-        fused_on_device = parameter.device.type != "cpu"
-        return value.to(parameter.device) if fused_on_device else value.clone()
+    """An entry of optimizer state with the parameter's device and memory layout, and the saved
+    dtype."""
     if value.shape != parameter.shape:
         return value.to(parameter.device).clone()
     return torch.empty_like(parameter, dtype=value.dtype).copy_(value)
@@ -290,10 +233,8 @@ def _same_names(saved: set[str], live: set[str], what: str) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all values are finite; computed by numpy for the usual dtypes.
-
-    This runs in the writer thread, where torch would start threads in addition to the training's.
-    """
+    """Whether all values are finite. The writer thread calls this, where torch would start further
+    threads; numpy doesn't."""
     if tensor.dtype in (torch.float32, torch.float64, torch.float16):
         return bool(np.isfinite(tensor.numpy()).all())
     if tensor.dtype is torch.bfloat16:  # in a NaN or infinity all exponent bits are set
@@ -306,7 +247,7 @@ _TUPLE = "a tuple of"
 
 
 def _to_json(value: Any) -> Any:
-    """A JSON value; a tuple is marked, since JSON has none."""
+    """A JSON value; a tuple is marked."""
     return {_TUPLE: list(value)} if type(value) is tuple else value
 
 

@@ -16,7 +16,7 @@ from torch import nn
 from trainer import task
 from trainer.checkpoint import pretrained
 from trainer.checkpoint.boundary import StepBoundary
-from trainer.checkpoint.checkpointer import Checkpointer, RunRecord, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer, RunRecord
 from trainer.checkpoint.progress import BestTracker, LossMeter, TrainProgress
 from trainer.checkpoint.replication import copy_missing_checkpoints
 from trainer.checkpoint.restore import CheckpointRef, find_checkpoint, find_checkpoint_at
@@ -201,7 +201,7 @@ def _make_trainable(
     checkpoint = Checkpointer(
         store=folder.store, state=state, world=world, log=log, marks=marks,
         record=RunRecord(run_id=folder.identity.run, metrics=metrics, attempt=attempt),
-        policy=SavePolicy(on_error=config.checkpoint.on_error, every_s=config.checkpoint.every_s),
+        config=config.checkpoint,
     )  # fmt: skip
     compute = ForwardBackward(objective, wrapped, state, marks,
                               precision.autocast(setup.choice, world.device))

@@ -46,9 +46,7 @@ from trainer.telemetry.metrics import Metrics, Sink, line_key
 from trainer.telemetry.step_timing import StepTiming, resident_mb
 from trainer.telemetry.tensorboard import (
     NORMS,
-    Introduction,
     TensorBoard,
-    TensorHistograms,
     UserSink,
     image_grid,
 )
@@ -129,13 +127,11 @@ def open_metrics(
     scalars_every = setup.steps(config.log.tensorboard_every) or total
     board = TensorBoard(
         context.path / layout.TENSORBOARD, every=scalars_every, first=first if position else 0,
-        introduction=Introduction(
-            summary=summary, restarts=log.attempt,
-            images=preview(setup.task, log) if position == 0 else None),
         class_names=names, norms=_norms_before(history, first),
-        histograms=TensorHistograms(every=setup.steps(config.log.histograms),
-                                    tensors=partial(_tensors, setup.model)),
+        histograms_every=setup.steps(config.log.histograms),
+        tensors=partial(_tensors, setup.model),
     )  # fmt: skip
+    board.introduce(summary, None if position else preview(setup.task, log), log.attempt)
     sinks: list[Sink] = [board]
     if context.world.is_main:
         bar = sys.stderr.isatty() and config.log.level in ("debug", "info")

@@ -11,23 +11,16 @@ from pathlib import Path
 from typing import Any
 
 CHUNK = 1 << 20
-"""Bytes per read or write: small enough for the CPU cache, large enough to release the GIL for."""
+"""Bytes per read or write: fits the CPU cache, and is worth releasing the GIL for."""
 
 
 def write_file(
     path: Path, content: Iterable[memoryview], on_chunk: Callable[[memoryview], object] = len
 ) -> None:
-    """Write a new file and fsync it.
+    """Write a new file and fsync it, passing each chunk to `on_chunk` before.
 
-    Afterwards its pages are dropped from the page cache, on systems that support this. Otherwise
+    Afterwards its pages are dropped from the page cache, if the system supports this: otherwise
     reading the file back would verify the cache and not the disk.
-
-    Args:
-        content: the file's bytes, in order.
-        on_chunk: called with each chunk before it is written, for example to hash it.
-
-    Raises:
-        OSError: the file exists, or the disk is full or fails.
     """
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
@@ -45,7 +38,7 @@ def write_file(
 
 
 def read_chunks(path: Path, on_chunk: Callable[[memoryview], object]) -> None:
-    """Read a file and pass its chunks to a function, for example to hash it."""
+    """Pass the chunks of a file to a function."""
     buffer = memoryview(bytearray(CHUNK))
     with path.open("rb", buffering=0) as file:
         while count := file.readinto(buffer):
@@ -53,7 +46,7 @@ def read_chunks(path: Path, on_chunk: Callable[[memoryview], object]) -> None:
 
 
 def free_bytes(folder: Path) -> int:
-    """Free bytes on the file system of a folder; the folder may not exist yet."""
+    """Free bytes on the file system of a folder, which may not exist yet."""
     while not folder.exists():
         folder = folder.parent
     status = os.statvfs(folder)
@@ -61,7 +54,7 @@ def free_bytes(folder: Path) -> int:
 
 
 def make_folder(folder: Path) -> None:
-    """Create a folder and its parents durably; an existing folder is not changed."""
+    """Create a folder and its parents durably, if missing."""
     if not folder.is_dir():
         make_folder(folder.parent)
         folder.mkdir(exist_ok=True)
@@ -81,10 +74,7 @@ def fsync_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with its content, or a link to one.
-
-    Entries that another process removes, before or at the same time, are ignored.
-    """
+    """Remove a folder with its content, or a link to one; another process may do so too."""
     with suppress(FileNotFoundError):
         if folder.is_symlink():
             folder.unlink()
@@ -113,15 +103,13 @@ def replace_json(path: Path, value: Mapping[str, Any]) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Write a text to a file, atomically and durably.
-
-    File names in the text that are not UTF-8, or were read in an ASCII locale, keep their bytes.
+    """Write a text to a file, atomically and durably; surrogates (of file names) keep their bytes.
     """
     replace_bytes(path, [text.encode(errors="surrogateescape")])
 
 
 def replace_bytes(path: Path, chunks: Any) -> None:
-    """Write bytes to a temporary file and rename it, durably; until then the old file remains."""
+    """Write bytes to a file, atomically and durably."""
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     aside.unlink(missing_ok=True)
     try:

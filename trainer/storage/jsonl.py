@@ -1,7 +1,7 @@
 """Append-only files of complete records (JSON lines).
 
-A full disk delays records, but never drops or splits one. A crash of the machine can lose or
-truncate records; the readers below skip damaged lines.
+A full disk delays records, but never drops or splits one. A crash of the machine can lose or cut
+records; the readers skip damaged lines.
 """
 
 from __future__ import annotations
@@ -18,22 +18,17 @@ from typing import Any
 
 import xxhash
 
-from trainer.storage.files import replace_bytes
+from trainer.storage.files import CHUNK, replace_bytes, write_file
 
 TAIL_BYTES = 1 << 16
-"""Bytes before a position that its checksum covers at most; bytes of one read from the end."""
-LAST_LINES = 100
-"""Lines at the end of a file among which `newest_step` looks for complete ones."""
+"""Most bytes that the checksum of a position covers; bytes of one read from the end."""
 SAMPLES, SAMPLE_BYTES = 512, 4096
 """Number of records that `sample_records` returns, and the bytes read for each."""
 
 
 class MappedCounter:
-    """A memory-mapped counter file that survives the death of the process.
-
-    An update is one store to memory. The file's block is allocated before it is mapped, so that a
-    disk that fills later can't lose it (except on copy-on-write file systems).
-    """
+    """A memory-mapped counter file that survives the death of the process; an update is one store
+    to memory. The block is allocated before, so that a full disk can't lose it."""
 
     def __init__(self, path: Path, number: int) -> None:
         self._memory: mmap.mmap | None = None
@@ -56,8 +51,7 @@ class MappedCounter:
         return 0
 
     def set(self, number: int) -> None:
-        """Store a new number; does nothing if the file couldn't be allocated."""
-        if self._memory is not None:
+        if self._memory is not None:  # else the disk was full
             self._memory[:] = b"%-15d\n" % number
 
     def close(self) -> None:
@@ -66,10 +60,8 @@ class MappedCounter:
 
 
 class AppendFile:
-    """Append records in order, each with a single `write` unless the disk fills up within it.
-
-    A record that can't be written stays in memory until the next call; nothing else is buffered.
-    """
+    """Appends records in order, each with one `write` unless the disk fills up within it. A record
+    that can't be written stays in memory until the next call; nothing else is buffered."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -77,6 +69,8 @@ class AppendFile:
         self._lock = threading.Lock()  # the writer thread appends events too
         self._descriptor = _open(path)
         self._size = os.fstat(self._descriptor).st_size
+        if self._size and os.pread(self._descriptor, 1, self._size - 1) != b"\n":
+            self.append(b"\n")  # a crash of the machine has cut the last record
 
     @property
     def damage(self) -> str:
@@ -94,11 +88,11 @@ class AppendFile:
         """Write a removed or replaced file back from the open descriptor. Returns the `damage`.
 
         Args:
-            others: other processes append to the file too; a file that replaced this one was then
-                restored by one of them, and is kept.
+            others: other processes append to the file too: one of them has restored a file that
+                replaced this one.
 
         Raises:
-            OSError: the file can't be written back; records are still appended to the open file.
+            OSError: the file can't be written back; the open one is still used.
         """
         with self._lock:
             damage = self.damage
@@ -112,17 +106,13 @@ class AppendFile:
             return damage
 
     def _write_back(self, *, is_removed: bool) -> None:
-        """Copy the open file to its path; never overwrite a file there if it `is_removed`."""
+        """Copy the open file to its path, never over another file if it `is_removed`."""
         aside = self._path.with_name(f".{self._path.name}.{os.getpid()}.tmp")
         aside.unlink(missing_ok=True)
+        size = os.fstat(self._descriptor).st_size
         try:
-            copy, offset = _open(aside), 0
-            try:
-                while part := os.pread(self._descriptor, 1 << 20, offset):
-                    offset += os.write(copy, part)
-                os.fsync(copy)
-            finally:
-                os.close(copy)
+            write_file(aside, (memoryview(os.pread(self._descriptor, CHUNK, offset))
+                               for offset in range(0, size, CHUNK)))
             if is_removed:
                 with contextlib.suppress(FileExistsError):  # another process was faster
                     os.link(aside, self._path)
@@ -145,24 +135,15 @@ class AppendFile:
         return True
 
     def sync(self) -> None:
-        """Write the pending records and fsync the file.
-
-        Raises:
-            OSError: some records can't be written.
-        """
+        """Write the pending records and fsync. Raises OSError if some can't be written."""
         self._write()
         os.fsync(self._descriptor)
 
     def close(self) -> None:
-        """Write the pending records, fsync the file and close it.
-
-        Raises:
-            OSError: some records can't be written, or the file is closed already.
-        """
+        """As `sync`, then close the file."""
         try:
             self.sync()
-        finally:
-            # The system reuses the number for another file.
+        finally:  # the system reuses the number for another file
             descriptor, self._descriptor = self._descriptor, -1
             os.close(descriptor)
 
@@ -183,14 +164,12 @@ class FileMark:
     """A position in an append-only file, with a checksum of the bytes directly before it."""
 
     offset: int = 0
-    checked: int = 0
-    """Number of bytes that the checksum covers."""
+    checked: int = 0  # number of bytes that the checksum covers
     checksum: str = ""
 
     def after(self, data: bytes) -> FileMark:
         """The position after `data`, appended at this position."""
-        tail = data[-TAIL_BYTES:]
-        if not tail:
+        if not (tail := data[-TAIL_BYTES:]):
             return self
         return FileMark(self.offset + len(data), len(tail), xxhash.xxh3_128_hexdigest(tail))
 
@@ -206,11 +185,7 @@ class FileMark:
 
 
 def continue_file(path: Path, offset: int, data: bytes) -> None:
-    """Keep the first `offset` bytes of a file, let `data` follow, and make it durable.
-
-    Raises:
-        OSError: the file can't be written.
-    """
+    """Keep the first `offset` bytes of a file, then write `data`, durably."""
     if not offset:
         replace_bytes(path, [data])
         return
@@ -223,10 +198,7 @@ def continue_file(path: Path, offset: int, data: bytes) -> None:
 
 
 def read_records(path: Path, offset: int = 0) -> list[dict[str, Any]]:
-    """Read the JSON objects of a file of JSON lines from an offset on; [] if there is no file.
-
-    Truncated lines, and lines that aren't JSON objects, are skipped.
-    """
+    """The records of a file from an offset on; [] if there is no file."""
     try:
         with path.open("rb") as file:
             file.seek(offset)
@@ -258,18 +230,19 @@ def sample_records(path: Path) -> list[dict[str, Any]]:
         for number in range(SAMPLES):
             file.seek(number * size // SAMPLES)
             lines = file.read(SAMPLE_BYTES).split(b"\n")
-            complete = lines[number > 0 : -1]  # a sample other than the first begins within a line
-            found += parse_records(b"".join(complete[:1]))
+            whole = lines[number > 0 : -1]  # all samples but the first begin within a line
+            found += parse_records(b"".join(whole[:1]))
         return found
 
 
 def newest_step(path: Path) -> int:
-    """The largest `step` among the last records of a file; 0 if there is none."""
-    steps = [record.get("step") for record in last_records(path, LAST_LINES)]
+    """The largest `step` in the last 100 lines of a file; 0 if there is none."""
+    steps = [record.get("step") for record in last_records(path, 100)]
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
 def parse_records(data: bytes) -> list[dict[str, Any]]:
+    """The JSON objects in lines; other and truncated lines are skipped."""
     found = []
     for line in data.splitlines():
         with contextlib.suppress(ValueError):

@@ -1,12 +1,10 @@
 """Names of the files and folders in a run folder."""
 
 IDENTITY, CONFIG, ENVIRONMENT = "run.json", "config.toml", "environment.json"
-SUMMARY, PRODUCT, METRICS, EVENTS = (
-    "summary.json", "model.safetensors", "metrics.jsonl", "events.jsonl",
-)  # fmt: skip
+SUMMARY, PRODUCT = "summary.json", "model.safetensors"
+METRICS, EVENTS, TIMING = "metrics.jsonl", "events.jsonl", "timing.jsonl"
 CHECKPOINTS, TENSORBOARD, FAULTS, LOCK = "checkpoints", "tensorboard", "faults", "lock"
-COMPILED, TIMING, LAST_STEP = "compile-cache", "timing.jsonl", "last-step"
-PICTURES = "pictures"
+COMPILED, LAST_STEP, PICTURES = "compile-cache", "last-step", "pictures"
 MODEL, OPTIMIZER, EMA, STATE, MANIFEST = (
     "model.safetensors", "optimizer.safetensors", "ema.safetensors", "state.json", "manifest.json",
 )  # fmt: skip

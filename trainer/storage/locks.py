@@ -26,9 +26,8 @@ _POLL_S = 0.01
 class ByteLocks:
     """POSIX record locks (`fcntl.lockf`) between processes and threads, one per byte of a file.
 
-    The kernel releases them when their process dies. Forked loader workers don't inherit them. They
-    work between hosts if the file system supports it. A process loses all its locks on a file when
-    it closes *any* descriptor of it, so a process must have only one instance per file.
+    The kernel releases them when their process dies; forks don't inherit them. A process loses all
+    its locks on a file when it closes *any* descriptor of it: it must have one instance per file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -40,13 +39,13 @@ class ByteLocks:
         self._mutex = threading.Lock()
 
     def fd(self) -> int:
-        """The descriptor of the file, which is created if it is missing."""
+        """Descriptor of the file; created if it is missing."""
         if self._fd is None:
             self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         return self._fd
 
     def try_lock(self, byte: int) -> bool:
-        """Take the lock if it is free. Returns whether it was taken."""
+        """Take a lock if it is free. Returns whether it was taken."""
         with self._mutex:
             if byte in self._held:
                 return False
@@ -62,7 +61,7 @@ class ByteLocks:
             return True
 
     def lock(self, byte: int, wait_s: float) -> bool:
-        """Take the lock, waiting up to `wait_s` seconds. Returns whether it was taken."""
+        """Take a lock, waiting up to `wait_s` seconds. Returns whether it was taken."""
         deadline = time.monotonic() + wait_s
         while not self.try_lock(byte):  # a blocking lock has no time limit without a signal
             if time.monotonic() >= deadline:
@@ -95,12 +94,11 @@ class RunLock:
     """The lock file of a run folder, owned by one attempt at a time.
 
     Rank 0 of an attempt *takes* the lock by writing the attempt's nonce to the file. Every process
-    of the attempt *checks* that the file still has this nonce before it changes the folder: an
-    orphan of an older attempt can't write any more. Byte 0 is locked during check and change. The
-    owner locks a byte derived from the nonce until it dies, which shows that it is alive.
+    of the attempt *checks* that the file still has it before it changes the folder, so an orphan
+    of an older attempt can't write. Byte 0 is locked during check and change. The owner locks a
+    byte derived from the nonce until it dies, which shows that it is alive.
 
     Args:
-        path: the lock file; created if it is missing.
         nonce: unique name of the attempt.
         revoked: returns True if the attempt is known to be superseded, whatever the file says.
         brief_lock_s: how long to wait for byte 0. A process that holds it for longer hangs.
@@ -110,21 +108,16 @@ class RunLock:
         self, path: Path, nonce: str, *, revoked: Callable[[], bool] = lambda: False,
         brief_lock_s: float = 5.0,
     ) -> None:  # fmt: skip
-        self.path = path
-        self.nonce = nonce
-        self.holds = False
-        self._revoked = revoked
-        self._brief_lock_s = brief_lock_s
+        self.path, self.nonce, self.holds = path, nonce, False
+        self._revoked, self._brief_lock_s = revoked, brief_lock_s
         self._locks = ByteLocks(path)
 
     def take(
         self, *, launcher_pid: int | None = None, launch_id: str | None = None, wait_s: float = 5.0
     ) -> str | None:
-        """Make this attempt the owner of the run folder.
-
-        The first process of the attempt to do this `holds` the lock; the others, in a folder that
-        several nodes share, return at once. The lock is taken over from an owner whose process is
-        dead, from one started by the same launcher, and from one whose launcher is dead.
+        """Make this attempt the owner of the run folder. Its first process to do this `holds` the
+        lock; the others, in a folder that several nodes share, return at once. It is taken over
+        from an owner that is dead, that the same launcher started, or whose launcher is dead.
 
         Args:
             launcher_pid: the process whose death makes this one an orphan; None without a launcher.
@@ -132,7 +125,7 @@ class RunLock:
             wait_s: seconds to wait for an owner that keeps the lock to exit.
 
         Returns:
-            A sentence that names the living process the lock was taken over from, or None.
+            A message about the living process the lock was taken over from, or None.
 
         Raises:
             ConfigError: another run is active in the folder.
@@ -165,21 +158,14 @@ class RunLock:
 
     @contextmanager
     def committing(self) -> Iterator[None]:
-        """Context of a change of the folder: a newer attempt can't take the lock until exit.
-
-        Raises:
-            StaleAttempt: a newer attempt owns the folder, or the lock file was removed.
-        """
+        """Context of a change of the folder: no other attempt can take the lock until exit. Raises
+        StaleAttempt if one owns the folder, or if the lock file was removed."""
         with self._brief_lock():
             self.check_without_waiting()
             yield
 
     def check_without_waiting(self) -> None:
-        """Check the ownership without taking a lock, which costs 10 µs.
-
-        Raises:
-            StaleAttempt: see `committing`.
-        """
+        """As `committing`, but without a lock, which costs 10 µs."""
         if self._revoked():
             raise StaleAttempt(f"a newer attempt than this one ({self.nonce}) has started on other "
                                "nodes. This attempt exits without writing.")
@@ -227,11 +213,8 @@ class RunLock:
 
 
 def owner_is_alive(path: Path) -> bool:
-    """Whether the owner of a lock file is alive; takes no lock. Linux only, False elsewhere.
-
-    Don't call it in a process that has a `RunLock` of the same file: the process would lose its
-    locks.
-    """
+    """Whether the owner of a lock file is alive; Linux only, False elsewhere. A process that has a
+    `RunLock` of the same file would lose its locks."""
     if sys.platform != "linux":
         return False
     try:
@@ -250,18 +233,19 @@ def _byte(nonce: str) -> int:
 
 def _takeover_reason(owner: dict[str, Any], me: dict[str, Any]) -> str | None:
     """Why `me` may take the lock over from a living owner, or None if it may not."""
-    who = f"process {owner.get('pid')} of attempt {owner['nonce']}, which is still alive"
+    pid, start = owner.get("launcher_pid"), owner.get("launcher_start")
     if owner.get("launch_id") is not None and owner["launch_id"] == me["launch_id"]:
-        return f"the run folder was taken over from {who}: an earlier attempt of this launch"
-    if owner.get("place") != me["place"] or owner.get("launcher_pid") is None:
+        why = "an earlier attempt of this launch"
+    elif owner.get("place") != me["place"] or pid is None:
         return None
-    launcher = (owner["launcher_pid"], owner.get("launcher_start"))
-    if launcher == (me["launcher_pid"], me["launcher_start"]):
-        return f"the run folder was taken over from {who}: an earlier attempt of this launcher"
-    start = _start_time(owner["launcher_pid"])
-    if start is None or start != owner.get("launcher_start"):
-        return f"the run folder was taken over from {who}: an orphan whose launcher is gone"
-    return None
+    elif (pid, start) == (me["launcher_pid"], me["launcher_start"]):
+        why = "an earlier attempt of this launcher"
+    elif _start_time(pid) != start or start is None:
+        why = "an orphan whose launcher is gone"
+    else:
+        return None
+    return (f"the run folder was taken over from process {owner.get('pid')} of attempt "
+            f"{owner['nonce']}, which is still alive: {why}")
 
 
 def _place() -> str:
@@ -274,18 +258,9 @@ def _place() -> str:
 
 
 def _start_time(pid: int) -> str | None:
-    """Start time of a process, to recognize a reused pid; None if it is dead or a zombie."""
+    """Start time of a process, to recognize a reused pid; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        if os.path.exists("/proc/self/stat"):
-            return None
-    else:
-        return None if fields[0] in "ZX" else fields[19]
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return None
-    except PermissionError:
-        pass
-    return "unknown"
+    except (FileNotFoundError, ProcessLookupError):  # without /proc, no process counts as dead
+        return None if os.path.exists("/proc/self/stat") else "unknown"
+    return None if fields[0] in "ZX" else fields[19]

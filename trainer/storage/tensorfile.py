@@ -30,17 +30,10 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def serialize(tensors: Mapping[str, Tensor]) -> Iterator[memoryview | bytes]:
-    """Yield the bytes of a safetensors file, header first.
+    """Yield the bytes of a safetensors file of CPU tensors, header first.
 
-    numpy makes non-contiguous tensors contiguous. Called from the writer thread, torch would start
-    further OpenMP threads for it, and as long as these exist, OpenMP puts the training's threads to
-    sleep between two operations.
-
-    Args:
-        tensors: CPU tensors of any memory layout.
-
-    Raises:
-        TypeError: safetensors doesn't support a tensor's dtype.
+    numpy makes tensors contiguous: in the writer thread torch would start further OpenMP threads,
+    and while these exist, OpenMP puts the training's threads to sleep between two operations.
     """
     header: dict[str, object] = {}
     offset = 0
@@ -73,12 +66,8 @@ def load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def read_tensors(path: Path, on_chunk: Callable[[Any], object]) -> dict[str, Tensor]:
-    """Read a file that `serialize` has written, and pass its bytes in order to `on_chunk`.
-
-    Raises:
-        OSError: the file can't be read.
-        ValueError, KeyError, TypeError: it has another format.
-    """
+    """Read a file that `serialize` has written, and pass its bytes in order to `on_chunk`. Raises
+    ValueError, KeyError or TypeError if it has another format."""
     tensors, total = {}, path.stat().st_size
     with path.open("rb") as file:
         size = file.read(8)
@@ -106,7 +95,5 @@ def describe_tensors(tensors: Mapping[str, Tensor]) -> dict[str, list[object]]:
 
 def empty_tensors(description: Mapping[str, list[object]]) -> dict[str, Tensor]:
     """Uninitialized tensors of the dtypes and shapes that `describe_tensors` returned."""
-    return {
-        name: torch.empty(shape, dtype=getattr(torch, str(dtype)))  # type: ignore[call-overload]
-        for name, (dtype, shape) in description.items()
-    }
+    return {n: torch.empty(shape, dtype=getattr(torch, str(dtype)))  # type: ignore[call-overload]
+            for n, (dtype, shape) in description.items()}

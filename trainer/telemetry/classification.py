@@ -11,10 +11,8 @@ Figure = Callable[[Mapping[str, float], Tensor | None], float]
 
 
 def confusion(predicted: Tensor, target: Tensor, classes: int) -> Tensor:
-    """Confusion matrix CxC int64: rows are true classes, columns predicted ones.
-
-    Targets outside 0 to C - 1 are ignored.
-    """
+    """Confusion matrix CxC int64: rows are true classes, columns predicted ones. Targets outside 0
+    to C - 1 are ignored."""
     predicted, target = predicted.flatten(), target.flatten()
     counted = (target >= 0) & (target < classes)
     place = torch.where(counted, target * classes + predicted, classes * classes)
@@ -32,13 +30,8 @@ def hits(predicted: Tensor, target: Tensor) -> Tensor:
 
 
 def per_class(table: Tensor) -> dict[str, Tensor]:
-    """Precision, recall, F1 and intersection over union of each class: C float64.
-
-    Args:
-        table: CxC from `confusion` or Cx2x2 from `hits`.
-
-    A metric is 0 if its denominator is 0.
-    """
+    """Precision, recall, F1 and intersection over union of each class (C float64), from a table of
+    `confusion` or `hits`. A metric is 0 if its denominator is 0."""
     table = table.double()
     if table.dim() == 3:
         right, missed, wrong = table[:, 1, 1], table[:, 1, 0], table[:, 0, 1]

@@ -10,19 +10,12 @@ from trainer.telemetry.events import Log
 from trainer.telemetry.metrics import RESERVED
 
 REFRESH_S = 0.5
-"""Interval between updates of the metrics next to the bar, in seconds."""
+"""Seconds between updates of the metrics next to the bar."""
 
 
 class Console:
-    """Sink that shows the run as a progress bar on a terminal, or as plain lines.
-
-    Args:
-        total: steps of the run.
-        every: steps between plain lines.
-        start: steps of earlier attempts.
-        bar: show a progress bar.
-        restarts: number of restarts of the run.
-    """
+    """Sink that shows the run as a progress bar, or as a plain line every `every` of the `total`
+    steps. `start`: steps of earlier attempts; `restarts`: number of restarts of the run."""
 
     def __init__(
         self, log: Log, *, total: int, every: int, start: int, bar: bool, restarts: int = 0,
@@ -53,7 +46,6 @@ class Console:
     def validation(self, line: dict[str, Any]) -> None:
         if line["step"] < self._start:
             return
-        # The loss and the first metric have the same columns as in the lines of training steps.
         others = "  ".join(f"{k.removeprefix('val_')} {v:.3f}" for k, v in line.items()
                            if isinstance(v, float) and k not in ("train_loss", "val_loss"))
         train = _loss(line["train_loss"], "none").replace("  ", " ")

@@ -9,22 +9,17 @@ import numpy as np
 
 RIGHT, WRONG, INK = (30, 120, 60), (190, 40, 40), (40, 40, 40)
 CAPTION, GAP = 12, 4
-_MOST_NUMBERED = 20
-"""Number of classes up to which the counts are written into a confusion matrix."""
 
 
 def captioned(
     images: np.ndarray, captions: Sequence[str], right: Sequence[bool], *, columns: int = 6,
     least_side: int = 112,
 ) -> np.ndarray:  # fmt: skip
-    """A grid of images with a green (right) or red (wrong) caption below each.
+    """A grid (HxWx3 uint8) of images with a green (right) or red (wrong) caption below each.
 
     Args:
         images: NxCxHxW uint8, C 1 or 3.
         least_side: smaller images are enlarged to at least this many pixels, by an integer factor.
-
-    Returns:
-        HxWx3 uint8.
     """
     from PIL import Image, ImageDraw
 
@@ -42,17 +37,9 @@ def captioned(
     return np.asarray(sheet)
 
 
-def predictions(
-    images: Any, logits: Any, labels: Any, names: Sequence[str]
-) -> np.ndarray:
-    """Images captioned with the predicted class, and the true class if the prediction is wrong.
-
-    Args:
-        images: NxCxHxW float tensor, as passed to the model; the value range of each image is
-            scaled to 0..255.
-        logits: NxK tensor.
-        labels: N integers.
-    """
+def predictions(images: Any, logits: Any, labels: Any, names: Sequence[str]) -> np.ndarray:
+    """Images (NxCxHxW float) captioned with the predicted class, and with the true class if the
+    prediction is wrong. The value range of each image is scaled to 0..255."""
     low, high = images.amin((1, 2, 3), keepdim=True), images.amax((1, 2, 3), keepdim=True)
     pixels = ((images - low) / (high - low).clamp(min=1e-12) * 255).byte().cpu().numpy()
     share, found = (tensor.tolist() for tensor in logits.float().softmax(1).max(1))
@@ -78,10 +65,10 @@ def matrix(table: Sequence[Sequence[float]], names: Sequence[str], *, side: int 
 
     counts = np.asarray(table, dtype=np.float64)
     number = len(counts)
-    side = side if number <= _MOST_NUMBERED else max(4, 700 // number)
-    labels = [_name(names, c) for c in range(number)] if number <= _MOST_NUMBERED else []
-    left = 84 if labels else 0
-    top = CAPTION + GAP if labels else 0
+    few = number <= 20
+    side = side if few else max(4, 700 // number)
+    labels = [_name(names, c) for c in range(number)] if few else []
+    left, top = (84, CAPTION + GAP) if few else (0, 0)
     sheet = Image.new("RGB", (left + number * side, top + number * side), "white")
     pen = ImageDraw.Draw(sheet)
     shares = counts / np.maximum(counts.sum(1, keepdims=True), 1)

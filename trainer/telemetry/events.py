@@ -33,26 +33,17 @@ class Log:
         rank: written before each line of ranks other than 0, whose info lines are dropped.
         status: phase and step of this rank, written into each event; default: a new one.
         level: the lowest level that is shown.
-        clock: seconds since the epoch.
     """
 
     def __init__(
-        self,
-        rank: int = 0,
-        *,
-        status: Status | None = None,
-        level: str = "info",
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.time,
-    ) -> None:
-        self.rank = rank
-        self.status = status or Status()
-        self.attempt = 0
-        self.nonce = ""
+        self, rank: int = 0, *, status: Status | None = None, level: str = "info",
+        stream: TextIO | None = None, clock: Callable[[], float] = time.time,
+    ) -> None:  # fmt: skip
+        self.rank, self.status = rank, status or Status()
+        self.attempt, self.nonce = 0, ""
         self.folder: Path | None = None  # the run folder, once events are open
         self._line_writer: Callable[[str], None] | None = None  # set while there is a progress bar
-        self._stream = stream
-        self._clock = clock
+        self._stream, self._clock = stream, clock
         self._events: AppendFile | None = None
         self._early: list[dict[str, Any]] = []
         self._entered: dict[str, float] | None = _launch_phases()  # until the first step
@@ -66,10 +57,8 @@ class Log:
             self._entered.setdefault(phase, round(self._clock(), 6))
 
     def _note_step(self, _: int) -> None:
-        """At an attempt's first step, record the event `first-step`: when each phase before it
-        began, the launcher's too (`entered`: phase → seconds since the epoch), and the processor
-        time that this process has used (`cpu_s`).
-        """
+        """At an attempt's first step, record when each phase before it began, the launcher's too
+        (seconds since the epoch), and the processor time of this process."""
         entered, self._entered = self._entered, None
         if entered is not None:
             self.event("first-step", entered=entered, cpu_s=round(time.process_time(), 3))
@@ -103,8 +92,6 @@ class Log:
         """Append events to `path` from now on, after the events recorded before this call."""
         self.attempt, self.nonce = attempt, nonce
         self._events, self.folder = AppendFile(path), path.parent
-        if _is_torn(path):
-            self._events.append(b"\n")
         for line in self._early:
             self._write_event({**line, "attempt": attempt, "nonce": nonce})
         self._early.clear()
@@ -112,16 +99,11 @@ class Log:
     def event(self, event: str, **fields: Any) -> dict[str, Any]:
         """Record an event, in one write; return it."""
         line = {
-            "time": round(self._clock(), 6),
-            "attempt": self.attempt,
-            "nonce": self.nonce,
-            "node": socket.gethostname(),
-            "rank": self.rank,
-            "step": self.status.step,
-            "phase": self.status.phase,
-            "event": event,
+            "time": round(self._clock(), 6), "attempt": self.attempt, "nonce": self.nonce,
+            "node": socket.gethostname(), "rank": self.rank, "step": self.status.step,
+            "phase": self.status.phase, "event": event,
             **{name: writable(value) for name, value in fields.items()},
-        }
+        }  # fmt: skip
         if self._events is None:
             self._early.append(line)
         else:
@@ -129,10 +111,10 @@ class Log:
         return line
 
     def close(self) -> None:
-        """Close the event file. Events that could not be written (full disk) are lost."""
+        """Close the event file."""
         events, self._events = self._events, None
         if events is not None:
-            with contextlib.suppress(OSError):  # lost events must not fail the run
+            with contextlib.suppress(OSError):  # events lost by a full disk must not fail the run
                 events.close()
 
     def _write_event(self, line: dict[str, Any]) -> None:
@@ -168,7 +150,7 @@ def _has_colours(stream: TextIO) -> bool:
 
 
 def writable(value: Any) -> Any:
-    """Escape what a string may contain of terminal control codes and names that are not UTF-8."""
+    """Escape terminal control codes and names that are not UTF-8 in a string."""
     if not isinstance(value, str):
         return value
     return value.translate(_CONTROLS).encode(errors="backslashreplace").decode()
@@ -183,22 +165,9 @@ def _launch_phases() -> dict[str, float]:
         return {}
 
 
-def _is_torn(path: Path) -> bool:
-    """Whether a file ends with an incomplete line, after a crash of the machine."""
-    with path.open("rb") as file:
-        if not file.seek(0, os.SEEK_END):
-            return False
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) != b"\n"
-
-
 def read_events(*paths: Path) -> list[dict[str, Any]]:
-    """All complete events of one or, if nodes have their own disks, several files, by time."""
-    events = [record for path in paths for record in read_records(path) if _is_event(record)]
-    return sorted(events, key=lambda event: event.get("time", 0.0))
-
-
-def _is_event(record: dict[str, Any]) -> bool:
-    """Whether a record is a valid event: its numeric fields hold numbers. Others are ignored."""
+    """All valid events of one or, if nodes have their own disks, several files, by time."""
     numbers = ("time", "attempt", "rank", "step")
-    return all(isinstance(record.get(n, 0), int | float) for n in numbers)
+    events = [record for path in paths for record in read_records(path)
+              if all(isinstance(record.get(name, 0), int | float) for name in numbers)]
+    return sorted(events, key=lambda event: event.get("time", 0.0))

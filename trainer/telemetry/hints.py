@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.errors import listed
 from trainer.telemetry.drawing import is_matrix
 from trainer.telemetry.events import Log
 
@@ -23,12 +24,6 @@ LOOKS = 20
 DEAD_LOOKS = 3
 """A gradient must be exactly zero at this many consecutive checks."""
 MIN_BATCHNORM_SAMPLES = 16
-CLIP_FACTOR = 5.0
-"""The median norm is this many times the clipping threshold."""
-RISE = 4.0
-"""The gradient norm has grown by this factor between the first and the last quarter."""
-MEMORY_SHARE = 0.5
-"""At most this share of the device memory is used."""
 
 
 def check_first_loss(measured: float, expected: float) -> str:
@@ -40,8 +35,8 @@ def check_first_loss(measured: float, expected: float) -> str:
 
 
 def check_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
-    """Check whether the loss falls, from that of the first step too: if the learning rate is too
-    high, the next losses are already larger."""
+    """Check whether the loss falls, also below `first`, that of the first step: at too high a rate
+    the next losses are already larger."""
     if len(losses) < 100:
         return ""
     part = len(losses) // 5
@@ -54,17 +49,16 @@ def check_flat_loss(losses: Sequence[float], first: float | None = None) -> str:
 
 
 def check_rising_norm(norms: Sequence[float], losses: Sequence[float]) -> str:
-    """Check whether the gradient norm rises while the loss does not fall (of the same steps)."""
+    """Check whether the gradient norm rises fourfold while the loss of these steps doesn't fall."""
     start = len(norms) // 10
     part = (len(norms) - start) // 4
     if part < 25:
         return ""
-    medians = [statistics.median(norms[start + i * part : start + (i + 1) * part])
-               for i in range(4)]
-    before, now = (statistics.median(losses[i : i + part])
-                   for i in (start, start + 3 * part))
+    quarters = [slice(start + i * part, start + (i + 1) * part) for i in range(4)]
+    medians = [statistics.median(norms[quarter]) for quarter in quarters]
+    before, now = (statistics.median(losses[quarters[i]]) for i in (0, 3))
     rises = all(a < b for a, b in itertools.pairwise(medians))
-    if not rises or medians[3] < RISE * medians[0] or now < 0.9 * before:
+    if not rises or medians[3] < 4 * medians[0] or now < 0.9 * before:
         return ""
     return (f"the gradient norm rises, from {medians[0]:.3g} to {medians[3]:.3g} (medians of "
             f"quarters), and the loss doesn't fall ({before:.4g}, {now:.4g})")
@@ -75,7 +69,7 @@ def check_clipped(norms: Sequence[float], limit: float) -> str:
     if limit <= 0 or len(norms) < 50:
         return ""
     low, median, high = (statistics.quantiles(norms, n=10)[i] for i in (0, 4, 8))
-    if median < CLIP_FACTOR * limit:
+    if median < 5 * limit:
         return ""
     return (f"the gradient norm is {median:.3g} in the median of the last half (10 %: {low:.3g}, "
             f"90 %: {high:.3g}), {median / limit:.1f} times --clip.norm {limit:g}: nearly "
@@ -83,7 +77,7 @@ def check_clipped(norms: Sequence[float], limit: float) -> str:
 
 
 def check_batchnorm(samples: int | None) -> str:
-    """Check the number of samples over which a batch norm computes its statistics."""
+    """Check over how many samples a BatchNorm computes its statistics."""
     if samples is None or samples >= MIN_BATCHNORM_SAMPLES:
         return ""
     return (f"each BatchNorm computes its statistics over {samples} samples, fewer than "
@@ -97,13 +91,12 @@ def check_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
         odd.append(f"--batch.micro-size {micro_size}")
     if not odd:
         return ""
-    return ("not multiples of 8, which makes matrix units slow: " + ", ".join(odd[:3])
-            + (f" and {len(odd) - 3} more" if len(odd) > 3 else ""))
+    return f"not multiples of 8, which makes matrix units slow: {listed(odd)}"
 
 
 def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
     """Check whether larger micro-batches would fit into the device memory (bytes)."""
-    if micro_size >= per_rank or peak > MEMORY_SHARE * total:
+    if micro_size >= per_rank or peak > total / 2:
         return ""
     return (f"at most {peak / 2**30:.1f} of {total / 2**30:.0f} GiB of device memory are used, "
             f"and the {per_rank} samples of a rank and step are computed {micro_size} at a time")
@@ -113,12 +106,10 @@ def check_dead_gradients(looks: Sequence[Sequence[str]]) -> str:
     """Check for gradients that stay exactly zero, by their names at each check so far."""
     if len(looks) < DEAD_LOOKS:
         return ""
-    dead = [name for name in looks[-1]
-            if all(name in look for look in looks[-DEAD_LOOKS:])]
+    dead = [name for name in looks[-1] if all(name in look for look in looks[-DEAD_LOOKS:])]
     if not dead:
         return ""
-    return (f"the gradient of {', '.join(dead[:3])}{', …' if len(dead) > 3 else ''} was exactly "
-            f"zero at {DEAD_LOOKS} consecutive checks")
+    return f"the gradient of {listed(dead)} was exactly zero at {DEAD_LOOKS} consecutive checks"
 
 
 def check_easy_validation(
@@ -155,7 +146,7 @@ def check_overfitting(validations: Sequence[tuple[int, float, float]]) -> str:
 
 
 def check_constant_rate(rates: Sequence[float]) -> str:
-    """Check whether the learning rate is constant, over the first half of a run or more."""
+    """Check whether the learning rate is constant."""
     if len(rates) < 50 or min(rates) != max(rates):
         return ""
     return f"the learning rate has been {rates[0]:.3g} at each step: it has no warm-up and no decay"
@@ -163,12 +154,10 @@ def check_constant_rate(rates: Sequence[float]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class HintFacts:
-    """Properties of the run that the checks need."""
+    """Properties of the run that the checks need; `total` and `epoch` in steps."""
 
     total: int
-    """Steps in the run."""
     epoch: int
-    """Steps in an epoch."""
     clip_norm: float
     micro_size: int
     per_rank: int
@@ -176,17 +165,17 @@ class HintFacts:
     expected_loss: float | None = None
     """First loss of an untrained model; None: from the number of classes; 0: not checked."""
     zero_gradients: Callable[[], list[str]] = list
-    """Names of the parameters whose gradient is exactly zero."""
+    """Returns the names of the parameters whose gradient is exactly zero."""
     memory: Callable[[], tuple[int, int] | None] = lambda: None
-    """(largest number of bytes in use, bytes of the device), or None on a CPU."""
+    """Returns (largest number of bytes in use, bytes of the device), or None on a CPU."""
 
 
 class Hints:
     """Sink that checks the metric lines and logs the hints.
 
     Args:
-        off: names of hints that are switched off; "all" is every hint.
-        given: names of hints that were logged in the run; new ones are added.
+        off: names of the hints that are off, or "all".
+        given: names of the hints logged so far; new ones are added.
         lines: metric lines so far: all, or some that are evenly spaced.
     """
 
@@ -207,7 +196,7 @@ class Hints:
             self._stride = max(self._stride, 1 << max(0, distance.bit_length() - 1))
 
     def emit(self, name: str, why: str) -> None:
-        """Log a hint with its evidence `why`, unless that is empty or the hint is off or given."""
+        """Log a hint with its evidence, unless that is empty or the hint is off or given."""
         if not why or self._is_done(name):
             return
         self._given.add(name)
@@ -220,8 +209,7 @@ class Hints:
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         if not timing:
             return  # a step of an earlier attempt, which is in `lines`
-        if not line["step"] % self._stride:
-            self._note(line)
+        self._note(line)
         if not line["step"] % self._every:
             self._guarded(self._check, line["step"])
 
@@ -253,7 +241,7 @@ class Hints:
             self._validations.append((line["step"], train, loss))
 
     def _guarded(self, check: Callable[[Any], None], argument: Any) -> None:
-        """Call a check. Nothing depends on a hint, so an error in a check must not end the run."""
+        """Call a check. Nothing depends on a hint, so its error must not end the run."""
         if "all" in self._off:
             return
         try:
@@ -264,8 +252,7 @@ class Hints:
 
     def _check(self, step: int) -> None:
         facts, points = self._facts, self._points
-        losses, norms, rates = [p[1] for p in points], [p[2] for p in points], [
-            p[3] for p in points]
+        losses, norms = [p[1] for p in points], [p[2] for p in points]
         self._check_first(None)
         if step >= max(200, facts.total // 10):
             self.emit("flat-loss", check_flat_loss(losses, self._first))
@@ -273,7 +260,7 @@ class Hints:
             self.emit("clipped-steps", check_clipped(norms[len(norms) // 2 :], facts.clip_norm))
             self.emit("rising-norm", check_rising_norm(norms, losses))
         if step >= facts.total // 2:
-            self.emit("constant-rate", check_constant_rate(rates))
+            self.emit("constant-rate", check_constant_rate([p[3] for p in points]))
         if not self._is_done("idle-memory") and (memory := facts.memory()) is not None:
             self.emit("idle-memory", check_idle_memory(*memory, facts.micro_size, facts.per_rank))
         if not self._is_done("dead-gradient"):

@@ -34,45 +34,36 @@ RESERVED = ("step", "epoch", "loss", "lr", "lrs", "grad_norm", "samples", "scale
 LARGEST_TABLE = 10_000
 """Largest number of counts in a recorded table: a confusion matrix of 100 classes."""
 PAUSE_S = 0.5
-"""Smallest interval between writes to the file, in seconds. If a process dies, its unwritten lines
-are of steps that are repeated, or the checkpoint of the survivors has them."""
-
+"""Seconds between writes to the file. If a process dies, its unwritten lines are of steps that are
+repeated, or the survivors' checkpoint has them."""
 MOST_PENDING = 4096
-"""Lines that every rank keeps, at most, while the file of rank 0 can be written."""
+"""Lines that every rank keeps, at most, while rank 0 can write the file."""
 
 _ENCODER = json.JSONEncoder(allow_nan=False)
 
 
 class Sink(Protocol):
-    """Receiver of the metric lines that shows the run. On rank 0 only."""
+    """Shows the metric lines of the run; on rank 0 only."""
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
-        """Show a training step, with the seconds of this rank (empty: of an earlier attempt)."""
-        ...
+        """Show a training step, with this rank's seconds (empty: of an earlier attempt)."""
 
     def validation(self, line: dict[str, Any]) -> None:
-        """Show a validation, by its line of metrics.jsonl."""
-        ...
+        """Show a validation."""
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
         """Show the settings and the final metrics of a complete run."""
-        ...
 
     def close(self) -> None:
         """Called at the end of an attempt."""
-        ...
 
 
 def step_line(result: StepResult) -> dict[str, Any]:
-    """Return the line of a step. It depends on the run only: it contains no times."""
+    """The line of a step. It depends on the run only: it contains no times."""
     line: dict[str, Any] = {
-        "step": result.step,
-        "epoch": result.epoch,
-        "loss": _number(result.loss),
-        "lr": result.lrs[0],
-        "grad_norm": _number(result.grad_norm),
-        "samples": result.sums.samples,
-    }
+        "step": result.step, "epoch": result.epoch, "loss": _number(result.loss),
+        "lr": result.lrs[0], "grad_norm": _number(result.grad_norm), "samples": result.sums.samples,
+    }  # fmt: skip
     if len(set(result.lrs)) > 1:
         line["lrs"] = list(result.lrs)
     if result.scale is not None:
@@ -88,35 +79,29 @@ def step_line(result: StepResult) -> dict[str, Any]:
 
 
 def validation_line(step: int, scores: Scores, train_loss: float | None) -> dict[str, Any]:
-    """Return the line of a validation, with the table of the task if it is not too large."""
+    """The line of a validation, with the table of the task if it is not too large."""
     line: dict[str, Any] = {
-        "step": step,
-        "train_loss": _number(train_loss),
-        "val_loss": _number(scores.loss),
+        "step": step, "train_loss": _number(train_loss), "val_loss": _number(scores.loss),
         **{f"val_{name}": _number(value) for name, value in scores.metrics.items()},
         "val_samples": scores.samples,
-    }
+    }  # fmt: skip
     if scores.table is not None and scores.table.numel() <= LARGEST_TABLE:
         line["val_table"] = scores.table.long().tolist()
     return line
 
 
 def encode_line(line: dict[str, Any]) -> bytes:
-    """Encode a line as JSON, with floats in their shortest exact form."""
+    """A line as JSON, with floats in their shortest exact form."""
     return _ENCODER.encode(line).encode() + b"\n"
 
 
 def line_key(line: dict[str, Any]) -> tuple[int, bool]:
-    """Return the unique key of a line, in order of the file: (step, whether it is a validation)."""
+    """The key of a line, in order of the file: (step, whether it is a validation)."""
     return line["step"], "val_loss" in line
 
 
 def read_metrics(path: Path, offset: int = 0) -> list[dict[str, Any]]:
-    """Return the lines of a metrics.jsonl without those that a crash has damaged.
-
-    Args:
-        offset: bytes at the beginning of the file that are not read.
-    """
+    """The lines of a metrics.jsonl from an offset on, without those that a crash has damaged."""
     return [line for line in read_records(path, offset) if isinstance(line.get("step"), int)]
 
 
@@ -125,7 +110,7 @@ class ResumedRecord:
     """How metrics.jsonl continues from a checkpoint."""
 
     begin: FileMark
-    """The file is kept up to here; at its beginning if the file does not fit the checkpoint."""
+    """The file is kept up to here."""
     kept: Sequence[dict[str, Any]]
     """The lines of the run that follow, in order, each once."""
     unshown: Sequence[dict[str, Any]]
@@ -140,9 +125,8 @@ class ResumedRecord:
 class Metrics:
     """Record of a run. Rank 0 writes it to metrics.jsonl and shows it in the sinks.
 
-    The values are reduced over the ranks, so every rank has the same lines. Every rank keeps the
-    last lines, until rank 0 reports that the file has them durably, and each save contains them and
-    the position in the file at which they begin.
+    The values are reduced, so all ranks have the same lines. Every rank keeps the last ones until
+    rank 0 reports that they are durable; a save contains them and their position in the file.
     """
 
     def __init__(self) -> None:
@@ -161,20 +145,18 @@ class Metrics:
         self._warn: Callable[[str], None] = print
 
     def continue_at(self, end: FileMark) -> None:
-        """Discard the pending lines, at a start or after a rollback. The next one begins at `end`.
-
-        `open` follows on the ranks that write a run folder.
-        """
+        """Discard the pending lines, at a start or after a rollback; the next one begins at `end`.
+        `open` follows on the ranks that write a run folder."""
         self._pending, self._begin = [], end
 
     def open(self, path: Path, record: ResumedRecord, *,
              guard: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
              warn: Callable[[str], None] = print) -> None:
-        """Write to `path` from now on. On ranks that write a run folder only.
+        """Write to `path` from now on.
 
         Args:
             guard: context for changes of the folder; raises if a newer attempt owns it.
-            warn: called with a warning if another process has removed, replaced or cut the file.
+            warn: called if another process has removed, replaced or cut the file.
         """
         self._guard, self._warn = guard, warn
         continue_file(path, record.begin.offset, record.data)
@@ -182,13 +164,13 @@ class Metrics:
         self._last_step = MappedCounter(path.with_name(LAST_STEP), newest_step(path))
 
     def show_in(self, sinks: Sequence[Sink], unshown: Sequence[dict[str, Any]] = ()) -> None:
-        """Show the lines in these sinks from now on, beginning with `unshown`."""
+        """Show `unshown` and all further lines in these sinks."""
         self._sinks = list(sinks)
         for line in unshown:
             self._show(line, {})
 
     def state_dict(self) -> dict[str, Any]:
-        """The entries of state.json: the pending lines, and where they begin in the file."""
+        """Entries of state.json: the pending lines, and where they begin in the file."""
         return {"lines": [line for line, _ in self._pending],
                 "record": dataclasses.asdict(self._begin)}
 
@@ -199,11 +181,7 @@ class Metrics:
         return self._file is None or self._file.flush()
 
     def sync(self) -> None:
-        """Write all lines and fsync the file.
-
-        Raises:
-            OSError: some lines cannot be written.
-        """
+        """Write all lines and fsync the file. Raises OSError if some can't be written."""
         self._write()
         if self._file is not None:
             self._repair()
@@ -211,7 +189,7 @@ class Metrics:
 
     @property
     def must_trim(self) -> bool:
-        """Whether there are too many pending lines, and the file of this rank has them durably."""
+        """Whether there are too many pending lines, and they are durable in this rank's file."""
         if self._file is None or len(self._pending) < self._sync_at:
             return False
         try:
@@ -222,17 +200,17 @@ class Metrics:
         return True
 
     def drop(self, step: int) -> None:
-        """Drop the pending lines up to this step: the file of rank 0 has them durably."""
+        """Drop the pending lines up to this step: they are durable in the file of rank 0."""
         kept = [pair for pair in self._pending if pair[0]["step"] > step]
         dropped = self._pending[: len(self._pending) - len(kept)]
         self._begin = self._begin.after(b"".join(data for _, data in dropped))
         self._pending, self._sync_at = kept, MOST_PENDING
 
     def step(self, result: StepResult, *, waited_s: float) -> dict[str, float]:
-        """Record a training step. Return the times of this rank in the step, in seconds.
+        """Record a training step. Returns the seconds of this rank in the step.
 
         Args:
-            waited_s: seconds that this rank has waited for data in all steps so far.
+            waited_s: seconds of waiting for data in all steps so far.
         """
         data, self._waited_s = waited_s - self._waited_s, waited_s
         waits = result.communication_s
@@ -247,22 +225,17 @@ class Metrics:
         self._record(line, {})
 
     def picture(self, image: Any, step: int) -> None:
-        """Show a picture (H×W×3, uint8) of a validation in the sinks that support pictures."""
+        """Show a picture (HxWx3 uint8) of a validation in the sinks that support pictures."""
         for sink in self._sinks:
             if hasattr(sink, "picture"):
                 sink.picture(image, step)
 
     def finish(self, settings: Mapping[str, Any], figures: Mapping[str, float], step: int) -> None:
-        """Show the final metrics of the run with its settings."""
         for sink in self._sinks:
             sink.finish(settings, figures, step)
 
     def close(self) -> None:
-        """Close all sinks, then the file.
-
-        Raises:
-            OSError: lines of metrics.jsonl could not be written.
-        """
+        """Close all sinks, then the file. Raises OSError if lines could not be written."""
         sinks, self._sinks = self._sinks, []
         for sink in sinks:
             sink.close()
@@ -276,17 +249,15 @@ class Metrics:
     def _record(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         data = encode_line(line)
         self._pending.append((line, data))
-        # Show before writing: then every line in the file has been shown, and a later attempt shows
-        # the lines that are missing in the file.
-        self._show(line, timing)
+        self._show(line, timing)  # before writing: a later attempt shows what the file lacks
         if self._last_step is None:
             return
         with self._lock:
             self._unwritten.append(data)
         if time.monotonic() - self._written_s >= PAUSE_S:
             self._write()
-        else:  # lets the next attempt know the last step of a process that was killed
-            self._last_step.set(line["step"])
+        else:
+            self._last_step.set(line["step"])  # for the next attempt, if this process is killed
 
     def _write(self) -> None:
         with self._lock:
@@ -324,10 +295,7 @@ def resumed_lines(
     step: int, validated: int,
 ) -> ResumedRecord:  # fmt: skip
     """Merge the lines `on_disk` after `begin` with those that the checkpoint of `step` has saved.
-
-    Args:
-        validated: the last step whose validation is done. Later validations are repeated.
-    """
+    Validations after the step `validated` are repeated."""
     written = {line_key(line): line for line in on_disk
                if line["step"] <= (validated if line_key(line)[1] else step)}
     merged = {**written, **{line_key(line): line for line in saved}}

@@ -7,12 +7,9 @@ from enum import Enum, StrEnum, auto
 
 
 class Phase(StrEnum):
-    """Position of a rank, as named in the log, `--inject`, heartbeats and diagnosis.
-
-    The first group are the stages of an attempt (`Status.phase`); the second are progress marks
-    that the main thread passes inside a stage (`Status.point`); the third are the marks of the
-    thread that writes checkpoints.
-    """
+    """Position of a rank, as named in the log, `--inject`, heartbeats and diagnosis: the stages of
+    an attempt (`Status.phase`), the progress marks that the main thread passes inside a stage
+    (`Status.point`), and the marks of the thread that writes checkpoints."""
 
     START = "start"
     JOIN = "join"
@@ -46,67 +43,61 @@ AT_STAKE = frozenset((Phase.TRAIN, Phase.EVALUATE, Phase.STOP))
 
 
 class Status:
-    """What a rank is doing. The parts of a run update it; the log and the watchdog read it.
-
-    Attributes:
-        phase: stage of the attempt.
-        point: last progress mark that the main thread passed.
-        step: last completed step.
-        in_step: a step has begun and is not complete: buffers may be ahead of the parameters, and
-            the copies of the buffers are those of the last step boundary.
-        updating: parameters and optimizer state may be in the middle of an update.
-    """
+    """What a rank is doing. The parts of a run update it; the log and the watchdog read it."""
 
     def __init__(self) -> None:
         self.phase = self.point = Phase.START
         self.step = 0
-        self.in_step = self.updating = False
+        """The last completed step."""
+        self.in_step = False
+        """A step has begun and is not complete: buffers may be ahead of the parameters, and the
+        copies of the buffers are those of the last step boundary."""
+        self.updating = False
+        """Parameters and optimizer state may be in the middle of an update."""
         self._on_phase: list[Callable[[Phase], None]] = []
         self._on_step: list[Callable[[int], None]] = []
 
     def on_phase(self, observer: Callable[[Phase], None]) -> None:
-        """Call `observer` with each stage that is entered from now on."""
+        """Call `observer` with each stage that begins from now on."""
         self._on_phase.append(observer)
 
     def on_step(self, observer: Callable[[int], None]) -> None:
-        """Call `observer` with the number of each step that is completed from now on."""
+        """Call `observer` with each step that is completed from now on."""
         self._on_step.append(observer)
 
     def enter(self, phase: Phase) -> None:
-        """Record that a stage of the attempt begins."""
         self.phase = phase
         for observer in self._on_phase:
             observer(phase)
 
     def reach(self, point: Phase) -> None:
-        """Record that the main thread passes a progress mark."""
         self.point = point
 
     def move_to(self, step: int) -> None:
-        """Record that the run is at this step boundary, after a restore or a roll-back."""
+        """Set the step boundary after a restore or a roll-back."""
         self.step = step
 
     def complete_step(self, step: int) -> None:
-        """Record that the loop has completed a step, with or without an update."""
+        """The loop has completed a step, with or without an update."""
         self.step = step
         for observer in self._on_step:
             observer(step)
 
     def begin_step(self) -> None:
-        """Record that the copies of the buffers are complete and the forwards of a step begin."""
+        """The copies of the buffers are complete, and the forwards of a step begin."""
         self.in_step = True
 
     def begin_update(self) -> None:
-        """Record that parameters, optimizer state and progress begin to change."""
+        """Parameters, optimizer state and progress begin to change."""
         self.updating = True
 
     def end_step(self) -> None:
-        """Record that parameters, buffers and progress belong to one step boundary again."""
+        """Parameters, buffers and progress belong to one step boundary again."""
         self.in_step = self.updating = False
 
     @property
     def has_nothing_at_stake(self) -> bool:
-        """Whether a stop now loses nothing: no step of this attempt has begun."""
+        """Whether no step of this attempt has begun, so that a stop loses nothing."""
         return self.phase in PREPARING
 
     @property
@@ -135,9 +126,7 @@ class Rescue(Enum):
     """Memory holds a mixture of two states: nothing may be saved."""
 
 
-def decide_rescue(
-    status: Status, *, own_error: bool, exchanging_weights: bool = False
-) -> Rescue:
+def decide_rescue(status: Status, *, own_error: bool, exchanging_weights: bool = False) -> Rescue:
     """Decide what a rank may save after a failure.
 
     ======================================  ==========================  ==========================
@@ -152,8 +141,8 @@ def decide_rescue(
     stop                                    SAVE                        LOST
     ======================================  ==========================  ==========================
 
-    A peer's death reaches a rank inside a collective, and no collective runs while the state
-    between two steps is assembled; an exception of this rank may occur anywhere in it.
+    A peer's death reaches a rank inside a collective, and none runs while the state between two
+    steps is assembled; an exception of this rank may occur anywhere in it.
 
     Args:
         own_error: this rank itself failed, by an exception; otherwise a peer died.

@@ -21,12 +21,8 @@ OUTPUTS = (("stdout", 1), ("stderr", 2))
 
 @contextlib.contextmanager
 def quiet_broken_pipe() -> Iterator[None]:
-    """Context in which a broken pipe of stdout or stderr is not reported.
-
-    Raises:
-        SystemExit: with EXIT_PIPE, if a broken pipe interrupts the block. If only the final flush
-            fails, the program keeps its own exit code.
-    """
+    """Context in which a broken pipe of stdout or stderr is not reported. Exits with EXIT_PIPE if
+    one interrupts the block; if only the final flush fails, the exit code remains."""
     try:
         yield
     except BrokenPipeError:
@@ -53,7 +49,7 @@ def fill_descriptors() -> None:
 
 
 def ignore_output_errors() -> None:
-    """From now on drop the output that Python's stdout or stderr cannot write, without an error."""
+    """From now on drop output that Python's stdout or stderr cannot write, without an error."""
     for name, number in OUTPUTS:
         old = getattr(sys, name)
         if old is not getattr(sys, f"__{name}__"):

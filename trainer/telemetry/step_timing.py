@@ -16,42 +16,35 @@ from typing import Any
 from trainer.storage.jsonl import AppendFile
 
 PARTS = ("step", "data", "compute", "communication", "save", "memory_mb")
-"""Values of each rank in a line: seconds summed over its steps, and memory at its end. What `step`
-has more than the others is time of the host; `save` is partly between steps."""
-
+"""Values of each rank in a line: seconds summed over its steps, and memory at its end. The rest of
+`step` is time of the host; `save` is partly between steps."""
 MARKS, RECENT_S = 32, 5.0
 """Each rank publishes up to MARKS marks of the last RECENT_S seconds, at its own times, so that
 rank 0 finds a step that all ranks have in common."""
-
 EVERY_S, GROWTH, LONGEST_S = 1.0, 0.01, 60.0
 """Interval of the lines: GROWTH × the age of the attempt, from EVERY_S to LONGEST_S."""
-
-NOTICED = 0.1
-"""A slow rank is reported if it costs the others more than this share of a step."""
-WAITING = 0.2
-"""The loader is reported if waiting for data takes more than this share of a step."""
-
+NOTICED, WAITING = 0.1, 0.2
+"""A slow rank, or the loader, is reported if it costs more than this share of a step."""
 IN_A_ROW = 3
 """Consecutive lines that must show it. The first line is ignored: it includes startup effects."""
 
 TimingMark = list[float]
-"""Sums up to a step: [number of steps, step, samples, time in seconds since the epoch, *PARTS]."""
+"""Sums up to a step: [number of steps, step, samples, seconds since the epoch, *PARTS]."""
 _HEAD = 4
 """Values of a mark before those of `PARTS`."""
 
 
 @dataclass(frozen=True)
 class Clocks:
-    """Sources of time, in seconds."""
+    """Sources of time in seconds; `wall` since the epoch."""
 
     monotonic: Callable[[], float] = time.monotonic
     wall: Callable[[], float] = time.time
-    """Since the epoch."""
 
 
 class StepTiming:
-    """Sums the times of the steps of this rank. Rank 0 also writes the lines of all ranks, which it
-    receives with the heartbeats.
+    """Sums the times of this rank's steps; rank 0 writes the lines of all ranks, which it receives
+    with the heartbeats.
 
     `add` is called by the main thread, `message` and `collect` by the thread of the heartbeats.
 
@@ -64,12 +57,10 @@ class StepTiming:
 
     def __init__(
         self, *, rank: int = 0, size: int = 1, attempt: int = 0, workers: int = 0, cores: int = 1,
-        warn: Callable[[str], None] = lambda text: None, memory: Callable[[], float] | None = None,
-        clocks: Clocks = Clocks(),
+        warn: Callable[[str], None], memory: Callable[[], float], clocks: Clocks = Clocks(),
     ) -> None:  # fmt: skip
         self._rank, self._size, self._attempt, self._warn = rank, size, attempt, warn
-        self._workers, self._cores = workers, cores
-        self._memory = memory or resident_mb
+        self._workers, self._cores, self._memory = workers, cores, memory
         self._clock, self._now = clocks.monotonic, clocks.wall
         self._sums = dict.fromkeys((*PARTS, "held"), 0.0)
         self._count = self._samples = self._step = 0
@@ -78,26 +69,21 @@ class StepTiming:
         self._file: AppendFile | None = None
         self._began_s = self._next_s = self._clock()
         self._last = self._now()
-        # Marks of the previous line.
-        self._base: list[TimingMark] = [[0.0] * (_HEAD + len(PARTS))] * size
-        self._seen: dict[str, int] = {}  # number of consecutive lines that show a problem
+        self._base: list[TimingMark] = [[0.0] * (_HEAD + len(PARTS))] * size  # last line's marks
+        self._seen: dict[str, int] = {}  # problem → consecutive lines that show it
         self._warned: set[str] = set()
         self._lines = 0
         self._lock = threading.Lock()
 
     def open(self, path: Path) -> None:
-        """Write lines from now on. On rank 0 only."""
-        torn = path.exists() and path.stat().st_size > 0
+        """Write lines from now on; on rank 0."""
         self._file = AppendFile(path)
-        if torn:  # it may end within a line, and readers skip empty lines
-            self._file.append(b"\n")
         self._began_s, self._last = self._clock(), self._now()
         self._next_s = self._began_s + EVERY_S
 
-    def add(
-        self, step: int, times: Mapping[str, float], *, samples: int, save_stall_s: float
-    ) -> None:
-        """Add the times of a step, and the seconds that saves have held up this rank so far."""
+    def add(self, step: int, times: Mapping[str, float], *, samples: int,
+            save_stall_s: float) -> None:
+        """Add the times of a step, and the seconds of saves that blocked this rank so far."""
         sums = self._sums
         for part, seconds in times.items():
             sums[part] += seconds
@@ -128,12 +114,12 @@ class StepTiming:
         return self._clock() >= self._next_s
 
     def message(self) -> list[TimingMark]:
-        """Return the newest marks of this rank, with its current memory."""
+        """The newest marks of this rank, with its current memory."""
         memory = self._memory()
         return [[*(round(value, 6) for value in mark[:-1]), memory] for mark in self._marks]
 
     def collect(self, messages: Sequence[list[TimingMark]]) -> None:
-        """Write a line from the messages of all ranks, in order of rank. On rank 0 only."""
+        """Write a line from the messages of all ranks, in order of rank; on rank 0."""
         with self._lock:
             by_count = [{int(mark[0]): mark for mark in marks} for marks in messages]
             common = set.intersection(*(set(marks) for marks in by_count))
@@ -146,7 +132,7 @@ class StepTiming:
             self._check(line)
 
     def close(self) -> None:
-        """Write the last steps of this rank, with None for the other ranks, and close the file."""
+        """Write this rank's last steps, with None for the other ranks, and close the file."""
         with self._lock:
             file = self._file
             if file is None:
@@ -172,7 +158,6 @@ class StepTiming:
                                  for end, before in zip(ends, self._base, strict=True)]
         line["memory_mb"] = [None if end is None else end[-1] for end in ends]
         self._file.append((json.dumps(line) + "\n").encode())
-        self._file.flush()  # also earlier lines that a full disk has rejected
         self._last, now_s = own[3], self._clock()
         self._next_s = now_s + min(LONGEST_S, max(EVERY_S, GROWTH * (now_s - self._began_s)))
         self._lines += 1
@@ -185,25 +170,33 @@ class StepTiming:
         slow, waits = slowest_rank(line), longest_data_wait(line)
         problems = {}
         if slow is not None:
-            problems[f"slow {slow[0]}"] = slow_sentence(line, *slow)
+            problems[f"slow {slow[0]}"] = _slow_message(line, *slow)
         if waits is not None:
-            problems["data"] = data_sentence(
-                line, *waits, workers=self._workers, cores=self._cores)
+            problems["data"] = self._data_message(line, *waits)
         self._seen = {name: self._seen.get(name, 0) + 1 for name in problems}
         for name, text in problems.items():
             if self._seen[name] >= IN_A_ROW and name not in self._warned:
                 self._warned.add(name)
                 self._warn(text)
 
+    def _data_message(self, line: Mapping[str, Any], rank: int, share: float) -> str:
+        step, data = (line[f"{part}_s"][rank] / line["steps"] for part in ("step", "data"))
+        more = min(max(2, 2 * self._workers), max(2, self._cores))
+        remedy = f"--data.workers {more}" if more > self._workers else (
+            "cheaper samples (smaller files, less to decode), or more processors for each rank")
+        of_rank = f", rank {rank}" if self._size > 1 else ""
+        return (f"your loader is the bottleneck: {share:.0%} of each step waits for data "
+                f"({_ms(data)} of {_ms(step)}{of_rank}); try {remedy}")
+
 
 def own_step_s(line: Mapping[str, Any]) -> list[float]:
-    """Return the seconds of each rank for its steps, without waiting for the other ranks."""
+    """Each rank's seconds for its steps, without waiting for the other ranks."""
     return [step - waited for step, waited in
             zip(line["step_s"], line["communication_s"], strict=True)]
 
 
 def slowest_rank(line: Mapping[str, Any]) -> tuple[int, float] | None:
-    """Return (rank, share of a step that the others wait for it) if that is above `NOTICED`."""
+    """(rank, share of a step that the others wait for it) if that is above `NOTICED`."""
     if len(line["step_s"]) < 2 or None in line["step_s"]:
         return None
     own = own_step_s(line)
@@ -214,7 +207,7 @@ def slowest_rank(line: Mapping[str, Any]) -> tuple[int, float] | None:
 
 
 def longest_data_wait(line: Mapping[str, Any]) -> tuple[int, float] | None:
-    """Return (rank, share of its steps that waits for data) if the largest is above `WAITING`."""
+    """(rank, share of its steps that waits for data) if the largest is above `WAITING`."""
     if None in line["step_s"] or not min(line["step_s"]):
         return None
     shares = [data / step for data, step in zip(line["data_s"], line["step_s"], strict=True)]
@@ -222,8 +215,7 @@ def longest_data_wait(line: Mapping[str, Any]) -> tuple[int, float] | None:
     return (rank, shares[rank]) if shares[rank] > WAITING else None
 
 
-def slow_sentence(line: Mapping[str, Any], rank: int, share: float) -> str:
-    """Describe a slow rank."""
+def _slow_message(line: Mapping[str, Any], rank: int, share: float) -> str:
     own, count = own_step_s(line), line["steps"]
     others = statistics.median(o for r, o in enumerate(own) if r != rank)
     data = line["data_s"][rank]
@@ -233,25 +225,12 @@ def slow_sentence(line: Mapping[str, Any], rank: int, share: float) -> str:
             "waiting for it")
 
 
-def data_sentence(
-    line: Mapping[str, Any], rank: int, share: float, *, workers: int, cores: int
-) -> str:
-    """Describe a slow loader and a remedy."""
-    step, data = (line[f"{part}_s"][rank] / line["steps"] for part in ("step", "data"))
-    more = min(max(2, 2 * workers), max(2, cores))
-    remedy = f"--data.workers {more}" if more > workers else (
-        "cheaper samples (smaller files, less to decode), or more processors for each rank")
-    of_rank = f", rank {rank}" if len(line["step_s"]) > 1 else ""
-    return (f"your loader is the bottleneck: {share:.0%} of each step waits for data "
-            f"({_ms(data)} of {_ms(step)}{of_rank}); try {remedy}")
-
-
 def _ms(seconds: float) -> str:
     return f"{1000 * seconds:.3g} ms" if seconds < 1 else f"{seconds:.3g} s"
 
 
 def resident_mb() -> float:
-    """Return the resident memory of this process in MB; 0 if it is not known."""
+    """The resident memory of this process in MB; 0 if it is not known."""
     try:
         with open("/proc/self/statm") as file:
             pages = int(file.read().split()[1])

@@ -9,7 +9,6 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,34 +31,10 @@ LAYOUT = {
     }
 }
 """Charts of TensorBoard's page "custom scalars"."""
-
 BINS = 64
 """Bins of a histogram. numpy would choose a very large number for a tensor with an outlier."""
-
 NORMS = 4096
 """Number of gradient norms, the last ones before a validation, that its histogram shows."""
-
-Tensors = Callable[[], Iterable[tuple[str, Any]]]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Introduction:
-    """What TensorBoard shows once, at the beginning of a run or of an attempt."""
-
-    summary: Sequence[str] = ()
-    """Lines of the startup summary."""
-    images: Any = None
-    """Some samples as one uint8 image, C×H×W."""
-    restarts: int = 0
-    """Number of restarts of the run."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TensorHistograms:
-    """Histograms of the tensors (name, value) in each `every` steps; 0: none."""
-
-    every: int = 0
-    tensors: Tensors = lambda: ()
 
 
 class TensorBoard:
@@ -70,49 +45,51 @@ class TensorBoard:
 
     Args:
         every: steps between scalars.
-        first: the first step that is shown from now on; TensorBoard drops the data of earlier
-            attempts from this step on. 0 at the beginning of a run.
+        first: the first step that is shown from now on, 0 at the beginning of a run. TensorBoard
+            drops what earlier attempts have shown from this step on.
         class_names: names for the confusion matrix.
-        norms: gradient norms since the last validation, of steps that an earlier attempt has shown.
+        norms: gradient norms since the last validation, which an earlier attempt has shown.
+        tensors: yields (name, array) for histograms every `histograms_every` steps (0: never).
     """
 
     def __init__(
-        self, folder: Path, *, every: int, first: int,
-        introduction: Introduction = Introduction(),
-        class_names: Sequence[str] = (), norms: Iterable[float] = (),
-        histograms: TensorHistograms = TensorHistograms(),
-        clock: Callable[[], float] = time.time,
+        self, folder: Path, *, every: int, first: int, class_names: Sequence[str] = (),
+        norms: Iterable[float] = (), histograms_every: int = 0,
+        tensors: Callable[[], Iterable[tuple[str, Any]]] = lambda: (),
     ) -> None:  # fmt: skip
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard import summary
 
-        self._summary, self._every, self._clock = summary, every, clock
+        self._summary, self._every, self._first = summary, every, first
         self._names, self._norms = class_names, deque(norms, maxlen=NORMS)
-        self._histograms = histograms
+        self._histograms_every, self._tensors = histograms_every, tensors
         folder.mkdir(exist_ok=True)
-        new = not any(folder.iterdir())  # TensorBoard does not drop texts, so they are written once
+        self._is_new = not any(folder.iterdir())
         # TensorBoard reads event files in the order of their names.
-        name = f"events.out.tfevents.{clock():017.6f}.{platform.node()}.{os.getpid()}"
+        name = f"events.out.tfevents.{time.time():017.6f}.{platform.node()}.{os.getpid()}"
         self._file = _Records(AppendFile(folder / name))
         self._writer = RecordWriter(self._file)
         self._event(file_version="brain.Event:2")
         self._event(session_log=SessionLog(status=SessionLog.START), step=first)
-        if new:
-            self._event(summary=summary.custom_scalars(LAYOUT))
-            text = "    " + "\n    ".join(introduction.summary)
-            self._event(summary=summary.text("run", text), step=0)
-        if introduction.images is not None:
-            self._event(step=0, summary=summary.image(
-                "samples", introduction.images, dataformats="CHW"))
-        if introduction.restarts:
-            self._scalars({"run/restarts": introduction.restarts}, first)
+
+    def introduce(self, summary: Sequence[str], images: Any, restarts: int) -> None:
+        """Show the startup summary, some samples (one uint8 image CxHxW, or None) and the number of
+        restarts."""
+        if self._is_new:  # TensorBoard does not drop texts of earlier attempts
+            self._event(summary=self._summary.custom_scalars(LAYOUT))
+            text = "    " + "\n    ".join(summary)
+            self._event(summary=self._summary.text("run", text), step=0)
+        if images is not None:
+            self._image("samples", images, 0, dataformats="CHW")
+        if restarts:
+            self._scalars({"run/restarts": restarts}, self._first)
 
     def step(self, line: dict[str, Any], timing: dict[str, float]) -> None:
         step = line["step"]
         if line["grad_norm"] is not None:
             self._norms.append(line["grad_norm"])
-        if self._histograms.every and timing and step % self._histograms.every == 0:
-            for tag, values in self._histograms.tensors():
+        if self._histograms_every and timing and step % self._histograms_every == 0:
+            for tag, values in self._tensors():
                 self._histogram(tag, values, step)
         if step % self._every and step != 1:
             return
@@ -155,11 +132,11 @@ class TensorBoard:
         if values.size and np.isfinite(values).all():
             self._event(summary=self._summary.histogram(tag, values, BINS), step=step)
 
-    def _image(self, tag: str, image: Any, step: int) -> None:
-        self._event(summary=self._summary.image(tag, image, dataformats="HWC"), step=step)
+    def _image(self, tag: str, image: Any, step: int, dataformats: str = "HWC") -> None:
+        self._event(summary=self._summary.image(tag, image, dataformats=dataformats), step=step)
 
     def _event(self, **fields: Any) -> None:
-        event = Event(wall_time=self._clock(), **fields)
+        event = Event(wall_time=time.time(), **fields)
         self._writer.write(event.SerializeToString())
         self._file.flush()
 
@@ -183,9 +160,9 @@ class _Records:
 
 
 def train_scalars(line: dict[str, Any]) -> dict[str, float]:
-    """Return tag → value for the line of a training step."""
-    skip = ("step", "epoch", "lr", "lrs", "grad_norm", "samples", "scale", "skipped")
-    tags = {f"train/{k}": v for k, v in line.items() if k not in skip}
+    """Tag → value for the line of a training step."""
+    others = ("step", "epoch", "lr", "lrs", "grad_norm", "samples", "scale", "skipped")
+    tags = {f"train/{k}": v for k, v in line.items() if k not in others}
     tags |= {"optimizer/lr": line["lr"], "optimizer/grad_norm": line["grad_norm"]}
     tags |= {f"optimizer/lr_{number}": rate for number, rate in enumerate(line.get("lrs", ()))}
     if "scale" in line:
@@ -194,7 +171,7 @@ def train_scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
-    """Return tag → value for the line of a validation."""
+    """Tag → value for the line of a validation."""
     tags = {f"validation/{k.removeprefix('val_')}": v for k, v in line.items()
             if k.startswith("val_") and k not in ("val_samples", "val_table")}
     tags["validation/train_loss"] = line["train_loss"]
@@ -202,12 +179,8 @@ def validation_scalars(line: dict[str, Any]) -> dict[str, float]:
 
 
 class UserSink:
-    """Passes copies of the lines to a sink of the user; an exception disables it with a warning.
-
-    Args:
-        name: import path of the sink, for the warning.
-        make: called with the run folder; returns a `Sink`.
-    """
+    """Passes copies of the lines to a user's sink (`make(folder)`, `name` is its import path); an
+    exception disables it with a warning."""
 
     def __init__(self, name: str, make: Callable[[Path], Any], folder: Path, log: Log) -> None:
         self._name, self._log, self._sink = name, log, None
@@ -244,12 +217,10 @@ class UserSink:
 
 
 def image_grid(images: Any, columns: int = 8) -> Any:
-    """Arrange uint8 images N×C×H×W in one C×(rows·H)×(columns·W) array."""
-    array = np.asarray(images)
-    count, channels, height, width = array.shape
+    """Arrange uint8 images NxCxHxW in one Cx(rows·H)x(columns·W) array."""
+    count, channels, height, width = np.shape(images)
     rows = -(-count // columns)
-    image_grid = np.zeros((channels, rows * height, columns * width), dtype=np.uint8)
-    for i, image in enumerate(array):
-        y, x = i // columns * height, i % columns * width
-        image_grid[:, y : y + height, x : x + width] = image
-    return image_grid
+    cells = np.zeros((rows * columns, channels, height, width), dtype=np.uint8)
+    cells[:count] = images
+    cells = cells.reshape(rows, columns, channels, height, width).transpose(2, 0, 3, 1, 4)
+    return cells.reshape(channels, rows * height, columns * width)

@@ -20,11 +20,7 @@ ID = "wandb-id"
 
 
 def check_installed(mode: str) -> None:
-    """Check that wandb is installed unless the mode is "off".
-
-    Raises:
-        ConfigError: wandb is not installed.
-    """
+    """Raises ConfigError if wandb is needed and not installed."""
     if mode != "off" and importlib.util.find_spec("wandb") is None:
         raise ConfigError(f"--log.wandb {mode}: wandb isn't installed; pip install '.[wandb]', or "
                           "use off.")
@@ -36,11 +32,9 @@ class WandB:
     wandb ignores the steps that an earlier attempt has logged, because its steps only increase.
 
     Args:
-        path: the run folder, which contains the id and, offline, the files of wandb.
+        path: the run folder, for the id and, offline, the files of wandb.
         run_id: id of a new W&B run.
-        mode: online or offline.
         every: steps between scalars.
-        settings: the configuration to show.
         class_names: names for the confusion matrix.
     """
 
@@ -92,7 +86,7 @@ class WandB:
                 self._run.finish()
 
     def _image(self, name: str, image: Any) -> dict[str, Any]:
-        """Return a row with the picture; an empty row if the sink is disabled."""
+        """A row with the picture; an empty row if the sink is disabled."""
         with self._guarded():
             if self._run is not None:
                 return {name: self._wandb.Image(image)}

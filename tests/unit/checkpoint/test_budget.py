@@ -55,8 +55,7 @@ def test_a_save_is_not_started_if_it_would_be_killed_and_little_is_lost(
     store = saved(tmp_path, step, seconds=seconds)
 
     why = reason_not_to_save(tmp_path / "events.jsonl", store, state, generation=0,
-                             interval=interval,
-                             left_s=30 - spent_s)
+                             interval=interval, left_s=30 - spent_s)
 
     assert (why is None) == begun
     if why is not None:

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.synthetic_state import Subject, make_checkpointer, make_subject
-from trainer.checkpoint.checkpointer import Checkpointer, SavePolicy
+from trainer.checkpoint.checkpointer import Checkpointer
 from trainer.checkpoint.restore import CheckpointRef
 from trainer.checkpoint.saved_state import SavedState
+from trainer.config import schema
 from trainer.storage import tensorfile
 
 LIMIT_S = 100.0
@@ -88,7 +89,7 @@ def test_a_forward_that_changes_parameters_costs_one_save_and_the_next_is_exact(
     subject: Subject, checkpoint: Checkpointer, gate: threading.Event,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    checkpoint._policy = SavePolicy(on_error="continue")
+    checkpoint._config = schema.Checkpoint(on_error="continue")
     subject.state.progress.step = 1
     checkpoint.save("periodic")
     with torch.no_grad():
@@ -125,8 +126,7 @@ def test_a_loaded_checkpoint_is_not_reported_as_a_new_save(
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_save_starts_no_further_threads(tmp_path: Path, dtype: torch.dtype
-                                                         ) -> None:
+def test_a_save_starts_no_further_threads(tmp_path: Path, dtype: torch.dtype) -> None:
     subject = make_subject(10)
     subject.model.to(dtype).register_parameter("filters", nn.Parameter(
         torch.ones(256, 256, 3, 3, dtype=dtype).to(memory_format=torch.channels_last)))

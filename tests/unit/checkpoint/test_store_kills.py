@@ -156,22 +156,12 @@ def assert_old_then_new(killed: Iterator[tuple[str, Path]], step: int) -> None:
     assert False in seen
 
 
+@pytest.mark.parametrize("older", [1, 2])
 def test_a_save_killed_at_any_system_call_leaves_the_old_or_the_new_checkpoint(
-    tmp_path: Path, tracer: Tracer
+    tmp_path: Path, tracer: Tracer, older: int
 ) -> None:
     before = tmp_path / "before"
-    save(Store(before), 1, OLD)
-
-    killed = kill_everywhere(tracer, before, "2")
-
-    assert_old_then_new(killed, step=2)
-
-
-def test_a_save_over_the_same_step_killed_at_any_system_call_leaves_the_old_or_the_new_one(
-    tmp_path: Path, tracer: Tracer
-) -> None:
-    before = tmp_path / "before"
-    save(Store(before), 2, OLD)
+    save(Store(before), older, OLD)
 
     killed = kill_everywhere(tracer, before, "2")
 

@@ -119,7 +119,7 @@ def test_the_folder_of_an_active_run_is_refused(processes: Processes) -> None:
     assert second.ask("check").startswith("StaleAttempt")
 
 
-def test_a_run_with_a_living_launcher_is_refused_to_another_launcher(processes: Processes) -> None:
+def test_a_run_with_a_living_launcher_is_refused_to_another_one(processes: Processes) -> None:
     first, second = processes.attempt("first"), processes.attempt("second")
     mine, other = processes.launcher(), processes.launcher()
     assert first.ask(f"take launcher_pid={mine.pid} launch_id=a") == "None"
@@ -179,24 +179,20 @@ def test_an_orphan_loses_the_folder(processes: Processes, reaped: bool) -> None:
     assert second.ask("check") == "None"
 
 
-def test_an_earlier_attempt_of_the_same_launcher_loses_the_folder(processes: Processes) -> None:
-    launcher = processes.launcher()
+@pytest.mark.parametrize("of", ["launcher", "launch"])
+def test_an_earlier_attempt_of_the_same_launch_loses_the_folder(
+    processes: Processes, of: str
+) -> None:
     first, second = processes.attempt("first"), processes.attempt("second")
-    first.ask(f"take launcher_pid={launcher.pid}")
+    take = (f"take launcher_pid={processes.launcher().pid}" if of == "launcher"
+            else "take launch_id=job-17")
+    first.ask(take)
     first.popen.send_signal(signal.SIGSTOP)
 
-    answer = second.ask(f"take launcher_pid={launcher.pid}")
+    answer = second.ask(take)
 
-    assert answer.endswith("an earlier attempt of this launcher")
+    assert answer.endswith(f"an earlier attempt of this {of}")
     first.popen.send_signal(signal.SIGCONT)
-    assert first.ask("check").startswith("StaleAttempt")
-
-
-def test_an_earlier_attempt_of_the_same_launch_loses_the_folder(processes: Processes) -> None:
-    first, second = processes.attempt("first"), processes.attempt("second")
-    first.ask("take launch_id=job-17")
-
-    assert second.ask("take launch_id=job-17").endswith("an earlier attempt of this launch")
     assert first.ask("check").startswith("StaleAttempt")
 
 

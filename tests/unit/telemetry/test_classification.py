@@ -61,9 +61,7 @@ def test_figures_of_each_class_are_those_of_counting(multi_label):
         assert float(figures["iou"][c]) == pytest.approx(
             right / int((found[:, c] | true[:, c]).sum()))
     assert macro("f1")({}, table) == pytest.approx(float(figures["f1"].mean()))
-
-
-def test_a_class_without_targets_and_predictions_has_zeros():
+    # A class without targets and predictions has zeros.
     assert all(v.tolist() == [1, 0] for v in per_class(torch.tensor([[3, 0], [0, 0]])).values())
 
 

@@ -34,9 +34,6 @@ def test_a_confusion_matrix_is_dark_where_the_counts_are():
     assert picture.shape == (top + 2 * side, left + 2 * side, 3)
     assert tuple(picture[top + side, left + side]) == drawing.RIGHT  # all of the second row
     assert tuple(picture[top + side, left]) == (245, 245, 245)
-
-
-def test_a_matrix_of_many_classes_has_shades_only():
     assert drawing.matrix(np.eye(100).tolist(), ()).shape == (700, 700, 3)
 
 

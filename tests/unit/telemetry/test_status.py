@@ -48,20 +48,6 @@ def test_a_stop_before_the_first_step_loses_nothing():
     assert {s for s in STAGES if status(s).has_nothing_at_stake} == PREPARING
 
 
-def test_observers_see_each_stage_and_each_step():
-    seen: list[object] = []
-    now = Status()
-    now.on_phase(seen.append)
-    now.on_step(seen.append)
-
-    now.enter(Phase.TRAIN)
-    now.complete_step(7)
-    now.move_to(3)
-
-    assert seen == [Phase.TRAIN, 7]
-    assert now.step == 3
-
-
 @pytest.mark.parametrize(("phase", "point", "place"), [
     (Phase.TRAIN, Phase.READING, "data"), (Phase.TRAIN, Phase.OPTIMIZER, "optimizer"),
     (Phase.WARM_UP, Phase.FORWARD, "warm-up, forward"), (Phase.BUILD, Phase.START, "build"),

@@ -28,18 +28,6 @@ def test_nothing_is_said_of_a_reader_that_has_gone(tmp_path, arguments, unbuffer
     assert (found, "Traceback" in said, "Broken" in said) == (code, False, False)
 
 
-def test_what_is_cut_off_amid_it_ends_as_a_program_that_sigpipe_has_ended():
-
-    text = "print('x' * 100_000, flush=True)"
-
-    quiet = (
-        f"from trainer.telemetry.std_streams import quiet_broken_pipe\nwith "
-        f"quiet_broken_pipe(): {text}"
-    )
-
-    assert ended("-c", quiet) == (EXIT_PIPE, "")
-
-
 def test_another_broken_pipe_is_a_failure_like_any_other():
     with pytest.raises(BrokenPipeError), quiet_broken_pipe():
         raise BrokenPipeError

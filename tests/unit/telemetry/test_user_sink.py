@@ -6,10 +6,6 @@ import io
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from trainer.config.schema import Logging
-from trainer.errors import ConfigError
 from trainer.telemetry.events import Log
 from trainer.telemetry.tensorboard import UserSink
 
@@ -72,8 +68,3 @@ def test_a_sink_whose_constructor_raises_is_disabled():
     UserSink("notes:Notes", lambda folder: 1 / 0, Path("run"), Log(stream=output)).step({}, {})
 
     assert "ZeroDivisionError" in output.getvalue()
-
-
-def test_a_sink_is_given_as_an_import_path():
-    with pytest.raises(ConfigError, match=r"--log\.sinks curve: write module:Class"):
-        Logging(sinks=("curve",))
