@@ -104,8 +104,8 @@ def profile_steps(
                 if number == WARM_UP:
                     clock.on = True
                     clock.switch("between steps")
-                loader = run.training.loader
-                result = run.training.step(loader.window())
+                loader = run.loader
+                result = run.step(loader.window())
                 if result is None:  # the stream's epoch has ended
                     loader.next_epoch()
                 else:

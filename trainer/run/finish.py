@@ -61,7 +61,7 @@ def update_best(
 def finish(run: Run) -> dict[str, Any]:
     """Collective. Evaluate the best weights on the test set, and write model and summary."""
     world, log, path = run.context.world, run.context.log, run.context.path
-    state, metrics = run.training.state, run.record.metrics
+    state, metrics = run.state, run.record.metrics
     progress, best = state.progress, state.best
     run.guard.checkpoint.settle()  # before the phase changes: survivors can still save this step
     run.context.status.enter(Phase.FINISH)
@@ -93,7 +93,7 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
     path = run.context.path
     run.record.metrics.sync()
     if run.context.world.writes_run_dir:
-        weights = run.training.state.export_weights()
+        weights = run.state.export_weights()
         files.replace_bytes(path / layout.PRODUCT,
                             tensorfile.serialize({n: t.cpu() for n, t in weights.items()}))
         files.replace_json(path / layout.SUMMARY, summary)
@@ -101,7 +101,7 @@ def _write(run: Run, summary: dict[str, Any]) -> None:
 
 def _load_best(run: Run) -> str:
     """Collective. Load the best weights into the model; returns what they are."""
-    state = run.training.state
+    state = run.state
     best, last = state.best, state.progress.step
     chosen, why = best.step or last, f", which have the best {best.metric}"
     if best.value is None:
@@ -116,21 +116,21 @@ def _load_best(run: Run) -> str:
 
 def _test(run: Run) -> Scores | None:
     """Collective. Evaluate the test set; None without one."""
-    if run.training.test is None:
+    if run.test is None:
         return None
     with run.context.world.long_timeout():
-        scores = run.training.test()
+        scores = run.test()
     if scores is None:
         raise StopRequested(
             "stopped on request during the test of the best weights; all "
-            f"{run.training.state.progress.step} steps are saved, and the same command finishes "
+            f"{run.state.progress.step} steps are saved, and the same command finishes "
             "the run")
     return scores
 
 
 def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
     """The content of summary.json."""
-    state, task = run.training.state, run.context.config.task
+    state, task = run.state, run.context.config.task
     progress, best, last = state.progress, state.best, state.progress.step
     return {
         "step": last,
@@ -148,7 +148,7 @@ def _summary(run: Run, weights: str, scores: Scores | None) -> dict[str, Any]:
         "stopped_early": last < run.setup.intervals.total,
         "save_waits": run.guard.checkpoint.waits,
         "memory": memory_figures(state.model, state.optimizer,
-                                 run.training.step.facts.activations_mb),
+                                 run.step.facts.activations_mb),
     }  # fmt: skip
 
 

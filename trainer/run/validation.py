@@ -15,7 +15,7 @@ from trainer.telemetry.status import Phase
 def validate(run: Run) -> None:
     """Collective. Validate, and save the weights if they are the best so far."""
     config, status = run.context.config, run.context.status
-    evaluator, state = run.training.validation, run.training.state
+    evaluator, state = run.validation, run.state
     if evaluator is None:
         return
     status.enter(Phase.EVALUATE)
@@ -40,7 +40,7 @@ def stop(run: Run) -> NoReturn:
     run.context.status.enter(Phase.STOP)
     run.guard.checkpoint.save("stop")
     run.guard.checkpoint.settle()
-    raise StopRequested(f"stopped on request after step {run.training.state.progress.step}; "
+    raise StopRequested(f"stopped on request after step {run.state.progress.step}; "
                         "run the same command to continue")
 
 
