@@ -101,11 +101,8 @@ class ModelFacts:
 class ForwardBackward:
     """Forward and backward of single micro-batches: in a step, in the warm-up, in a diagnosis.
 
-    Args:
-        objective: module whose forward returns the loss.
-        wrapped: the objective, under DDP if there are several ranks.
-        state: optimizer, scaler and seed of the run.
-        autocast: factory of contexts for the forward.
+    `wrapped` is the objective, under DDP if there are several ranks; `autocast` makes the contexts
+    for the forward.
     """
 
     def __init__(
@@ -130,10 +127,8 @@ class ForwardBackward:
     def __call__(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False
     ) -> None:
-        """Collective. Compute a micro-batch; reduce after the last one of a step.
-
-        A `rehearsal` is not part of a step; nothing is injected in it.
-        """
+        """Collective. Compute a micro-batch; reduce after the last one of a step. A `rehearsal` is
+        not part of a step; nothing is injected in it."""
         spec = micro.spec
         mark = self.marks.mark if not rehearsal else self.marks.rehearse
         mark(Phase.FORWARD, spec.step, spec.epoch)
@@ -172,10 +167,8 @@ class Step:
     reduction: Reduction = iter
     """The default leaves the reduction to DDP."""
     nan_detector: Callable[[MicroBatchSpec], contextlib.AbstractContextManager[None]] | None = None
-    """Factory of contexts that detect the origin of a NaN."""
     min_samples: int = 0
-    """Minimum number of samples in a window. A window at the end of a stream's epoch may have
-    fewer; it gives no step."""
+    """A window with fewer samples, at the end of a stream's epoch, gives no step."""
     before_update: Callable[[], None] = lambda: None
     """Called before parameters and optimizer state change."""
 
@@ -205,14 +198,9 @@ class Step:
     def __call__(
         self, micro_batches: Iterable[MicroBatch], *, requests: Requests = no_requests
     ) -> StepResult | None:
-        """Collective. Consume the next global batch, and apply or skip the update of the weights.
-
-        Args:
-            micro_batches: those of this rank; the last one has `spec.last`.
-            requests: returns this rank's requests of all ranks.
-
-        Returns None, on all ranks, if the window had fewer samples than `min_samples`.
-        """
+        """Collective. Consume this rank's micro-batches of the next global batch, the last of which
+        has `spec.last`, and apply or skip the update of the weights. Returns None, on all ranks, if
+        the window had fewer samples than `min_samples`."""
         start, step = time.perf_counter(), self.progress.step + 1
         if step in self.progress.excluded_steps:
             return self._skip_batch(micro_batches, step)
@@ -260,8 +248,7 @@ class Step:
         return StepResult(
             step=step, epoch=epoch, sums=sums, lrs=lrs, grad_norm=norm, scale=scale,
             skip_reason=skip_reason, seconds=seconds, device_s=self._device_span.between_s(),
-            save_stall_s=save_stall_s,
-            communication_s=self.compute.communication.take_wait_s())
+            save_stall_s=save_stall_s, communication_s=self.compute.communication.take_wait_s())
 
     def forward_backward(
         self, micro: MicroBatch, *, requests: Requests = no_requests, rehearsal: bool = False

@@ -55,12 +55,8 @@ class CurrentRun:
 
 
 class RankProcess:
-    """The process of one rank.
-
-    Args:
-        stop: the requests to stop this rank; its signal handlers are installed.
-        commands: names of the other commands, for the error message about an unknown one.
-    """
+    """The process of one rank. The signal handlers of `stop` are installed; `commands` are the names
+    of the other commands, for the error message about an unknown one."""
 
     def __init__(self, stop: StopSignals, commands: Sequence[str] = ()) -> None:
         self._stop, self._commands = stop, ", ".join(commands)
@@ -73,11 +69,8 @@ class RankProcess:
         self, arguments: Sequence[str], config: Config[Any] | None = None, *,
         is_program: bool = True,
     ) -> int:
-        """Train, by the arguments or a configuration; returns the exit code.
-
-        Args:
-            is_program: the process ends after training; otherwise it belongs to the user.
-        """
+        """Train, by the arguments or a configuration; returns the exit code. The process ends
+        afterwards if it `is_program`; otherwise it belongs to the user."""
         code, last_words = EXIT_FAILURE, ""
         try:
             code = self._train(arguments, config)
@@ -162,8 +155,7 @@ class RankProcess:
 
     def _leave_late(self) -> int:
         """Save the last step, in another thread, if a stop has exceeded --stop.grace-s; returns the
-        exit code.
-        """
+        exit code."""
         if self._complete:  # the process waits for threads of the task
             tell("returned", EXIT_COMPLETE)
             return EXIT_COMPLETE
@@ -237,8 +229,7 @@ def _survive(
     guard: Guard, error: BaseException, stop: StopSignals, agent: int, failure: Failure
 ) -> None:
     """Save what can be saved after an error. Raises StopRequested in place of an error that came
-    while a stop was requested, if nothing is lost.
-    """
+    while a stop was requested, if nothing is lost."""
     if isinstance(error, TrainerError):
         guard.abandon()
         return
@@ -280,10 +271,8 @@ def _name_threads(log: Log) -> None:
 
 
 def _end_workers() -> None:
-    """Kill loader processes that are left after a failure.
-
-    They ignore SIGTERM, which Python would send them at exit before it waits for them.
-    """
+    """Kill loader processes that are left after a failure. They ignore SIGTERM, which Python would
+    send them at exit before it waits for them."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler would raise for each process
     for process in multiprocessing.active_children():
         if process.daemon:

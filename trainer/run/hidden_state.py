@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import math
 import random
 import types
 from collections import deque
@@ -26,6 +25,10 @@ _OWN_OF_MODULES = frozenset(vars(nn.Module()))
 _DEPTH = 12
 
 
+MOST_VALUES = 10_000
+"""Maximal number of attributes that are compared."""
+
+
 def same(one: Any, other: Any) -> bool:
     """Whether two nested structures of tensors and other values are equal; NaN equals NaN."""
     if isinstance(one, Tensor) and isinstance(other, Tensor):
@@ -34,11 +37,11 @@ def same(one: Any, other: Any) -> bool:
         if one.is_floating_point() or one.is_complex():
             return torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
         return torch.equal(one, other)
-    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
-        return one.dtype == other.dtype and one.shape == other.shape and (
-            one.tobytes() == other.tobytes())
     if type(one) is not type(other):
         return False
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and (
+            one.tobytes() == other.tobytes())
     if dataclasses.is_dataclass(one) and not isinstance(one, type):
         return all(same(getattr(one, f.name), getattr(other, f.name))
                    for f in dataclasses.fields(one))
@@ -108,10 +111,6 @@ def differing(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
             if name not in one or name not in other or not same(one[name], other[name])]
 
 
-MOST_VALUES = 10_000
-"""Maximal number of attributes that are compared."""
-
-
 @dataclass(frozen=True)
 class ForwardObservation:
     """Observation after a forward: the micro-batch's loss, and attributes of the modules."""
@@ -128,17 +127,14 @@ class ForwardObservation:
 
 def describe_hidden_state(one: ForwardObservation, other: ForwardObservation) -> str:
     """A warning if two computations of a micro-batch with equal keys, parameters and buffers
-    differ, or "".
-    """
-    names = differing(one.attributes, other.attributes)
-    differs = one.loss != other.loss and not (math.isnan(one.loss) and math.isnan(other.loss))
-    if names:
-        where = listed(names)
+    differ, or ""."""
+    differs = not same(one.loss, other.loss)
+    if names := differing(one.attributes, other.attributes):
         what = (f"the loss depends on it ({one.loss:.9g}, then {other.loss:.9g}), so a restart "
                 "gives other bits" if differs else
                 "a restart gives other bits if any result depends on it")
-        return (f"the model's forward changes {where}, which no checkpoint holds; {what}. Make it "
-                "a buffer (register_buffer with a tensor, changed in place)")
+        return (f"the model's forward changes {listed(names)}, which no checkpoint holds; {what}. "
+                "Make it a buffer (register_buffer with a tensor, changed in place)")
     if differs:
         return (f"a second computation of a micro-batch gives another loss ({one.loss:.9g}, then "
                 f"{other.loss:.9g}), with the same weights, buffers and seeds: it depends on a "
@@ -162,8 +158,7 @@ def watch_optimizer(
     optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str], log: Log
 ) -> None:
     """Check an optimizer class of the user by a step hook: after the first update its state, and
-    after the second the attributes that changed in between, with a warning.
-    """
+    after the second the attributes that changed in between, with a warning."""
     observed: list[dict[str, Any]] = []
 
     def check(*_: Any) -> None:
@@ -189,18 +184,15 @@ def _held(item: Any, path: str, depth: int) -> Iterator[tuple[str, torch.optim.O
     """Optimizers among an optimizer's attributes, also in lists and dicts, with their path."""
     if isinstance(item, torch.optim.Optimizer):
         yield path, item
-    elif depth and isinstance(item, Mapping):
-        for key, value in item.items():
+    elif depth and isinstance(item, Mapping | list | tuple):
+        for key, value in item.items() if isinstance(item, Mapping) else enumerate(item):
             if key not in ("state", "param_groups", "defaults"):
-                inner_path = f"{path}[{key!r}]" if path else str(key)
-                yield from _held(value, inner_path, depth - 1)
-    elif depth and isinstance(item, list | tuple):
-        for index, value in enumerate(item):
-            yield from _held(value, f"{path}[{index}]", depth - 1)
+                yield from _held(value, f"{path}[{key!r}]" if path else str(key), depth - 1)
 
 
 def check_optimizer_state(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str]) -> None:
     """Raise ConfigError if a checkpoint can't hold the optimizer's state."""
+
     def refuse(what: str) -> None:
         raise ConfigError(f"--optim.name {type(optimizer).__name__}: {what}, which a checkpoint "
                           "cannot hold; keep single tensors in self.state[parameter], and numbers, "

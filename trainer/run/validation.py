@@ -45,9 +45,5 @@ def stop(run: Run) -> NoReturn:
 
 
 def is_due(step: int, interval: int, last: int) -> bool:
-    """Whether periodic work is due at a step. All work is due at the last step.
-
-    Args:
-        interval: in steps; 0 is off.
-    """
+    """Whether periodic work is due at a step: at the last one, and at every `interval` (0: off)."""
     return step > 0 and (step >= last or (interval > 0 and step % interval == 0))

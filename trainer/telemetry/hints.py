@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.errors import listed
 from trainer.telemetry.drawing import is_matrix
 from trainer.telemetry.events import Log
 
@@ -97,8 +98,7 @@ def check_sizes(widths: Iterable[tuple[str, int]], micro_size: int) -> str:
         odd.append(f"--batch.micro-size {micro_size}")
     if not odd:
         return ""
-    return ("not multiples of 8, which makes matrix units slow: " + ", ".join(odd[:3])
-            + (f" and {len(odd) - 3} more" if len(odd) > 3 else ""))
+    return f"not multiples of 8, which makes matrix units slow: {listed(odd)}"
 
 
 def check_idle_memory(peak: int, total: int, micro_size: int, per_rank: int) -> str:
@@ -117,8 +117,7 @@ def check_dead_gradients(looks: Sequence[Sequence[str]]) -> str:
             if all(name in look for look in looks[-DEAD_LOOKS:])]
     if not dead:
         return ""
-    return (f"the gradient of {', '.join(dead[:3])}{', …' if len(dead) > 3 else ''} was exactly "
-            f"zero at {DEAD_LOOKS} consecutive checks")
+    return f"the gradient of {listed(dead)} was exactly zero at {DEAD_LOOKS} consecutive checks"
 
 
 def check_easy_validation(
