@@ -38,7 +38,7 @@ class StepResult(NamedTuple):
     epoch: int
     sums: StepSums
     lrs: tuple[float, ...]
-    """Learning rates of this step's update, one per parameter group."""
+    """Of this step's update, one per parameter group."""
     grad_norm: float
     """Global norm of the mean gradient before clipping."""
     scale: float | None
@@ -86,10 +86,9 @@ class ModelFacts:
     """What the warm-up has found out about the model and the loss."""
 
     mutates_batch: bool = False
-    """Whether the loss changes its batch, whose memory may belong to the data set."""
+    """The loss changes its batch, whose memory may belong to the data set."""
     moves_parameters: bool = False
-    """Whether the forward changes parameters on some rank. Within a step they are then not those of
-    the last step boundary."""
+    """The forward changes parameters: within a step they aren't those of the last boundary."""
     replicated_buffers: Container[Tensor] = frozenset()
     """All buffers that the forward changes: equal on all ranks at a step boundary."""
     local_buffers: tuple[Tensor, ...] = ()
@@ -269,7 +268,7 @@ class Step:
             self.world.broadcast(self.facts.local_buffers, self.num_ranks - 1)
 
     def _prepare_update(self, step: int) -> float:
-        """Wait for a save to copy the state, in seconds, and key the randomness of the update."""
+        """Wait for a save to copy the state; key the randomness of the update. Returns seconds."""
         began = time.perf_counter()
         self.before_update()
         save_stall_s = time.perf_counter() - began

@@ -55,15 +55,14 @@ class CurrentRun:
 
 
 class RankProcess:
-    """The process of one rank. The signal handlers of `stop` are installed; `commands` are the names
-    of the other commands, for the error message about an unknown one."""
+    """The process of one rank. The handlers of `stop` are installed; `commands` are the names of
+    the other commands, for the error message about an unknown one."""
 
     def __init__(self, stop: StopSignals, commands: Sequence[str] = ()) -> None:
         self._stop, self._commands = stop, ", ".join(commands)
         self._log, self._launch, self._agent = Log(), LaunchInfo(), os.getppid()
         self._failure, self._current = Failure(self._log), CurrentRun()
-        self._grace_s = math.inf
-        self._complete = False
+        self._grace_s, self._complete = math.inf, False
 
     def run(
         self, arguments: Sequence[str], config: Config[Any] | None = None, *,
@@ -233,20 +232,19 @@ def _survive(
     if isinstance(error, TrainerError):
         guard.abandon()
         return
-    log, secondary, asked = guard.context.log, lost_peer(error), stop.requested
-    if secondary and stop.only_from(agent):
-        asked = False  # torchrun's reaction to the death of that peer
+    log, secondary = guard.context.log, lost_peer(error)
+    # A signal from the launcher alone is torchrun's reaction to the death of the peer.
+    asked = stop.requested and not (secondary and stop.only_from(agent))
     if not asked:
         failure.note(error, step=guard.current_step)
     kept = guard.emergency_save(own=not secondary)
     guard.abandon()
-    if not (asked and kept):
-        return
-    stop.leave_if_idle()
-    log.warning(f"while stopping, step {log.status.step} ({log.status.phase}): "
-                f"{type(error).__name__}: {error}")
-    raise StopRequested(f"stopped on request after step {log.status.step}; "
-                        "run the same command to continue") from error
+    if asked and kept:
+        stop.leave_if_idle()
+        log.warning(f"while stopping, step {log.status.step} ({log.status.phase}): "
+                    f"{type(error).__name__}: {error}")
+        raise StopRequested(f"stopped on request after step {log.status.step}; "
+                            "run the same command to continue") from error
 
 
 def show_cause(error: BaseException) -> None:

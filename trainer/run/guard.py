@@ -56,10 +56,8 @@ class Guard:
         return 0 < most <= len(self.state.progress.consecutive_bad_steps)
 
     def requests(self) -> tuple[bool, ...]:
-        """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`.
-
-        Raises StaleAttempt if a newer attempt has taken over the run.
-        """
+        """Requests of this rank, handled after the step; one for each of `ddp.REQUESTS`. Raises
+        StaleAttempt if a newer attempt has taken over the run."""
         world, checkpoint = self.context.world, self.checkpoint
         if world.has_nodes or world.superseded:  # on one node no rank survives the launcher
             self.lock.check_without_waiting()

@@ -35,8 +35,8 @@ def summary_line(
 
 
 def optimizer_mb(optimizer: torch.optim.Optimizer) -> float | None:
-    """Size of the optimizer's state in MiB. Before the first update, which allocates it, this is the
-    future size for AdamW and SGD, and None for other optimizers."""
+    """Size of the optimizer's state in MiB. Before the first update, which allocates it, this is
+    the future size for AdamW and SGD, and None for other optimizers."""
     tensors = [v for entries in optimizer.state.values() for v in entries.values()
                if isinstance(v, Tensor)]
     if tensors:

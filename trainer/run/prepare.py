@@ -24,7 +24,7 @@ from trainer.distributed import sync_batchnorm
 from trainer.distributed.world import World
 from trainer.errors import ConfigError
 from trainer.optim import activation_checkpointing, optimizers, precision, schedules
-from trainer.run import state_dict_checks
+from trainer.run.hidden_state import check_state_dict
 from trainer.task import SPLITS, load_object, task_figures
 from trainer.telemetry import wandb
 
@@ -149,7 +149,7 @@ def make_model(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"--task: model() returned {type(model).__name__}, not an nn.Module.")
     model = precision.unwrap(model)
-    state_dict_checks.check_state_dict(model)
+    check_state_dict(model)
     model.train()
     choice = precision.resolve(config.precision, model, device,
                                eager=config.numerics.anomaly == "on")

@@ -98,18 +98,16 @@ def refuse_finished(path: Path, world: World, step: int) -> None:
 
 def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
     """The last console lines of a finished run: metrics, and paths of its results."""
-    best, test = summary["best"], summary["test"]
+    best, test = summary["best"], summary["test"] or {}
     lines = [f"finished at step {summary['step']}"
              + (f", {summary['skipped']} updates skipped" if summary["skipped"] else "")
              + (f", {summary['replaced']} bad samples replaced" if summary["replaced"] else "")]
     if best["value"] is not None:
         lines.append(f"best {best['metric']} {best['value']:.4f} at step {best['step']}")
-    if test is not None:
-        lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
-    lines.append(f"best weights: {path}/{layout.PRODUCT}")
-    lines.append(f"final weights: {path}/{summary['final_weights']}")
-    lines.append(f"curves: tensorboard --logdir {path}")
-    return lines
+    lines += [f"test {name} {value:.4f}" for name, value in test.items() if name != "samples"]
+    return [*lines, f"best weights: {path}/{layout.PRODUCT}",
+            f"final weights: {path}/{summary['final_weights']}",
+            f"curves: tensorboard --logdir {path}"]
 
 
 def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> None:

@@ -48,9 +48,8 @@ def batch_line(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> str:
 
 def batchnorm_samples(config: Config[Any], ranks: int, card: Mapping[str, Any]) -> int | None:
     """Return the number of samples in the statistics of a batch norm; None without batch norms."""
-    if not card["batch_norms"]:
-        return None
-    return config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
+    samples = config.batch.micro_size * (ranks if card["synchronised_batch_norms"] else 1)
+    return samples if card["batch_norms"] else None
 
 
 def startup_warnings(
