@@ -99,10 +99,7 @@ class ModelFacts:
 
 class ForwardBackward:
     """Forward and backward of single micro-batches: in a step, in the warm-up, in a diagnosis.
-
-    `wrapped` is the objective, under DDP if there are several ranks; `autocast` makes the contexts
-    for the forward.
-    """
+    `wrapped` is the objective, under DDP if there are several ranks."""
 
     def __init__(
         self, objective: Objective, wrapped: nn.Module, state: TrainState, marks: ProgressMarks,
@@ -258,12 +255,10 @@ class Step:
         self.compute(micro, requests=requests, rehearsal=rehearsal)
 
     def _broadcast_buffers(self) -> None:
-        """Collective. Make buffers equal on all ranks that the forward changes on each rank.
-
-        The last rank is the source: it has an empty micro-batch only at the end of a stream's
-        epoch. No collective follows in the step, so a rank that loses a peer has applied either
-        the whole update or nothing of it.
-        """
+        """Collective. Make buffers equal on all ranks that the forward changes on each rank. The
+        last rank is the source: it has an empty micro-batch only at the end of a stream's epoch. No
+        collective follows in the step, so a rank that loses a peer has applied either the whole
+        update or nothing of it."""
         if self.facts.local_buffers:
             self.world.broadcast(self.facts.local_buffers, self.num_ranks - 1)
 

@@ -53,14 +53,11 @@ def report_skipped_step(run: Run, result: StepResult) -> None:
 
 
 def find_causes(step: Step, window: Sequence[MicroBatch], world: World) -> list[dict[str, Any]]:
-    """Collective. Find the micro-batches of all ranks that made the last step bad.
+    """Collective. Find the micro-batches that made the last step bad; `window` are this rank's.
 
     These are the ones whose loss was not finite. If all losses were finite, each micro-batch is
     computed again, and those whose gradients or buffers are not finite count. There are none if
     the computation is finite now: then the hardware or an injected fault was the cause.
-
-    Args:
-        window: this rank's micro-batches of the step, on the host.
 
     Returns:
         for each: "rank", "micro_batch", "samples" (indices), "loss" (as text, since NaN is no JSON
@@ -85,12 +82,8 @@ def _recompute(
     step: Step, window: Sequence[MicroBatch], *, keeps_buffers: bool
 ) -> dict[int, list[str]]:
     """Compute micro-batches again: index → non-finite buffers of each bad one, which has such
-    buffers or gradients. Every rank computes all of its own, so that collectives pair up.
-
-    Args:
-        keeps_buffers: the step takes its buffers from this rank, so those of an empty micro-batch
-            count too.
-    """
+    buffers or gradients. Every rank computes all of its own, so that collectives pair up. Buffers
+    of an empty micro-batch count if the step takes its buffers from this rank."""
     parameters, buffers, bad = step.parameters, step.boundary.buffers, {}
     buffers.keep()
     try:
@@ -165,13 +158,9 @@ def describe_causes(
 
 
 def handle_bad_streak(run: Run, why: str = "reported by an earlier attempt") -> None:
-    """Collective. Roll back after too many consecutive bad steps, and exclude their batches.
-
-    Also called at a start: a rank may have died after the last of them, before the roll-back.
-
-    Raises:
-        NonFinite: more than --nonfinite.max-total bad steps.
-    """
+    """Collective. Roll back after too many consecutive bad steps, and exclude their batches; raise
+    NonFinite after more than --nonfinite.max-total bad steps. Also called at a start: a rank may
+    have died after the last of them, before the roll-back."""
     progress, at, most = (run.state.progress, run.state.progress.step,
                           run.context.config.nonfinite.max_total)
     row, total = progress.consecutive_bad_steps, len(progress.bad)
@@ -196,11 +185,8 @@ def handle_bad_streak(run: Run, why: str = "reported by an earlier attempt") -> 
 
 def replicas_match(run: Run) -> bool:
     """Collective. Compare weights and optimizer state of all ranks; if they differ, roll back to
-    the last checkpoint at which they were equal, and return False.
-
-    Raises:
-        RanksDiffer: no such checkpoint is left, or ranks differed too often.
-    """
+    the last checkpoint at which they were equal, and return False. Raises RanksDiffer if there is
+    none, or if they differ too often."""
     check, step, log = run.replica_check, run.state.progress.step, run.context.log
     if run.context.world.size == 1 or check.step == step or not run.setup.intervals.verify:
         return True
@@ -233,14 +219,8 @@ def replicas_match(run: Run) -> bool:
 
 def _roll_back(run: Run, *, newest: int, exclude: Sequence[int] = ()) -> bool:
     """Collective. Restore the newest checkpoint up to step `newest` in a new generation, and save
-    it at once, so that no later restart continues from the abandoned steps.
-
-    Args:
-        exclude: steps whose batches are excluded from now on.
-
-    Returns:
-        False if there is no checkpoint.
-    """
+    it at once, so that no later restart continues from the abandoned steps; exclude the batches of
+    the steps `exclude` from now on. Returns False if there is no checkpoint."""
     world, status, checkpoint = run.context.world, run.context.status, run.guard.checkpoint
     progress, at = run.state.progress, run.state.progress.step
     if not exclude:  # ranks differ: the state of a survivor must not be saved

@@ -107,12 +107,8 @@ def _claim_folder(context: Context, setup: Setup) -> RunFolder:
 def _find_resumption(
     context: Context, setup: Setup, folder: RunFolder, named: Path, init: Path
 ) -> Resumption:
-    """Collective. Find the checkpoint to continue from, or begin with initial weights.
-
-    Args:
-        named: the folder that --resume names.
-        init: the weights that --init names.
-    """
+    """Collective. Find the checkpoint to continue from (`named` by --resume, if this run has none),
+    or begin with initial weights (`init`)."""
     config, world, log = context.config, context.world, context.log
     found = _find_checkpoint(context, folder, named)
     then = {} if found is None else found.state.circumstances

@@ -118,13 +118,12 @@ class Guard:
 
     def emergency_save_from_watchdog(self, *, lost: bool = True) -> bool | None:
         """Like `emergency_save`, from another thread while the main thread computes or is blocked,
-        since a peer is `lost` or the time limit of a stop has passed.
+        since a peer is `lost` or the time limit of a stop has passed. Returns whether the state is
+        on disk; None if a save is not possible.
 
-        Possible only inside a step before its update: only buffers have changed, and there are
-        copies of them. Afterwards the main thread cannot update. On a GPU the copy uses a separate
-        stream, since a running kernel may never end.
-
-        Returns whether the state is on disk; None if a save is not possible.
+        It is possible only inside a step before its update: only buffers have changed, and there
+        are copies of them. Afterwards the main thread cannot update. On a GPU the copy uses a
+        separate stream, since a running kernel may never end.
         """
         noticed_s = time.perf_counter()
         if (not self.checkpoint.overlap or self.boundary.buffers.was_reassigned

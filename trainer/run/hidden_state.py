@@ -59,13 +59,8 @@ def values(
     owner: Any, *, of: Callable[[Tensor], Any] = lambda tensor: copy.deepcopy(tensor.detach()),
     state: bool = True, most: int | None = None,
 ) -> dict[str, Any]:
-    """Numbers, strings, tensors and generator states in an object's attributes, by path.
-
-    Args:
-        of: maps a tensor to the collected value.
-        state: include parameters and buffers of modules.
-        most: maximal number of values; None: no limit.
-    """
+    """Numbers, strings, tensors (mapped by `of`) and generator states in an object's attributes, by
+    path; with parameters and buffers of modules if `state`, and at most `most` of them."""
     found: dict[str, Any] = {}
     seen: set[int] = set()
 

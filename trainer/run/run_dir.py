@@ -111,14 +111,11 @@ def closing_lines(summary: Mapping[str, Any], path: str) -> list[str]:
 
 
 def enter(path: Path, identity: RunIdentity, lock: RunLock, world: World, log: Log) -> None:
-    """Collective. Take the run folder's lock for this attempt, and open the event log.
+    """Collective. Take the run folder's lock for this attempt, and open the event log. Raises
+    ConfigError if the folder can't be written, or if another run is active in it.
 
     Rank 0 takes it first, then the first rank of each other node, which finds rank 0's lock in a
     shared folder. On a disk of its own it takes the lock and writes a full copy of the run there.
-
-    Raises:
-        ConfigError: the folder can't be written, or another run is active in it.
-        OSError: the disk has become full or read-only since the run was started.
     """
     take: Callable[[], str | None] = functools.partial(_take, path, identity, lock, world, log)
     warning = world.agree(take if world.is_main else lambda: None)
@@ -179,14 +176,9 @@ def _when_not_full(write: Callable[[], None], patience_s: float, log: Log) -> No
 
 def begin(path: Path, events: Sequence[Mapping[str, Any]], world: World, log: Log, *,
           position: int, version: str, max_same_step: int) -> None:
-    """Collective. Record the start of this attempt in the event log. Raises GaveUp if
-    `max_same_step` attempts in a row have failed at the same step.
-
-    Args:
-        events: of earlier attempts, on rank 0.
-        position: the step to continue from.
-        version: digest of the configuration and the task's code.
-    """
+    """Collective. Record in the event log that this attempt starts, from step `position`. Raises
+    GaveUp if `max_same_step` attempts in a row have failed at the same step with this `version` of
+    configuration and task; `events` are those of earlier attempts, on rank 0."""
     error = None
     reached = max(MappedCounter.read(path / layout.LAST_STEP),
                   newest_step(path / layout.METRICS)) if world.is_main else 0

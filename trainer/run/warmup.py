@@ -106,10 +106,6 @@ def warm_up(built: BuiltRun) -> ModelFacts:
     DDP reorders its buckets after the first backward, which changes the bits of sums over three or
     more ranks; compilers and allocators reach their final state too. Without the warm-up, the
     first step of a resumed attempt would differ from the same step of an uninterrupted one.
-
-    Raises:
-        ConfigError: the reduction or the optimizer does not support the model, or the forward
-            changes names or shapes of the model's state.
     """
     world, log, trainable = built.context.world, built.context.log, built.trainable
     compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
@@ -156,10 +152,8 @@ def warm_up(built: BuiltRun) -> ModelFacts:
 def _rehearse(
     trainable: Trainable, micro: MicroBatch, world: World, *, allow_unused: bool
 ) -> hidden_state.ForwardObservation:
-    """Collective. Compute a forward and backward without synchronisation, at the start of a run.
-
-    It finds parameters that only some ranks use: DDP would wait forever for their gradients.
-    """
+    """Collective. Compute a forward and backward without synchronisation, to find parameters that
+    only some ranks use: DDP would wait forever for their gradients."""
     compute, state, buffers = trainable.compute, trainable.state, trainable.boundary.buffers
     compute(replace(micro, spec=replace(micro.spec, last=False)), rehearsal=True)
     buffers.restore_storage()
@@ -189,10 +183,8 @@ def count_accumulations(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor
 
 
 def refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
-    """Collective. Refuse trainable parameters without a gradient (on this rank, if it `looked`).
-
-    The canonical reduction refuses them on one rank too, since the number of ranks may change.
-    """
+    """Collective. Refuse trainable parameters without a gradient (on this rank, if it `looked`). The
+    canonical reduction refuses them on one rank too, since the number of ranks may change."""
     mine = [n for n, p in model.named_parameters()
             if looked and p.requires_grad and p.grad is None]
     _refuse_on_all_ranks(
