@@ -26,7 +26,7 @@ BROWSERS = ("chromium-headless-shell", "chromium", "chromium-browser", "google-c
 FAULTS = ("kill:rank=1:step=90:phase=backward", "nan:step=150", "stop:rank=1:step=230",
           "term:step=330")  # fmt: skip
 MAX_BYTES = 200_000
-TOP = 1480  # pixels of the report, down to its time line
+TOP = 1310  # pixels of the report, down to its time line
 ROOT, RUN = Path(__file__).resolve().parents[1], "sample-with-faults"
 TAGS = "%5E(train%7Cvalidation)%2F(loss%7Caccuracy)"
 TENSORBOARD_S = 60.0

@@ -17,8 +17,6 @@ from trainer.errors import CheckpointDamaged
 from trainer.storage import files, layout, tensorfile
 from trainer.telemetry.metrics import line_key, read_metrics
 
-SAME, DIFFERENT, UNREADABLE = 0, 1, 2
-
 COMPARED = ("progress", "best", "meter", "optimizer", "schedule", "scaler", "parts", "ema")
 
 
@@ -33,8 +31,7 @@ def main(argv: Sequence[str]) -> int:
         description="Compare two runs bit by bit: the last checkpoint (weights, optimizer, "
         "schedule, scaler, progress; random states if both have the same number of ranks) and "
         "metrics.jsonl. Exit code 0: same bits; 1: they differ; 2: a run can't be read or isn't "
-        "finished.",
-    )
+        "finished.")
     parser.add_argument("run_a", type=Path)
     parser.add_argument("run_b", type=Path)
     parser.add_argument("--at", type=int, metavar="STEP",
@@ -44,12 +41,9 @@ def main(argv: Sequence[str]) -> int:
         first = next(differences(options.run_a, options.run_b, at=options.at), None)
     except RunUnreadable as problem:
         print(f"can't compare: {problem}")
-        return UNREADABLE
-    if first is not None:
-        print(f"different: {first}")
-        return DIFFERENT
-    print("same bits")
-    return SAME
+        return 2
+    print("same bits" if first is None else f"different: {first}")
+    return 0 if first is None else 1
 
 
 def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[str]:
@@ -68,15 +62,15 @@ def differences(run_a: Path, run_b: Path, *, at: int | None = None) -> Iterator[
         if any(name not in info.manifest["files"] for info in infos):
             yield f"{name} is in one checkpoint only"
         else:
-            left, right = (tensorfile.load_tensors(info.path / name) for info in infos)
-            yield from tensor_differences(name, left, right)
+            yield from _tensor_differences(
+                name, *(tensorfile.load_tensors(info.path / name) for info in infos))
     facts = [json.loads((info.path / layout.STATE).read_bytes()) for info in infos]
     for part in COMPARED:
         yield from _value_differences(part, facts[0].get(part), facts[1].get(part))
     if len(facts[0]["rng"]) == len(facts[1]["rng"]):
         yield from _value_differences("rng", facts[0]["rng"], facts[1]["rng"])
     if at is None:
-        yield from tensor_differences(layout.PRODUCT, _product(run_a), _product(run_b))
+        yield from _tensor_differences(layout.PRODUCT, _product(run_a), _product(run_b))
 
 
 def _checkpoint(run: Path, at: int | None) -> CheckpointInfo:
@@ -107,10 +101,9 @@ def _metric_differences(run_a: Path, run_b: Path, step: int) -> Iterator[str]:
         yield from _value_differences(what, tables[0].get(key), tables[1].get(key))
 
 
-def tensor_differences(
+def _tensor_differences(
     what: str, left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]
 ) -> Iterator[str]:
-    """Yield a description of each tensor that differs, with the number of unequal elements."""
     for key in sorted({**left, **right}):
         if key not in left or key not in right:
             yield f"{what}: {key} is in one run only"
@@ -118,15 +111,16 @@ def tensor_differences(
         a, b = left[key], right[key]
         if a.dtype != b.dtype or a.shape != b.shape:
             yield f"{what}: {key} is {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}"
-        elif a.numel():
-            unequal = _bytes(a) != _bytes(b)
-            count = int(unequal.reshape(a.numel(), -1).any(1).sum())
-            if count:
-                yield f"{what}: {key} differs in {count} of {a.numel()} elements"
+        elif count := _unequal_elements(a, b):
+            yield f"{what}: {key} differs in {count} of {a.numel()} elements"
 
 
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+def _unequal_elements(a: torch.Tensor, b: torch.Tensor) -> int:
+    """Number of elements with different bytes: NaN may equal NaN, and 0 differs from -0."""
+    if not a.numel():
+        return 0
+    left, right = (t.contiguous().reshape(a.numel(), 1).view(torch.uint8) for t in (a, b))
+    return int((left != right).any(1).sum())
 
 
 def _product(run: Path) -> dict[str, torch.Tensor]:
@@ -143,9 +137,6 @@ def _value_differences(what: str, left: Any, right: Any) -> Iterator[str]:
             yield from _value_differences(f"{what}: {key}" if what in COMPARED else
                                           f"{what}, {key}", left.get(key), right.get(key))
     elif left != right:
-        yield f"{what} is {_short(left)} and {_short(right)}"
-
-
-def _short(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+        shown = [text if len(text) <= 80 else text[:77] + "..."
+                 for text in (repr(left), repr(right))]
+        yield f"{what} is {' and '.join(shown)}"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Sequence
-from typing import Any
 
 from trainer.config import command_line
 from trainer.errors import ConfigError
-from trainer.run.saved_run import SavedRun, open_saved_run
+from trainer.run.saved_run import open_saved_run
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,15 +21,7 @@ def main(argv: Sequence[str]) -> int:
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     if reader.choice.compile:
         reader.model.compile()
-    found = {"step": reader.weights.step, "averaged": bool(reader.weights.average),
-             **evaluate(reader)}
-    sys.stdout.write((json.dumps(found) if options.json else _table(found)) + "\n")
-    return 0
-
-
-def evaluate(reader: SavedRun) -> dict[str, Any]:
-    """Return, for each split that the task has, "loss", its metrics and "samples"."""
-    found = {}
+    step, averaged, found = reader.weights.step, bool(reader.weights.average), {}
     for split in ("validation", "test"):
         evaluator = reader.evaluator(split)
         scores = None if evaluator is None else evaluator()
@@ -40,11 +30,11 @@ def evaluate(reader: SavedRun) -> dict[str, Any]:
     if not found:
         raise ConfigError('--task: dataset("validation") and dataset("test") are None or empty; '
                           "there is nothing to evaluate.")
-    return found
-
-
-def _table(found: dict[str, Any]) -> str:
-    lines = [f"step {found['step']}" + ", the average of the weights" * found["averaged"]]
-    for split in ("validation", "test"):
-        lines += [f"{split} {name} {value}" for name, value in found.get(split, {}).items()]
-    return "\n".join(lines)
+    if options.json:
+        print(json.dumps({"step": step, "averaged": averaged, **found}))
+        return 0
+    print(f"step {step}" + ", the average of the weights" * averaged)
+    for split, values in found.items():
+        for name, value in values.items():
+            print(f"{split} {name} {value}")
+    return 0

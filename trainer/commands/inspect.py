@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
+import torch
+
 from trainer.checkpoint.saved_state import SavedState
 from trainer.checkpoint.store import Store
 from trainer.commands.report import history
@@ -23,8 +26,7 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="trainer inspect",
         description="Print the checkpoints and their validity, the attempts, the step, the uses of "
-        "the wall time, and what the next start would do.",
-    )
+        "the wall time, and what the next start would do.")
     parser.add_argument("run", type=Path)
     parser.add_argument("others", type=Path, nargs="*", default=[], metavar="other",
                         help="folders of the same run on other nodes, for their events")
@@ -50,15 +52,15 @@ def inspect(run: Path, *others: Path) -> dict[str, Any]:
     if found and not valid:
         kind, why, then = "refused", "there are checkpoints and none is whole", "fails"
     elif finished:
-        kind, why, then = *_label_of_step(run, step), "nothing to do: the run is complete"
+        kind, why, then = *resume_label(run, step), "nothing to do: the run is complete"
     else:
         kind, why, then = _following(run, story, step, has_checkpoint=newest is not None)
-    at_work = owner_is_alive(run / layout.LOCK)
-    if at_work:
+    running = owner_is_alive(run / layout.LOCK)
+    if running:
         then = f"is refused while the run is in progress; afterwards: {then}"
     return {
-        "step": step, "finished": finished, "running": at_work,
-        "attempts": [_attempt(p) for p in story.attempt_times],
+        "step": step, "finished": finished, "running": running,
+        "attempts": [_attempt(times) for times in story.attempt_times],
         "world_sizes": sorted({p.attempt.world_size for p in story.attempt_times}),
         "checkpoints": found, "next": kind, "why": why, "does": then,
         "wall_s": round(story.wall_s, 6),
@@ -72,22 +74,22 @@ def checkpoints(run: Path) -> list[dict[str, Any]]:
     store = Store(run / layout.CHECKPOINTS)
     found = []
     for info in store.checkpoints():
-        why = info.why
-        if why is None:
+        why = info.why or ""
+        if not why:
             try:
                 store.verify(info.step)
             except CheckpointDamaged as error:
                 why = str(error)
-        found.append({"step": info.step, "generation": info.generation, "valid": why is None,
-                      "why": why or "", "kind": info.kind})
+        found.append({"step": info.step, "generation": info.generation, "valid": not why,
+                      "why": why, "kind": info.kind})
     return found
 
 
-def _attempt(passage: history.AttemptTimes) -> dict[str, Any]:
+def _attempt(times: history.AttemptTimes) -> dict[str, Any]:
     """Describe an attempt by its events. The folder of a node has those of its own ranks only."""
-    a = passage.attempt
+    a = times.attempt
     return {"attempt": a.number, "world_size": a.world_size, "start_step": a.start_step,
-            "end_step": a.end_step, "end": a.end, "seconds": round(passage.over - passage.begun, 6),
+            "end_step": a.end_step, "end": a.end, "seconds": round(times.over - times.begun, 6),
             "cause": None if a.cause is None else failure_sentence(a.cause)}
 
 
@@ -100,36 +102,28 @@ def _following(
     version = next((a.version for a in reversed(attempts)), None) or ""
     failures = repeated_failures(attempts, version=version)
     if len(failures) >= limit:
-        first = next((a.cause for a in failures if a.cause is not None), None)
+        causes = [f": {failure_sentence(a.cause)}" for a in failures if a.cause is not None]
         why = f"step {failures[0].failed_step} has failed {len(failures)} times in a row"
-        if first is not None:
-            why += f": {failure_sentence(first)}"
-        return "refused", why, "gives up, unless the configuration or the task's file has changed"
+        return ("refused", why + "".join(causes[:1]),
+                "gives up, unless the configuration or the task's file has changed")
     if not has_checkpoint:
         return "exact", "", "begins at step 0: there is no checkpoint"
-    return *_label_of_step(run, step), f"continues from step {step}"
+    return *resume_label(run, step), f"continues from step {step}"
 
 
-def _label_of_step(run: Path, step: int) -> tuple[str, str]:
-    try:
-        saved = SavedState.read(run / layout.CHECKPOINTS / layout.step_name(step))
-    except (CheckpointDamaged, OSError, ValueError):  # a running training may delete it
-        saved = None
-    return resume_label(run, saved)
-
-
-def resume_label(run: Path, saved: SavedState | None) -> tuple[str, str]:
+def resume_label(run: Path, step: int) -> tuple[str, str]:
     """Return the label of a start from a checkpoint (exact, equivalent or refused) and the reason.
 
     It is the start with the configuration, the ranks and the kind of device of the last start, and
     with the libraries that are installed here.
     """
-    import numpy
-    import torch
-
     determinism = (files.read_json(run / layout.ENVIRONMENT) or {}).get("determinism", {})
     last = determinism.get("label", "exact"), determinism.get("why", "")
-    if saved is None or not saved.settings or not saved.circumstances:
+    try:
+        saved = SavedState.read(run / layout.CHECKPOINTS / layout.step_name(step))
+    except (CheckpointDamaged, OSError, ValueError):  # a running training may delete it
+        return last
+    if not saved.settings or not saved.circumstances:
         return last
     then = saved.circumstances
     try:

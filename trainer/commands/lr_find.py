@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
+from trainer.commands.report.charts import smooth
+from trainer.commands.scratch_run import scratch_run
 from trainer.config import command_line
 from trainer.errors import ConfigError
+from trainer.run.saved_run import config_error_on_write
 
 SMOOTHING = 0.9
 """Decay of the exponential average of the losses."""
@@ -32,29 +36,19 @@ class Suggestion:
     """The suggested rate: a tenth of `lowest`, or 0 if the loss never fell."""
 
 
-def smooth(losses: Sequence[float]) -> list[float]:
-    """Return the exponential moving average, with bias correction."""
-    smoothed, average = [], 0.0
-    for number, loss in enumerate(losses, 1):
-        average = SMOOTHING * average + (1 - SMOOTHING) * loss
-        smoothed.append(average / (1 - SMOOTHING**number))
-    return smoothed
-
-
 def suggest(rates: Sequence[float], losses: Sequence[float]) -> Suggestion:
     """Suggest a rate from the losses of steps at increasing rates.
 
     The range test is that of Smith, "Cyclical learning rates for training neural networks", 2015.
     """
-    smoothed = smooth(losses)
+    smoothed = smooth(losses, SMOOTHING)
     lowest = min(range(len(smoothed)), key=smoothed.__getitem__)
     start = min(lowest, len(smoothed) // 10)
     fall = [(smoothed[i + 1] - smoothed[i]) / math.log(rates[i + 1] / rates[i])
             for i in range(start, lowest)]
-    fell = bool(fall) and smoothed[start] - smoothed[lowest] > 0.02 * abs(smoothed[start])
-    steepest = start + fall.index(min(fall)) if fell else 0
-    return Suggestion(rates[steepest] if fell else 0.0, rates[lowest],
-                      rates[lowest] / 10 if fell else 0.0)
+    if not fall or smoothed[start] - smoothed[lowest] <= 0.02 * abs(smoothed[start]):
+        return Suggestion(0.0, rates[lowest], 0.0)
+    return Suggestion(rates[start + fall.index(min(fall))], rates[lowest], rates[lowest] / 10)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -74,45 +68,35 @@ def main(argv: Sequence[str]) -> int:
                           "the lower one first.")
     if options.points < 10:
         raise ConfigError(f"--points {options.points}: use 10 or more.")
-    _check_plot_path(options.plot)
-    rates, losses = run_range_test(rest, options.low, options.high, options.points)
+    kinds = Figure().canvas.get_supported_filetypes()
+    if options.plot.suffix[1:].lower() not in kinds:
+        raise ConfigError(f"--plot {options.plot}: the name must end with one of "
+                          f".{', .'.join(sorted(kinds))}.")
+    with config_error_on_write(f"--plot {options.plot}", "choose a file that can be written"):
+        options.plot.open("ab").close()  # before anything is measured
+    rates, losses = _run_range_test(rest, options.low, options.high, options.points)
     if len(losses) < 2:
         print("the loss was not finite in the first steps: no suggestion")
         return 1
-    found = suggest(rates, losses)
-    print(_table(rates, losses))
+    found, smoothed = suggest(rates, losses), smooth(losses, SMOOTHING)
+    print(f"{'rate':>10}  {'loss':>10}  {'smoothed':>10}")
+    for i in range(0, len(rates), math.ceil(len(rates) / ROWS)):
+        print(f"{rates[i]:>10.2e}  {losses[i]:>10.4g}  {smoothed[i]:>10.4g}")
     if found.rate:
         print(f"steepest fall at {found.steepest:.2e}, lowest at {found.lowest:.2e}")
         print(f"suggestion: --optim.lr {found.rate:.1e}")
     else:
         print("the loss never fell: no suggestion; look at the data and the loss first, or widen "
               "--from and --to")
-    print(_plot(options.plot, rates, losses, found))
+    _plot(options.plot, rates, losses, smoothed, found)
+    print(f"plot: {options.plot}")
     return 0
 
 
-def _check_plot_path(plot: Path) -> None:
-    """Raise ConfigError if the plot can't be written, before anything is measured."""
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    kinds = FigureCanvasBase.get_supported_filetypes()
-    if plot.suffix[1:].lower() not in kinds:
-        raise ConfigError(f"--plot {plot}: the name must end with one of "
-                          f".{', .'.join(sorted(kinds))}.")
-    if plot.is_dir():
-        raise ConfigError(f"--plot {plot}: this is a folder; name a file.")
-    if not plot.parent.is_dir():
-        raise ConfigError(f"--plot {plot}: there is no folder {plot.parent}; create it first.")
-    if not os.access(plot if plot.exists() else plot.parent, os.W_OK):
-        raise ConfigError(f"--plot {plot}: it can't be written; choose another path.")
-
-
-def run_range_test(
+def _run_range_test(
     argv: Sequence[str], low: float, high: float, points: int
 ) -> tuple[list[float], list[float]]:
     """Return the rates, and for each the loss of its step before the update, until they diverge."""
-    from trainer.commands.scratch_run import scratch_run
-
     rates: list[float] = []
     losses: list[float] = []
     with scratch_run(argv, steps=points, command="lr-find") as run:
@@ -130,28 +114,18 @@ def run_range_test(
                 break
             rates.append(rate)
             losses.append(result.loss)
-            smoothed = smooth(losses)
+            smoothed = smooth(losses, SMOOTHING)
             if smoothed[-1] > DIVERGED * max(min(smoothed), 1e-12) and number > points // 10:
                 break
     return rates, losses
 
 
-def _table(rates: Sequence[float], losses: Sequence[float]) -> str:
-    smoothed, stride = smooth(losses), max(1, -(-len(rates) // ROWS))
-    rows = [f"{rates[i]:>10.2e}  {losses[i]:>10.4g}  {smoothed[i]:>10.4g}"
-            for i in range(0, len(rates), stride)]
-    return "\n".join([f"{'rate':>10}  {'loss':>10}  {'smoothed':>10}", *rows])
-
-
 def _plot(
-    path: Path, rates: Sequence[float], losses: Sequence[float], found: Suggestion
-) -> str:
-    """Draw the curve. Return a line with its path."""
-    from matplotlib.figure import Figure
-
+    path: Path, rates: Sequence[float], losses: Sequence[float], smoothed: Sequence[float],
+    found: Suggestion,
+) -> None:  # fmt: skip
     figure = Figure(figsize=(7, 4), layout="constrained")
     axes = figure.add_subplot()
-    smoothed = smooth(losses)
     axes.semilogx(rates, losses, color="0.8", label="loss")
     axes.semilogx(rates, smoothed, color="tab:blue", label="smoothed")
     if found.rate:
@@ -162,4 +136,3 @@ def _plot(
     axes.set_xlabel("learning rate")
     axes.legend()
     figure.savefig(path, dpi=120)
-    return f"plot: {path}"

@@ -38,11 +38,8 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--out", type=Path, metavar="FILE.safetensors|FILE.jsonl",
                         help="default: RUN/predictions/SPLIT-step-N.safetensors")
     options, overrides = command_line.split(parser, argv)
-    if options.out is not None and options.out.suffix not in KINDS:
-        raise ConfigError(f"--out {options.out}: the name must end with {' or '.join(KINDS)}.")
     if options.out is not None:
-        with config_error_on_write(f"--out {options.out}", REMEDY):
-            _prepare_folder(options.out)
+        _check_path(options.out)
     reader = open_saved_run(options.run, checkpoint=options.checkpoint, overrides=overrides)
     split, rows = _predict(reader, options.split)
     step = reader.weights.step
@@ -57,13 +54,16 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def _prepare_folder(out: Path) -> None:
-    """Create the folder of the file, before anything is computed."""
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if out.is_dir():
-        raise IsADirectoryError("this is a folder")
-    if not os.access(out.parent, os.W_OK):
-        raise PermissionError(f"{out.parent} can't be written to")
+def _check_path(out: Path) -> None:
+    """Check that the file can be written, before anything is computed. Creates its folder."""
+    if out.suffix not in KINDS:
+        raise ConfigError(f"--out {out}: the name must end with {' or '.join(KINDS)}.")
+    with config_error_on_write(f"--out {out}", REMEDY):
+        out.parent.mkdir(parents=True, exist_ok=True)
+        if out.is_dir():
+            raise IsADirectoryError("this is a folder")
+        if not os.access(out.parent, os.W_OK):
+            raise PermissionError(f"{out.parent} can't be written to")
 
 
 def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, Tensor]]]:
@@ -97,9 +97,7 @@ def _predict(reader: SavedRun, split: str | None) -> tuple[str, list[dict[str, T
 
 def _named(output: Any, samples: int) -> dict[str, Tensor]:
     """Return the outputs of a batch by name, one row for each sample, on the CPU."""
-    if isinstance(output, Tensor):
-        named = {"output": output}
-    elif isinstance(output, Mapping):
+    if isinstance(output, Mapping):
         named = dict(output)
     elif isinstance(output, tuple | list):
         named = {f"output.{number}": value for number, value in enumerate(output)}
@@ -131,20 +129,15 @@ def _lines(rows: list[dict[str, Tensor]]) -> Iterator[bytes]:
     index = 0
     for row in rows:
         for position in range(_size(row)):
-            values = {name: _to_json(value[position]) for name, value in row.items()}
+            values = {name: _to_json(value[position].tolist()) for name, value in row.items()}
             yield (json.dumps({INDEX: index, **values}, allow_nan=False) + "\n").encode()
             index += 1
 
 
-def _to_json(value: Tensor) -> Any:
-    """Convert to numbers and lists. NaN and infinity become None: JSON has neither."""
-    numbers = value.tolist()
-    return numbers if bool(value.isfinite().all()) else _without_nonfinite(numbers)
-
-
-def _without_nonfinite(numbers: Any) -> Any:
+def _to_json(numbers: Any) -> Any:
+    """Replace NaN and infinity by None: JSON has neither."""
     if isinstance(numbers, list):
-        return [_without_nonfinite(number) for number in numbers]
+        return [_to_json(number) for number in numbers]
     return numbers if math.isfinite(numbers) else None
 
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.commands.scratch_run import scratch_run
 from trainer.config import command_line
 from trainer.errors import ConfigError
 from trainer.telemetry.status import Phase
@@ -32,30 +35,27 @@ class PhaseClock:
     """
 
     def __init__(self) -> None:
-        self.spent_s: dict[str, float] = {}
-        self.on = False
-        self._phase, self._since_s, self._record = "", 0.0, None
+        self.spent_s: dict[str, float] = defaultdict(float)
+        self._phase, self._since_s = "", 0.0
+        self._label = contextlib.ExitStack()
 
     def __call__(self, point: Phase, step: int, epoch: int) -> None:
-        if self.on and point in PHASES:
+        if self._phase and point in PHASES:
             self.switch(PHASES[point])
 
     def switch(self, phase: str) -> None:
-        """End the current phase and begin another; "" begins none."""
+        """End the current phase and begin another; "" begins none, and stops the clock."""
         if phase == self._phase:
             return
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
+        self._label.close()
         if self._phase:
-            self.spent_s[self._phase] = (
-                self.spent_s.get(self._phase, 0.0) + now - self._since_s)
-        if self._record is not None:
-            self._record.__exit__(None, None, None)
-        self._phase, self._since_s, self._record = phase, now, None
+            self.spent_s[self._phase] += now - self._since_s
+        self._phase, self._since_s = phase, now
         if phase:
-            self._record = torch.profiler.record_function(f"phase: {phase}")  # type: ignore
-            self._record.__enter__()  # type: ignore
+            self._label.enter_context(torch.profiler.record_function(f"phase: {phase}"))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -75,34 +75,19 @@ def main(argv: Sequence[str]) -> int:
         options.to.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--to {options.to}: {error}; choose a folder.") from error
-    spent_s, averages, on_gpu = profile_steps(rest, options.active, options.to)
-    print(_phases(spent_s, options.active))
-    print(_operations(averages, on_gpu, options.active))
-    print(f"trace: {options.to} (tensorboard --logdir {options.to}, with torch-tb-profiler; or "
-          "ui.perfetto.dev)")
-    return 0
-
-
-def profile_steps(
-    argv: Sequence[str], active: int, folder: Path
-) -> tuple[dict[str, float], list[Any], bool]:
-    """Return the seconds of each phase, the profiler's sums by operation, and whether on a GPU."""
-    from trainer.commands.scratch_run import scratch_run
-
     clock = PhaseClock()
-    steps = WARM_UP + active
-    with scratch_run(argv, steps=2 * steps, command="profile", clock=clock) as run:
+    with scratch_run(rest, steps=2 * (WARM_UP + options.active), command="profile",
+                     clock=clock) as run:
         on_gpu = run.context.world.device.type == "cuda"
-        kinds = [torch.profiler.ProfilerActivity.CPU]
-        kinds += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        activities += [torch.profiler.ProfilerActivity.CUDA] * on_gpu
         with torch.profiler.profile(
-            activities=kinds, acc_events=True, schedule=torch.profiler.schedule(
-                wait=0, warmup=WARM_UP, active=active, repeat=1),
-            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(folder)),
+            activities=activities, acc_events=True, schedule=torch.profiler.schedule(
+                wait=0, warmup=WARM_UP, active=options.active, repeat=1),
+            on_trace_ready=torch.profiler.tensorboard_trace_handler(str(options.to)),
         ) as profiler:  # fmt: skip
-            for number in range(steps):
+            for number in range(WARM_UP + options.active):
                 if number == WARM_UP:
-                    clock.on = True
                     clock.switch("between steps")
                 loader = run.loader
                 result = run.step(loader.window())
@@ -110,11 +95,14 @@ def profile_steps(
                     loader.next_epoch()
                 else:
                     run.record.metrics.step(result, waited_s=loader.waited_s)
-                if number == steps - 1:
+                if number == WARM_UP + options.active - 1:
                     clock.switch("")
-                    clock.on = False
                 profiler.step()
-        return clock.spent_s, list(profiler.key_averages()), on_gpu
+    print(_phases(clock.spent_s, options.active))
+    print(_operations(list(profiler.key_averages()), on_gpu, options.active))
+    print(f"trace: {options.to} (tensorboard --logdir {options.to}, with torch-tb-profiler; or "
+          "ui.perfetto.dev)")
+    return 0
 
 
 def _phases(spent_s: dict[str, float], steps: int) -> str:
@@ -125,13 +113,11 @@ def _phases(spent_s: dict[str, float], steps: int) -> str:
 
 
 def _operations(averages: list[Any], on_gpu: bool, steps: int) -> str:
-    own = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-    found = [a for a in averages if not a.key.startswith(("phase: ", "ProfilerStep"))]
-    total = sum(getattr(a, own) for a in found) or 1
-    found.sort(key=lambda a: -getattr(a, own))
-    rows = [f"{a.key[:48]:<48} {getattr(a, own) / 1e3 / steps:>9.3f} "
-            f"{100 * getattr(a, own) / total:>6.1f} % {a.count / steps:>7.1f}"
-            for a in found[:OPERATIONS]]
-    where = "on the GPU" if on_gpu else "on the CPU"
-    return "\n".join([f"{f'operation ({where})':<48} {'ms/step':>9} {'share':>8} {'calls':>7}",
-                      *rows, ""])
+    key = "self_device_time_total" if on_gpu else "self_cpu_time_total"
+    found = sorted(((getattr(a, key), a.key, a.count) for a in averages
+                    if not a.key.startswith(("phase: ", "ProfilerStep"))), reverse=True)
+    total = sum(spent for spent, _, _ in found) or 1
+    rows = [f"{name[:48]:<48} {spent / 1e3 / steps:>9.3f} {100 * spent / total:>6.1f} % "
+            f"{count / steps:>7.1f}" for spent, name, count in found[:OPERATIONS]]
+    title = f"operation (on the {'GPU' if on_gpu else 'CPU'})"
+    return "\n".join([f"{title:<48} {'ms/step':>9} {'share':>8} {'calls':>7}", *rows, ""])

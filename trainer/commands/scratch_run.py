@@ -27,13 +27,9 @@ from trainer.telemetry.status import Phase
 def scratch_run(
     argv: Sequence[str], *, steps: int, command: str, clock: Subscriber | None = None
 ) -> Iterator[Run]:
-    """Build and warm up a new run of the task in this process, with newly initialized weights.
+    """Build and warm up a new run in this process, from the arguments of a training run.
 
-    The run folder of the configuration is not read. The schedule is constant, nothing is saved.
-
-    Args:
-        argv: recipe and flags, as for training.
-        steps: largest number of steps.
+    Its weights are newly initialized, the schedule is constant, and nothing is saved.
     """
     if int(os.environ.get("WORLD_SIZE") or 1) > 1:
         raise ConfigError(f"trainer {command} runs in one process; start it without a launcher.")

@@ -13,7 +13,7 @@ import shutil
 import textwrap
 import tomllib
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -27,6 +27,8 @@ from trainer.config.fields import (
     InvalidSetting,
     convert_value,
     flag_of,
+    init_fields,
+    setting_name,
     type_name,
 )
 from trainer.config.schema import Config
@@ -38,15 +40,14 @@ RECIPES = Path(__file__).parent / "recipes"
 DEFAULT_RECIPE = "sample"
 _USUAL = {
     "accumulate-grad-batches": "batch.micro-size", "amp": "precision.dtype",
-    "batch-size": "batch.global-size", "bf16": "precision.dtype", "compile": "precision.compile",
-    "ema-decay": "optim.ema", "fp16": "precision.dtype", "grad-clip": "clip.norm",
-    "gradient-accumulation-steps": "batch.micro-size", "learning-rate": "optim.lr",
-    "log-dir": "run-dir", "max-epochs": "epochs", "max-grad-norm": "clip.norm",
-    "max-steps": "steps",
+    "batch-size": "batch.global-size", "bf16": "precision.dtype", "ema-decay": "optim.ema",
+    "fp16": "precision.dtype", "grad-clip": "clip.norm", "learning-rate": "optim.lr",
+    "gradient-accumulation-steps": "batch.micro-size", "log-dir": "run-dir",
+    "max-epochs": "epochs", "max-grad-norm": "clip.norm", "max-steps": "steps",
     "num-epochs": "epochs", "num-workers": "data.workers", "optimizer": "optim.name",
     "output-dir": "run-dir", "save-every": "checkpoint.every", "scheduler": "schedule.name",
-    "threads": "world.threads", "warmup-steps": "schedule.warmup", "wd": "optim.weight-decay",
-}
+    "warmup-steps": "schedule.warmup", "wd": "optim.weight-decay",
+}  # fmt: skip
 """Flag name in other trainers → name here."""
 # Both keys are keywords of Python, so that no field of a task can have their names.
 _TASK_KEY = "class"
@@ -75,12 +76,16 @@ class Setting:
     """A field of the configuration, of one of its sections, or of the task."""
 
     owner: type
-    field: str
+    field: dataclasses.Field[Any]
     name: str
     """Dotted name, as in config.toml."""
     hint: Any
     default: Any
-    repeatable: bool
+
+    @property
+    def repeatable(self) -> bool:
+        """Whether each use of its flag adds a value."""
+        return bool(self.field.metadata.get("repeatable"))
 
     @property
     def takes_several(self) -> bool:
@@ -91,16 +96,11 @@ class Setting:
 
 
 def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") -> Config[Any]:
-    """Parse a command line: recipe and flags.
+    """Parse a command line: recipe and flags. After `--help`, raises SystemExit(0).
 
     Args:
         show: whether to print the help text (on one rank only).
         commands: names of the other commands, for the help text and for hints.
-
-    Raises:
-        ConfigError: a recipe, key or flag is unknown, or a value is invalid or can't be stored in
-            config.toml.
-        SystemExit: with code 0, after `--help`.
     """
     arguments = list(argv)
     recipe = arguments.pop(0) if arguments and not arguments[0].startswith("-") else DEFAULT_RECIPE
@@ -119,30 +119,21 @@ def parse_config(argv: Sequence[str], *, show: bool = True, commands: str = "") 
     config = _configure(task, values, flags, path,
                         f"--task {task_name or ''}".strip() if by_flag else f"{path}: [task]")
     if config.run is None:
-        name = Path(recipe).stem
-        if task_name is not None and recipe == DEFAULT_RECIPE:
-            name = task_name.rpartition(":")[2].lower()
+        of_task = task_name is not None and recipe == DEFAULT_RECIPE
+        name = str(task_name).rpartition(":")[2].lower() if of_task else Path(recipe).stem
         config = dataclasses.replace(config, run=f"runs/{name}")
     to_toml(config)  # raises if a value can't be written, before anything has started
     return config
 
 
 def load(path: Path) -> Config[Any]:
-    """Read a configuration from a TOML file.
-
-    Raises:
-        ConfigError: the file is invalid; names the file and the key.
-    """
+    """Read a configuration from a TOML file."""
     task, values = _read_recipe(path, None)
     return _configure(task, values, {}, path, f"{path}: [task]")
 
 
 def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any]]:
-    """The class of the task, and the recipe's values by dotted name.
-
-    Args:
-        task_name: replaces the recipe's task, together with its fields.
-    """
+    """The task's class, by default the recipe's, and the recipe's values by dotted name."""
     try:
         table = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -157,12 +148,13 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
     task = find_task(named)
     settings = _settings(task)
     sections = {name.rpartition(".")[0] for name in settings} - {""} | {"task"}
-    values = _flatten({**table, "task": fields}, sections, path)
-    for name, value in values.items():
+    values: dict[str, Any] = {}
+    for name, value in _flatten({**table, "task": fields}, sections, path):
+        if name in values:
+            raise ConfigError(f"{path}: the key {name} is given twice, with _ and with -; remove "
+                              "one.")
         if name not in settings:
-            near = difflib.get_close_matches(name, settings, n=1)
-            hint = f"did you mean {near[0]}?" if near else "--help lists them all."
-            raise ConfigError(f"{path}: unknown key {name}; {hint}")
+            raise ConfigError(f"{path}: unknown key {name}; {_did_you_mean(name, settings)}")
         try:
             values[name] = convert_value(settings[name].hint, value)
         except ValueError as error:
@@ -170,58 +162,42 @@ def _read_recipe(path: Path, task_name: str | None) -> tuple[type, dict[str, Any
     return task, values
 
 
-def _flatten(table: Mapping[str, Any], sections: set[str], path: Path, prefix: str = ""
-             ) -> dict[str, Any]:  # fmt: skip
-    """Values of a TOML table by dotted name, in the spelling of the fields."""
-    flat: dict[str, Any] = {}
+def _flatten(
+    table: Mapping[str, Any], sections: set[str], path: Path, prefix: str = ""
+) -> Iterator[tuple[str, Any]]:
+    """The values of a TOML table, each with its dotted name in the spelling of the fields."""
     for key, value in table.items():
         name = prefix + key.replace("-", "_")
         if key == _NONE_KEY and isinstance(value, list):
-            found = {f"{prefix}{empty}": None for empty in value}
+            yield from ((f"{prefix}{empty}", None) for empty in value)
         elif name not in sections:
-            found = {name: value}
+            yield name, value
         elif isinstance(value, dict):
-            found = _flatten(value, sections, path, f"{name}.")
+            yield from _flatten(value, sections, path, f"{name}.")
         else:
             raise ConfigError(f"{path}: {name} = {value!r}: write a table [{name}].")
-        if twice := found.keys() & flat.keys():
-            raise ConfigError(f"{path}: the key {min(twice)} is given twice, with _ and with -; "
-                              "remove one.")
-        flat |= found
-    return flat
 
 
 @functools.cache
 def _settings(task: type) -> dict[str, Setting]:
     """All settings by dotted name, those of a class of task included."""
-    found = {s.name: s for s in (*_leaves(Config, ""), *_leaves(task, "task."))}
+    found = {s.name: s for s in (*_settings_of(Config, ""), *_settings_of(task, "task."))}
     del found["task"]
     return found
 
 
-def _leaves(cls: Any, prefix: str, base: Any = None) -> Iterator[Setting]:
-    for field, name, hint, default in _fields(cls, prefix, base):
-        if _is_section(hint):
-            yield from _leaves(hint, f"{name}.", default)
-        else:
-            yield Setting(cls, field.name, name, hint, default,
-                          field.metadata.get("repeatable", False))
-
-
-def _fields(cls: Any, prefix: str, base: Any
-            ) -> Iterator[tuple[dataclasses.Field[Any], str, Any, Any]]:  # fmt: skip
-    """(field, dotted name, type, default) of each field; the defaults are those of `base`."""
+def _settings_of(cls: Any, prefix: str, base: Any = None) -> Iterator[Setting]:
+    """The settings of a class; their defaults are those of the instance `base`, if given."""
     hints = typing.get_type_hints(cls)
-    for field in dataclasses.fields(cls):
-        if base is not None:
-            default = getattr(base, field.name)
+    for field in init_fields(cls):
+        default = getattr(base, field.name, field.default)
+        if base is None and field.default_factory is not MISSING:
+            default = field.default_factory()
+        hint, name = hints[field.name], prefix + setting_name(field)
+        if _is_section(hint):
+            yield from _settings_of(hint, f"{name}.", None if default is MISSING else default)
         else:
-            made = field.default_factory
-            default = field.default if made is MISSING else made()
-        if field.init:
-            name = prefix + field.metadata.get("flag", field.name)
-            hint = hints[field.name]
-            yield field, name, hint, None if _is_section(hint) and default is MISSING else default
+            yield Setting(cls, field, name, hint, default)
 
 
 def _is_section(hint: Any) -> bool:
@@ -229,21 +205,14 @@ def _is_section(hint: Any) -> bool:
 
 
 def _read_flags(arguments: Sequence[str], settings: Mapping[str, Setting]) -> dict[str, Any]:
-    """Values of the flags by dotted name.
-
-    Raises:
-        ConfigError: a flag is unknown, or its value doesn't fit.
-    """
+    """Values of the flags by dotted name."""
     given: dict[str, list[list[str]]] = {}
     for flag, words in _with_words(arguments):
         name = flag.removeprefix("--").replace("-", "_")
         name = {"run_dir": "run"}.get(name, name)
-        section, _, last = name.rpartition(".")
-        positive = f"{section}.{last.removeprefix('no_')}".removeprefix(".")
+        positive = name.replace(".no_", ".")
         if name == "quiet" and not words:
             name, words = "log.level", ["warning"]
-        elif section in settings and settings[section].takes_several:  # one key of a dict
-            name, words = section, [last, *words]
         elif name not in settings and positive in settings and settings[positive].hint is bool:
             if words:
                 raise ConfigError(f"{flag} {' '.join(words)}: it takes no value.")
@@ -294,17 +263,10 @@ def _value_of_flag(setting: Setting, given: Sequence[Sequence[str]]) -> Any:
 
 
 def check_not_empty(arguments: Sequence[str]) -> None:
-    """Check that no flag has an empty value, as from an unset variable of the shell.
-
-    A task's field may be an empty string.
-
-    Raises:
-        ConfigError: a value is empty.
-    """
-    for before, argument in zip(["", *arguments], arguments, strict=False):
-        flag = before if argument == "" else argument.removesuffix("=")
-        if flag.startswith("--") and "=" not in flag and not flag.startswith("--task.") and (
-                argument in ("", f"{flag}=")):
+    """Refuse empty values, as from an unset variable of the shell, except for a task's fields."""
+    for before, argument in pairwise(["", *arguments]):
+        flag = before if argument == "" else argument[:-1] if argument.endswith("=") else ""
+        if flag.startswith("--") and "=" not in flag and not flag.startswith("--task."):
             raise ConfigError(f"{flag} '': the value is empty; give one, or omit the flag.")
 
 
@@ -313,33 +275,33 @@ def _unknown_flag(flag: str, settings: Mapping[str, Setting]) -> str:
     known = [flag_of(name) for name in settings]
     shown = flag.replace("_", "-")
     last = shown.rpartition(".")[2].lstrip("-")
-    if last in _USUAL:
-        near = [f"--{_USUAL[last]}"]
-    else:
-        near = [name for name in known if name.replace(".", "--").split("--")[-1] == last]
-        near = near if len(near) == 1 else difflib.get_close_matches(shown, known, n=1)
-    hint = f"did you mean {near[0]}?" if near else "--help lists them all."
+    meant = [f"--{_USUAL[last]}"] if last in _USUAL else [
+        name for name in known if name.rpartition(".")[2].removeprefix("--") == last]
+    hint = f"did you mean {meant[0]}?" if len(meant) == 1 else _did_you_mean(shown, known)
     single = "" if flag.startswith("--") else " (Write a value that begins with - as --flag=-….)"
     return f"{shown}: there is no such flag; {hint}{single}"
+
+
+def _did_you_mean(name: str, known: Iterable[str]) -> str:
+    near = difflib.get_close_matches(name, known, n=1)
+    return f"did you mean {near[0]}?" if near else "--help lists them all."
 
 
 def _configure(
     task: type, recipe: Mapping[str, Any], flags: Mapping[str, Any], path: Path, task_source: str
 ) -> Config[Any]:
     """The configuration: defaults, overridden by the recipe, overridden by the flags."""
-    values = dict(recipe)
-    if flags.get("schedule.name", values.get("schedule.name")) != values.get("schedule.name"):
-        for name in ("schedule.min_ratio", "schedule.options"):  # of the recipe's schedule
-            values.pop(name, None)
     settings = _settings(task)
+    values = {name: setting.default for name, setting in settings.items()} | dict(recipe)
+    if flags.get("schedule.name", values["schedule.name"]) != values["schedule.name"]:
+        for name in ("schedule.min_ratio", "schedule.options"):  # of the recipe's schedule
+            values[name] = settings[name].default
     for name, value in flags.items():
-        before = values.get(name, settings[name].default)
-        if settings[name].repeatable:
-            value = (*before, *value)
-        elif isinstance(value, dict) and isinstance(before, dict):
-            value = {**before, **value}
-        values[name] = value
+        values[name] = (*values[name], *value) if settings[name].repeatable else value
     try:
+        for name, value in values.items():
+            if value is MISSING:
+                raise ValueError(f"{flag_of(name)}: this field has no default; give a value.")
         values["task"] = _build(task, values, "task.")
     except (TypeError, ValueError) as error:
         raise ConfigError(f"{task_source}: {error}") from error
@@ -351,16 +313,13 @@ def _configure(
         raise
 
 
-def _build(cls: Any, values: Mapping[str, Any], prefix: str, base: Any = None) -> Any:
+def _build(cls: Any, values: Mapping[str, Any], prefix: str) -> Any:
     """Create a dataclass from values by dotted name."""
+    hints = typing.get_type_hints(cls)
     given = {}
-    for field, name, hint, default in _fields(cls, prefix, base):
-        if _is_section(hint):
-            given[field.name] = _build(hint, values, f"{name}.", default)
-        elif values.get(name, default) is MISSING:
-            raise ConfigError(f"{flag_of(name)}: this field has no default; give a value.")
-        else:
-            given[field.name] = values.get(name, default)
+    for field in init_fields(cls):
+        hint, name = hints[field.name], prefix + setting_name(field)
+        given[field.name] = _build(hint, values, f"{name}.") if _is_section(hint) else values[name]
     return cls(**given)
 
 
@@ -371,24 +330,25 @@ def _help_text(settings: Mapping[str, Setting], recipe: Mapping[str, Any], comma
         description=_HELP.format(
             recipes=", ".join(recipe_names()), default=DEFAULT_RECIPE, commands=commands,
             tasks=", ".join(sorted(BUILT_IN))))
-    sections: dict[str, list[Setting]] = {}
-    for setting in settings.values():
-        sections.setdefault(setting.name.rpartition(".")[0], []).append(setting)
-    for name, members in sections.items():
-        first_line = (members[0].owner.__doc__ or "").strip().partition("\n")[0]
-        width = shutil.get_terminal_size().columns - 4
-        group = parser.add_argument_group(name or "run", textwrap.fill(first_line, width))
-        for setting in members:
-            flag = flag_of(setting.name)
-            default = recipe.get(setting.name, setting.default)
-            shown = "" if default in (None, MISSING) else f" (default: {_as_words(default)})"
-            about = _docs(setting.owner).get(setting.field, "")
-            about = (about + (" (repeatable)" if setting.repeatable else shown)).replace("%", "%%")
-            if setting.hint is bool:
-                off = f"--{setting.name.rpartition('.')[0]}.no-{flag.rpartition('.')[2]}"
-                group.add_argument(flag, off, action="store_true", help=about)
-            else:
-                group.add_argument(flag, metavar=type_name(setting.hint), help=about)
+    groups: dict[str, Any] = {}
+    for name, setting in settings.items():
+        section, flag = name.rpartition(".")[0], flag_of(name)
+        if section not in groups:
+            first_line = (setting.owner.__doc__ or "").strip().partition("\n")[0]
+            groups[section] = parser.add_argument_group(section or "run", textwrap.fill(
+                first_line, shutil.get_terminal_size().columns - 4))
+        default = recipe.get(name, setting.default)
+        about = _docs(setting.owner).get(setting.field.name, "")
+        if setting.repeatable:
+            about += " (repeatable)"
+        elif default not in (None, MISSING):
+            about += f" (default: {_as_words(default)})"
+        about = about.replace("%", "%%")
+        if setting.hint is bool:
+            off = f"--{section}.no-{flag.rpartition('.')[2]}"
+            groups[section].add_argument(flag, off, action="store_true", help=about)
+        else:
+            groups[section].add_argument(flag, metavar=type_name(setting.hint), help=about)
     return parser.format_help()
 
 
@@ -407,23 +367,21 @@ def _docs(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         try:
-            source = textwrap.dedent(inspect.getsource(base))
+            definition: Any = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         except (OSError, TypeError):  # from a notebook, or built in
             continue
-        definition = ast.parse(source).body[0]
-        for field, after in pairwise(getattr(definition, "body", [])):
-            if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) and isinstance(
-                    after.value, ast.Constant):
-                found[ast.unparse(field.target)] = " ".join(str(after.value.value).split())
+        for field, after in pairwise(definition.body):
+            match field, after:
+                case ast.AnnAssign(), ast.Expr(ast.Constant(str(text))):
+                    found[ast.unparse(field.target)] = " ".join(text.split())
     return found
 
 
 def saved_run_parser(command: str, description: str) -> argparse.ArgumentParser:
     """A parser for a command that takes a run, a checkpoint, and flags of the run."""
     parser = argparse.ArgumentParser(
-        prog=f"trainer {command}", allow_abbrev=False, description=description,
-        epilog="Any flag of the run may follow; it overrides the saved configuration (--device "
-        "cpu).")
+        prog=f"trainer {command}", allow_abbrev=False, description=description, epilog="Any flag "
+        "of the run may follow; it overrides the saved configuration (--device cpu).")
     parser.add_argument("run", type=Path)
     parser.add_argument("--checkpoint", default="best", metavar="best|last|STEP")
     return parser
@@ -432,49 +390,39 @@ def saved_run_parser(command: str, description: str) -> argparse.ArgumentParser:
 def split(
     parser: argparse.ArgumentParser, argv: Sequence[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """Split arguments into a command's own options and the rest, which are training flags.
-
-    Raises:
-        ConfigError: one of the rest is probably a misspelt flag of the command.
-    """
+    """Split arguments into a command's own options and the rest, which are training flags."""
     options, rest = parser.parse_known_args(argv)
     own = [flag for action in parser._actions for flag in action.option_strings]
     for argument in rest:
         flag = argument.partition("=")[0]
-        if "." not in flag and (near := difflib.get_close_matches(flag, own, n=1, cutoff=0.8)):
+        near = difflib.get_close_matches(flag, own, n=1, cutoff=0.8)
+        if near and "." not in flag:  # probably misspelt
             raise ConfigError(f"{flag}: there is no such flag; did you mean {near[0]}?")
     return options, rest
 
 
 def to_toml(config: Config[Any]) -> str:
-    """The text of `config.toml`: all settings, except those of one attempt.
-
-    Raises:
-        ConfigError: a field of the task has a value that TOML can't represent.
-    """
-    table = _to_table(config)
+    """The text of `config.toml`: all settings, except those of one attempt."""
+    table = _to_table(config, "")
     for name in ("run", "resume", "inject", "accept"):
         table.pop(name, None)
     table["task"] = {_TASK_KEY: task_path(config.task), **table["task"]}
-    plain = {k: v for k, v in table.items() if not isinstance(v, dict)}
-    return tomli_w.dumps({**plain, **{k: v for k, v in table.items() if isinstance(v, dict)}})
+    # In TOML, a key that follows a table would belong to it.
+    return tomli_w.dumps(dict(sorted(table.items(), key=lambda item: isinstance(item[1], dict))))
 
 
 def task_path(task: Any) -> str:
     """The value of `--task` that selects the task's class."""
     path = f"{type(task).__module__}:{type(task).__qualname__}"
     path = RECORDED.get(path, path)
-    names = {p: name for name, p in BUILT_IN.items()}
-    return names.get(path, path)
+    return next((name for name, known in BUILT_IN.items() if known == path), path)
 
 
-def _to_table(part: Any, prefix: str = "") -> dict[str, Any]:
+def _to_table(part: Any, prefix: str) -> dict[str, Any]:
     table: dict[str, Any] = {}
     empty = []
-    for field in dataclasses.fields(part):
-        name, value = field.metadata.get("flag", field.name), getattr(part, field.name)
-        if not field.init:
-            continue
+    for field in init_fields(part):
+        name, value = setting_name(field), getattr(part, field.name)
         if value is not None:
             table[name] = _to_value(value, prefix + name)
         elif field.default is not None:
@@ -483,23 +431,22 @@ def _to_table(part: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _to_value(value: Any, name: str) -> Any:
-    """Convert a field's value to a TOML value; the inverse of `_value`."""
+    """Convert a field's value to a TOML value; the inverse of `convert_value`."""
     if isinstance(value, enum.Enum) and value.name in type(value).__members__:
         return value.name
     if isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Duration | Path):
         return str(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if _is_section(type(value)):
         return _to_table(value, name + ".")
-    if isinstance(value, tuple | list):
-        return [_to_value(v, name) for v in value]
-    if isinstance(value, set | frozenset):
-        return [_to_value(v, name) for v in sorted(value, key=repr)]
+    if isinstance(value, SEVERAL):
+        ordered = value if isinstance(value, tuple | list) else sorted(value, key=repr)
+        return [_to_value(v, name) for v in ordered]
     if isinstance(value, dict) and all(isinstance(k, str) for k in value):
         return {k: _to_value(v, name) for k, v in value.items()}
     raise ConfigError(
-        f"--{name.replace('_', '-')} {value!r}: config.toml can't store a {type(value).__name__}; "
+        f"{flag_of(name)} {value!r}: config.toml can't store a {type(value).__name__}; "
         "use numbers, strings, booleans, paths and enums, and lists, sets or dicts of them.")
 
 
@@ -509,14 +456,7 @@ def recipe_names() -> list[str]:
 
 
 def find_recipe(recipe: str, commands: Sequence[str] = ()) -> Path:
-    """The file of a recipe, given by name or path.
-
-    Args:
-        commands: names of commands; the recipe may be a misspelt one.
-
-    Raises:
-        ConfigError: there is no such recipe.
-    """
+    """The file of a recipe, given by name or path, which may be a misspelt command."""
     for path in (Path(recipe), RECIPES / f"{recipe}.toml"):
         if path.suffix == ".toml" and path.is_file():
             return path

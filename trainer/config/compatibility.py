@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.fields import Duration, flag_of
+from trainer.config.fields import flag_of
 from trainer.config.schema import Config
 from trainer.errors import ConfigError
 
@@ -16,17 +16,17 @@ DATA = "data"
 
 @dataclass(frozen=True, kw_only=True)
 class ResumeDecision:
-    """How a run may be resumed from a checkpoint.
-
-    Attributes:
-        changes: one line for each reported or accepted change.
-        label: "exact" or "equivalent".
-        reasons: why the run is only equivalent.
-    """
+    """How a run may be resumed from a checkpoint."""
 
     changes: tuple[str, ...] = ()
-    label: str = "exact"
+    """One line for each reported or accepted change."""
     reasons: tuple[str, ...] = ()
+    """Why the run is only equivalent."""
+
+    @property
+    def label(self) -> str:
+        """exact or equivalent."""
+        return "equivalent" if self.reasons else "exact"
 
     @property
     def why(self) -> str:
@@ -36,13 +36,14 @@ class ResumeDecision:
 
 def settings(config: Config[Any]) -> dict[str, Any]:
     """All settings by dotted name, as JSON values; checkpoints store them."""
-    plain = {}
-    for name, value, _ in config.leaves():
-        if isinstance(value, tuple):
-            value = list(value)
-        keep = value is None or isinstance(value, bool | int | float | str | list)
-        plain[name] = value if keep and not isinstance(value, Duration) else str(value)
-    return plain
+    return {name: _plain(value) for name, value, _ in config.leaves()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    keep = value is None or isinstance(value, bool | int | float | str)
+    return value if keep else str(value)
 
 
 def compare_settings(
@@ -61,47 +62,44 @@ def compare_settings(
     Raises:
         ConfigError: a setting that must match has changed; names both values and `--accept`.
     """
-    accepted = {name.replace("-", "_") for name in config.accept}
     classes = {name: change for name, _, change in config.leaves()}
     current = settings(config)
-    lines, reasons = [], list(before)
+    changes: list[str] = []
     if now.get("task") != then.get("task"):  # first, since its fields then differ too
-        text = f"the task was {then.get('task')!r} and is {now.get('task')!r}"
-        _check_accepted("task.class", text, accepted)
-        lines.append(text)
-        reasons.append(text)
+        changes.append(_accepted(config, "task.class", "the task", then.get("task"),
+                                 now.get("task")))
     for name in [n for n in {**saved, **current} if current.get(n) != saved.get(n)]:
         change = classes.get(name, "must_match" if name.startswith("task.") else "ignored")
-        text = f"{flag_of(name)} was {saved.get(name)!r} and is {current.get(name)!r}"
         if change == "must_match":
-            _check_accepted(name, text, accepted)
-        if change != "ignored":
-            lines.append(text)
-            reasons.append(text)
+            changes.append(_accepted(config, name, flag_of(name), saved.get(name),
+                                     current.get(name)))
+        elif change == "may_change":
+            changes.append(f"{flag_of(name)} was {saved.get(name)!r} and is {current.get(name)!r}")
     if now.get(DATA) != then.get(DATA):
-        text = f"the data's fingerprint was {then.get(DATA)!r} and is {now.get(DATA)!r}"
-        _check_accepted(
-            DATA, text, accepted, "If you changed nothing, the data depend on something that no "
-            "seed determines: the order of a set or a folder (sort it), hash() of a string (set "
-            "PYTHONHASHSEED), the clock. ")
-        lines.append(text)
-        reasons.append(text)
+        changes.append(_accepted(
+            config, DATA, "the data's fingerprint", then.get(DATA), now.get(DATA), "If you changed "
+            "nothing, the data depend on something that no seed determines: the order of a set or "
+            "a folder (sort it), hash() of a string (set PYTHONHASHSEED), the clock. "))
+    reasons = [*before, *changes]
     canonical = "canonical" == config.parallel.reduction == saved.get("parallel.reduction")
     for key in ("world_size", "threads", "device", "cpu", "torch", "numpy"):
         if key in then and now.get(key) != then[key]:
             text = f"{key.replace('_', ' ')} was {then.get(key)} and is {now.get(key)}"
             if key == "world_size" and canonical:
-                lines.append(f"{text}: the same bits (--parallel.reduction canonical)")
-                continue
-            lines.append(text)
-            reasons.append(text)
-    label = "equivalent" if reasons else "exact"
-    return ResumeDecision(changes=tuple(lines), label=label, reasons=tuple(reasons))
+                changes.append(f"{text}: the same bits (--parallel.reduction canonical)")
+            else:
+                changes.append(text)
+                reasons.append(text)
+    return ResumeDecision(changes=tuple(changes), reasons=tuple(reasons))
 
 
-def _check_accepted(name: str, text: str, accepted: set[str], cause: str = "") -> None:
-    if name not in accepted:
+def _accepted(
+    config: Config[Any], name: str, what: str, then: object, now: object, cause: str = ""
+) -> str:
+    """The line of a change that `--accept` must allow."""
+    text = f"{what} was {then!r} and is {now!r}"
+    if name not in {accepted.replace("-", "_") for accepted in config.accept}:
         raise ConfigError(
             f"{text}: this would be a different run, so it is not continued. {cause}Use another "
-            f"--run-dir for a new run, or continue anyway with --accept {name.replace('_', '-')}."
-        )
+            f"--run-dir for a new run, or continue anyway with --accept {name.replace('_', '-')}.")
+    return text

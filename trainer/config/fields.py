@@ -34,11 +34,7 @@ class Duration:
 
     @classmethod
     def parse(cls, text: str) -> Duration:
-        """Parse `200`, `1ep`, `0.5ep`, `5%` or `off`.
-
-        Raises:
-            ValueError: the text is none of these; names the allowed forms.
-        """
+        """Parse `200`, `1ep`, `0.5ep`, `5%` or `off`."""
         if text.strip() == "off":
             return cls(0.0)
         match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(ep|%|)\s*", text)
@@ -61,12 +57,7 @@ class Duration:
         return number + {"steps": "", "epochs": "ep", "percent": "%"}[self.unit]
 
     def steps(self, *, epoch: int, total: int) -> int:
-        """The number of optimizer steps; at least 1, or 0 for `off`.
-
-        Args:
-            epoch: steps of an epoch.
-            total: steps of the run.
-        """
+        """The number of optimizer steps, at least 1 (0 for `off`), from those of epoch and run."""
         if self.value == 0:
             return 0
         whole = {"steps": 1.0, "epochs": float(epoch), "percent": total / 100}[self.unit]
@@ -85,12 +76,18 @@ def setting(default: Any, change: Change, allowed: str = "", *, repeatable: bool
         "change": change, "allowed": allowed, "repeatable": repeatable})
 
 
-class InvalidSetting(ConfigError):
-    """A value that a setting can't have.
+def init_fields(part: Any) -> list[dataclasses.Field[Any]]:
+    """The fields of a dataclass that are settings."""
+    return [field for field in dataclasses.fields(part) if field.init]
 
-    Attributes:
-        name: dotted name of the setting.
-    """
+
+def setting_name(field: dataclasses.Field[Any]) -> str:
+    """The name of a field in config.toml; its own name may be taken by a method."""
+    return str(field.metadata.get("flag", field.name))
+
+
+class InvalidSetting(ConfigError):
+    """A value that a setting, given by its dotted name, can't have."""
 
     def __init__(self, name: str, value: object, remedy: str) -> None:
         shown = value if str(value).strip() else repr(value)
@@ -123,11 +120,7 @@ class Section:
             object.__setattr__(self, field.name, value)
 
     def check(self, condition: bool, name: str, remedy: str, value: object = None) -> None:
-        """Raise `InvalidSetting` unless the condition holds.
-
-        Args:
-            value: the wrong part of the setting's value; default: the whole value.
-        """
+        """Raise `InvalidSetting` unless the condition holds, with the (part of the) value."""
         if not condition:
             wrong = getattr(self, name) if value is None else value
             raise InvalidSetting(self.prefix + name, wrong, remedy)
@@ -150,20 +143,15 @@ SEVERAL = (tuple, list, set, frozenset)
 
 
 def convert_value(hint: Any, value: Any, *, text: bool = False) -> Any:
-    """Convert a value from TOML or Python to a type.
+    """Convert a value to a type; a ValueError says what is expected.
 
     Args:
-        text: the value is a word of a command line, or a list of words for a type of several
-            values.
-
-    Raises:
-        ValueError: it doesn't fit; says what is expected.
+        text: whether the value is a word of a command line (a list of words for a type of several
+            values) and not from TOML or Python.
     """
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if hint in (Any, object) or isinstance(hint, typing.TypeVar):
         return value
-    if origin is typing.Annotated:
-        return convert_value(inner[0], value, text=text)
     if origin in (typing.Union, types.UnionType):
         if text and types.NoneType in inner and value in ("None", ["None"]):
             return None
@@ -189,18 +177,19 @@ def convert_value(hint: Any, value: Any, *, text: bool = False) -> Any:
                     for k, v in value.items()}
     elif hint in (int, float):
         kind = numbers.Integral if hint is int else numbers.Real
-        number = _number(hint, value) if text else value
-        if isinstance(number, kind) and not isinstance(number, bool):
-            return hint(number)
+        if text:
+            with contextlib.suppress(ValueError):
+                return hint(value)
+        elif isinstance(value, kind) and not isinstance(value, bool):
+            return hint(value)
     elif hint in (str, Path):
         if isinstance(value, str | os.PathLike):
             return hint(value)
     elif hint is Duration and isinstance(value, int | str) and not isinstance(value, bool):
         return Duration.parse(str(value))
     elif text and hint is bool:
-        words = {"on": True, "true": True, "off": False, "false": False}
-        if value.lower() in words:
-            return words[value.lower()]
+        if value.lower() in ("on", "true", "off", "false"):
+            return value.lower() in ("on", "true")
     elif isinstance(hint, enum.EnumMeta) and isinstance(value, str) and value in hint.__members__:
         return hint[value]
     elif isinstance(hint, type) and isinstance(value, hint):
@@ -219,18 +208,9 @@ def _kinds(hint: Any, count: int) -> list[Any]:
     return [inner[0] if inner else Any] * count
 
 
-def _number(kind: Any, word: str) -> Any:
-    try:
-        return kind(word)
-    except ValueError:
-        return None
-
-
 def type_name(hint: Any) -> str:
     """A type in the help text and in messages: INT, auto|INT, on|off, FLOAT FLOAT, STR …."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
-    if origin is typing.Annotated:
-        return type_name(inner[0])
     if origin in (typing.Union, types.UnionType):
         kinds = sorted(inner, key=lambda kind: typing.get_origin(kind) is not Literal)
         return "|".join(type_name(kind) for kind in kinds if kind is not types.NoneType)

@@ -20,9 +20,11 @@ from trainer.resilience.preflight import LONGEST_S
 
 SCHEDULES = ("cosine", "constant", "cosine-annealing", "one-cycle", "warm-restarts", "linear",
              "multi-step", "plateau")  # fmt: skip
-
 MIN_RATIO = 0.1
-"""Default final rate of cosine and linear, as a fraction of the peak."""
+HINTS = ("first-loss", "flat-loss", "rising-norm", "clipped-steps", "small-batchnorm", "odd-sizes",
+         "idle-memory", "dead-gradient", "easy-validation", "shared-samples", "overfitting",
+         "constant-rate")  # fmt: skip
+"""Names of all hints; each has a row in docs/hints.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +39,8 @@ class Batch(Section, prefix="batch."):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.global_size % self.micro_size:
-            divisors = [d for d in range(1, self.global_size + 1) if self.global_size % d == 0]
-            near = min(divisors, key=lambda d: (abs(d - self.micro_size), d))
+            divisors = (d for d in range(1, self.global_size + 1) if self.global_size % d == 0)
+            near = min(divisors, key=lambda d: abs(d - self.micro_size))
             self.check(False, "micro_size", f"it must divide --batch.global-size "
                        f"{self.global_size}; the nearest divisor is {near}.")
 
@@ -221,14 +223,6 @@ def _is_above_0(text: str) -> bool:
         return 0 < float(text) < math.inf
     except ValueError:
         return False
-
-
-HINTS = (
-    "first-loss", "flat-loss", "rising-norm", "clipped-steps", "small-batchnorm", "odd-sizes",
-    "idle-memory", "dead-gradient", "easy-validation", "shared-samples", "overfitting",
-    "constant-rate",
-)  # fmt: skip
-"""Names of all hints; each has a row in docs/hints.md."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,11 +417,7 @@ class Config(Section, Generic[TaskT]):
         yield from _leaves(self, "", "ignored")
 
     def total_steps(self, epoch: int) -> int:
-        """Length of the run in optimizer steps.
-
-        Args:
-            epoch: steps of an epoch.
-        """
+        """Length of the run in optimizer steps, from those of an epoch."""
         return self.steps if self.steps is not None else (self.epochs or 5) * epoch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.commands.report.figures import figures
-from trainer.commands.report.history import (
-    PARTS,
-    History,
-    attempt_times,
-    goodput,
-    read_history,
-)
+from trainer.commands.report.figures import summary
+from trainer.commands.report.history import PARTS, History, read_history
 from trainer.commands.report.plots import shorten_waiting
 
 Event = dict[str, Any]
@@ -48,83 +43,70 @@ def line(time: float, attempt: int, step: int, steps: int, *, step_s: float, sav
             **both}  # fmt: skip
 
 
-def parts(events: list[Event], timing: list[dict[str, Any]] | None = None) -> dict[str, float]:
-    events = sorted(events, key=lambda e: e["time"])
-    found = attempt_times(events, timing or [])
-    spent = goodput(found, events, timing or [])
-    assert sum(spent.values()) == pytest.approx(found[-1].over - found[0].begun)
-    return {part: round(seconds, 6) for part, seconds in spent.items() if seconds > 1e-9}
+def history(events: list[Event], timing: Sequence[dict[str, Any]] = ()) -> History:
+    return History(name="run", path=Path("run"), events=sorted(events, key=lambda e: e["time"]),
+                   steps=[], validations=[], timing=list(timing), config={}, environment={},
+                   summary=None)
 
 
-def test_a_run_without_faults_is_useful_from_its_first_step_on():
-    assert parts([*begun(10.0, 0), event(21.0, 0, "end", step=9)]) == {
-        "useful": 10.0, "restarting": 1.0}
+def parts(events: list[Event], timing: list[dict[str, Any]]) -> dict[str, float]:
+    run = history(events, timing)
+    assert sum(run.goodput.values()) == pytest.approx(run.wall_s)
+    return {part: round(seconds, 6) for part, seconds in run.goodput.items() if seconds > 1e-9}
 
 
-def test_a_death_costs_until_it_is_noticed_then_until_the_next_step():
-    events = [*begun(0.0, 0), event(11.0, 0, "fault", rank=1, step=9, fault="kill:rank=1"),
-              event(11.5, 0, "lost-peer", step=9, failed_step=10),
-              event(11.6, 0, "death", rank=1, step=9),
-              event(12.0, 0, "save", step=9, kind="survivor", seconds=0.25),
-              *begun(13.0, 1, step=9, reached=9), event(24.0, 1, "end", step=19)]  # fmt: skip
-
-    assert parts(events) == {"useful": 20.0, "saving": 0.25, "detecting": 0.5,
-                             "restarting": 1.0 + 1.25 + 1.0}
-
-
-def test_a_hang_begins_with_the_last_progress_of_the_culprit():
-    events = [*begun(0.0, 0), event(21.0, 0, "hang", step=9, culprit=1, idle_s=4.0, why="stuck"),
-              *begun(22.0, 1, step=9, reached=9), event(33.0, 1, "end", step=19)]
-
-    assert parts(events) == {"useful": 16.0 + 10.0, "detecting": 4.0, "restarting": 3.0}
+END = event(21.0, 0, "end", step=9)
+KILLED = [event(11.0, 0, "fault", rank=1, step=9, fault="kill:rank=1"),
+          event(11.5, 0, "lost-peer", step=9, failed_step=10),
+          event(11.6, 0, "death", rank=1, step=9),
+          event(12.0, 0, "save", step=9, kind="survivor", seconds=0.25)]  # fmt: skip
+STOP = event(11.0, 0, "stop", step=9, exit_code=75)
+FAILURE = event(11.0, 0, "failure", step=10, why="x", failed_step=11)
+ROLLBACK = event(8.0, 0, "rollback", step=7, at_step=7, to_step=4, left_out=[])
 
 
-def test_the_time_between_a_stop_and_the_next_launch_is_waiting():
-    events = [*begun(0.0, 0, launch="a"), event(11.0, 0, "stop", step=9, exit_code=75),
-              *begun(3600.0, 1, step=9, launch="b", reached=9), event(3611.0, 1, "end", step=19)]
-
-    assert parts(events) == {"useful": 20.0, "restarting": 2.0, "waiting": 3589.0}
-
-
-def test_steps_that_the_next_attempt_repeats_are_not_useful():
-    events = [*begun(0.0, 0), event(11.0, 0, "failure", step=10, why="x", failed_step=11),
-              *begun(12.0, 1, step=6, reached=10), event(23.0, 1, "end", step=16)]
-    timing = [line(11.0, 0, 10, 10, step_s=1.0), line(23.0, 1, 16, 10, step_s=1.0)]
-
-    assert parts(events, timing) == {"useful": 16.0, "redone": 4.0, "restarting": 3.0}
-
-
-def test_the_time_of_saves_comes_from_the_timing():
-    timing = [line(6.0, 0, 5, 5, step_s=1.0, save_s=0.5), line(11.0, 0, 10, 5, step_s=1.0)]
-
-    assert parts([*begun(0.0, 0), event(11.0, 0, "end", step=10)], timing) == {
-        "useful": 9.5, "saving": 0.5, "restarting": 1.0}
-
-
-def test_an_attempt_that_died_with_its_launcher_lasted_as_long_as_its_steps():
-    # The last record is of step 10; metrics.jsonl had 25 when the next attempt began.
-    events = [*begun(0.0, 0, launch="a"),
-              *begun(1000.0, 1, step=20, launch="b", reached=25), event(1006.0, 1, "end", step=25)]
-    timing = [line(11.0, 0, 10, 10, step_s=1.0), line(1006.0, 1, 25, 5, step_s=1.0)]
-
-    assert parts(events, timing) == {"useful": 20.0 + 5.0, "redone": 5.0, "restarting": 2.0,
-                                     "waiting": 1000.0 - 26.0}
-
-
-def test_a_rollback_within_an_attempt_repeats_steps():
-    events = [*begun(0.0, 0), event(8.0, 0, "rollback", step=7, at_step=7, to_step=4, left_out=[]),
-              event(21.0, 0, "end", step=17)]
-    timing = [line(21.0, 0, 17, 20, step_s=1.0)]
-
-    assert parts(events, timing) == {"useful": 17.0, "redone": 3.0, "restarting": 1.0}
-
-
-def test_an_attempt_without_training_counts_as_restarting():
-    events = [*begun(0.0, 0, trains=None), event(2.0, 0, "refused", why="no"),
-              *begun(5.0, 1, launch="b"), event(16.0, 1, "end", step=10)]
-
-    # The first record is the event of the start, half a second after the processes began.
-    assert parts(events) == {"useful": 10.0, "restarting": 1.5 + 1.0, "waiting": 3.0}
+@pytest.mark.parametrize(("events", "timing", "expected"), [
+    pytest.param([*begun(10.0, 0), END], [], {"useful": 10.0, "restarting": 1.0}, id="no fault"),
+    pytest.param(
+        [*begun(0.0, 0), *KILLED, *begun(13.0, 1, step=9, reached=9),
+         event(24.0, 1, "end", step=19)], [],
+        {"useful": 20.0, "saving": 0.25, "detecting": 0.5, "restarting": 1.0 + 1.25 + 1.0},
+        id="a death costs until it is noticed, then until the next step"),
+    pytest.param(
+        [*begun(0.0, 0), event(21.0, 0, "hang", step=9, culprit=1, idle_s=4.0, why="stuck"),
+         *begun(22.0, 1, step=9, reached=9), event(33.0, 1, "end", step=19)], [],
+        {"useful": 16.0 + 10.0, "detecting": 4.0, "restarting": 3.0},
+        id="a hang begins with the last progress of the culprit"),
+    pytest.param(
+        [*begun(0.0, 0, launch="a"), STOP, *begun(3600.0, 1, step=9, launch="b", reached=9),
+         event(3611.0, 1, "end", step=19)], [],
+        {"useful": 20.0, "restarting": 2.0, "waiting": 3589.0}, id="between a stop and a launch"),
+    pytest.param(
+        [*begun(0.0, 0), FAILURE, *begun(12.0, 1, step=6, reached=10),
+         event(23.0, 1, "end", step=16)],
+        [line(11.0, 0, 10, 10, step_s=1.0), line(23.0, 1, 16, 10, step_s=1.0)],
+        {"useful": 16.0, "redone": 4.0, "restarting": 3.0}, id="the next attempt repeats steps"),
+    pytest.param(
+        [*begun(0.0, 0), event(11.0, 0, "end", step=10)],
+        [line(6.0, 0, 5, 5, step_s=1.0, save_s=0.5), line(11.0, 0, 10, 5, step_s=1.0)],
+        {"useful": 9.5, "saving": 0.5, "restarting": 1.0}, id="saves"),
+    pytest.param(  # the last record is of step 10; metrics.jsonl had 25 when the next one began
+        [*begun(0.0, 0, launch="a"), *begun(1000.0, 1, step=20, launch="b", reached=25),
+         event(1006.0, 1, "end", step=25)],
+        [line(11.0, 0, 10, 10, step_s=1.0), line(1006.0, 1, 25, 5, step_s=1.0)],
+        {"useful": 20.0 + 5.0, "redone": 5.0, "restarting": 2.0, "waiting": 1000.0 - 26.0},
+        id="an attempt that died with its launcher lasted as long as its steps"),
+    pytest.param(
+        [*begun(0.0, 0), ROLLBACK, event(21.0, 0, "end", step=17)],
+        [line(21.0, 0, 17, 20, step_s=1.0)],
+        {"useful": 17.0, "redone": 3.0, "restarting": 1.0}, id="a rollback in an attempt"),
+    pytest.param(  # the first record is of the start, half a second after the processes began
+        [*begun(0.0, 0, trains=None), event(2.0, 0, "refused", why="no"),
+         *begun(5.0, 1, launch="b"), event(16.0, 1, "end", step=10)], [],
+        {"useful": 10.0, "restarting": 1.5 + 1.0, "waiting": 3.0}, id="no training"),
+])  # fmt: skip
+def test_the_wall_time_is_divided_into_its_uses(events, timing, expected):
+    assert parts(events, timing) == expected
 
 
 ATTEMPT = st.fixed_dictionaries({
@@ -169,17 +151,16 @@ def test_a_folder_with_little_content_can_be_read(tmp_path):
     story = read_history(tmp_path)
 
     assert story.wall_s == 0
-    assert figures(story)["goodput"] is None
-    assert figures(story)["step"] == 0
+    assert summary(story) == {"state": "not started", "steps": "0",
+                              "wall time": "0\N{NO-BREAK SPACE}s",
+                              "not useful": "nothing", "attempts": "0", "repeated steps": "0",
+                              "steps without an update": "0"}
 
 
 def test_an_event_before_the_start_by_another_clock_has_a_position():
     events = [*begun(100.0, 0, launch="a"), event(111.0, 0, "stop", step=9, exit_code=75),
               *begun(90.0, 1, step=9, launch="b", reached=9), event(101.0, 1, "end", step=19)]
-    ordered = sorted(events, key=lambda e: e["time"])
-    run = History(name="run", path=Path("run"), events=ordered, steps=[], validations=[], timing=[],
-                  config={}, environment={}, summary=None, attempt_times=attempt_times(ordered, []))
-    run.goodput = goodput(run.attempt_times, ordered, [])
+    run = history(events)
 
     at, _ = shorten_waiting(run)
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from trainer.__main__ import COMMANDS
 from trainer.config import command_line
 from trainer.config.compatibility import settings as plain
-from trainer.config.fields import Duration
+from trainer.config.fields import Duration, flag_of
 from trainer.config.schema import Batch, Checkpoint, Config, Data, Optim
 from trainer.errors import ConfigError
 from trainer.run.startup_summary import startup_warnings
@@ -41,7 +39,6 @@ def recipe(folder: Path, text: str) -> str:
 def test_the_default_recipe_is_the_sample_with_the_small_cnn():
     config = command_line.parse_config([])
 
-    assert config == command_line.parse_config(["sample"])
     assert config.task == Images(data="sample", architecture="cnn", label_smoothing=0.1)
     assert (config.epochs, config.clip.norm, config.optim.lr) == (5, 5.0, 3e-3)
     assert (config.schedule.warmup, config.schedule.min_ratio) == (Duration(5, "percent"), 0.1)
@@ -63,26 +60,6 @@ def test_flags_override_the_recipe_and_the_recipe_overrides_the_defaults(tmp_pat
 
     assert (config.optim.lr, config.optim.weight_decay, config.steps) == (0.125, 0.25, 7)
     assert (config.seed, config.optim.momentum) == (3, Optim().momentum)
-
-
-def test_keys_of_a_recipe_may_be_written_as_flags_are(tmp_path):
-    config = command_line.parse_config([recipe(tmp_path,
-                                               "[batch]\nglobal-size = 64\nmicro_size = 16\n")])
-
-    assert config.batch == Batch(global_size=64, micro_size=16)
-
-
-def test_flags_may_be_written_with_underscores_and_with_an_equals_sign():
-    for argv in (["--batch.global-size", "64"], ["--batch.global_size=64"],
-                 ["--batch.global-size=64"]):
-        assert command_line.parse_config(argv).batch.global_size == 64
-
-
-@pytest.mark.parametrize("argv", [
-    ["--run-dir", "a/b"], ["--run-dir=a/b"], ["--run", "a/b"], ["--run=a/b"], ["--run_dir=a/b"],
-], ids=" ".join)  # fmt: skip
-def test_run_is_an_alias_of_run_dir(argv):
-    assert command_line.parse_config(argv).run == "a/b"
 
 
 def test_values_of_repeated_flags_are_collected():
@@ -109,9 +86,13 @@ def test_another_task_drops_the_recipes_task_fields(tmp_path):
     assert (config.task.dropout, config.steps) == (0.0, 3)
 
 
-def test_every_shipped_recipe_is_valid():
-    for name in command_line.recipe_names():
-        assert isinstance(command_line.parse_config([name]), Config)
+def test_names_have_hyphens_or_underscores_and_run_is_an_alias_of_run_dir(tmp_path):
+    path = recipe(tmp_path, "[batch]\nglobal-size = 64\nmicro_size = 16\n")
+    for argv in ([path], ["--batch.global-size", "64", "--batch.micro_size=16"],
+                 ["--batch.global_size=64", "--batch.micro-size", "16"]):
+        assert command_line.parse_config(argv).batch == Batch(global_size=64, micro_size=16)
+    for argv in (["--run-dir", "a/b"], ["--run", "a/b"], ["--run=a/b"], ["--run_dir=a/b"]):
+        assert command_line.parse_config(argv).run == "a/b"
 
 
 # --- lengths
@@ -130,8 +111,7 @@ def test_a_length_is_steps_epochs_a_part_of_the_run_or_off(text, length, steps):
 
 @pytest.mark.parametrize(("text", "message"), [
     ("", "is not a length; write 200 (steps), 1ep (epochs), 5% (of the run) or off"),
-    ("ep", "is not a length"), ("-5", "is not a length"), ("1e3", "is not a length"),
-    ("5 %%", "is not a length"), ("five", "is not a length"), ("1epoch", "is not a length"),
+    ("-5", "is not a length"), ("1e3", "is not a length"), ("1epoch", "is not a length"),
     ("1.5", "is not a whole number of steps"), ("101%", "is more than the whole run"),
 ])
 def test_an_invalid_length_is_refused_with_the_allowed_forms(text, message):
@@ -154,9 +134,12 @@ def test_a_length_written_out_is_read_as_the_same(length):
 
 # --- config.toml
 
+FIELDS, KINDS = "--task=field_task:Fields", "--task=field_task:Kinds"
 RUNS = [
-    [],
+    *([name] for name in command_line.recipe_names()),
     ["fashion-mnist", "--seed", "9", "--steps", "1000000"],
+    ["--freeze=*", "--freeze=!fc.*", "--optim.rates=layer4.*=0.1", "--init=a.pth",
+     "--schedule.name=warm-restarts", "--schedule.options=T_0=1ep", "--schedule.options=T_mult=2"],
     ["--batch.global-size=96", "--batch.micro-size=24", "--data.workers=3", "--data.drop-last=off",
      "--data.shuffle=off", "--data.prefetch=5"],
     ["--optim.name=sgd", "--optim.lr=1e-30", "--optim.betas", "0.1", "0.2",
@@ -170,54 +153,26 @@ RUNS = [
     ["--task.model=resnet18", "--task.label-smoothing=0.1", "--task.root=/some/where",
      "--task.augment=flip+crop", "--task.seed=4"],
     ["--task=tape_task:Tape", "--task.tape=\"quoted\" and\nbroken", "--task.nan-at=3"],
+    *([FIELDS, *more] for more in (
+        [], ["--task.width=None"], ["--task.width=7", "--task.depth=3"], ["--task.norm=LAYER"],
+        ["--task.sizes=3", "--task.sizes=1", "--task.names=b", "--task.names=a"],
+        ["--task.inner.rate=None"], ["--task.weights", "a", "0.25"],
+        ["--task.places=one", "--task.places=two"])),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("argv", RUNS, ids=lambda argv: " ".join(argv[:2]) or "default")
 def test_config_toml_reproduces_the_run(tmp_path, argv):
+    attempt = ["--inject=kill", "--resume=never", "--accept=data"]
     config = command_line.parse_config(argv)
+    text = command_line.to_toml(command_line.parse_config([*argv, *attempt]))
 
-    again = command_line.parse_config([recipe(tmp_path, command_line.to_toml(config)),
-                                       f"--run-dir={config.run}"])
+    again = command_line.parse_config([recipe(tmp_path, text), f"--run-dir={config.run}"])
 
     assert again == config
     assert plain(again) == plain(config)
-
-
-FIELDS = "--task=field_task:Fields"
-KINDS = "--task=field_task:Kinds"
-
-
-@pytest.mark.parametrize("argv", [
-    [], ["--task.width=None"], ["--task.width=7", "--task.depth=3"], ["--task.norm=LAYER"],
-    ["--task.sizes=3", "--task.sizes=1", "--task.names=b", "--task.names=a"],
-    ["--task.inner.rate=None"], ["--task.weights.a=0.25"],
-    ["--task.places=one", "--task.places=two"],
-], ids=" ".join)  # fmt: skip
-def test_config_toml_holds_a_tasks_fields_of_any_kind(tmp_path, argv):
-    config = command_line.parse_config([FIELDS, *argv])
-
-    again = command_line.parse_config([recipe(tmp_path, command_line.to_toml(config)),
-                                       f"--run-dir={config.run}"])
-
-    assert again == config
     assert [type(v) for v in vars(again.task).values()] == [
         type(v) for v in vars(config.task).values()]
-
-
-def test_a_field_without_a_value_is_listed_where_its_default_is_one():
-    table = tomllib.loads(command_line.to_toml(command_line.parse_config([FIELDS,
-                                                                          "--task.width=None"])))
-
-    assert table["task"]["None"] == ["width"]
-    assert "depth" not in table["task"]
-
-
-def test_a_flag_gives_a_value_to_a_field_that_config_toml_leaves_without(tmp_path):
-    path = recipe(tmp_path,
-                  command_line.to_toml(command_line.parse_config([FIELDS, "--task.width=None"])))
-
-    assert command_line.parse_config([path, "--task.width=6"]).task.width == 6
 
 
 @pytest.mark.parametrize("name", ["Gaps", "Objects"])
@@ -225,39 +180,18 @@ def test_a_value_that_config_toml_cannot_hold_is_refused_with_its_field(name):
     assert refusal(f"--task=field_task:{name}").startswith("--task.odd-one ")
 
 
-def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_attempt():
-    config = command_line.parse_config(["--inject=kill", "--resume=never", "--accept=data",
-                                        "--run-dir=here"])
-
-    table = tomllib.loads(command_line.to_toml(config))
-
-    assert {"run", "inject", "resume", "accept"}.isdisjoint(table)
-    written = {name for name, value, _ in config.leaves()
-               if value is not None and name not in ("run", "inject", "resume", "accept")}
-    assert written | {"task.class"} == {
-        f"{section}.{key}" if isinstance(value, dict) else section
-        for section, value in table.items()
-        for key in (value if isinstance(value, dict) else [None])}
-
-
 # --- refusals
 
 @pytest.mark.parametrize(("argv", "message"), [
     # names
     (["--optim.lrr=1"], "--optim.lrr: there is no such flag; did you mean --optim.lr?"),
-    (["--batch.globalsize", "8"], "--batch.globalsize: there is no such flag; did you mean "
-     "--batch.global-size?"),
-    (["--task.nrom=group"], "--task.nrom: there is no such flag; did you mean --task.norm?"),
     (["--lr=1"], "--lr: there is no such flag; did you mean --optim.lr?"),
     (["--batch_size", "8"], "--batch-size: there is no such flag; did you mean "
      "--batch.global-size?"),
     (["--max_epochs=3"], "--max-epochs: there is no such flag; did you mean --epochs?"),
-    (["--workers=2"], "--workers: there is no such flag; did you mean --data.workers?"),
     (["--xyzzy=1"], "--xyzzy: there is no such flag; --help lists them all."),
     (["-v"], "-v: there is no such flag; --help lists them all. (Write a value that begins"),
-    (["--log.level=info", "-v"], "-v: there is no such flag; --help lists them all."),
     (["inspct", "runs/x"], "inspct: there is no such command; did you mean 'inspect'?"),
-    (["lr_find"], "lr_find: there is no such command; did you mean 'lr-find'?"),
     (["fashion-mnis"], "recipe fashion-mnis: there is no such file and no shipped recipe of this "
      "name; did you mean 'fashion-mnist'?"),
     (["nowhere.toml"], "recipe nowhere.toml: there is no such file and no shipped recipe of this "
@@ -278,32 +212,25 @@ def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_at
       in [("tape_task.py:Tape", "tape_task:Tape."), ("./tape_task.py:Tape", "tape_task:Tape."),
           ("tests/support/tape.py:Tape", "tests.support.tape:Tape."),
           ("/a/b/tape.py:Tape", "tape:Tape, and run in /a/b."), (".tape:Tape", "tape:Tape.")]),
-    (["--task=field_task:Unknown"], "--task field_task:Unknown: the types of its fields can't be "
-     "resolved: name 'Nowhere' is not defined; import them at run time too, not"),
     (["--task=field_task:Needy"], "--task field_task:Needy: --task.root: this field has no "
      "default; give a value."),
-    (["--task.dropout=2"], "--task: task.dropout is 2.0; use 0 or more and less than 1"),
+    (["--task=field_task:Rooted"], "--task field_task:Rooted: root is empty; name a folder"),
     # number of values
     (["--freeze", "README.md", "docs"], "--freeze README.md docs: 'docs' is an excess value; "
      "repeat --freeze for each value, and quote a pattern, which the shell would expand to file "
      "names"),
     (["--optim.lr=1", "2"], "--optim.lr 1 2: '2' is an excess value; quote a value that contains"),
-    (["--schedule.warmup", "5", "%"], "--schedule.warmup 5 %: '%' is an excess value"),
     (["--optim.betas", "0.9,0.99"], "--optim.betas 0.9,0.99: expected 2 values, separated by "),
     (["--steps"], "--steps: expected a value; write one that begins with - as --steps=-…"),
     ([KINDS, "--task.shares", "a=1"], "--task.shares a=1: expected keys and values in turn, "
      "separated by blanks"),
     ([KINDS, "--task.no-deep=off"], "--task.no-deep off: it takes no value."),
     (["--init="], "--init '': the value is empty; give one, or omit the flag."),
-    (["--resume", ""], "--resume '': the value is empty; give one, or omit the flag."),
     # types
     (["--optim.lr", "1,5"], "--optim.lr 1,5: expected FLOAT."),
     (["--steps", "10k"], "--steps 10k: expected INT."),
-    (["--seed=1.5"], "--seed 1.5: expected INT."),
     (["--data.workers", "many"], "--data.workers many: expected auto|INT."),
-    (["--data.shuffle", "maybe"], "--data.shuffle maybe: expected on|off."),
     (["--device", "gpu"], "--device gpu: expected auto|cpu|cuda|mps (did you mean cpu?)."),
-    (["--optim.betas", "a", "b"], "--optim.betas a b: expected FLOAT."),
     (["--schedule.warmup", "5x"], "--schedule.warmup 5x: '5x' is not a length; write 200"),
     (["--schedule.warmup=0.05"], "--schedule.warmup 0.05: '0.05' is not a whole number of steps; 5 "
      "% of the run is written 5%."),
@@ -316,25 +243,19 @@ def test_config_toml_holds_everything_that_decides_the_run_and_nothing_of_the_at
      "the nearest divisor is 32"),
     (["--data.workers=-1"], "--data.workers -1: use auto|INT >= 0 and <= 512."),
     (["--optim.lr=nan"], "--optim.lr nan: use FLOAT > 0 and < inf."),
-    (["--optim.lr=0"], "--optim.lr 0.0: use FLOAT > 0 and < inf."),
     (["--optim.ema=1"], "--optim.ema 1.0: use FLOAT >= 0 and < 1."),
     (["--optim.betas", "0.9", "1.0"], "--optim.betas (0.9, 1.0): use FLOAT FLOAT >= 0 and < 1."),
-    (["--steps=0"], "--steps 0: use INT >= 1."),
     (["--seed=-1"], "--seed -1: use INT >= 0 and < 9223372036854775808."),
-    (["--checkpoint.keep=0"], "--checkpoint.keep 0: use INT >= 1."),
-    (["--watchdog.limit-s=0"], "--watchdog.limit-s 0.0: use auto|FLOAT > 0."),
     (["--stop.grace-s=1e10"], "--stop.grace-s 10000000000.0: use a number > 0 and <= 1e+09, or "),
     # choices, and values that contradict each other
     (["--run= "], "--run-dir ' ': give the path of a folder."),
     (["--inject=kil"], "--inject kil: no fault 'kil' (did you mean 'kill'?)"),
     (["--accept=optim.lr"], "--accept optim.lr: there is no such setting; use task.FIELD, batch.g"),
     (["--optim.name=adam"], "--optim.name adam: use adamw, sgd, or your own as module:Class"),
-    (["--optim.rates=body.*"], "--optim.rates body.*: write PATTERN=FACTOR with a factor above 0"),
     (["--optim.rates=a=0"], "--optim.rates a=0: write PATTERN=FACTOR with a factor above 0"),
     (["--optim.nesterov=on", "--optim.momentum=0"], "--optim.nesterov on: it needs --optim.momen"),
     (["--schedule.name=cosin"], "--schedule.name cosin: use cosine, constant, "),
     (["--schedule.options=T_0"], "--schedule.options T_0: write KEY=VALUE"),
-    (["--schedule.options=a=1"], "--schedule.options a=1: --schedule.name cosine takes no"),
     (["--schedule.name=m:f", "--schedule.options=a=1"],
      "--schedule.options a=1: --schedule.name m:f takes no"),
     (["--schedule.name=constant", "--schedule.min-ratio=0"], "--schedule.min-ratio 0.0: "
@@ -355,19 +276,14 @@ def test_a_mistake_is_one_line_with_flag_value_and_remedy(argv, message):
     ("[optim]\nlrr = 1", "{path}: unknown key optim.lrr; did you mean optim.lr?"),
     ("[xyz]\na = 1", "{path}: unknown key xyz; --help lists them all."),
     ("optim = 3", "{path}: optim = 3: write a table [optim]."),
-    ("[task]\nnrm = 'group'", "{path}: unknown key task.nrm; did you mean task.norm?"),
     ("seed = true", "{path}: seed = True: expected INT."),
-    ("steps = 2.5", "{path}: steps = 2.5: expected INT."),
-    ("[optim]\nlr = 'fast'", "{path}: optim.lr = 'fast': expected FLOAT."),
     ("[optim]\nbetas = [0.9]", "{path}: optim.betas = [0.9]: expected 2 values"),
     ("[data]\nshuffle = 'of'", "{path}: data.shuffle = 'of': expected on|off (did you mean off"),
     ("[schedule]\nwarmup = '5x'", "{path}: schedule.warmup = '5x': '5x' is not a length"),
-    ("[schedule]\nwarmup = 0.5", "{path}: schedule.warmup = 0.5: expected LENGTH"),
     ("None = ['sed']", "{path}: unknown key sed; did you mean seed?"),
     ("None = ['seed']", "{path}: seed = None: expected INT."),
     ("inject = 'kill'", "{path}: inject = 'kill': expected STR …."),
     ("[task]\nclass = 'image'", "--task image: no built-in task of this name; did you mean"),
-    ("[task]\ndropout = 2.0", "{path}: [task]: task.dropout is 2.0; use 0 or more"),
     ("task = 'spiral'", "{path}: task = 'spiral': write a table [task], with the task's name as"),
     ("[batch]\nmicro_size = 8\nmicro-size = 16", "{path}: the key batch.micro_size is given twice"),
     ("[checkpoint]\nkeep = 0", "{path}: --checkpoint.keep 0: use INT >= 1"),
@@ -385,30 +301,23 @@ def test_a_value_of_a_recipe_may_be_wrong_if_a_flag_replaces_it(tmp_path):
 
     assert (config.task.root, config.checkpoint.keep) == ("here", 2)
     assert refusal(path) == f"{path}: [task]: root is empty; name a folder"
-    rooted = "--task=field_task:Rooted"
-    assert refusal(rooted) == "--task field_task:Rooted: root is empty; name a folder"
 
 
-@pytest.mark.parametrize(("argv", "widths", "names"), [
-    ([], (64, 64), ["a"]),
-    (["--task.widths", "8", "-4", "2", "--task.names=b"], (8, -4, 2), ["b"]),
-    (["--task.widths=8", "--seed=1", "--task.widths", "4", "2"], (8, 4, 2), ["a"]),
-    (["--task.names", "b", "--task.widths", "--task.names=c d"], (), ["b", "c d"]),
+@pytest.mark.parametrize(("argv", "expected"), [
+    ([], {"widths": (64, 64), "names": ["a"], "wide": False, "deep": True}),
+    (["--task.widths", "8", "-4", "2", "--task.names=b"], {"widths": (8, -4, 2), "names": ["b"]}),
+    (["--task.widths=8", "--seed=1", "--task.widths", "4", "2"], {"widths": (8, 4, 2)}),
+    (["--task.names", "b", "--task.widths", "--task.names=c d"],
+     {"widths": (), "names": ["b", "c d"]}),
+    (["--task.shares", "a", "1", "b", "2"], {"shares": {"a": 1.0, "b": 2.0}}),
+    (["--task.wide", "--task.no-deep"], {"wide": True, "deep": False}),
+    (["--task.no-wide", "--task.deep=off"], {"wide": False, "deep": False}),
+    (["--task.wide=on"], {"wide": True}),
 ])  # fmt: skip
-def test_several_values_of_a_tasks_field_replace_its_default(argv, widths, names):
+def test_several_values_replace_the_default_and_a_boolean_is_a_switch(argv, expected):
     task = command_line.parse_config([KINDS, *argv]).task
 
-    assert (task.widths, task.names) == (widths, names)
-
-
-@pytest.mark.parametrize(("flag", "wide", "deep"), [
-    ("--task.wide", True, True), ("--task.no-wide", False, True), ("--task.wide=on", True, True),
-    ("--task.deep=off", False, False), ("--task.no-deep", False, False),
-])  # fmt: skip
-def test_a_boolean_field_is_a_switch_that_may_have_a_value(flag, wide, deep):
-    task = command_line.parse_config([KINDS, flag]).task
-
-    assert (task.wide, task.deep) == (wide, deep)
+    assert {name: getattr(task, name) for name in expected} == expected
 
 
 # --- help
@@ -421,31 +330,16 @@ def shown_help(capsys, monkeypatch, *argv: str, columns: int = 100) -> str:
     return capsys.readouterr().out
 
 
-def documented(cls: type, prefix: str = "") -> dict[str, str]:
-    """Flag → docstring of its field in the source, for all fields of `cls` and its sections."""
-    source = inspect.getsource(cls)
-    found = {}
-    for field in dataclasses.fields(cls):
-        flag = prefix + field.metadata.get("flag", field.name).replace("_", "-")
-        flag = {"run": "run-dir"}.get(flag, flag)
-        if dataclasses.is_dataclass(field.default) and not isinstance(field.default, Duration):
-            found |= documented(type(field.default), flag + ".")
-        elif field.name != "task":
-            message = re.search(rf'^    {field.name}: [^"]*?(?:"[^"]*"[^"]*?)*?\n    """(.*?)"""',
-                             source, re.DOTALL | re.MULTILINE)
-            found[flag] = message[1] if message else ""
-    return found
-
-
 def test_help_documents_every_setting(capsys, monkeypatch):
     text = "".join(shown_help(capsys, monkeypatch).split())  # words may be cut at a hyphen
-    flags = documented(Config) | documented(Images, "task.")
+    names = [name for name, _, _ in command_line.parse_config([]).leaves()]
 
-    assert len(flags) == len(list(command_line.parse_config([]).leaves()))
-    for flag, message in flags.items():
-        assert message, f"{flag} has no docstring"
-        assert f"--{flag}" in text, f"{flag} is not in --help"
-        assert "".join(message.split()) in text, f"{flag}: {message}"
+    for name, setting in command_line._settings(Images).items():
+        about = command_line._docs(setting.owner)[setting.field.name]
+        assert f"{flag_of(name)}" in text, f"{name} is not in --help"
+        assert "".join(about.split()) in text, f"{name}: {about}"
+        names.remove(name)
+    assert not names
 
 
 def test_help_names_commands_recipes_and_defaults_and_fits_the_terminal(capsys, monkeypatch):
@@ -488,21 +382,6 @@ def test_the_length_of_the_run_is_steps_or_epochs_or_five_epochs():
     assert Config(task=Images(), steps=7, epochs=2).total_steps(10) == 7
     assert Config(task=Images(), epochs=2).total_steps(10) == 20
     assert Config(task=Images()).total_steps(10) == 50
-
-
-def test_patterns_and_options_come_back_from_the_resolved_configuration(tmp_path):
-    flags = ["--freeze=*", "--freeze=!fc.*", "--optim.rates=layer4.*=0.1", "--init=a.pth",
-             "--schedule.name=warm-restarts", "--schedule.options=T_0=1ep",
-             "--schedule.options=T_mult=2"]  # fmt: skip
-    config = command_line.parse_config(flags)
-    (tmp_path / "config.toml").write_text(command_line.to_toml(config))
-
-    again = command_line.load(tmp_path / "config.toml")
-
-    assert (again.freeze, again.init) == (("*", "!fc.*"), "a.pth")
-    assert again.optim == config.optim
-    assert again.schedule == config.schedule
-    assert again.schedule.arguments == {"T_0": "1ep", "T_mult": "2"}
 
 
 def test_another_schedule_drops_the_options_of_the_recipes_schedule(tmp_path):

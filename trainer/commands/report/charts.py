@@ -1,19 +1,17 @@
-"""Render a plot with matplotlib, as SVG in the colours of the page or as PNG."""
+"""Render a plot with matplotlib as SVG or PNG."""
 
 from __future__ import annotations
 
-import contextlib
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-NARROW, WIDE = 5.2, 11.4
-"""Widths of plots, in inches."""
 POINTS = 500
 """Longer series are reduced to the means of this many groups."""
 
@@ -21,18 +19,13 @@ INK, FAINT, ALARM = "#1f2430", "#d4d8e0", "#c62828"
 SERIES = ("#2563c9", "#d1571b", "#1b8a5a", "#9244b8", "#a87b00", "#0d8fa8", "#c2376b", "#5b6472")
 PARTS_COLORS = ("#2f8f5b", "#d9822b", "#2563c9", "#c2376b", "#8e6bbf", "#9aa3b2")
 """One for each of `history.PARTS`; the plot of step times uses four of them."""
-DARK = {
-    INK: "#e4e8f0", FAINT: "#39404d", ALARM: "#ff7a70", "#2563c9": "#6ea4ff", "#d1571b": "#ff9f5f",
-    "#1b8a5a": "#52c894", "#9244b8": "#cf93ee", "#a87b00": "#e0b84a", "#0d8fa8": "#4fc6dc",
-    "#c2376b": "#f485ad", "#5b6472": "#a3adbb", "#2f8f5b": "#4fb57f", "#d9822b": "#f0a04b",
-    "#8e6bbf": "#b79ae0", "#9aa3b2": "#717b8c",
+STYLE: dict[Any, Any] = {
+    "svg.fonttype": "none", "text.parse_math": False, "legend.fontsize": "small",
+    "legend.frameon": False, "axes.spines.top": False, "axes.spines.right": False,
+    "axes.edgecolor": FAINT, "axes.facecolor": "none", "axes.grid": True, "axes.axisbelow": True,
+    "axes.labelcolor": INK, "text.color": INK, "grid.color": FAINT, "xtick.color": FAINT,
+    "ytick.color": FAINT, "xtick.labelcolor": INK, "ytick.labelcolor": INK,
 }  # fmt: skip
-"""Each colour of a plot → its colour in the page's dark scheme."""
-
-
-def css_variables(*, dark: bool = False) -> str:
-    """CSS variables that the SVG of this module refers to, --c1f2430 for #1f2430."""
-    return " ".join(f"--c{light[1:]}: {DARK[light] if dark else light};" for light in DARK)
 
 
 @dataclass(frozen=True)
@@ -46,44 +39,27 @@ class Plot:
     wide: bool = False
     height: float = 3.1
 
-    def svg(self, *, wide: bool = False) -> str:
-        """Return an <svg> element for a page that defines the CSS variables of `css_variables`."""
-        buffer = io.StringIO()
-        with self._figure(wide) as figure:
-            figure.savefig(buffer, format="svg", transparent=True, metadata=dict.fromkeys(
-                ("Creator", "Date", "Format", "Type")))
-        text = buffer.getvalue()
-        text = text[text.index("<svg"):]
-        for color in DARK:
-            text = text.replace(color, f"var(--c{color[1:]})")
-        return text
+    def svg(self) -> str:
+        """Return an <svg> element."""
+        text = self._render("svg", transparent=True, metadata=dict.fromkeys(
+            ("Creator", "Date", "Format", "Type"))).decode()
+        return text[text.index("<svg"):]
 
     def png(self) -> bytes:
         """Return a PNG image with a title, on white."""
-        buffer = io.BytesIO()
-        with self._figure(self.wide) as figure:
-            figure.axes[0].set_title(self.title, loc="left", fontsize=11, color=INK)
-            figure.savefig(buffer, format="png", dpi=150, facecolor="white")
-        return buffer.getvalue()
+        return self._render("png", self.title, dpi=150, facecolor="white")
 
-    @contextlib.contextmanager
-    def _figure(self, wide: bool) -> Iterator[Figure]:
-        """A drawn figure, under matplotlib settings that end with the block."""
-        width = WIDE if wide else NARROW
-        with mpl.rc_context({
-            "svg.fonttype": "none", "svg.hashsalt": f"{self.name}{width}",
-            "font.size": 9 if wide else 11, "legend.fontsize": "small", "legend.frameon": False,
-            "text.parse_math": False, "font.family": "sans-serif", "path.simplify_threshold": 0.5,
-            "axes.formatter.useoffset": False, "axes.spines.top": False,
-            "axes.spines.right": False, "axes.edgecolor": FAINT, "axes.facecolor": "none",
-            "axes.grid": True, "axes.axisbelow": True, "axes.labelcolor": INK, "text.color": INK,
-            "grid.color": FAINT, "grid.linewidth": 0.6, "xtick.color": FAINT, "ytick.color": FAINT,
-            "xtick.labelcolor": INK, "ytick.labelcolor": INK, "xtick.major.size": 3,
-            "ytick.major.size": 3,
-        }):  # fmt: skip
+    def _render(self, kind: str, title: str = "", **options: Any) -> bytes:
+        # The salt keeps the ids of the plots of a page apart.
+        width, size = (11.4, 9) if self.wide else (5.2, 11)
+        with mpl.rc_context({**STYLE, "svg.hashsalt": self.name, "font.size": size}):
             figure = Figure(figsize=(width, self.height), layout="constrained")
-            self.draw(figure.add_subplot())
-            yield figure
+            axes = figure.add_subplot()
+            self.draw(axes)
+            axes.set_title(title, loc="left", fontsize=11)
+            buffer = io.BytesIO()
+            figure.savefig(buffer, format=kind, **options)
+        return buffer.getvalue()
 
 
 def downsample(points: Sequence[tuple[float, float]]) -> tuple[list[float], list[float]]:
@@ -93,15 +69,13 @@ def downsample(points: Sequence[tuple[float, float]]) -> tuple[list[float], list
     return [g[-1][0] for g in groups], [sum(y for _, y in g) / len(g) for g in groups]
 
 
-def moving_average(values: Sequence[float]) -> list[float]:
-    """Exponential moving average over about 2 % of the values, with bias correction."""
-    keep = 1 - 1 / max(1.0, 0.02 * len(values))
-    total = weight = 0.0
-    means = []
-    for value in values:
-        total, weight = keep * total + (1 - keep) * value, keep * weight + (1 - keep)
-        means.append(total / weight)
-    return means
+def smooth(values: Sequence[float], decay: float) -> list[float]:
+    """Return the exponential moving average, with bias correction."""
+    smoothed, average = [], 0.0
+    for number, value in enumerate(values, 1):
+        average = decay * average + (1 - decay) * value
+        smoothed.append(average / (1 - decay**number))
+    return smoothed
 
 
 def time_unit(seconds: float) -> tuple[float, str]:

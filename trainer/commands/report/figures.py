@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
+from trainer.commands.report.charts import format_duration
 from trainer.commands.report.history import History
 from trainer.resilience.attempts import Event
 
 ORDINARY = ("start", "fresh", "restore", "first-step", "save", "lost-peer")
 """Events of every healthy run, and `lost-peer`, which follows the failure of another rank."""
 
-WINDOWS = 150
-"""Largest number of timing lines in a plot; more lines are summed in groups."""
-
 STEP_PARTS = ("data", "compute", "communication", "save")
 
 
-def notable_events(history: History) -> list[tuple[float, Event, str]]:
-    """Return the notable events as (seconds since the start, event, description).
+def notable_events(run: History) -> Iterator[tuple[Event, str]]:
+    """Yield the notable events, each with a description.
 
     An event that several ranks report appears once. Secondary failures, which follow from the
     failure of another rank, are left out.
     """
-    found, seen = list[tuple[float, Event, str]](), set[tuple[Any, ...]]()
-    for event in history.events:
+    seen = set[tuple[Any, ...]]()
+    for event in run.events:
         name = event["event"]
         if name in ORDINARY or event.get("echo") or event.get("error") == "StaleAttempt":
             continue
@@ -33,9 +30,7 @@ def notable_events(history: History) -> list[tuple[float, Event, str]]:
         key = (event["attempt"], name, event.get("at_step", event["step"]), what)
         if key not in seen:
             seen.add(key)
-            text = f"{name}: {what}" if what else name
-            found.append((event["time"] - history.begun, event, text))
-    return found
+            yield event, f"{name}: {what}" if what else name
 
 
 def affected_rank(event: Event) -> int:
@@ -44,62 +39,77 @@ def affected_rank(event: Event) -> int:
     return event["rank"] if culprit is None else culprit
 
 
-def figures(history: History) -> dict[str, Any]:
-    """Return the figures of a run by name."""
-    steps, summary = history.steps, history.summary or {}
-    last = steps[-1] if steps else {}
-    norms, limit = [s.get("grad_norm") for s in steps], history.config.get("clip.norm") or 0.0
-    half = norms[len(norms) // 2 :]
-    timing = [line for line in history.timing if line["step_s"][0]]
-    count = sum(line["steps"] for line in timing)
-    sums = {part: sum(line[f"{part}_s"][0] or 0.0 for line in timing)
-            for part in ("step", "data", "compute", "communication", "save")}
-    faults = [e for e in history.events if e["event"] == "fault"]
-    memory = [m for line in timing for m in line["memory_mb"] if m]
-    best = summary.get("best") or {}
-    return {
-        "step": last.get("step", 0), "finished": history.summary is not None
-        and history.summary.get("step") == last.get("step"),
-        "attempts": len(history.attempt_times), "faults": len(faults),
-        "skipped": sum(bool(s.get("skipped")) for s in steps), "lost_steps": history.lost_steps,
-        "wall_s": history.wall_s, "goodput": history.useful_share,
-        "goodput_running": history.useful_share_running, "parts_s": history.goodput,
-        "loss": last.get("loss"), "best": best.get("value"), "best_metric": best.get("metric"),
-        "best_step": best.get("step"), "test": summary.get("test"),
-        "clip_norm": limit, "clipped": _share(norms, limit), "clipped_last_half": _share(
-            half, limit),
-        "step_s": sums["step"] / count if count else None,
-        "split_s": {part: value / count for part, value in sums.items()} if count else None,
-        "samples_per_s": sum(line["samples"] for line in timing) / sums["step"] if (
-            sums["step"]) else None,
-        "memory_mb": max(memory, default=None),
+def summary(run: History) -> dict[str, str]:
+    """Return the figures of a run by name, as text, the most important first."""
+    last, result = run.steps[-1] if run.steps else {}, run.summary or {}
+    best, determinism = result.get("best") or {}, run.environment.get("determinism") or {}
+    skipped = sum(bool(step.get("skipped")) for step in run.steps)
+    faults = sum(event["event"] == "fault" for event in run.events)
+    lost_s = [f"{part} {format_duration(seconds)}" for part, seconds in run.goodput.items()
+              if part != "useful" and seconds >= 0.0005]
+    rows = {
+        "state": _state(run), "steps": f"{last.get('step', 0):,}",
+        "loss of the last step": _number(last.get("loss")),
+        f"best {str(best.get('metric')).replace('_', ' ')}":
+            "" if best.get("value") is None else
+            f"{_number(best['value'])} at step {best['step']:,}",
+        **{f"test {name}": _number(value) for name, value in (result.get("test") or {}).items()
+           if name != "samples"},
+        "wall time": format_duration(run.wall_s), "goodput": _goodput(run),
+        "not useful": ", ".join(lost_s) or "nothing",
+        "attempts": str(len(run.attempt_times)), "injected faults": str(faults) if faults else "",
+        "repeated steps": f"{run.lost_steps:,}", "steps without an update": f"{skipped:,}",
+        "clipped steps": _clipped(run), **_speed(run),
+        "result": f"{determinism.get('label', '')} {determinism.get('why', '')}".strip(),
     }  # fmt: skip
+    return {name: value for name, value in rows.items() if value}
 
 
-def timing_windows(timing: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the lines of timing.jsonl, summed in at most `WINDOWS` groups.
-
-    A group has the largest memory, and lines without the times of every rank are left out.
-    """
-    lines = [line for line in timing if line["steps"]]
-    if len(lines) <= WINDOWS:
-        return lines
-    lines = [line for line in lines if None not in line["step_s"]]
-    size, found = math.ceil(len(lines) / WINDOWS), list[Mapping[str, Any]]()
-    for i in range(0, len(lines), size):
-        group = [line for line in lines[i : i + size]
-                 if len(line["step_s"]) == len(lines[i]["step_s"])]
-        whole: dict[str, Any] = {"step": group[-1]["step"]}
-        whole |= {key: sum(line[key] for line in group) for key in ("steps", "samples")}
-        for key in ("step_s", *(f"{part}_s" for part in STEP_PARTS), "memory_mb"):
-            reduce = max if key == "memory_mb" else sum
-            by_rank = zip(*(line[key] for line in group), strict=True)
-            whole[key] = [reduce(values) for values in by_rank]
-        found.append(whole)
-    return found
+def _state(run: History) -> str:
+    if run.summary is not None and run.steps and run.summary.get("step") == run.steps[-1]["step"]:
+        return "finished"
+    if not run.attempt_times:
+        return "not started"
+    last = run.attempt_times[-1].attempt
+    return last.end if last.end != "died" or last.cause else "running, or died"
 
 
-def _share(norms: Sequence[float | None], limit: float) -> float | None:
-    """Return the share of steps whose gradient was clipped."""
-    known = [norm for norm in norms if norm is not None]
-    return sum(norm > limit for norm in known) / len(known) if known and limit else None
+def _goodput(run: History) -> str:
+    """Format the useful share of the wall time, and of the wall time without waiting."""
+    useful_s, waiting_s = run.goodput["useful"], run.goodput["waiting"]
+    if run.wall_s <= waiting_s:
+        return ""
+    whole = f"{useful_s / run.wall_s:.1%}"
+    running = f"{useful_s / (run.wall_s - waiting_s):.1%}"
+    return f"{running} while it ran, {whole} of the wall time" if waiting_s else whole
+
+
+def _clipped(run: History) -> str:
+    """Format the share of steps whose gradient was clipped."""
+    limit = run.config.get("clip.norm")
+    clipped = [step["grad_norm"] > limit for step in run.steps
+               if limit and step.get("grad_norm") is not None]
+    if not clipped:
+        return ""
+    half = clipped[len(clipped) // 2 :]
+    return (f"{sum(clipped) / len(clipped):.1%}, in the last half "
+            f"{sum(half) / len(half):.1%}")
+
+
+def _speed(run: History) -> dict[str, str]:
+    timing = [line for line in run.timing if line["step_s"][0]]
+    if not timing:
+        return {}
+    steps = sum(line["steps"] for line in timing)
+    mean_s = {part: sum(line[f"{part}_s"][0] or 0.0 for line in timing) / steps
+              for part in ("step", *STEP_PARTS)}
+    split = ", ".join(f"{part} {1000 * mean_s[part]:,.1f} ms" for part in STEP_PARTS)
+    memory_mb = max((m for line in timing for m in line["memory_mb"] if m), default=None)
+    samples = sum(line["samples"] for line in timing) / steps
+    return {"time of a step": f"{1000 * mean_s['step']:,.1f} ms: {split}",
+            "samples/s": f"{samples / mean_s['step']:,.0f}",
+            "memory of a rank": "" if memory_mb is None else f"{memory_mb:,.0f} MB at most"}
+
+
+def _number(value: Any) -> str:
+    return "" if value is None else f"{value:.4f}" if isinstance(value, float) else str(value)

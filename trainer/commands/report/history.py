@@ -18,6 +18,9 @@ from trainer.storage import files, layout
 from trainer.storage.jsonl import read_records
 from trainer.telemetry.events import read_events
 
+Timing = Sequence[Mapping[str, Any]]
+"""Lines of timing.jsonl."""
+
 PARTS = ("useful", "redone", "saving", "detecting", "restarting", "waiting")
 """Uses of the wall time of a run.
 
@@ -34,11 +37,10 @@ _BEFORE_TRAINING = ("stop", "rendezvous", "fork")  # phases of the launcher, in 
 
 @dataclass(kw_only=True)
 class AttemptTimes:
-    """Times of an attempt, in this order, in seconds since the epoch. None: not reached."""
+    """Times of an attempt, in seconds since the epoch, in this order. None: not reached."""
 
     attempt: Attempt
     begun: float
-    """The processes start."""
     trains: float | None
     """The first step begins."""
     fault: float | None
@@ -47,8 +49,17 @@ class AttemptTimes:
     """The fault is noticed."""
     over: float
     """Time of the last record."""
-    ranks: dict[int, tuple[float, float]] = field(default_factory=dict)
+    ranks: dict[int, tuple[float, float]]
     """Time of the first and the last record of each rank."""
+
+    def put_in_order(self) -> None:
+        """Make the times monotonic: the clocks of several nodes may differ."""
+        earliest = self.begun
+        for name in ("trains", "fault", "noticed"):
+            value = getattr(self, name)
+            if value is not None:
+                earliest = min(max(earliest, value), self.over)
+                setattr(self, name, earliest)
 
 
 @dataclass(kw_only=True)
@@ -66,9 +77,13 @@ class History:
     """Dotted name → value."""
     environment: dict[str, Any]
     summary: dict[str, Any] | None
-    attempt_times: list[AttemptTimes] = field(default_factory=list)
-    goodput: dict[str, float] = field(default_factory=dict)
+    attempt_times: list[AttemptTimes] = field(init=False)
+    goodput: dict[str, float] = field(init=False)
     """Seconds for each of `PARTS`; their sum is `wall_s`."""
+
+    def __post_init__(self) -> None:
+        self.attempt_times = attempt_times(self.events, self.timing)
+        self.goodput = goodput(self.attempt_times, self.events, self.timing)
 
     @property
     def begun(self) -> float:
@@ -78,7 +93,7 @@ class History:
     @property
     def over(self) -> float:
         """Time of the last record of the run."""
-        return max((p.over for p in self.attempt_times), default=0.0)
+        return max((times.over for times in self.attempt_times), default=0.0)
 
     @property
     def wall_s(self) -> float:
@@ -86,21 +101,9 @@ class History:
         return self.over - self.begun
 
     @property
-    def useful_share(self) -> float | None:
-        """Share of the wall time that is useful."""
-        return self.goodput["useful"] / self.wall_s if self.wall_s > 0 else None
-
-    @property
-    def useful_share_running(self) -> float | None:
-        """Share of the wall time without waiting that is useful."""
-        running_s = self.wall_s - self.goodput["waiting"]
-        return self.goodput["useful"] / running_s if running_s > 0 else None
-
-    @property
     def lost_steps(self) -> int:
         """Number of finished steps that were repeated."""
-        return sum(lost_steps(p, after) for p, after in _pairs(self.attempt_times)) + sum(
-            steps_repeated_by_rollback(e) for e in self.events)
+        return sum(lost_steps(*pair, self.events) for pair in _pairs(self.attempt_times))
 
 
 def read_history(path: Path, *others: Path) -> History:
@@ -117,7 +120,7 @@ def read_history(path: Path, *others: Path) -> History:
     if files.read_json(path / layout.IDENTITY) is None and not (path / layout.EVENTS).exists():
         raise ConfigError(f"{path}: there is no run in this folder (no {layout.IDENTITY})")
     lines = read_records(path / layout.METRICS)
-    history = History(
+    return History(
         name=path.resolve().name, path=path,
         events=[e for e in read_events(*(run / layout.EVENTS for run in (path, *others)))
                 if {"time", "attempt", "rank", "step", "event"} <= e.keys()],
@@ -128,152 +131,123 @@ def read_history(path: Path, *others: Path) -> History:
         environment=files.read_json(path / layout.ENVIRONMENT) or {},
         summary=files.read_json(path / layout.SUMMARY),
     )  # fmt: skip
-    history.attempt_times = attempt_times(history.events, history.timing)
-    history.goodput = goodput(history.attempt_times, history.events, history.timing)
-    return history
 
 
-def attempt_times(
-    events: Sequence[Event], timing: Sequence[Mapping[str, Any]]
-) -> list[AttemptTimes]:
+def attempt_times(events: Sequence[Event], timing: Timing) -> list[AttemptTimes]:
     """Return the times of each attempt. Attempts do not overlap."""
-    found: list[AttemptTimes] = []
     attempts = read_attempts(events)
-    by_number: dict[int, list[Event]] = {a.number: [] for a in attempts}
+    of_attempt: dict[int, list[Event]] = {attempt.number: [] for attempt in attempts}
     for event in events:
-        by_number.get(event["attempt"], []).append(event)
-    for number, attempt in enumerate(attempts):
-        own = by_number[attempt.number]
-        lines = [line for line in timing if line["attempt"] == attempt.number]
-        following = attempts[number + 1] if number + 1 < len(attempts) else None
-        limit = min((e["time"] for e in by_number[following.number]), default=None) if (
-            following is not None) else None
-        found.append(_passage(attempt, own, lines, limit))
+        of_attempt.get(event["attempt"], []).append(event)
+    found: list[AttemptTimes] = []
+    for attempt, following in _pairs(attempts):
+        limit = None if following is None else min(
+            event["time"] for event in of_attempt[following.number])
+        found.append(_times_of(attempt, of_attempt[attempt.number],
+                               [t for t in timing if t["attempt"] == attempt.number], limit))
     for before, after in itertools.pairwise(found):
         before.over = min(before.over, max(before.begun, after.begun))
-        _in_order(before)
+        before.put_in_order()
     return found
 
 
-def _passage(
-    attempt: Attempt, events: Sequence[Event], timing: Sequence[Mapping[str, Any]],
-    limit: float | None,
-) -> AttemptTimes:  # fmt: skip
+def _times_of(
+    attempt: Attempt, events: Sequence[Event], timing: Timing, limit: float | None
+) -> AttemptTimes:
+    """Times of an attempt that ends before `limit`."""
     entered = [e["entered"] for e in events if e["event"] == "first-step" and e.get("entered")]
-    starts = [min(v for k, v in phases.items() if k not in _BEFORE_TRAINING) for phases in entered
-              if set(phases) - set(_BEFORE_TRAINING)]
-    trains = [min(phases[k] for k in ("train", "evaluate") if k in phases) for phases in entered
-              if {"train", "evaluate"} & set(phases)]
-    ends = [e["time"] for e in events if e["event"] in _NOTICES]
-    noticed = min(ends, default=None)
+    starts = [time for phases in entered for phase, time in phases.items()
+              if phase not in _BEFORE_TRAINING]
+    trains = [time for phases in entered for phase, time in phases.items()
+              if phase in ("train", "evaluate")]
+    noticed = min((e["time"] for e in events if e["event"] in _NOTICES), default=None)
     fault = None
     if noticed is not None:
         faults = [e["time"] for e in events if e["event"] == "fault" and e["time"] <= noticed
                   and str(e.get("fault", "")).split(":")[0] in FATAL]
         hangs = [e["time"] - e.get("idle_s", 0.0) for e in events if e["event"] == "hang"]
         fault = min([*faults[-1:], *hangs, noticed])
-    over = max([e["time"] for e in events] + [line["time"] for line in timing])
-    reached, steps = attempt.reached, [(e["time"], e["step"]) for e in events]
-    steps += [(line["time"], line["step"]) for line in timing]
-    if noticed is None and attempt.end == "died" and reached is not None and limit is not None:
+    last, step = max((record["time"], record["step"]) for record in (*events, *timing))
+    over = last
+    if noticed is None and attempt.end == "died" and attempt.reached is not None and (
+            limit is not None):
         # The ranks and their launcher died without an event. The next attempt has read from
         # metrics.jsonl which step was reached: extrapolate the end from the last record.
-        last, step = max(steps)
-        over = min(limit, max(over, last + max(0, reached - step) * step_seconds(timing)))
-    passage = AttemptTimes(
-        attempt=attempt, begun=min([e["time"] for e in events] + starts),
-        trains=min(trains, default=None), fault=fault, noticed=noticed, over=over,
-    )  # fmt: skip
+        left = max(0, attempt.reached - step)
+        over = min(limit, max(last, last + left * step_seconds(timing)))
+    ranks = {}
     for rank in sorted({e["rank"] for e in events}):
-        times = [e["time"] for e in events if e["rank"] == rank]
-        times += [e["entered"]["start"] for e in events if e["event"] == "first-step"
-                  and e["rank"] == rank and "start" in e.get("entered", {})]
-        silent = not any(e["rank"] == rank and e["event"] in (*_NOTICES, "stop", "end", "refused")
-                         for e in events)
-        last = (noticed or over) if silent else max(times)
-        passage.ranks[rank] = (min(times), max(*times, last))
-    _in_order(passage)
-    return passage
-
-
-def _in_order(passage: AttemptTimes) -> None:
-    """Make the times of an attempt monotonic: the clocks of several nodes may differ."""
-    earliest = passage.begun
-    for name in ("trains", "fault", "noticed"):
-        value = getattr(passage, name)
-        if value is not None:
-            earliest = min(max(earliest, value), passage.over)
-            setattr(passage, name, earliest)
+        own = [e for e in events if e["rank"] == rank]
+        times = [e["time"] for e in own]
+        times += [e["entered"]["start"] for e in own if "start" in (e.get("entered") or {})]
+        has_end = any(e["event"] in (*_NOTICES, "stop", "end", "refused") for e in own)
+        ranks[rank] = (min(times), max(times) if has_end else max(*times, noticed or over))
+    found = AttemptTimes(
+        attempt=attempt, begun=min([e["time"] for e in events] + starts),
+        trains=min(trains, default=None), fault=fault, noticed=noticed, over=over, ranks=ranks)
+    found.put_in_order()
+    return found
 
 
 def goodput(
-    found: Sequence[AttemptTimes], events: Sequence[Event], timing: Sequence[Mapping[str, Any]]
+    found: Sequence[AttemptTimes], events: Sequence[Event], timing: Timing
 ) -> dict[str, float]:
     """Return the seconds for each of `PARTS`. Their sum is the wall time."""
     parts = dict.fromkeys(PARTS, 0.0)
-    for passage, after in _pairs(found):
-        number = passage.attempt.number
+    for times, after in _pairs(found):
+        number = times.attempt.number
         lines = [line for line in timing if line["attempt"] == number]
-        saves = [e for e in events if e["attempt"] == number and e["event"] == "save"]
-        trains = passage.over if passage.trains is None else passage.trains
-        stopped = passage.over if passage.fault is None else passage.fault
-        noticed = passage.over if passage.noticed is None else passage.noticed
-        stopped = max(trains, stopped)
-        noticed = max(noticed, stopped)
-        parts["restarting"] += trains - passage.begun
+        save_s = {kind: sum(e.get("seconds", 0.0) for e in events if e["attempt"] == number
+                            and e["event"] == "save" and e.get("kind") == kind)
+                  for kind in ("stop", "survivor")}
+        trains = times.over if times.trains is None else times.trains
+        stopped = max(trains, times.over if times.fault is None else times.fault)
+        noticed = max(stopped, times.over if times.noticed is None else times.noticed)
+        training, rest = stopped - trains, times.over - noticed
 
-        training = stopped - trains
-        held = sum(line["save_s"][0] or 0.0 for line in lines)
-        held += sum(e.get("seconds", 0.0) for e in saves if e.get("kind") == "stop")
-        saving = min(training, held)
-        steps = lost_steps(passage, after) + sum(
-            steps_repeated_by_rollback(e) for e in events
-            if e["attempt"] == number and e["rank"] == 0)
-        redone = min(training - saving, steps * step_seconds(lines, passage))
-        parts["saving"] += saving
-        parts["redone"] += redone
+        held_s = sum(line["save_s"][0] or 0.0 for line in lines) + save_s["stop"]
+        saving = min(training, held_s)
+        redone = min(training - saving,
+                     lost_steps(times, after, events) * step_seconds(lines, times))
+        last_save = min(rest, save_s["survivor"])
         parts["useful"] += training - saving - redone
-
+        parts["redone"] += redone
+        parts["saving"] += saving + last_save
         parts["detecting"] += noticed - stopped
-        # The rest of the attempt is part of the restart, if one launcher started both attempts.
-        rest = passage.over - noticed
-        last_save = min(rest, sum(e.get("seconds", 0.0) for e in saves
-                                  if e.get("kind") == "survivor"))
-        parts["saving"] += last_save
-        parts["restarting"] += rest - last_save
-        if after is not None:
-            gap = after.begun - passage.over
-            parts["restarting" if passage.attempt.relaunched else "waiting"] += gap
+        parts["restarting"] += trains - times.begun + rest - last_save
+        if after is not None:  # the time in between is part of a restart by the same launcher
+            parts["restarting" if times.attempt.relaunched else "waiting"] += (
+                after.begun - times.over)
     return parts
 
 
-def lost_steps(passage: AttemptTimes, after: AttemptTimes | None) -> int:
-    """Return the number of finished steps of an attempt that the next attempt repeats."""
-    if after is None:
-        return 0
-    reached = max(passage.attempt.end_step, passage.attempt.reached or 0)
-    return max(0, reached - after.attempt.start_step)
+def lost_steps(times: AttemptTimes, after: AttemptTimes | None, events: Sequence[Event]) -> int:
+    """Return the number of finished steps of an attempt that are repeated.
+
+    The next attempt repeats those after its checkpoint; a rollback repeats some in the same
+    attempt.
+    """
+    attempt = times.attempt
+    found = 0 if after is None else max(
+        0, max(attempt.end_step, attempt.reached or 0) - after.attempt.start_step)
+    rollbacks = [e for e in events if e["event"] == "rollback" and e["rank"] == 0
+                 and e["attempt"] == attempt.number and "at_step" in e]
+    return found + sum(max(0, e["at_step"] - e["to_step"]) for e in rollbacks)
 
 
-def steps_repeated_by_rollback(event: Event) -> int:
-    """Return the number of finished steps that a rollback within an attempt repeats."""
-    if event["event"] != "rollback" or "at_step" not in event or event["rank"] != 0:
-        return 0
-    return int(max(0, event["at_step"] - event["to_step"]))
-
-
-def step_seconds(timing: Sequence[Mapping[str, Any]], passage: AttemptTimes | None = None) -> float:
+def step_seconds(timing: Timing, times: AttemptTimes | None = None) -> float:
     """Return the mean time of a step, from the length of the attempt if no step was timed."""
     steps = sum(line["steps"] for line in timing)
     if steps:
         return float(sum(line["step_s"][0] for line in timing) / steps)
-    if passage is None or passage.trains is None:
+    if times is None or times.trains is None:
         return 0.0
-    steps = passage.attempt.end_step - passage.attempt.start_step
-    return ((passage.fault or passage.over) - passage.trains) / steps if steps > 0 else 0.0
+    steps = times.attempt.end_step - times.attempt.start_step
+    return ((times.fault or times.over) - times.trains) / steps if steps > 0 else 0.0
 
 
-def _pairs(found: Sequence[AttemptTimes]) -> list[tuple[AttemptTimes, AttemptTimes | None]]:
+def _pairs(found: Sequence[Any]) -> list[tuple[Any, Any]]:
+    """Each item with its successor; the last one with None."""
     return list(itertools.zip_longest(found, found[1:]))
 
 
