@@ -183,8 +183,8 @@ def count_accumulations(parameters: Iterable[Tensor]) -> Iterator[Counter[Tensor
 
 
 def refuse_unused(model: nn.Module, world: World, *, looked: bool = True) -> None:
-    """Collective. Refuse trainable parameters without a gradient (on this rank, if it `looked`). The
-    canonical reduction refuses them on one rank too, since the number of ranks may change."""
+    """Collective. Refuse trainable parameters without a gradient (on this rank, if it `looked`);
+    the canonical reduction does on one rank too, since the number of ranks may change."""
     mine = [n for n, p in model.named_parameters()
             if looked and p.requires_grad and p.grad is None]
     _refuse_on_all_ranks(
